@@ -3,17 +3,11 @@
     client ──connect──▶ agent ──▶ Greeting (inventory)
            ──Launch───▶       ──▶ a standby supervisor gets the client's socket, a standby stem follows
                               ──▶ next: another supervisor and another stem stand by
-
-It decides nothing about a run and is never in its way: once handed over, client and supervisor talk to each other. One
-thread, one loop; nothing here blocks for longer than the look at a zygote's files (about 2 ms), except once a minute
-the look at the GPUs.
-
-Failure cases:
-- killed: running attempts do not notice. Zygotes and standby processes end (end of file). The next call starts a new
-  agent, which finds running attempts by their sockets and lets them be;
-- two started at once: the lock decides, the loser ends;
-- a supervisor dies: its attempt's directory gets the ending and the receipt that are missing;
-- too many runs at once: the rest wait here in order, and are told how many are ahead.
+After the hand-over, client and supervisor talk to each other; the agent decides nothing about a run. One thread runs
+one loop. It blocks for about 2 ms at most (a zygote's files), except once a minute for the GPUs.
+Failure cases: the agent is killed (attempts go on; zygotes and standby processes end; the next call starts a new agent,
+which finds attempts by their sockets); two agents start at once (the lock decides); a supervisor dies (the agent writes
+the missing ending and receipt); too many runs at once (the rest queue here and hear how many are ahead).
 """
 
 from __future__ import annotations
@@ -68,16 +62,9 @@ _BREATH_S = 0.05
 
 
 def main(home: str, sockets: str, ready_fd: int, environ: dict[str, str]) -> NoReturn:
-    """Be the agent until nobody has needed it for ten minutes.
-
-    Args:
-        home: the home directory.
-        sockets: the private directory of sockets.
-        ready_fd: closed when connections are accepted, or when another agent already does that.
-        environ: start-up environment for supervisors.
-    """
+    """Run the agent until it has been idle for ten minutes; `ready_fd` is closed once connections are accepted."""
     if os.fork():
-        os._exit(0)  # nobody's child: a caller that lives longer must not be left with a zombie
+        os._exit(0)  # reparented: a caller that lives longer must not be left with a zombie
     linux.set_name(AGENT)
     linux.outlive_ranks()  # supervisors inherit it; whatever else is forked from here takes it back
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -99,13 +86,7 @@ def main(home: str, sockets: str, ready_fd: int, environ: dict[str, str]) -> NoR
 
 
 class Agent:
-    """The agent's loop and what it looks after.
-
-    Args:
-        home: the home directory.
-        sockets: the private directory of sockets.
-        environ: start-up environment for supervisors.
-    """
+    """The agent's loop and what it looks after."""
 
     def __init__(self, home: Home, sockets: Path, environ: dict[str, str]) -> None:
         self._home = home
@@ -165,7 +146,7 @@ class Agent:
         try:
             sock, _ = self._listener.accept()
         except OSError:
-            select.select([], [], [], _BREATH_S)  # no descriptors: whoever knocks would be heard again at once
+            select.select([], [], [], _BREATH_S)  # no descriptors: a pending connection would wake it at once
             return
         channel = Channel(sock)
         if len(self._clients) >= CLIENTS_MAX:
@@ -269,7 +250,7 @@ class Agent:
             self._selector.register(client, selectors.EVENT_READ, lambda: self._hear_queued(changed))
             return
         if received is None and not entry[0].confirmed:
-            self._queue.remove(entry)  # nobody will ever say that it may start
+            self._queue.remove(entry)  # no client is left to confirm it
             client.close()
             return
         if received is None or not isinstance(received[0], protocol.Cancel):
@@ -384,7 +365,7 @@ class Agent:
         self._zygotes.became_ready = False
         if self._refill_ns is not None and now_ns >= self._refill_ns:
             self._refill_ns = None
-            with contextlib.suppress(OSError):  # no process to be had now; the next run asks again, and says so
+            with contextlib.suppress(OSError):  # no process can start now; the next run tries again and reports it
                 self._attempts.prepare()
             self._zygotes.refill()
         self._zygotes.tend(self._attempts.kept())
@@ -397,14 +378,14 @@ class Agent:
         bound_log(self._log)
 
     def _clean(self, queued_fd: int, environ: dict[str, str]) -> subprocess.Popen[bytes]:
-        """Have run directories that are kept no longer deleted, by a process that nobody waits for."""
+        """Start a detached process that deletes expired run directories."""
         arguments = (str(self._home.root), queued_fd)
         return clean_process(
             "serverless_gpu.node.attempt.retention", arguments, fds=(queued_fd,), log=self._log, environ=environ
         )
 
     def _sweep(self, environ: dict[str, str]) -> subprocess.Popen[bytes]:
-        """Have directories of Ray's removed that nobody looks after, by a process that nobody waits for."""
+        """Start a detached process that removes abandoned directories of Ray."""
         return clean_process("serverless_gpu.node.supervisor.ray_cluster", (), fds=(), log=self._log, environ=environ)
 
     def _idle_too_long(self) -> bool:

@@ -1,9 +1,7 @@
-"""Reaching the agent of this node, and starting it when there is none.
+"""Reaching the agent of this node; starts it when it does not run.
 
-Failure cases: the agent is not there, or its socket is stale (a new one is started; two callers at once end up with one
-agent); the machine or the home lacks what every run needs (said before anything is started); it does not come up (what
-it wrote is in the message); it speaks another protocol (cannot happen by accident:
-the socket's name carries the number).
+Failure cases: no agent or a stale socket (a new one starts; two callers at once end up with one); the machine or the
+home lacks what runs need (refused before anything starts); it does not come up (its output is in the message).
 """
 
 from __future__ import annotations
@@ -34,12 +32,9 @@ _starting = threading.Lock()
 
 
 def connect(home: Home) -> tuple[Channel, protocol.Greeting]:
-    """Return a connection to the agent and what it offers, after starting it if needed.
+    """Return a connection to the agent and its greeting, after starting it if needed.
 
-    Raises:
-        AgentUnavailable: it could not be started, or does not answer.
-        HardwareError: this system cannot run ranks.
-        StorageError: the sockets' directory cannot be used, or the home's file system refuses locks.
+    Raises AgentUnavailable, HardwareError (this system cannot run ranks) or StorageError.
     """
     require_linux("ranks")
     path = protocol.agent_socket(home.sockets())

@@ -1,12 +1,10 @@
 """Reading run directories: what runs there were, which still run, how each ended.
 
     runs/<run>/<fence>/   spec.json · supervisor.lock (flock held = alive) · stopped.json · receipt.json   →   Record
-
-Lives here: reading. Must not: delete (`retention.py`), unpickle, ask the agent, or decide what a person sees.
-
-Failure cases, none of them an exception: a directory that its client is still writing (NOT_STARTED), one of another
-program or version (UNREADABLE, with the reason in `problem`), a supervisor that was killed (LOST), files that are huge,
-unreadable, links, or vanish while they are read. A lock that cannot be asked counts as held: who reads this deletes.
+Reads only: `retention.py` deletes. Failure cases, none of them an exception: a directory that its client is still
+writing (NOT_STARTED), one of another program or version (UNREADABLE, with the reason in `problem`), a killed supervisor
+(LOST), files that are huge, unreadable, links, or vanish. A lock that cannot be tested counts as held, because readers
+delete.
 """
 
 from __future__ import annotations
@@ -46,32 +44,19 @@ T = TypeVar("T")
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What one run directory says.
-
-    Attributes:
-        run_id: the run, which is the directory's name.
-        directory: of its last attempt; the run's own where there is none.
-        state: a `State`, `NOT_STARTED` or `UNREADABLE`.
-        live: whether a process looks after it now.
-        kind: ``"function"`` or ``"session"``.
-        session: the session whose devices the run uses, or "".
-        created_ns: when it was submitted, nanoseconds since 1970.
-        began_ns: when its first line ran; None where that is not known.
-        ended_ns: when it ended; None while it has not.
-        problem: why it is unreadable, in words.
-    """
+    """Contents of one run directory."""
 
     run_id: str
-    directory: Path
-    state: str
+    directory: Path  # of its last attempt; the run's own before the first
+    state: str  # a `State`, `NOT_STARTED` or `UNREADABLE`
     live: bool
-    created_ns: int
-    kind: str = FUNCTION
-    session: str = ""
+    created_ns: int  # since 1970, as all times here
+    kind: str = FUNCTION  # ``"function"`` or ``"session"``
+    session: str = ""  # whose devices it uses, or ""
     world_size: int = 0
     version: str = ""
-    began_ns: int | None = None
-    ended_ns: int | None = None
+    began_ns: int | None = None  # when its first line ran; None if unknown
+    ended_ns: int | None = None  # None while it goes on
     spec: RunSpec | None = None
     stopped: Stopped | None = None
     receipt: Receipt | None = None
@@ -101,13 +86,7 @@ def run_ids(runs: Path) -> list[str]:
 
 
 def read_run(runs: Path, run_id: str, queued: Collection[str] = ()) -> RunRecord:
-    """Return what the directory of one run says.
-
-    Args:
-        runs: the directory of all runs.
-        run_id: the run.
-        queued: runs that wait in the agent, which no file tells.
-    """
+    """Return the record of one run; `queued` are the runs that wait in the agent, which no file tells."""
     directory = _last_attempt(runs / run_id)
     created_ns = created_wall_ns(run_id) or touched_ns(runs / run_id)
     if directory is None:
@@ -187,11 +166,7 @@ def read_price(directory: Path) -> tuple[str, Tariff | None]:
 
 
 def meter_of(directory: Path) -> tuple[Meter, int]:
-    """Return what all facts of an attempt add up to, and how many there are; not a last line that is half written.
-
-    Args:
-        directory: of the attempt.
-    """
+    """Return the meter and number of all facts of an attempt, without a half-written last line."""
     meter, count = Meter(), 0
     with contextlib.suppress(OSError, msgspec.MsgspecError), _opened(directory / "facts.jsonl") as file:
         for line in file:
@@ -299,11 +274,7 @@ def _decoded(path: Path, kind: type[T]) -> T | None:
 
 
 def _read(path: Path, limit: int = _FILE_BYTES_MAX) -> bytes:
-    """Return the first bytes of a plain file.
-
-    Raises:
-        OSError: it cannot be read, or is no plain file (a pipe would never end).
-    """
+    """Return the first bytes of a plain file; raises OSError for any other (a pipe would never end)."""
     with _opened(path) as file:
         return file.read(limit)
 

@@ -1,12 +1,10 @@
-"""The GPU gate: is a device as clean after a run as it was before, and is it free before one?
+"""The GPU gate: verifies that a device is as clean after a run as before it, and free before one.
 
-Lives here: the decisions (`judge`, `foreign`: values in, sentences out) and the thin loop that asks again (`verify`).
-Must not: talk to NVML, kill anything, lend or quarantine a device; the caller does that with the verdicts.
-
+`judge` and `foreign` decide on values; `verify` asks again. The caller lends and quarantines.
 A verdict states its evidence. Processes and memory count where processes can be seen; memory alone counts where they
-are hidden, and the sentence says so. What could not be found out is never a pass. A display server or a browser that
-only draws and holds little is part of a workstation's GPU: it neither blocks a run nor fails a hand-back, and its
-memory is left out of the sums. A process that was there before the attempt is not its leftover.
+are hidden, and the sentence says so. An unknown is never a pass. A display server or a browser that only draws and
+holds little is part of a workstation's GPU: it neither blocks a run nor fails a hand-back, and its memory is left out
+of the sums. A process that was there before the attempt is not its leftover.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ _PROCESSES_NAMED = 3
 
 
 class Verdict(Struct, frozen=True):
-    """Whether a device may be lent again, and the sentence that proves or refuses it."""
+    """Decision about lending a device again, with the sentence that proves or refuses it."""
 
     ok: bool
     evidence: str
@@ -60,12 +58,7 @@ def verify(
 ) -> dict[str, Verdict]:
     """Return a verdict for every device, asking again about those not clean yet.
 
-    Args:
-        provider: where the devices come from.
-        uuids: the devices of the attempt.
-        before: their usage just before the attempt started; a missing entry means it is not known.
-        policy: how often to look, and the pause between in seconds.
-        sleep: waits that many seconds.
+    A device without an entry in `before` has an unknown earlier usage.
     """
     verdicts: dict[str, Verdict] = {}
     waiting = tuple(uuids)
@@ -83,12 +76,9 @@ def verify(
 
 
 def judge(before: Usage | None, after: Usage, *, kind: DeviceKind) -> Verdict:
-    """Decide whether a device is as clean as it was before an attempt.
+    """Decide whether a device is as clean as before an attempt; `before` is None where unknown.
 
-    Args:
-        before: usage just before the attempt; None where it is not known, then memory must be at the idle level.
-        after: usage now.
-        kind: CPU slots have nothing to verify; fakes are judged like GPUs.
+    Then memory must be at the idle level. CPU slots pass; fakes are judged like GPUs.
     """
     if kind is DeviceKind.CPU:
         return Verdict(True, "CPU slot: nothing to verify")
@@ -107,7 +97,7 @@ def judge(before: Usage | None, after: Usage, *, kind: DeviceKind) -> Verdict:
 def foreign(usage: Usage) -> str | None:
     """Return who uses a device that should be free, as a sentence; None when it is free.
 
-    What could not be found out counts as in use.
+    An unknown usage counts as in use.
     """
     if usage.problem:
         return usage.problem

@@ -1,7 +1,6 @@
-"""What this node offers: its real GPUs, its CPU slots, the types and prices the user configured.
+"""Inventory of this node: its real GPUs, its CPU slots, and the user's own types and prices.
 
-Looked up once and again after a minute: GPUs do not come and go, but drivers do.
-Fakes are not here: they are declared by the caller's environment, call by call.
+Refreshed after a minute, because drivers come and go. Callers declare fakes call by call.
 """
 
 from __future__ import annotations
@@ -23,11 +22,7 @@ _FRESH_S = 60.0
 
 
 class Inventory:
-    """The node's devices and the user's configuration.
-
-    Args:
-        home: where the configuration lies.
-    """
+    """The node's devices and the user's configuration."""
 
     def __init__(self, home: Home) -> None:
         self._home = home
@@ -44,7 +39,7 @@ class Inventory:
         self._checkpoints = ""
 
     def greeting(self, version: str) -> protocol.Greeting:
-        """Return what every client is told first."""
+        """Return the greeting for every client."""
         return protocol.Greeting(
             protocol=protocol.PROTOCOL,
             version=version,
@@ -96,22 +91,14 @@ class Inventory:
         if types != self._types:
             self._types, self._machine = types, NvmlProvider(own=types)
         found = self._machine.devices()
-        if self._machine.silence:  # what there was is there still; it is only not lent while nobody can look at it
+        if self._machine.silence:  # the GPUs are still there, but not lent while they cannot be verified
             found = tuple(device for device in self._devices if device.kind is DeviceKind.GPU)
         self._unavailable = tuple(f"{gpu.name}: {gpu.reason}" for gpu in self._machine.unavailable())
         self._devices = (*found, *self._cpu.devices())
 
 
 def offered(greeting: protocol.Greeting, environ: Mapping[str, str]) -> tuple[Device, ...]:
-    """Return what a node has; declared GPUs are there in place of real ones.
-
-    Args:
-        greeting: what the agent says it has.
-        environ: the variables that may declare some.
-
-    Raises:
-        InvalidValue: the node's configuration, or the declaration, cannot be used.
-    """
+    """Return what a node has; devices declared in `environ` replace real ones. Raises InvalidValue."""
     if greeting.problem:
         raise InvalidValue(greeting.problem)
     fakes = environ.get("SERVERLESS_GPU_FAKE")

@@ -1,6 +1,6 @@
-"""What NVML says, asked in this process: `NvmlReader`. It may hang for ever in the kernel, where no signal reaches it.
+"""NVML asked in this process: `NvmlReader`. It may hang for ever in the kernel, where no signal reaches it.
 
-Lives here: reading. Must not: wait for an answer (`nvml_process.py` does, from another process), judge what it says.
+`nvml_process.py` waits for it from another process, and `gpu_gate.py` judges.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ NO_DRIVER = "there is no NVIDIA driver to ask"
 
 
 class Question(Struct, frozen=True):
-    """What is asked: which GPUs there are (`uuids` None), or what uses some of them."""
+    """Question about which GPUs there are (`uuids` None), or what uses some of them."""
 
     seq: int
     uuids: tuple[str, ...] | None = None
 
 
 class NvmlAnswer(Struct, frozen=True):
-    """What was answered to the question of that number."""
+    """Answer to the question of that number."""
 
     seq: int
     seen: tuple[VisibleGpu, ...] = ()
@@ -49,11 +49,7 @@ class NvmlClient(Protocol):
     """Has questions answered."""
 
     def ask(self, uuids: Sequence[str] | None) -> NvmlAnswer:
-        """Return which GPUs there are, for None, or what uses some of them.
-
-        Raises:
-            Silent: there was no answer in time.
-        """
+        """Return which GPUs there are, for None, or what uses some of them; raises Silent after a time-out."""
         ...
 
 
@@ -97,12 +93,7 @@ class Nvml(Protocol):
 
 
 class NvmlReader:
-    """Asks NVML, which is initialised once for the life of the process.
-
-    Args:
-        given: the binding to use instead of `pynvml`.
-        pid_namespace: what `/proc/self/ns/pid` points at; None reads it.
-    """
+    """Asks NVML, which is initialised once for the life of the process; `given` replaces `pynvml`."""
 
     def __init__(self, given: Nvml | None = None, pid_namespace: str | None = None) -> None:
         self._given = given
@@ -151,14 +142,7 @@ class NvmlBroken(Exception):
 
 
 def initialised(given: Nvml | None) -> Nvml | None:
-    """Return NVML, ready to be asked; None where there is no driver.
-
-    Args:
-        given: the binding to use instead of `pynvml`.
-
-    Raises:
-        NvmlBroken: there is a driver, and NVML does not work with it.
-    """
+    """Return NVML, ready to be asked; None without a driver. Raises NvmlBroken if it does not work with it."""
     try:
         nvml = given if given is not None else cast(Nvml, importlib.import_module("pynvml"))
     except ImportError as error:
@@ -240,11 +224,7 @@ def _process_name(nvml: Nvml, pid: int) -> str:
 
 
 def sees_all_pids(pid_namespace: str | None = None) -> bool:
-    """Return whether NVML's pids are all processes of ours to see, and the same numbers here.
-
-    Args:
-        pid_namespace: what `/proc/self/ns/pid` points at; None reads it.
-    """
+    """Return whether NVML's pids are all processes of ours to see, and the same numbers here."""
     if pid_namespace is None:
         try:
             pid_namespace = os.readlink("/proc/self/ns/pid")
@@ -254,12 +234,7 @@ def sees_all_pids(pid_namespace: str | None = None) -> bool:
 
 
 class Bounded:
-    """Asks in a helper thread, one question at a time, and stops waiting after a limit; for a process that may be lost.
-
-    Args:
-        reader: what is asked.
-        limit_s: seconds to wait.
-    """
+    """Asks in a helper thread, one question at a time, for at most `limit_s`; for a process that may be lost."""
 
     def __init__(self, reader: NvmlReader, limit_s: float) -> None:
         self._reader = reader

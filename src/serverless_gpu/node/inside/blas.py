@@ -1,9 +1,9 @@
 """Thread counts of the OpenBLAS copies that numpy and scipy bring along.
 
-They read their variables when they are loaded; from then on only their own calls change the count. That call also
-starts all threads of the library, and each spins for some 30 ms waiting for work: in ranks that share two cores this
-was the largest cost of a short call. Before the threads run, the count is one exported variable, and the library starts
-the threads when a function needs them. So that variable is set, and the call is made where it does not take effect.
+They read their variables when they are loaded; later only their own calls change the count. Such a call also starts all
+threads of the library, and each spins for some 30 ms: in ranks that share two cores this was the largest cost of a
+short call. Before the threads run, the count is one exported variable, which is set here; where that has no effect the
+call is made.
 """
 
 from __future__ import annotations

@@ -20,11 +20,7 @@ INLINE, MEMFD = b"I", b"M"
 
 
 class Channel:
-    """One end of a seqpacket pair.
-
-    Args:
-        sock: a connected ``AF_UNIX``/``SOCK_SEQPACKET`` socket; the channel owns it.
-    """
+    """One end of a seqpacket pair; owns its connected ``AF_UNIX``/``SOCK_SEQPACKET`` socket."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -39,11 +35,9 @@ class Channel:
         return self.sock.fileno()
 
     def send(self, body: bytes, fds: tuple[int, ...] = ()) -> None:
-        """Send one message.
+        """Send one message; raises OSError when the peer is gone or a limit was passed.
 
-        Raises:
-            BlockingIOError: the socket is non-blocking and its buffer is full; nothing was sent.
-            OSError: the peer is gone, or a limit was passed.
+        BlockingIOError means that the buffer of a non-blocking socket is full; nothing was sent.
         """
         if len(body) > BODY_BYTES_MAX:
             raise OSError(f"a message of {len(body)} bytes is over the limit of {BODY_BYTES_MAX}")
@@ -60,8 +54,7 @@ class Channel:
     def receive(self) -> tuple[bytes, tuple[int, ...]] | None:
         """Return the next message and its descriptors (close-on-exec), or None when the peer is gone.
 
-        Raises:
-            BlockingIOError: the socket is non-blocking and nothing is there.
+        Raises BlockingIOError when the socket is non-blocking and empty.
         """
         try:
             packet, fds, flags, _ = self._take()
@@ -127,6 +120,6 @@ def _read_all(fd: int) -> bytes:
 
 
 def close_all(fds: Iterable[int]) -> None:
-    """Close descriptors that came with a message and are nobody's."""
+    """Close unused descriptors that came with a message."""
     for fd in fds:
         os.close(fd)

@@ -1,16 +1,14 @@
-"""Python values in files: the only room that unpickles.
+"""Python values in files, and the only module that unpickles.
 
 File: magic, one JSON line `{python, cloudpickle, stream, buffers}` (the last two are sizes in bytes), the pickle
 stream, then each out-of-band buffer at the next multiple of 64. Arrays and CPU tensors travel as buffers: they are
 written from the memory they live in, and read back as pages of a private mapping, so neither side copies them.
-
-What must hold, because a pickle is written in one process and read in another that knows this package by another name:
-- the vendored cloudpickle is one module per process, `_sgpu_cloudpickle`, and streams refer to it by that name;
-- functions of ours that a stream refers to are `portable`: they live in `_sgpu_portable`, whatever this file is called.
-
+A pickle is written in one process and read in another that knows this package by another name. So the vendored
+cloudpickle is one module per process, `_sgpu_cloudpickle`, and streams refer to it by that name; functions of ours that
+a stream refers to are `portable`: they live in `_sgpu_portable`, whatever this file is called.
 Failure cases: another Python or cloudpickle (`PayloadMismatch`), over the limit (`PayloadTooLarge`, nothing written),
-cut short or not ours (`PayloadDamaged`), a full disk (`PayloadNotWritten`, no file left). What the pickler itself
-raises passes through. A tensor read from a file cannot be resized beyond its storage, as any tensor on foreign memory.
+cut short or not ours (`PayloadDamaged`), a full disk (`PayloadNotWritten`, no file left). The pickler's own errors pass
+through. A tensor read from a file cannot be resized beyond its storage, as any tensor on foreign memory.
 """
 
 from __future__ import annotations
@@ -60,12 +58,7 @@ class PayloadError(Exception):
 
 
 class PayloadTooLarge(PayloadError):
-    """The value is over the size limit; nothing was written.
-
-    Attributes:
-        size: bytes it would take.
-        limit: bytes allowed.
-    """
+    """The value is over the size limit, in bytes; nothing was written."""
 
     def __init__(self, size: int, limit: int) -> None:
         super().__init__(size, limit)
@@ -170,7 +163,7 @@ class _Device(Protocol):
 
 
 class _UntypedStorage(Protocol):
-    """What we use of `torch.UntypedStorage`; torch itself may not be there."""
+    """The part of `torch.UntypedStorage` in use here; torch itself may not be there."""
 
     device: _Device
 
@@ -179,7 +172,7 @@ class _UntypedStorage(Protocol):
 
 
 class _TypedStorage(Protocol):
-    """What we use of `torch.TypedStorage`: a passing wrapper, made anew each time, of the one untyped storage."""
+    """The part of `torch.TypedStorage` in use here: a temporary wrapper of the one untyped storage."""
 
     _untyped_storage: _UntypedStorage
     dtype: object
@@ -197,20 +190,9 @@ def portable(function: _F) -> _F:
 
 
 def dump(value: object, path: str, *, limit: int | None = None, reducer: Reducer | None = None) -> int:
-    """Write `value` to `path`, whole or not at all.
+    """Write `value` to `path`, whole or not at all, and return the size of the file in bytes.
 
-    Args:
-        value: any picklable value.
-        path: file to create or replace.
-        limit: most bytes the file may take.
-        reducer: as for `dumps`.
-
-    Returns:
-        The size of the file in bytes.
-
-    Raises:
-        PayloadTooLarge: over the limit; known before anything is written.
-        PayloadNotWritten: an `OSError`: the file could not be written.
+    Raises PayloadTooLarge before anything is written, or PayloadNotWritten, an `OSError`.
     """
     parts = _serialise(value, limit, reducer)
     write_whole(path, parts)
@@ -220,10 +202,7 @@ def dump(value: object, path: str, *, limit: int | None = None, reducer: Reducer
 def dumps(value: object, *, limit: int | None = None, reducer: Reducer | None = None) -> bytes:
     """Return `value` as bytes in the file format; for small values, since everything is copied.
 
-    Args:
-        value: any picklable value.
-        limit: most bytes it may take.
-        reducer: asked first how to take each object apart, as `reducer_override` of the standard pickler is.
+    `reducer` comes first for each object, as `reducer_override` of the standard pickler does.
     """
     return b"".join(_serialise(value, limit, reducer))
 
@@ -236,7 +215,7 @@ def measure(value: object, reducer: Reducer | None = None) -> int:
 
 
 class _Sink:
-    """What the pickler writes to: keeps references, not copies; past the limit it only counts."""
+    """The pickler's output: keeps references, not copies; past the limit it only counts."""
 
     def __init__(self, limit: int | None) -> None:
         self.limit = limit
@@ -495,12 +474,9 @@ def _training_arguments(make: Callable[..., object], args: tuple[object, ...]) -
 
 
 def join_late() -> bool:
-    """Have the `TrainingArguments` of the call take their place among the ranks, as they do where they are made.
+    """Have the `TrainingArguments` of the call join the process group late; return whether there were any.
 
     transformers joins the process group when it makes them, and a Trainer relies on that.
-
-    Returns:
-        Whether there were any.
     """
     made = [value for value in (reference() for reference in _late) if value is not None]
     _late.clear()
@@ -527,15 +503,10 @@ class _LateState:
 
 
 def load(path: str) -> object:
-    """Return the value in the file at `path`.
+    """Return the value in the file at `path`; raises PayloadMismatch, PayloadDamaged or OSError.
 
     Its arrays and tensors are pages of a private mapping of the file: writable, copied by the kernel when written to,
     and good for as long as they are used, even when the file is removed.
-
-    Raises:
-        PayloadMismatch: made by another Python or cloudpickle.
-        PayloadDamaged: not a payload, or cut short.
-        OSError: the file cannot be read.
     """
     with open(path, "rb") as file:
         header = _read_header(file, os.fstat(file.fileno()).st_size, path)

@@ -1,16 +1,13 @@
-"""One rank: take on the caller's context, call the function, put the outcome where the caller finds it.
+"""One rank: takes on the caller's context, calls the function, stores the outcome for the caller.
 
 The same `execute` runs in a rank forked from a zygote, in one started cold, and under `torchrun <run
 directory>/_air.py`.
-
     stand by ──▶ exec ──▶ load call.pkl ──▶ enter ──▶ function(*args) ──▶ results/<rank>.pkl  ──▶ returned
                  (user code starts here)                         └─ raises ─▶ failures/<rank>.json, .pkl ─▶ failed
-
-A rank that is to run a program does that instead (`command.py`); one that is to have a Ray cluster calls the function
-as the cluster's driver, in a child (`raycluster/task.py`).
-
-What is said here is durable in the run directory before it is said: a supervisor that hears `returned` finds the whole
-file. After its outcome a rank ends as a Python process does (threads joined, `atexit` run), but without tearing the
+A rank with a program runs that instead (`command.py`); one with a Ray cluster calls the function as the cluster's
+driver, in a child (`raycluster/task.py`).
+An outcome is durable in the run directory before the rank reports it: a supervisor that hears `returned` finds the
+whole file. Then a rank ends as a Python process does (threads joined, `atexit` run), but without tearing the
 interpreter down. Failure cases: a result that cannot be pickled, is over the limit, or does not fit on the disk is a
 failure of its own kind: the user's function did finish, and the record says so. SIGTERM keeps its default action until
 user code registers for the checkpoint contract (`serverless_gpu/runtime.py`): a Python-level handler would not run
@@ -51,7 +48,7 @@ from .raycluster.words import read_share
 from .training_evidence import trained_alone
 
 _STAY_S = 5.0  # how long a rank other than 0 waits for the others after it returned
-_SETTLE_FAILED_S = 1.0  # for the last points before a failure; the others' end waits for that
+_SETTLE_FAILED_S = 1.0  # for the last points before a failure; the end of the other ranks waits for that
 _SPARE = 4  # descriptors kept back for the files of the outcome
 _spare: list[int] = []
 _FRAMES_MAX = 100  # as faulthandler
@@ -81,11 +78,9 @@ class RankOutput(NamedTuple):
 
 
 def main(channel: Channel, events: Channel) -> int:
-    """Be one rank in a process forked from the stem: stand by, be told which, run; return the exit code.
+    """Run one rank in a process forked from the stem: stand by, get a number, run; return the exit code.
 
-    Args:
-        channel: to the stem; one message comes, or none when this rank is not needed.
-        events: to the supervisor.
+    The stem sends one message on `channel`, or none when this rank is not needed; `events` go to the supervisor.
     """
     linux.set_name("sgpu-rank")
     _restore_signals()
@@ -236,8 +231,8 @@ def _return(place: RankOutput, value: object, report: protocol.Report) -> int:
 def _wait_for_others(place: RankOutput) -> None:
     """Stay until every rank has returned: rank 0, which has the store; the others a while.
 
-    Peers may still be talking to this rank. They may also be waiting for it to go, so that is bounded. On several
-    nodes, too: what all depend on is with rank 0, which stays until the last has returned everywhere.
+    Peers may still be talking to this rank, or waiting for it to go, so that is bounded. On several nodes, too: all
+    depend on rank 0, which stays until the last has returned everywhere.
     """
     if place.release is None:
         return
@@ -302,7 +297,7 @@ def _finish() -> None:
 
 
 def _rehearse() -> None:
-    """Do once what every call does: the pages it writes to are copied now, not when somebody waits."""
+    """Run once what every call runs, so that its pages are copied before a call waits for them."""
     loads(dumps((_rehearse, {"": b""})))
     protocol.decode(protocol.encode({"": 0}))
     os.environ.update(os.environ.copy())
@@ -333,18 +328,17 @@ def _restore_signals() -> None:
 
 
 def _offer_stacks() -> int:
-    """Have this process say, when it is asked to by a signal, where it is: to a memfd, which is returned, or -1.
+    """Have a signal make this process write its Python stack to a memfd, which is returned, or -1.
 
-    While the main thread runs Python, it answers by a handler in Python. While it is in a call, blocked in a collective
-    say, only C can: faulthandler. That is for whoever gave no other answer: one that runs Python changes its frames,
-    and faulthandler would read them meanwhile, which has ended processes by SIGSEGV (Python 3.11). Either writes the
-    stack of the main thread alone. After either handler the kernel goes on with the call into which the signal came,
-    except for poll, select, nanosleep and the like, which it always interrupts; Python calls those again itself, but
-    for `signal.pause()`.
+    While the main thread runs Python, a handler in Python answers. While it is in a call, such as a blocked collective,
+    only faulthandler (C) can, and only as the second answer: it would read frames while Python changes them, which has
+    ended processes by SIGSEGV (Python 3.11). Either writes the stack of the main thread alone. After either handler the
+    kernel goes on with the interrupted call, except for poll, select, nanosleep and the like, which Python calls again
+    itself, but for `signal.pause()`.
     """
     try:
         fd = os.memfd_create(protocol.STACK_FILE, os.MFD_CLOEXEC)
-        fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)  # whoever reads cuts it to nothing afterwards
+        fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)  # the reader truncates it afterwards
         made = os.fstat(fd)
         faulthandler.register(protocol.STACK_SIGNAL, file=fd, all_threads=False, chain=False)
     except (OSError, AttributeError):  # a system without one of them: then there are no stacks
@@ -390,11 +384,7 @@ def _stack_on_signal(place: RankOutput):  # type: ignore[no-untyped-def]  # the 
 
 
 def _take_context(message: protocol.Message) -> None:
-    """Become what the caller's process was at the moment of the call.
-
-    Raises:
-        OSError: the caller's working directory is gone.
-    """
+    """Take on the caller's context; raises OSError when its working directory is gone."""
     os.environ.clear()
     os.environ.update(_environment(message))
     _take_place_and_language()
@@ -425,10 +415,10 @@ def _take_place_and_language() -> None:
 
 
 def _forget(callers: object) -> None:
-    """Forget modules that this runtime has imported, and that the caller imports from a file of its own.
+    """Forget modules of this runtime that the caller imports from a file of its own.
 
-    The runtime keeps those it has. An interpreter that has preloaded anything of such a name is not used in the first
-    place: what it preloaded would still hold the other module.
+    The runtime keeps its own. An interpreter that has preloaded a module of such a name is not used at all, because its
+    preloaded modules would still hold the other one.
     """
     for name, file in callers.items() if isinstance(callers, dict) else ():
         loaded = getattr(sys.modules.get(name), "__file__", None)
@@ -453,7 +443,7 @@ def _reseed() -> None:
 def _set_threads(count: int) -> None:
     """Share the cores among the node's ranks, unless the user decided.
 
-    Libraries that are loaded already read their variables long ago, so they are told through their own calls.
+    Loaded libraries have read their variables already, so their own calls set the count.
     """
     if "OMP_NUM_THREADS" in os.environ:
         return

@@ -56,10 +56,9 @@ class _Work(NamedTuple):
 def main(channel: Channel, request: protocol.Message, zygote: socket.socket | None = None) -> NoReturn:
     """Stand by, run one attempt, end with it; never returns into the zygote's code.
 
-    Args:
-        channel: to whoever holds the stem: the agent, then a supervisor.
-        request: which cgroups to move into, how many ranks to fork ahead, and what to mount before that.
-        zygote: where it maps the ids of this process's own user namespace; None where it gets none.
+    `channel` leads to the agent, then to a supervisor. `request` names the cgroups to move into, the ranks to fork
+    ahead, and the mounts before that. `zygote` maps the ids of this process's own user namespace; None where it gets
+    none.
     """
     code = 1
     try:
@@ -97,9 +96,9 @@ class _Stem:
         self.wake_read, self.wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def mount(self, plan: object) -> bool:
-        """Put another environment in place of the zygote's, for this process and what it forks; say if that fails.
+        """Put another environment in place of the zygote's, for this process and its forks; report a failure.
 
-        Modules that the zygote has loaded stay as they are: whoever asks knows that both environments have the same.
+        Modules that the zygote has loaded stay: the agent knows that both environments have the same.
         """
         if not isinstance(plan, list) or not plan:
             return True
@@ -167,7 +166,7 @@ class _Stem:
     def _start_ranks(self, go: protocol.Message) -> None:
         """Tell every rank who it is; the node's first one first, the others wait until it has entered the function.
 
-        Whoever connects to rank 0's store before it listens is refused and tries again only after half a second.
+        A rank that connects to rank 0's store before it listens is refused and tries again only after half a second.
         """
         while len(self.children) < len(self.work):
             self.children.append(self._fork())  # before the pipes are made: only who is given an end may have it

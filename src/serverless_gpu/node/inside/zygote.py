@@ -49,10 +49,7 @@ from .channel import Channel, pair
 def main(channel_fd: int, version: int, preload: list[str]) -> None:
     """Preload, then fork a stem whenever the agent asks, until the agent is gone.
 
-    Args:
-        channel_fd: the inherited channel to the agent.
-        version: protocol version the agent speaks.
-        preload: modules to import before the first fork, those that are not installed left out.
+    `version` is the agent's protocol version. Modules that are not installed are left out of `preload`.
     """
     if version != protocol.VERSION:
         raise SystemExit(4)
@@ -73,7 +70,7 @@ def main(channel_fd: int, version: int, preload: list[str]) -> None:
     gc.enable()
     gc.freeze()  # copied pages stay shared: the collector will not write to these objects in a child
     threads = os.listdir("/proc/self/task")
-    if len(threads) != 1 and preload:  # without preload this is the cold start itself: nothing better is to be had
+    if len(threads) != 1 and preload:  # without preload this is the cold start itself: the last resort
         names = ", ".join(_thread_name(thread) for thread in threads)
         channel.send(protocol.encode({"event": "cold", "reason": f"preloading leaves threads behind ({names})"}))
         return
@@ -129,7 +126,7 @@ def _answer(channel: Channel, own_fds: tuple[int, ...]) -> bool:
         return False
     request = protocol.decode(received[0])
     if request.get("op") == "hold":
-        return True  # an environment is in use as long as somebody has this descriptor, and stems inherit it
+        return True  # an environment is in use while any process has this descriptor, and stems inherit it
     if request.get("op") == "stem":
         _fork_stem(channel, request, own_fds)
     for fd in received[1]:
@@ -170,9 +167,9 @@ def _admit(admission: tuple[socket.socket, socket.socket], pid: int) -> str:
 
 
 def _disarm_finalizers() -> None:
-    """Keep what was preloaded from tidying up once per rank: its objects are this process's, the ranks have copies.
+    """Keep preloaded modules from tidying up once per rank: the objects are this process's.
 
-    (torch registers hundreds that free its operator libraries: 25 ms at the end of every rank.)
+    torch registers hundreds of finalizers for its operator libraries: 25 ms at the end of every rank.
     """
     registry = getattr(weakref.finalize, "_registry", {})
     for finalizer in list(registry):
@@ -223,10 +220,7 @@ def _names() -> list[str]:
 
 
 def mapped_libraries(maps: str = "/proc/self/maps") -> list[str] | None:
-    """Return the files that are mapped into this process: shared libraries are loaded behind Python's back, too.
-
-    None where that cannot be known.
-    """
+    """Return the files mapped into this process, with libraries loaded behind Python's back; None if unknown."""
     try:
         with open(maps, encoding="utf-8", errors="surrogateescape") as file:
             return sorted({line.split(None, 5)[5].rstrip("\n") for line in file if line.count("/")} - {""})

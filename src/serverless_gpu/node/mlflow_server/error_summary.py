@@ -1,4 +1,4 @@
-"""What the last words of an MLflow server mean, in one sentence with what helps."""
+"""Explains the last output of an MLflow server in one sentence with a remedy."""
 
 from __future__ import annotations
 
@@ -61,10 +61,7 @@ _KNOWN: tuple[tuple[str, Callable[[Attempted], str]], ...] = (
 def sentence(written: str, ending: str, tried: Attempted) -> str:
     """Return why a server did not come up, or ended.
 
-    Args:
-        written: the last of what it wrote.
-        ending: how it ended, for want of anything better: "exit code 1".
-        tried: what was started.
+    `written` is the end of its output; `ending` the fallback, such as "exit code 1".
     """
     for words, say in _KNOWN:
         if words in written:

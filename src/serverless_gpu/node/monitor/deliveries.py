@@ -29,13 +29,7 @@ _SECRETS_MAX = 64
 
 
 class MlflowDeliveries:
-    """What is delivered, and what waits for it.
-
-    Args:
-        home: the home directory.
-        clock: where time comes from.
-        wake: wakes the main thread.
-    """
+    """What is delivered, and what waits for it."""
 
     def __init__(self, home: Home, clock: Clock, wake: Callable[[], None]) -> None:
         self._home = home

@@ -31,22 +31,12 @@ _EARLY_NS = SECOND_NS // 2  # a sampler's seconds are not exact
 
 
 class Recording:
-    """The writer of one file; it goes on with a file that an earlier monitor left.
-
-    Args:
-        path: the file; its directory is there.
-        header: what its samples are of.
-
-    Attributes:
-        rows: how many the file has.
-        lost: how many could not be written.
-        uses: what every device of it did, summed up.
-    """
+    """The writer of one file; it goes on with a file that an earlier monitor left."""
 
     def __init__(self, path: Path, header: Header) -> None:
-        self.rows = 0
-        self.lost = 0
-        self.uses: dict[str, DeviceTotals] = {}
+        self.rows = 0  # in the file
+        self.lost = 0  # rows that could not be written
+        self.uses: dict[str, DeviceTotals] = {}  # sums per device
         self._path = path
         self._header = header
         self._headed = False

@@ -1,8 +1,7 @@
-"""The last bytes a rank wrote, kept as they came and looked at only when somebody asks.
+"""The last bytes a rank wrote, kept as they came and decoded on demand.
 
     stdout  [chunk 1]      [chunk 4][chunk 5]     each stream has its own bound, so that a flood on one does not push
     stderr        [chunk 2][chunk 3]              the other's last words out; the numbers are the order of arrival
-
 Chunks are kept by reference: keeping them costs no copy, and memory is bounded by bytes and by pieces.
 """
 
@@ -18,11 +17,7 @@ _SMALL_BYTES = 4096  # a piece below this grows instead of getting neighbours
 
 
 class Tail:
-    """What was written last.
-
-    Args:
-        streams: their names.
-    """
+    """The last output of some streams."""
 
     def __init__(self, streams: Sequence[str]) -> None:
         self._pieces = {stream: _Pieces() for stream in streams}
@@ -44,9 +39,7 @@ class Tail:
     def text(self, lines: int, characters: int) -> str:
         """Return the last lines of all streams in the order in which they were completed, then unfinished ones.
 
-        Args:
-            lines: how many; one unfinished line per stream comes on top.
-            characters: of a longer line, this many at its end.
+        One unfinished line per stream comes on top of `lines`; a longer line is cut to its last `characters`.
         """
         whole: deque[str] = deque(maxlen=lines)
         unfinished = dict.fromkeys(self._pieces, "")

@@ -1,14 +1,12 @@
 """Removes shared memory that an ended attempt left in /dev/shm.
 
-Libraries give segments names there, and remove them at the end of their process. A process that is killed does not: the
-memory stays taken until somebody removes the file, and in the end /dev/shm is full.
-
+Libraries make named segments there, and remove them at the end of their process. A killed process does not, and in the
+end /dev/shm is full.
     while it runs     candidates ─▶ those that the attempt's processes have open or mapped are its own
     after its end     its own, not in use by any process ─▶ removed
-
 A candidate has a name that a library makes (never one that a user chose: files in /dev/shm may be theirs to keep), is
-owned by this user, and was made while the attempt ran. What cannot be told is left alone: a segment that no process of
-the attempt was seen with, one that any process has, and one whose maker still lives.
+owned by this user, and was made while the attempt ran. In doubt it stays: a segment that no process of the attempt was
+seen with, one that any process has, and one whose maker still lives.
 """
 
 from __future__ import annotations
@@ -31,16 +29,12 @@ _NAME = re.compile(
     r"|nccl-[A-Za-z0-9]{6}"
 )
 _LOOK_NS = 1_000_000_000
-_LOOKS_MAX = 3  # at one name: nobody of the attempt has it by then, so it is somebody else's
+_LOOKS_MAX = 3  # at one name: no process of the attempt has it by then, so it is not the attempt's
 _COARSE_NS = 50_000_000  # the clock of file systems is behind by a tick
 
 
 class LeftSegments:
-    """The segments of one attempt.
-
-    Args:
-        place: the directory of shared memory.
-    """
+    """The shared-memory segments of one attempt."""
 
     def __init__(self, place: Path = _PLACE) -> None:
         self._place = place
@@ -49,22 +43,16 @@ class LeftSegments:
         self._due_ns = 0
 
     def is_due(self, now_ns: int) -> bool:
-        """Return whether it is time to look; that is once a second.
-
-        Args:
-            now_ns: by any clock, always the same.
-        """
+        """Return whether it is time to look, once a second; `now_ns` is always of the same clock."""
         if now_ns < self._due_ns:
             return False
         self._due_ns = now_ns + _LOOK_NS
         return True
 
     def look(self, since_ns: int, pids: Callable[[], Collection[int]]) -> None:
-        """Note which segments are the attempt's: those that its processes have, or are named after.
+        """Note the attempt's segments: those that its processes have, or that are named after them.
 
-        Args:
-            since_ns: wall time at which user code began.
-            pids: returns the attempt's processes; not asked where there is nothing new.
+        `since_ns` is the wall time at which user code began; `pids` is called only for new segments.
         """
         there = set(self._candidates(since_ns))
         self._own &= there
@@ -78,11 +66,7 @@ class LeftSegments:
             self._own |= _used(pid, self._place, names)
 
     def remove(self, since_ns: int) -> tuple[str, ...]:
-        """Remove what the attempt left, after its last process has ended; return the names.
-
-        Args:
-            since_ns: wall time at which user code began.
-        """
+        """Remove the attempt's segments after its last process has ended; return their names."""
         names = self._own.intersection(self._candidates(since_ns)) if self._own else set()
         names -= {name for name in names if _is_alive(_maker(name))}
         removed = []

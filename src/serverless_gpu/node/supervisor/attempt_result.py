@@ -1,4 +1,4 @@
-"""How an attempt ended: what its client is told, and whether its devices are free."""
+"""How an attempt ended: the client's message, and the verdicts on its devices."""
 
 from __future__ import annotations
 
@@ -20,14 +20,9 @@ _LEFT_NAMED = 3
 def make_stopped(
     attempt: Attempt, logs: Mapping[int, RankLog], hang: Hang | None, hint: str = "", *, proven: bool = True
 ) -> Stopped:
-    """Return what a client is told once no rank runs any more.
+    """Return the client's message once no rank runs any more.
 
-    Args:
-        attempt: as it ended.
-        logs: what its ranks wrote, by rank.
-        hang: who waited for whom, as it was last found.
-        hint: what the driver said of user code that failed.
-        proven: whether it is known that no process of the attempt is left.
+    `hint` is the driver's explanation of failed user code; `proven` means that no process of the attempt is left.
     """
     assert attempt.reason is not None
     cause = attempt.cause
@@ -57,13 +52,9 @@ def stopped_sentence(stopped: Stopped) -> str:
 def verdicts_of(
     reservation: Reservation | Borrowed, known: Mapping[str, Verdict], *, proven: bool, left: Sequence[Left] = ()
 ) -> dict[str, Verdict]:
-    """Return whether each device is free, and by what evidence.
+    """Return a verdict for each device; failed devices, in `known`, need no look.
 
-    Args:
-        reservation: whose devices.
-        known: what needs no look: devices that failed.
-        proven: whether it is known that no process of the attempt is left.
-        left: those that are.
+    `proven` means that no process of the attempt is left; else `left` are some of them.
     """
     uuids = [device.uuid for device in reservation.devices]
     if not proven:

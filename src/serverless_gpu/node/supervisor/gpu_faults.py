@@ -1,16 +1,13 @@
-"""GPUs that fail, as the kernel's log tells of them: what is done on this node, at once.
+"""Reacts at once to failing GPUs of this node, as the kernel's log reports them.
 
     kernel_log ─▶ model/xid ─▶ Fault ─┬─ ends the attempt that has the GPU     AttemptFaults, in its supervisor
                                       ├─ quarantine, kept over a restart of ours, not lifted before the next boot
                                       └─ a hit, where it is the user's own code: principals are counted
-
-    NodeFaults, in agent and uplink, reads the whole log: what fails while nobody has it is not lent either.
-
-Both may see the same line; who comes second finds the note written and leaves it. A note that somebody has lifted since
-the line was written (a GPU that was reset) stays lifted.
-
-Failure cases: the log cannot be read (nothing is known: `problem`, said by the doctor); the lock directory cannot be
-written (the attempt ends all the same, and the GPU is refused by whoever looks at it next, if it does not answer).
+    NodeFaults, in agent and uplink, reads the whole log: an unused GPU that fails is not lent either.
+Both may see the same line; the second finds the note written and leaves it. A note that was lifted after the line was
+written (a GPU that was reset) stays lifted.
+Failure cases: the log cannot be read (nothing is known: `problem`, reported by the doctor); the lock directory cannot
+be written (the attempt ends all the same, and the next look at the GPU refuses it, if it does not answer).
 """
 
 from __future__ import annotations
@@ -43,20 +40,10 @@ _USERS_OWN = frozenset(
 
 
 class AttemptFaults:
-    """What the driver says of the GPUs of one attempt.
-
-    Args:
-        launch: the attempt.
-        home: the home directory.
-        clock: where time comes from.
-        notes: sentences for the receipt; added to.
-
-    Attributes:
-        hint: what a failure of user code is most likely about, or "".
-    """
+    """The driver's reports about the GPUs of one attempt; adds to `notes` of the receipt."""
 
     def __init__(self, launch: Launch, home: Home, clock: Clock, notes: list[str]) -> None:
-        self.hint = ""
+        self.hint = ""  # probable cause of a failure of user code, or ""
         self._launch = launch
         self._home = home
         self._clock = clock
@@ -78,15 +65,7 @@ class AttemptFaults:
         return AGAIN_S if self._kind is DeviceKind.FAKE else math.inf
 
     def hear(self, attempt: Attempt, devices: Sequence[Device]) -> list[GpuFailed]:
-        """Take everything that is new; what cannot wait is done.
-
-        Args:
-            attempt: as it is.
-            devices: those that it has.
-
-        Returns:
-            What ends it.
-        """
+        """Read and act on new reports about the attempt's devices; return the event that ends it, if any."""
         if self._log is None:
             return []
         events: list[GpuFailed] = []
@@ -127,12 +106,7 @@ class AttemptFaults:
 
 
 class NodeFaults:
-    """What the driver says of any GPU of this node, since its boot.
-
-    Args:
-        home: the home directory.
-        clock: where time comes from.
-    """
+    """The driver's reports about any GPU of this node, since its boot."""
 
     def __init__(self, home: Home, clock: Clock) -> None:
         self._home = home
@@ -141,11 +115,7 @@ class NodeFaults:
         self._known: dict[str, Device] = {}
 
     def look(self, devices: Iterable[Device]) -> None:
-        """Have GPUs that failed not be lent any more.
-
-        Args:
-            devices: those that are there now; one that fell off the bus is known by what it was.
-        """
+        """Quarantine GPUs that failed; one that fell off the bus is known from an earlier look."""
         self._known |= {device.uuid: device for device in devices if device.kind is not DeviceKind.CPU}
         for kind in {device.kind for device in self._known.values()}:
             if kind not in self._logs:
@@ -164,15 +134,9 @@ class NodeFaults:
 
 
 def suspects(directory: Path, uuids: Iterable[str], now_ns: int) -> list[str]:
-    """Return which GPUs are suspected of being broken though nothing but user code failed on them, a sentence each.
+    """Return a sentence for each GPU that may be broken though only user code failed on it.
 
-    Args:
-        directory: of the locks.
-        uuids: the GPUs.
-        now_ns: nanoseconds since 1970.
-
-    Raises:
-        StorageError: the lock directory cannot be used.
+    `now_ns` is since 1970. Raises StorageError when the lock directory cannot be used.
     """
     hits = read_hits(directory, uuids)
     said = {uuid: xid.suspicion(of_one, now_ns) for uuid, of_one in hits.items()}
@@ -182,13 +146,7 @@ def suspects(directory: Path, uuids: Iterable[str], now_ns: int) -> list[str]:
 def faults_of(
     lines: Iterable[KernelLogLine], devices: Sequence[Device], home: Home
 ) -> Iterable[tuple[KernelLogLine, Fault]]:
-    """Yield the Xids of these devices, as this node takes them.
-
-    Args:
-        lines: of the kernel's log.
-        devices: the devices.
-        home: where the node's own table of Xids is.
-    """
+    """Yield the Xids of these devices, as this node takes them."""
     by_address = {device.pci: device.uuid for device in devices if device.pci}
     own: Mapping[int, XidKind] | None = None
     for line in lines:
@@ -197,7 +155,7 @@ def faults_of(
             continue
         if own is None:
             own = {}
-            with contextlib.suppress(InvalidValue):  # whoever asks for devices is told what is wrong with it
+            with contextlib.suppress(InvalidValue):  # a request for devices reports what is wrong with it
                 own = read_configuration(home).xids
         yield line, xid.fault(said, by_address[said.pci], own)
 

@@ -2,19 +2,17 @@
 
     owner (notebook, script) ──Launch──▶ agent ──▶ this process ◀──Borrow── supervisor of a run
                              ◀──Held, Waiting, Finished──┘      ──Lent───▶
-
-Forked from the nursery like a supervisor, and like one it is independent of the agent. One thread, one loop; who gets
-what when is decided in `model/lifecycle/session.py`.
-
+Forked from the nursery like a supervisor, and independent of the agent. One thread runs one loop;
+`model/lifecycle/session.py` decides.
 Failure cases:
 - the owner goes away (its notebook's kernel was killed): the session ends at once, also where a process that the owner
-  forked lives on with a copy of its socket. Runs that still wait are cancelled; those that use devices of it go
-  on and keep those locked: their supervisors and stems have copies of the lock descriptors;
-- a supervisor is killed: its loan ends when its stem, too, is gone (the pipe's end of file), and the devices are looked
-  at before anyone else gets them;
+forked lives on with a copy of its socket. Waiting runs are cancelled; those that use devices of it go on and keep those
+locked: their supervisors and stems have copies of the lock descriptors;
+- a supervisor is killed: its loan ends when its stem, too, is gone (the pipe's end of file), and the devices are
+verified before anyone else gets them;
 - this process is killed: idle devices are free at once, lent ones with the end of their runs; the owner's next call
-  says that the session has ended;
-- nobody needs the session: a warning at four fifths of the idle limit, then it ends.
+says that the session has ended;
+- the session is idle: a warning at four fifths of the idle limit, then it ends.
 """
 
 from __future__ import annotations
@@ -63,15 +61,7 @@ _LEAVING_S = 1.0  # for the stem of a run that has given its devices back
 
 
 class SessionHolder:
-    """One session's holder of devices.
-
-    Args:
-        assign: the session.
-        agent: the channel to the agent; its end means nothing here.
-        home: the home directory.
-        sockets: where its own socket is made.
-        machine: the provider of this machine's GPUs.
-    """
+    """One session's holder of devices; the end of `agent`, a channel, means nothing here."""
 
     def __init__(self, assign: protocol.Assign, agent: Channel, home: Home, sockets: Path, machine: Provider) -> None:
         self._launch = assign.launch
@@ -101,11 +91,7 @@ class SessionHolder:
         self._done = False
 
     def serve(self, client: Channel) -> None:
-        """See the session through.
-
-        Args:
-            client: its owner; the session ends with this connection.
-        """
+        """Serve the session; it ends with its owner's connection."""
         lock = os.open(self._directory / "supervisor.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)  # held as long as this process lives, as a supervisor does
         self._account.prepare()
@@ -114,7 +100,7 @@ class SessionHolder:
         self._audience.tell(protocol.Accepted(pid=os.getpid()))
         problem = self._audience.listen()
         if problem:
-            self._fail(problem)  # nobody could borrow
+            self._fail(problem)  # no run could borrow
         else:
             self._reserve()
         while not self._done:
@@ -283,7 +269,7 @@ class SessionHolder:
         return book
 
     def _retested(self, book: Book) -> Book:
-        """Look again at unfit devices while somebody waits for them."""
+        """Look again at unfit devices while a run waits for them."""
         now_ns = self._clock.boottime_ns()
         if not (book.unfit and book.queue and self._reservation is not None) or now_ns < self._look_again_ns:
             return book

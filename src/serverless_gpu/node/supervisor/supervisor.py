@@ -90,15 +90,7 @@ Callback = Callable[[], None]
 
 
 class Supervisor:
-    """One attempt's guardian.
-
-    Args:
-        assign: the attempt.
-        agent: the channel to the agent, on which the stem comes.
-        home: the home directory.
-        sockets: where its own socket is made.
-        machine: the provider of this machine's GPUs.
-    """
+    """Control of one attempt; the stem comes on `agent`, a channel."""
 
     def __init__(self, assign: protocol.Assign, agent: Channel, home: Home, sockets: Path, machine: Provider) -> None:
         launch = self._launch = assign.launch
@@ -132,11 +124,7 @@ class Supervisor:
         self._done = False
 
     def serve(self, client: Channel) -> None:
-        """See the attempt through.
-
-        Args:
-            client: whoever launched it; the first watcher.
-        """
+        """Serve the attempt; `client` is the first watcher."""
         refused = self._refusal()
         if refused is not None:
             for channel in (self._agent, client):
@@ -343,7 +331,7 @@ class Supervisor:
                 self._apply(event)
 
     def _look(self) -> None:
-        """What has to be looked at because no descriptor announces it."""
+        """Do the periodic work that no descriptor announces."""
         if not self._confirmed and self._client is not None and self._client.gone:
             self._leave_unconfirmed()
         self._audience.tend()
@@ -447,7 +435,7 @@ class Supervisor:
     # --- watchers and output -------------------------------------------------------------------------------------
 
     def _greet(self) -> protocol.Snapshot:
-        self._eyes.idleness.heard()  # somebody looks at the run
+        self._eyes.idleness.heard()  # a client looks at the run
         return protocol.Snapshot(
             run_id=self._launch.run_id,
             fence=self._launch.fence,

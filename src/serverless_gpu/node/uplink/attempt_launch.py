@@ -1,9 +1,8 @@
 """From an order to a launch: the attempt's directory, the call, the devices of this node.
 
     Start ─▶ directory + remote.json (then the order is taken) ─▶ call.pkl ─▶ spec.json … ─▶ Launch
-
-The launch is not confirmed: user code waits until the server has answered a report about this attempt. An order may
-have lain somewhere for an hour, and another attempt may run by now.
+The launch is not confirmed: user code waits until the server has answered a report about this attempt. An order may be
+an hour old, and another attempt may run by now.
 """
 
 from __future__ import annotations
@@ -41,19 +40,10 @@ _OF_THE_NODE = ("HOME", "LANG", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "SHELL", "
 def take(home: Home, order: Start, profile: Path) -> tuple[Path, Remote] | None:
     """Make the attempt's directory, or return None when it was made before; the order need not come again.
 
-    What a process that was killed in the middle of this has left is made anew: nothing can have been launched. A server
-    names a directory of this node's by its run, so only what can be an identifier is taken, and no run of the node's
-    own is touched.
-
-    Args:
-        home: the home directory.
-        order: the order.
-        profile: of the server.
-
-    Raises:
-        InvalidValue: it is no run's identifier, or that of a run of this node's own; or its gang cannot be.
-        StorageError: the disk is full, or the home is not writable.
-        OSError: whether it was made before cannot be said now; nothing follows from that.
+    The rest of an interrupted earlier call is made again: nothing can have been launched. A server names a directory of
+    this node's by its run, so only an identifier is taken, and no run of the node's own is touched.
+    Raises InvalidValue (a bad identifier or gang), StorageError, or OSError when it is unknown whether it was made
+    before.
     """
     if created_wall_ns(order.run_id) is None or order.fence < 1:
         raise InvalidValue(f"{order.run_id[:64]!r} (fence {order.fence}) is no attempt's name")
@@ -85,19 +75,9 @@ def take(home: Home, order: Start, profile: Path) -> tuple[Path, Remote] | None:
 def make_launch(
     order: Start, directory: Path, greeting: protocol.Greeting, *, clock: Clock, waited_ns: int, store: Where
 ) -> protocol.Launch:
-    """Return the launch for an order.
+    """Return the launch for an order; raises HardwareError or InvalidValue if this node cannot run it.
 
-    Args:
-        order: the order.
-        directory: of the attempt.
-        greeting: what the agent offers.
-        clock: where time comes from.
-        waited_ns: how long ago the client asked, by the server's clock.
-        store: in which environments lie.
-
-    Raises:
-        HardwareError: this node has not what the order needs.
-        InvalidValue: the node's configuration, or the order, cannot be used.
+    `waited_ns` is how long ago the client asked, by the server's clock; `store` has the environments.
     """
     devices = offered(greeting, os.environ)
     there = restrict(devices, os.environ.get("CUDA_VISIBLE_DEVICES"))
@@ -128,9 +108,7 @@ def make_launch(
 def write_call(order: Start, directory: Path, connection: Connection) -> None:
     """Write `call.pkl`, which came with the order or lies on the server; a command has none.
 
-    Raises:
-        StorageError: the disk is full.
-        ServerProblem: the server does not have it, or does not answer.
+    Raises StorageError for a full disk, ServerProblem when the server does not have it, or does not answer.
     """
     reference = order.spec.payload.call if isinstance(order.spec.payload, Function) else None
     try:
@@ -145,10 +123,7 @@ def write_call(order: Start, directory: Path, connection: Connection) -> None:
 def with_secrets(order: Start, launch: protocol.Launch) -> protocol.Launch:
     """Return the launch with its secrets, which are written where its ranks find them.
 
-    Raises:
-        SecretMissing: one was deleted since the attempt was placed; nothing of it may start.
-        InvalidValue: one is to be a variable, and cannot.
-        StorageError: there is no room.
+    Raises SecretMissing (deleted since placement; nothing may start), InvalidValue (a bad variable) or StorageError.
     """
     if not order.secrets:
         return launch
@@ -174,11 +149,7 @@ def write_run(launch: protocol.Launch) -> None:
 
 
 def _check_crews(order: Start) -> None:
-    """Refuse an order whose gang cannot be.
-
-    Raises:
-        InvalidValue: it is no list of crews with this one among them, or they have nothing to know each other by.
-    """
+    """Refuse (InvalidValue) an order whose gang is no list of crews with this one and a nonce."""
     if not order.crews:
         return
     numbers = [crew.number for crew in order.crews]

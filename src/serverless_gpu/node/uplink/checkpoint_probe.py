@@ -1,10 +1,8 @@
-"""Finds the newest attempt of a run that saved a checkpoint: the evidence that a run with `resume` makes progress.
+"""Finds the newest attempt of a run that saved a checkpoint: evidence that a run with `resume` makes progress.
 
-The look is made by a short-lived process of its own. Checkpoints often lie on a shared file system, and a call into one
-that hangs blocks the thread that made it for good.
-
-Failure cases, each answered with 0, "not known": the file system does not answer within a few seconds, the directory
-cannot be read, or too many earlier looks still hang. The server then counts the attempt as one that saved nothing.
+A short-lived process looks, because a call into a hanging shared file system blocks its thread for good. Failure cases,
+each answered with 0, "not known": no answer within a few seconds, an unreadable directory, or too many hanging looks.
+The server then counts the attempt as one that saved nothing.
 """
 
 from __future__ import annotations
@@ -30,11 +28,8 @@ _stuck: list[subprocess.Popen[bytes]] = []
 class CheckpointProbe:
     """Looks at the checkpoints of one attempt and of those before it.
 
-    Args:
-        directory: of the attempt, in a home whose configuration names where checkpoints lie.
-        remote: whose it is.
-        program: looks, and prints what it found.
-        limit_s: seconds to wait for it.
+    `directory` lies in a home whose configuration names where checkpoints lie; `program` looks, and prints what it
+    found.
     """
 
     def __init__(

@@ -1,11 +1,9 @@
-"""What becomes of an attempt that no supervisor looks after: decided under the attempt's own lock, so that none can
-come and begin it meanwhile.
+"""Settles an attempt without a supervisor under the attempt's own lock, so that none can begin it meanwhile.
 
-    nobody ever had it (no facts)   refused: nothing of the user's ran, and nothing will
+    no facts                        refused: nothing of the user's ran, and nothing will
     facts, even damaged ones        its supervisor was lost; its devices' locks say when its processes are gone
     an ending, and no receipt       a receipt that says what is known
-
-Written like a supervisor would have written it, so that whoever reads the directory need not know.
+The files are what a supervisor would have written.
 """
 
 from __future__ import annotations
@@ -27,12 +25,7 @@ from serverless_gpu.node.devices.locks import MACHINE_DIRECTORIES, LockHolder
 
 
 def refusal(detail: str, clock: Clock) -> protocol.Stopped:
-    """Return the ending of an attempt that this node has not started.
-
-    Args:
-        detail: why.
-        clock: where time comes from.
-    """
+    """Return the ending of an attempt that this node has not started; `detail` is why."""
     return _stopped(Reason.REFUSED, detail, clock)
 
 
@@ -61,17 +54,10 @@ def still_held(home: Home, directory: Path) -> bool:
 def settle(
     directory: Path, remote: Remote, detail: str, clock: Clock, *, seen_ns: int | None = None
 ) -> protocol.Stopped:
-    """Write the ending and the receipt that are missing; the attempt's lock is held.
+    """Write the missing ending and receipt, the attempt's lock being held; return how it ended.
 
-    Args:
-        directory: of the attempt.
-        remote: whose it is.
-        detail: why it was never started, if it was not.
-        clock: where time comes from.
-        seen_ns: boottime at which something of it was seen last; None where nobody watched.
-
-    Returns:
-        How it ended.
+    `detail` is why it never started, if so. `seen_ns` is the boottime at which something of it was seen last; None if
+    unwatched.
     """
     # A damaged record, or a file of facts without one, is no proof that nothing began.
     may_have_begun = first_facts(directory) or remote.recovered or (directory / "facts.jsonl").exists()

@@ -1,23 +1,18 @@
-"""Reporting one attempt: what is new, whenever it is due, and at least every few seconds.
+"""Reports one attempt: what is new, whenever it is due, and at least every few seconds.
 
     news, logs, facts, outputs ─▶ Report ─▶ server ─▶ ReportAnswer ─▶ lease, stop, where logs go on
                                     │
           ending ◀── once all logs and outputs are there, in the same report if they fit
           receipt ◀─ with the ending or after it; then the attempt is settled
-
-A report that was not answered is made again, with whatever is new meanwhile: the server takes everything by name or
-offset, so twice is as good as once. What was not answered stays on this node's disk, which is the buffer.
-
-The lease: the server's answer lets the attempt go on for `partition_grace_s` from the *start* of the request, for the
-server counts from when it heard, which is later.
-
+An unanswered report is made again, with later news: the server takes everything by name or offset, so repetition is
+harmless. The data stays on this node's disk, which is the buffer. The server's answer lets the attempt go on for
+`partition_grace_s` from the *start* of the request, for the server counts from when it heard, which is later.
 Failure cases: the server is away or answers with errors (longer and longer pauses, up to 5 s; the supervisor ends the
-run when the lease is over); the attempt is over for the server (stopped; its facts, what it printed and how it ended
-are still reported, for they are true, its results are not);
-the attempt's token has ended (the node's next heartbeat brings another);
-the database of the server is full (it has heard of the attempt all the same, so that goes on: no run ends for that;
-unless the server may have given it up meanwhile, for which nobody had room to say so);
-results cannot be sent for an hour in which the server does answer (the run ends as `result_upload`, its files stay).
+run when the lease is over); the attempt is over for the server (stopped; its facts, output and ending are still
+reported, its results are not); the attempt's token has ended (the node's next heartbeat brings another); the database
+of the server is full (the server has heard of the attempt, so it goes on, unless the server may have given it up
+meanwhile without room to say so); results cannot be sent for an hour in which the server does answer (the run ends as
+`result_upload`, its files stay).
 """
 
 from __future__ import annotations
@@ -46,7 +41,7 @@ from serverless_gpu.wire.attempts import Ending, LogPiece, Report, ReportAnswer
 from serverless_gpu.wire.base import Json
 
 _HEARTBEAT_S = 5.0
-_LOOK_S = 1.0  # at logs of ranks that are not shown live, which nobody announces
+_LOOK_S = 1.0  # at logs of ranks that are not shown live, which no message announces
 _UPLOAD_LOOK_S = 0.1
 _LOGS_AGAIN_S = 5.0
 _LEFT_MAX = 256
@@ -55,7 +50,7 @@ _NO_ROOM = "the server's disk is full: what ranks print stays on the node, and i
 
 
 class Attended(Protocol):
-    """Who acts on what the server answers: the minder of the attempt."""
+    """The attempt's controller, which acts on the server's answers."""
 
     def renew(self, deadline_ns: int, stop: StopReason | None) -> None:
         """The server has answered."""
@@ -79,7 +74,7 @@ class Attended(Protocol):
 
 
 class _Shown(NamedTuple):
-    """What of a report is said again only when it has changed."""
+    """Parts of a report that are repeated only after a change."""
 
     state: State
     sentence: str
@@ -88,16 +83,7 @@ class _Shown(NamedTuple):
 
 
 class Reporter:
-    """Reports of one attempt.
-
-    Args:
-        directory: of the attempt.
-        remote: whose it is.
-        news: what its listener hears.
-        server: where to report; it has the attempt's token.
-        clock: where time comes from.
-        say: takes a line for the log.
-    """
+    """Reports of one attempt."""
 
     def __init__(
         self,
@@ -139,13 +125,7 @@ class Reporter:
         self._saved, self._looks = 0, set[str]()
 
     def run(self, minder: Attended, *, fresh: bool, first_s: float = AT_ONCE_S) -> None:
-        """Report until the attempt is settled, or over for the server.
-
-        Args:
-            minder: acts on answers.
-            fresh: whether nothing of the attempt was reported before.
-            first_s: how soon the first report is due, in seconds.
-        """
+        """Report until the attempt is settled, or over for the server; `fresh` means never reported before."""
         self._logs = LogShipment(self._directory / "logs", known=fresh)
         self._said_ns = self._clock.boottime_ns() + round((first_s - self._heartbeat_s) * 1e9)
         self._news.learn(first_s)  # the first answer is what user code waits for
@@ -368,7 +348,7 @@ class Reporter:
         if receipt is None:
             return msgspec.UNSET
         self._tracked = receipt.tracked
-        if receipt.state != stopped.state.value:  # its supervisor did not know what becomes of the results
+        if receipt.state != stopped.state.value:  # its supervisor did not know the fate of the results
             receipt = msgspec.structs.replace(receipt, state=stopped.state.value, reason=stopped.reason.value)
         return msgspec.Raw(msgspec.json.encode(receipt))
 
@@ -411,7 +391,7 @@ def _of_the_gang(answer: ReportAnswer) -> GangNews:
 
 
 def _ending(stopped: Stopped, *, began: bool, log_ends: dict[str, int]) -> Ending:
-    lost = stopped.reason in SUPERVISOR_GONE and stopped.cause is None  # it has nothing to say; evidence is told
+    lost = stopped.reason in SUPERVISOR_GONE and stopped.cause is None  # it has nothing to say; evidence is reported
     word: Json = msgspec.UNSET if lost else msgspec.Raw(msgspec.json.encode(stopped))
     return Ending(
         state=stopped.state,

@@ -2,16 +2,14 @@
 
     monitor ──▶ <attempt>/tracking.json ──▶ Job.resolve ──▶ MLFLOW_TRACKING_URI, _RUN_ID, _EXPERIMENT_ID of this process
     supervisor ── the same variables, where it heard of them in time ──┘
-
-Which run that is may not be known when a rank starts: then whoever imports MLflow waits for the file, as long as
-somebody writes to it and MLflow may answer yet, and at most `WAIT_S`; a wait that is felt is said. What user code has
-changed meanwhile is not touched.
-
-Failure cases: the tracking server is known not to answer ("away": nothing is waited for); the file never comes (the
-monitor is gone). Either is said once. Where the caller has named a server, MLflow stays as it is configured, every
-later `start_run` looks again, and once the server answers the node is asked to find the run (`ask`). Where nobody has
-named one, MLflow would make a database in the working directory, all ranks the same one at once: each gets one of its
-own beside the attempt instead, and stays with it.
+The run may be unknown when a rank starts. Then an import of MLflow waits for the file, as long as a monitor writes to
+it and MLflow may answer yet, and at most `WAIT_S`; a noticeable wait is reported. Variables that user code has changed
+meanwhile stay.
+Failure cases: the tracking server is known not to answer ("away": no wait); the file never comes (the monitor is gone).
+Either is reported once. Where the caller has named a server, MLflow stays as it is configured, every later `start_run`
+looks again, and once the server answers the rank asks the node to find the run (`ask`). Without a named server, MLflow
+would make one database in the working directory for all ranks: each rank gets its own beside the attempt instead, and
+stays with it.
 """
 
 from __future__ import annotations
@@ -35,19 +33,14 @@ ASKED = "tracking.asked"
 BACK_S = 15.0
 _ASK_AGAIN_S = 60.0
 _ARTIFACTS = "_MLFLOW_SERVER_ARTIFACT_ROOT"  # where MLflow puts files of runs in a database of its own
-_FELT_S = 1.0  # from then on a wait is said
+_FELT_S = 1.0  # from then on a wait is reported
 APPEARS_S = 2.0  # the file of a monitor that was just told of the attempt
 _LOOK_S = 0.02
 _FILE_BYTES_MAX = 64 << 10
 
 
 class MlflowJob:
-    """What this process knows of the job's MLflow run.
-
-    Args:
-        directory: of the attempt.
-        rank: of this process.
-    """
+    """A rank's knowledge of the job's MLflow run."""
 
     def __init__(self, directory: str, rank: int) -> None:
         self.directory = directory
@@ -62,11 +55,7 @@ class MlflowJob:
         self._before = {name: os.environ.get(name) for name in (URI, RUN, EXPERIMENT, EXPERIMENT_NAME)}
 
     def resolve(self, wait_s: float = 0.0) -> bool:
-        """Return whether the job's run is known; takes on its variables when it first is.
-
-        Args:
-            wait_s: how long to wait for it where it is still being made.
-        """
+        """Return whether the job's run is known, taking on its variables; wait for one still being made."""
         if self.run_id:
             return True
         given = self._look(wait_s)
@@ -136,7 +125,7 @@ class MlflowJob:
         self.say_once("unknown", unknown)
 
     def _apart(self) -> str:
-        """Have MLflow write to a database of this rank's own, unless somebody has said where to; return which one.
+        """Have MLflow write to a database of this rank's own, unless the user configured another; return which.
 
         The number of a run or an experiment says so, too: the caller's MLflow has it in its default place.
         """
@@ -180,7 +169,7 @@ class MlflowJob:
         return said if isinstance(said, dict) else {}
 
     def _awaited(self) -> bool:
-        """Return whether somebody seems to be at work on the file: one that is old is left behind, not pending."""
+        """Return whether a monitor still works on the file: an old one is abandoned, not pending."""
         try:
             written = os.stat(f"{self.directory}/{FILE}").st_mtime
         except OSError:

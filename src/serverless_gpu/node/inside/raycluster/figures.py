@@ -1,14 +1,12 @@
-"""Ray's metrics as few figures: a reader of Prometheus' text for the lines that are wanted, and the table of those.
+"""Reads Ray's metrics as few figures: a filter over Prometheus' text, and the table of wanted metrics.
 
     ray_tasks{Name="g",Source="executor",State="RUNNING",…} 1.0 ─┐
     ray_tasks{Name="h",Source="executor",State="RUNNING",…} 2.0 ─┴─▶ {"tasks_running": 3.0}
-
 Ray has a line for every task's name, every process and every bucket: 400 kB on an idle node, megabytes on a busy one.
-So lines are taken one by one, and only sums are kept. What Ray does not tell has no figure: that is not 0.
-
-Failure cases: a line that is no metric, or longer than any of Ray's: left out. Labels hold what users write (names of
-tasks), with anything in them: they are read by their quotes. A gauge that Ray keeps as a difference between processes
-falls below 0 when one of them is gone: 0 is said.
+So lines are taken one by one, and only sums are kept. A metric that Ray lacks has no figure, not 0.
+Failure cases: a line that is no metric, or longer than any of Ray's (left out); labels hold users' names of tasks, with
+anything in them (parsed by their quotes); a gauge that Ray keeps as a difference between processes falls below 0 when
+one of them is gone (0 is reported).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Which environment variables Ray's processes and the driver have; pure.
+"""Environment variables of Ray's processes and the driver; pure.
 
-The caller's shell may belong to another Ray: an address, a token, a temporary directory of it would tie this cluster to
-that one. So everything that begins with ``RAY_`` goes, but for what only tunes a library; and torch's world, which the
-run's supervisor announces to every rank, goes too: a driver is in none, and Ray Train makes worlds of its own.
+The caller's shell may belong to another Ray, whose address, token or temporary directory would tie this cluster to it.
+So everything that begins with ``RAY_`` goes, except tuning of libraries. torch's world goes too, which the supervisor
+announces to every rank: a driver is in none, and Ray Train makes worlds of its own.
 """
 
 from __future__ import annotations
@@ -66,22 +66,14 @@ def stripped(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def defaults(share: ClusterShare) -> dict[str, str]:
-    """Return what is set unless the caller's variables say otherwise.
-
-    Args:
-        share: this node's share.
-    """
+    """Return what is set unless the caller's variables say otherwise."""
     return {} if share.dashboard else {"RAY_DEDUP_LOGS_SKIP_REGEX": _REPEATED}
 
 
 def cluster_variables(share: ClusterShare, *, token: bool) -> dict[str, str]:
-    """Return what every process of the cluster has in its environment: Ray's own, workers, driver.
+    """Return the environment of every process of the cluster: Ray's own, workers, driver.
 
-    Ray reads some of it when it is imported.
-
-    Args:
-        share: this node's share.
-        token: whether this Ray knows tokens.
+    Ray reads some of it when it is imported. `token` says that this Ray knows tokens.
     """
     variables = {
         "RAY_USAGE_STATS_ENABLED": "0",  # they are on by default, and would call out
@@ -99,9 +91,7 @@ def cluster_variables(share: ClusterShare, *, token: bool) -> dict[str, str]:
 def port_variables(ports: Ports, address: str) -> dict[str, str]:
     """Return what is known of a cluster once its ports are, for all of its processes.
 
-    Args:
-        ports: those of the processes here.
-        address: of the cluster. A task asks for it, too: Ray Train's actors do.
+    A task asks for the address, too: Ray Train's actors do.
     """
     return {
         "RAY_ADDRESS": address,
