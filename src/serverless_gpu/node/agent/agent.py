@@ -20,7 +20,6 @@ import select
 import selectors
 import signal
 import socket
-import subprocess
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -100,8 +99,14 @@ class Agent:
         self._monitoring = Monitoring(home, sockets, environ, self._selector, self._clock)
         zygotes = self._zygotes = ZygotePool(home, self._log, self._cgroups, self._selector, self._clock)
         self._environments = RestoredEnvironments(home, self._log, environ, self._selector, zygotes.leave_environments)
-        self._retention = Schedule(self._clock, lambda fd: self._clean(fd, environ))
-        self._rays = ClusterSweeper(self._clock, lambda: self._sweep(environ))
+        retention, rays = "serverless_gpu.node.attempt.retention", "serverless_gpu.node.supervisor.ray_cluster"
+        self._retention = Schedule(
+            self._clock,
+            lambda fd: clean_process(retention, (str(home.root), fd), fds=(fd,), log=self._log, environ=environ),
+        )
+        self._rays = ClusterSweeper(
+            self._clock, lambda: clean_process(rays, (), fds=(), log=self._log, environ=environ)
+        )
         self._secrets = secret_files.Sweeper(self._clock)
         self._faults = NodeFaults(home, self._clock)
         self._stem_owners = StemOwners()
@@ -278,7 +283,8 @@ class Agent:
         client.close()
         self._monitoring.want(preparation(launch.spec.tracker, launch.context))
         if launch.idle_timeout_s is not None:
-            self._keep_warm(launch, supervisor)
+            request = ZygoteRequest(launch.context, owner=launch.owner)
+            self._prewarm(request, launch.world_size, launch.environment, supervisor)
         elif launch.environment is None:
             self._give_stem(launch, supervisor)
         else:
@@ -338,11 +344,6 @@ class Agent:
         waiter = EnvironmentWaiter(ready=warm, failed=lambda _reason, _message: None, told=lambda _sentence: None)
         self._environments.have(wanted, asked.context.environ, waiter, self._zygotes.is_entered)
 
-    def _keep_warm(self, launch: protocol.Launch, keeper: Supervised) -> None:
-        """Have an interpreter ready for the first run of a session, and keep it as long as the session."""
-        request = ZygoteRequest(launch.context, owner=launch.owner)
-        self._prewarm(request, launch.world_size, launch.environment, keeper)
-
     def _refuse(self, client: Channel, message: protocol.Refused) -> None:
         with contextlib.suppress(OSError):
             protocol.send(client, message)
@@ -376,17 +377,6 @@ class Agent:
         self._faults.look(self._inventory.devices)
         self._secrets.tend((Path(launch.directory) for launch, _ in self._queue), ended=ended)
         bound_log(self._log)
-
-    def _clean(self, queued_fd: int, environ: dict[str, str]) -> subprocess.Popen[bytes]:
-        """Start a detached process that deletes expired run directories."""
-        arguments = (str(self._home.root), queued_fd)
-        return clean_process(
-            "serverless_gpu.node.attempt.retention", arguments, fds=(queued_fd,), log=self._log, environ=environ
-        )
-
-    def _sweep(self, environ: dict[str, str]) -> subprocess.Popen[bytes]:
-        """Start a detached process that removes abandoned directories of Ray."""
-        return clean_process("serverless_gpu.node.supervisor.ray_cluster", (), fds=(), log=self._log, environ=environ)
 
     def _idle_too_long(self) -> bool:
         if self._attempts.count() or self._queue:

@@ -171,19 +171,11 @@ class Attempts:
                 self._standby = None  # not replaced at once: what ended it may end the next one, too
             if supervised in self._busy:
                 self._busy.remove(supervised)
-                self._bury(supervised)
+                if (directory := supervised.directory) is not None:
+                    (self._sockets / f"{directory.parent.name}.sock").unlink(missing_ok=True)
+                    secret_files.remove(directory)
+                    self._bury_at(directory, supervised.ended_ns)
         return any(supervised.directory is not None for supervised in ended)
-
-    def _bury(self, supervised: Supervised) -> None:
-        """Write the end of an attempt whose supervisor was killed; the uplink writes the receipt of a server's attempt.
-
-        A supervisor that ended in order has written its receipt. What another process is writing now is left to it.
-        """
-        directory = supervised.directory
-        if directory is not None:
-            (self._sockets / f"{directory.parent.name}.sock").unlink(missing_ok=True)
-            secret_files.remove(directory)
-            self._bury_at(directory, supervised.ended_ns)
 
     def _bury_at(self, directory: Path, seen_ns: int | None = None) -> None:
         if not directory.exists() or (directory / "receipt.json").exists():

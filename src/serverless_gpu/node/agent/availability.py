@@ -98,14 +98,12 @@ def device_holders(home: Home, holders: Sequence[LockHolder], now_ns: int) -> li
     counts: dict[str, list[LockHolder]] = {}
     for holder in holders:
         counts.setdefault(holder.run_id, []).append(holder)
-    records = {run_id: _record(home, run_id) for run_id in counts}
+    records = {
+        run_id: read_run(home.runs, run_id) if run_id and (home.runs / run_id).is_dir() else None for run_id in counts
+    }
     past = _past(home, {record.spec.name for record in records.values() if record is not None and record.spec})
     having = [_one(run_id, held, records[run_id], past, now_ns) for run_id, held in counts.items()]
     return sorted(having, key=lambda each: (each.until_ns is None, each.until_ns or 0, each.title))
-
-
-def _record(home: Home, run_id: str) -> RunRecord | None:
-    return read_run(home.runs, run_id) if run_id and (home.runs / run_id).is_dir() else None
 
 
 def _one(run_id: str, held: Sequence[LockHolder], record: RunRecord | None, past: _Past, now_ns: int) -> Having:

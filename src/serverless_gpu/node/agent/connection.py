@@ -6,6 +6,7 @@ home lacks what runs need (refused before anything starts); it does not come up 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
@@ -78,7 +79,9 @@ def _try_connect(path: Path) -> tuple[Channel, protocol.Greeting] | None:
         return None
     except TimeoutError:
         channel.close()
-        pid = _read(path.with_suffix(".lock"))
+        pid = "unknown"
+        with contextlib.suppress(OSError):
+            pid = path.with_suffix(".lock").read_text(encoding="ascii", errors="replace").strip() or pid
         raise AgentUnavailable(
             f"the agent of this node (pid {pid}) did not answer within {_ANSWER_S:.0f} s",
             hint=f"`kill -9 {pid}` ends it; running attempts go on, and the next call starts another",
@@ -122,13 +125,6 @@ def _start_agent(home: Home) -> None:
         process.wait()
     finally:
         os.close(ready_read)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii", errors="replace").strip() or "unknown"
-    except OSError:
-        return "unknown"
 
 
 def _last_words(home: Home) -> str:

@@ -223,7 +223,8 @@ class RestoredEnvironments:
         else:
             self._unfinished.add(environment.address)
         if environment.mended:
-            self._tell(f"environment {environment.short}: {environment.mended}")
+            with contextlib.suppress(OSError):  # the log's disk is full
+                os.write(self._log, f"environment {environment.short}: {environment.mended}\n".encode())
         self._known[work.want.wanted] = environment
         self._looked_ns[work.want.wanted] = self._clock.boottime_ns()
         while len(self._known) > KEPT_MAX:
@@ -239,10 +240,6 @@ class RestoredEnvironments:
         self._known.clear()
         self._looked_ns.clear()
         return self._let_go() or was_known
-
-    def _tell(self, sentence: str) -> None:
-        with contextlib.suppress(OSError):  # the log's disk is full
-            os.write(self._log, f"{sentence}\n".encode())
 
     def _fail(self, work: _Work, reason: Reason, message: str) -> None:
         self._work.pop(work.want.wanted, None)

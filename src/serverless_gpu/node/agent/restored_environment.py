@@ -142,7 +142,7 @@ class RestoredEnvironment:
             if member.address in tops
             and any(
                 row == number
-                and _top(path) in tops[member.address]  # looking at the disk costs more
+                and "/".join(path.split("/", 2)[:2]) in tops[member.address]  # looking at the disk costs more
                 and os.path.lexists(self._unit(member.address) / path)
                 for row, path in rows
             )
@@ -167,10 +167,6 @@ def _tops(unit: Path) -> frozenset[str]:
         with contextlib.suppress(FileNotFoundError):
             found += [f"{area}/{name}" for name in os.listdir(unit / area)]
     return frozenset(found)
-
-
-def _top(path: str) -> str:
-    return "/".join(path.split("/", 2)[:2])
 
 
 def _module_name(top: str) -> str:

@@ -164,14 +164,18 @@ class Zygote:
         """Hand a stem to a run, now or later; `take` gets its pid and a descriptor that it then owns."""
         while self._stems:
             pid, fd, process = self._stems.popleft()
-            alive = not _readable(process)
+            poll = select.poll()
+            poll.register(process, select.POLLIN)
+            alive = not poll.poll(0)
             os.close(process)
             if alive:
                 take(pid, fd)
                 return
             os.close(fd)  # the kernel may end what stands by when memory is short
         self._takers.append(Taker(self.environment, take, fail))
-        self._ask_for_takers()
+        waiting = sum(taker.environment is self.environment for taker in self._takers)
+        if sum(asked is self.environment for asked in self._asked) < waiting:
+            self.ask_stem()
 
     def refill(self) -> None:
         """Have one stem standing by."""
@@ -305,11 +309,6 @@ class Zygote:
             os.close(fd)
             os.close(process)
 
-    def _ask_for_takers(self) -> None:
-        waiting = sum(taker.environment is self.environment for taker in self._takers)
-        if sum(asked is self.environment for asked in self._asked) < waiting:
-            self.ask_stem()
-
     def _offer(self, environment: RestoredEnvironment | None, pid: int, fd: int) -> None:
         for taker in self._takers:
             if taker.environment is environment:
@@ -333,12 +332,6 @@ class Zygote:
             written = file.read(_PROBLEM_BYTES_MAX).decode("utf-8", "replace").strip()
         ended = "ended" if code is None else f"ended with code {code}"
         return f"{self.context.python}, which was to become a zygote, {ended}:\n{written or '(it wrote nothing)'}"
-
-
-def _readable(fd: int) -> bool:
-    poll = select.poll()
-    poll.register(fd, select.POLLIN)
-    return bool(poll.poll(0))
 
 
 def stamp(file: str) -> Stamp:

@@ -87,7 +87,8 @@ def run_ids(runs: Path) -> list[str]:
 
 def read_run(runs: Path, run_id: str, queued: Collection[str] = ()) -> RunRecord:
     """Return the record of one run; `queued` are the runs that wait in the agent, which no file tells."""
-    directory = _last_attempt(runs / run_id)
+    fences = [child for child in _children(runs / run_id) if child.name.isascii() and child.name.isdigit()]
+    directory = max(fences, key=lambda child: int(child.name), default=None)
     created_ns = created_wall_ns(run_id) or touched_ns(runs / run_id)
     if directory is None:
         bare = RunRecord(run_id=run_id, directory=runs / run_id, state=UNREADABLE, live=False, created_ns=created_ns)
@@ -234,11 +235,6 @@ def _is_file(entry: os.DirEntry[str]) -> bool:
         return entry.is_file()
     except OSError:
         return False
-
-
-def _last_attempt(directory: Path) -> Path | None:
-    fences = [child for child in _children(directory) if child.name.isascii() and child.name.isdigit()]
-    return max(fences, key=lambda child: int(child.name), default=None)
 
 
 def _read_spec(directory: Path) -> tuple[Written, RunSpec | None, str]:

@@ -23,7 +23,9 @@ class Bucket:
 
     def is_open(self, now_ns: int) -> bool:
         """Return whether something would be given now."""
-        self._fill(now_ns)
+        passed_ns = max(0, now_ns - self._at_ns)
+        self._level = min(self._full, self._level + passed_ns * self._per_s)
+        self._at_ns = max(self._at_ns, now_ns)
         if self._closed and self._level >= self._resume:
             self._closed = False
         return not self._closed
@@ -36,8 +38,3 @@ class Bucket:
         self._level -= given * _NS
         self._closed = given < wanted
         return given
-
-    def _fill(self, now_ns: int) -> None:
-        passed_ns = max(0, now_ns - self._at_ns)
-        self._level = min(self._full, self._level + passed_ns * self._per_s)
-        self._at_ns = max(self._at_ns, now_ns)

@@ -84,7 +84,8 @@ def judge(before: Usage | None, after: Usage, *, kind: DeviceKind) -> Verdict:
         return Verdict(True, "CPU slot: nothing to verify")
     if after.problem:
         return Verdict(False, after.problem)
-    stayed = _stayed(before, after)
+    known = {(process.pid, process.name) for process in before.processes} if before else set()
+    stayed = tuple(process for process in after.processes if (process.pid, process.name) in known)  # no leftovers
     left = [process for process in after.processes if not _is_display(process) and process not in stayed]
     if left:
         return Verdict(False, _holders(left, "still holds"))
@@ -111,12 +112,6 @@ def foreign(usage: Usage) -> str | None:
     return None
 
 
-def _stayed(before: Usage | None, after: Usage) -> tuple[GpuProcess, ...]:
-    """Return the processes of `after` that were there before the attempt, so are not its leftovers."""
-    known = {(process.pid, process.name) for process in before.processes} if before else set()
-    return tuple(process for process in after.processes if (process.pid, process.name) in known)
-
-
 def _memory_is_back(before: Usage | None, after: Usage, stayed: Sequence[GpuProcess]) -> bool:
     ours = (after.memory_used_bytes or 0) - _held(p for p in after.processes if _is_display(p) or p in stayed)
     if before is None or before.memory_used_bytes is None:
@@ -136,7 +131,7 @@ def _evidence(before: Usage | None, after: Usage, stayed: Sequence[GpuProcess], 
     if not after.pids_visible:
         return f"memory only: {memory}, processes are not visible from here"
     others = [process for process in after.processes if process in stayed or _is_display(process)]
-    who = f"no process beside {_names(others)}" if others else "no process"
+    who = f"no process beside {_listed([_name(process) for process in others])}" if others else "no process"
     return f"{who}, {memory}" if ok else f"{who}, but {memory}"
 
 
@@ -150,10 +145,6 @@ def _held(processes: Iterable[GpuProcess]) -> int:
 
 def _holders(processes: Sequence[GpuProcess], verb: str) -> str:
     return _listed([f"{_name(process)} {verb} {_amount(process.memory_bytes)}" for process in processes])
-
-
-def _names(processes: Sequence[GpuProcess]) -> str:
-    return _listed([_name(process) for process in processes])
 
 
 def _listed(texts: Sequence[str]) -> str:

@@ -127,7 +127,12 @@ class FakeProvider:
             except NvmlTimeout as silent:
                 return {uuid: unknown_usage(str(silent), silent=True) for uuid in uuids}
         known = {device.uuid for device in self._devices}
-        return {uuid: _as_usage(state.get(uuid, _FakeUsage())) if uuid in known else _not_here(uuid) for uuid in uuids}
+        return {
+            uuid: _as_usage(state.get(uuid, _FakeUsage()))
+            if uuid in known
+            else unknown_usage(f"{uuid} is not a device of this machine")
+            for uuid in uuids
+        }
 
     def _state(self) -> dict[str, _FakeUsage]:
         try:
@@ -147,10 +152,6 @@ def _as_usage(fake: _FakeUsage) -> Usage:
 @functools.cache
 def _hanging(state_path: Path) -> NvmlProcess:
     return NvmlProcess(str(state_path), NVML_LIMIT_S)
-
-
-def _not_here(uuid: str) -> Usage:
-    return unknown_usage(f"{uuid} is not a device of this machine")
 
 
 class NvmlProvider:

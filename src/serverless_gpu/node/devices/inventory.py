@@ -5,6 +5,7 @@ Refreshed after a minute, because drivers come and go. Callers declare fakes cal
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -69,16 +70,12 @@ class Inventory:
     def refresh(self) -> None:
         """Look again, if the last look is old or the configuration was written to; NVML may take its time."""
         now_ns = self._clock.boottime_ns()
-        written = self._written()
+        written = 0
+        with contextlib.suppress(OSError):
+            written = (self._home.root / "config.toml").stat().st_mtime_ns
         if self._seen_ns is None or now_ns - self._seen_ns > _FRESH_S * 1e9 or written != self._seen_written:
             self._look()
             self._seen_ns, self._seen_written = self._clock.boottime_ns(), written
-
-    def _written(self) -> int:
-        try:
-            return (self._home.root / "config.toml").stat().st_mtime_ns
-        except OSError:
-            return 0
 
     def _look(self) -> None:
         self._problem = ""

@@ -111,17 +111,14 @@ class KernelLog:
     def _line(self, record: bytes) -> KernelLogLine | None:
         head, _, text = record.partition(b";")
         fields = head.split(b",")
-        if len(fields) < 3 or not fields[2].isdigit() or not _is_kernels(fields[0]):
+        if len(fields) < 3 or not fields[2].isdigit():
+            return None
+        if not fields[0].isdigit() or int(fields[0]) >= _LEVELS:  # only the kernel's own records have facility 0
             return None
         # Counted from the boot, without the time in which the machine slept: then it was a little later.
         ago_ns = self._clock.boottime_ns() - int(fields[2]) * 1000
         at_ns = self._clock.wall_ns() - max(0, ago_ns)
         return KernelLogLine(at_ns, text.partition(b"\n")[0].decode("utf-8", "replace"))
-
-
-def _is_kernels(prefix: bytes) -> bool:
-    """Return whether the kernel wrote a record itself: facility 0. Records written by processes never have it."""
-    return prefix.isdigit() and int(prefix) < _LEVELS
 
 
 def log_of(kind: DeviceKind, home: Path) -> Path:

@@ -233,12 +233,9 @@ def _forked(theirs: Channel, source: str) -> int:
         return pid
     # No descriptor of its parent stays open here: a lock would be held for as long as the driver hangs.
     channel = os.dup2(theirs.fileno(), 3) if theirs.fileno() != 3 else 3
-    os.closerange(4, _descriptors_max())
+    last = 65_535
+    with contextlib.suppress(OSError):
+        last = max(int(name) for name in os.listdir("/proc/self/fd"))
+    os.closerange(4, last + 1)
     os.setsid()
     main(channel, source)
-
-
-def _descriptors_max() -> int:
-    with contextlib.suppress(OSError):
-        return max(int(name) for name in os.listdir("/proc/self/fd")) + 1
-    return 65_536

@@ -76,7 +76,11 @@ class Reservation:
         taken = self._locks.try_lock(free, count, holder)
         if isinstance(taken, Busy):
             return self._sentence(_foreign_text(busy), taken.holders)
-        self._keep(taken, usage)
+        self._locked = taken
+        by_uuid = {device.uuid: device for device in self._launch.candidates}
+        self.devices = tuple(by_uuid[uuid] for uuid in taken.uuids)
+        self.before = {uuid: usage[uuid] for uuid in taken.uuids if uuid in usage}
+        self._queue.close()
         return None
 
     def give_back(self, verdicts: Mapping[str, Verdict], left: tuple[Left, ...] = ()) -> tuple[str, ...]:
@@ -97,13 +101,6 @@ class Reservation:
     def fds_of(self, uuids: Collection[str]) -> tuple[int, ...]:
         """Return the lock descriptors of some of the devices."""
         return tuple(fd for device, fd in zip(self.devices, self.fds, strict=True) if device.uuid in uuids)
-
-    def _keep(self, taken: Locked, usage: Mapping[str, Usage]) -> None:
-        self._locked = taken
-        by_uuid = {device.uuid: device for device in self._launch.candidates}
-        self.devices = tuple(by_uuid[uuid] for uuid in taken.uuids)
-        self.before = {uuid: usage[uuid] for uuid in taken.uuids if uuid in usage}
-        self._queue.close()
 
     def retest_quarantined(self) -> dict[str, str]:
         """Lift quarantines whose cause is gone; return the others with why."""

@@ -39,7 +39,9 @@ def find() -> None:
     for path in sorted(paths):
         with contextlib.suppress(OSError):
             loaded = ctypes.CDLL(path)
-            libraries.extend(_library(loaded, *affixes) for affixes in _AFFIXES if _has(loaded, *affixes))
+            for prefix, suffix in _AFFIXES:
+                if all(hasattr(loaded, f"{prefix}{name}{suffix}") for name in ("get_num_threads", "set_num_threads")):
+                    libraries.append(_library(loaded, prefix, suffix))
 
 
 def set_threads(count: int) -> None:
@@ -50,10 +52,6 @@ def set_threads(count: int) -> None:
             library.variable.value = count
         if library.read() != count:
             library.change(count)
-
-
-def _has(loaded: ctypes.CDLL, prefix: str, suffix: str) -> bool:
-    return all(hasattr(loaded, f"{prefix}{name}{suffix}") for name in ("get_num_threads", "set_num_threads"))
 
 
 def _library(loaded: ctypes.CDLL, prefix: str, suffix: str) -> Library:

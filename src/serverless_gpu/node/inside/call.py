@@ -137,16 +137,12 @@ def fill_rank(
         return filled
     positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     by_name = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    given = {*positional[: len(args)], *kwargs, *_preset(function)}
+    # A signature shows the names that a `functools.partial` gives as mere defaults.
+    given = {*positional[: len(args)], *kwargs, *(function.keywords if isinstance(function, partial) else ())}
     for name, value in (("rank", rank), ("world_size", world_size)):
         if name in by_name - given:
             filled[name] = value
     return filled
-
-
-def _preset(function: Callable[..., object]) -> set[str]:
-    """Names that a `functools.partial` already gives; its signature shows them as mere defaults."""
-    return set(function.keywords) if isinstance(function, partial) else set()
 
 
 def _reference(function: Callable[..., object]) -> _Reference | None:

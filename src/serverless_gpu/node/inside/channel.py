@@ -46,7 +46,9 @@ class Channel:
             return
         memory = os.memfd_create("sgpu-message", os.MFD_CLOEXEC)
         try:
-            _write_all(memory, body)
+            view = memoryview(body)
+            while view:
+                view = view[os.write(memory, view) :]
             socket.send_fds(self.sock, [MEMFD], [*fds, memory])
         finally:
             os.close(memory)
@@ -98,12 +100,6 @@ def pair() -> tuple[Channel, Channel]:
     """Return two connected channels."""
     left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     return Channel(left), Channel(right)
-
-
-def _write_all(fd: int, body: bytes) -> None:
-    view = memoryview(body)
-    while view:
-        view = view[os.write(fd, view) :]
 
 
 def _read_all(fd: int) -> bytes:

@@ -29,7 +29,7 @@ def newest_before(directory: str, agreed: str | None = None) -> str | None:
 def saved_before(directory: str) -> list[int]:
     """Return the numbers of the earlier attempts that saved something, the newest first."""
     run, own = os.path.split(os.path.normpath(directory))
-    earlier = [fence for fence in _attempts(run) if fence < _number(own)]
+    earlier = [fence for name in _names(run) if 0 < (fence := _number(name)) < _number(own)]
     return [
         fence for fence in sorted(earlier, reverse=True) if any(map(_is_whole, _names(os.path.join(run, str(fence)))))
     ]
@@ -40,10 +40,6 @@ def newest_up_to(directory: str) -> int:
     if any(map(_is_whole, _names(directory))):
         return _number(os.path.basename(os.path.normpath(directory)))
     return max(saved_before(directory), default=0)
-
-
-def _attempts(run: str) -> list[int]:
-    return [int(name) for name in _names(run) if _number(name)]
 
 
 def _number(name: str) -> int:

@@ -43,7 +43,10 @@ def run(argv: list[str], report: protocol.Report) -> int:
     relay.begin(child.pid)
     code = child.wait()
     if relay.asked:
-        _wait_for_group(child.pid)
+        with contextlib.suppress(OSError):  # until none of the group is left; the supervisor's grace bounds that
+            while True:
+                os.killpg(child.pid, 0)
+                select.select([], [], [], _LOOK_S)
     return code if code >= 0 else end_of(-code)
 
 
@@ -77,14 +80,6 @@ def _start(argv: list[str]) -> subprocess.Popen[bytes]:
             raise
     # A script without a first line that says by what it is to be run: by the shell, as a shell does it.
     return subprocess.Popen(["/bin/sh", shutil.which(argv[0]) or argv[0], *argv[1:]], process_group=0)
-
-
-def _wait_for_group(group: int) -> None:
-    """Return when no process of the group is left; the supervisor's grace bounds that."""
-    with contextlib.suppress(OSError):
-        while True:
-            os.killpg(group, 0)
-            select.select([], [], [], _LOOK_S)
 
 
 def end_of(number: int) -> int:

@@ -33,14 +33,10 @@ def pass_gate(gate: int | None, local_rank: int, local_world_size: int, *, has_s
     else:
         entered = os.read(gate, 8)  # empty when the first is gone: then there is nothing to wait for
         if entered and has_store and "torch" in sys.modules:
-            _wait_for_store(int.from_bytes(entered, "big") + _WAIT_NS)
+            until_ns, port = int.from_bytes(entered, "big") + _WAIT_NS, int(os.environ.get("MASTER_PORT", "0"))
+            while protocol.now_ns() < until_ns and not _listening(port):
+                select.select([], [], [], _LOOK_S)
     os.close(gate)
-
-
-def _wait_for_store(until_ns: int) -> None:
-    port = int(os.environ.get("MASTER_PORT", "0"))
-    while protocol.now_ns() < until_ns and not _listening(port):
-        select.select([], [], [], _LOOK_S)
 
 
 def _listening(port: int) -> bool:

@@ -270,7 +270,10 @@ class _Pickler(_CloudPickler):
             typed = cast("_TypedStorage", value)
             return _typed_storage, (typed._untyped_storage, typed.dtype)
         if kind is self._untyped:
-            return self._reduce_storage(cast("_UntypedStorage", value))
+            memory = _storage_memory(cast("_UntypedStorage", value))
+            if memory is None:
+                return super().reducer_override(value)
+            return _untyped_storage, (pickle.PickleBuffer(memory),)
         if kind is FunctionType and _is_notebook_open(cast("FunctionType", value)):
             return getattr, (builtins, "open")
         if self._arguments is not None and isinstance(value, self._arguments):
@@ -280,12 +283,6 @@ class _Pickler(_CloudPickler):
             return reduced
         reduced = super().reducer_override(value)
         return _with_slots(value, reduced) if isinstance(value, type) else reduced
-
-    def _reduce_storage(self, storage: _UntypedStorage) -> Reduced:
-        memory = _storage_memory(storage)
-        if memory is None:
-            return super().reducer_override(storage)
-        return _untyped_storage, (pickle.PickleBuffer(memory),)
 
 
 def _with_slots(kind: type, reduced: Reduced) -> Reduced:
@@ -426,19 +423,15 @@ def write_whole(path: str, parts: Sequence[memoryview]) -> None:
 def _write_all(descriptor: int, parts: Sequence[memoryview]) -> None:
     batch: list[memoryview] = []
     size = 0
-    for piece in _pieces(parts):
-        batch.append(piece)
-        size += piece.nbytes
-        if size >= _WRITE_SIZE_MAX or len(batch) == _WRITE_COUNT_MAX:
-            _write_batch(descriptor, batch)
-            batch, size = [], 0
-    _write_batch(descriptor, batch)
-
-
-def _pieces(parts: Sequence[memoryview]) -> Iterator[memoryview]:
     for part in parts:
         for start in range(0, part.nbytes, _WRITE_SIZE_MAX):
-            yield part[start : start + _WRITE_SIZE_MAX]
+            piece = part[start : start + _WRITE_SIZE_MAX]
+            batch.append(piece)
+            size += piece.nbytes
+            if size >= _WRITE_SIZE_MAX or len(batch) == _WRITE_COUNT_MAX:
+                _write_batch(descriptor, batch)
+                batch, size = [], 0
+    _write_batch(descriptor, batch)
 
 
 def _write_batch(descriptor: int, batch: list[memoryview]) -> None:
@@ -549,18 +542,14 @@ def _read_header(file: IO[bytes], size: int, name: str) -> _Header:
         header = _Header(file.tell(), int(fields["stream"]), [int(entry) for entry in fields["buffers"]])
     except (ValueError, KeyError, TypeError) as error:
         raise PayloadDamaged(f"{name} has an unreadable header: {error}") from error
-    _refuse_mismatch(python, cloudpickle)
-    if header.end() != size:
-        raise PayloadDamaged(f"{name} has {size} bytes, its header says {header.end()}; it was cut short or changed")
-    return header
-
-
-def _refuse_mismatch(python: tuple[int, ...], cloudpickle: str) -> None:
     here = tuple(sys.version_info[:2])
     if python != here:
         raise PayloadMismatch(f"function made with Python {_dotted(python)}, this rank runs {_dotted(here)}")
     if cloudpickle.split(".")[:2] != _CLOUDPICKLE_VERSION.split(".")[:2]:
         raise PayloadMismatch(f"function made with cloudpickle {cloudpickle}, this rank runs {_CLOUDPICKLE_VERSION}")
+    if header.end() != size:
+        raise PayloadDamaged(f"{name} has {size} bytes, its header says {header.end()}; it was cut short or changed")
+    return header
 
 
 def _dotted(version: tuple[int, ...]) -> str:

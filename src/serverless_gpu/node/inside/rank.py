@@ -83,7 +83,10 @@ def main(channel: Channel, events: Channel) -> int:
     The stem sends one message on `channel`, or none when this rank is not needed; `events` go to the supervisor.
     """
     linux.set_name("sgpu-rank")
-    _restore_signals()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    os.setpgid(0, 0)  # `os.killpg(0, ...)` in user code reaches this rank's own processes only
     _rehearse()
     stack = _offer_stacks()
     received = channel.receive()
@@ -220,7 +223,14 @@ def _return(place: RankOutput, value: object, report: protocol.Report) -> int:
     except BaseException as error:  # noqa: BLE001 - pickling runs the user's __reduce__ and __getstate__
         storage = isinstance(error, PayloadNotWritten)
         kind = "result_storage" if storage else "result_unserialisable"
-        _fail(place, error, report, kind=kind, type=_type_name(value), repr=_safe_repr(value))
+        _fail(
+            place,
+            error,
+            report,
+            kind=kind,
+            type=f"{type(value).__module__}.{type(value).__qualname__}",
+            repr=_safe_repr(value),
+        )
     else:
         report({"event": "returned", "size": size, "alone": trained_alone(place.world_size)})
         _wait_for_others(place)
@@ -261,7 +271,9 @@ def _store_failure(
     if pickled is not None:
         record["pickled"] = _is_stored(pickled, f"{path}.pkl", unstored)
     _is_stored(json.dumps(record).encode(), f"{path}.json", unstored)
-    short = {key: _shortened(value) for key, value in record.items()}
+    short = {
+        key: value[-_MESSAGE_CHARACTERS_MAX:] if isinstance(value, str) else value for key, value in record.items()
+    }
     report({"event": "failed", "failure": short, "unstored": unstored})
     code = record.get("exit_code")
     return code if isinstance(code, int) and 0 < code < 256 else 1
@@ -276,12 +288,6 @@ def _is_stored(data: bytes, path: str, unstored: dict[str, str]) -> bool:
             return False
         unstored[path.rpartition(".")[2]] = binascii.b2a_base64(data, newline=False).decode()
     return True
-
-
-def _shortened(value: object) -> object:
-    if isinstance(value, str) and len(value) > _MESSAGE_CHARACTERS_MAX:
-        return value[-_MESSAGE_CHARACTERS_MAX:]
-    return value
 
 
 def _finish() -> None:
@@ -310,21 +316,10 @@ def _take_output(stdout: int, stderr: int) -> None:
         os.close(fd)
     # As PYTHONUNBUFFERED=1 would have it: what was printed before a crash is not lost.
     for name, fd in (("stdout", 1), ("stderr", 2)):
-        stream = _unbuffered(fd)
+        raw = open(fd, "wb", 0, closefd=False)  # noqa: SIM115 - lives as long as the process
+        stream = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
-
-
-def _unbuffered(fd: int) -> io.TextIOWrapper:
-    raw = open(fd, "wb", 0, closefd=False)  # noqa: SIM115 - lives as long as the process
-    return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
-
-
-def _restore_signals() -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number in (signal.SIGTERM, signal.SIGCHLD):
-        signal.signal(number, signal.SIG_DFL)
-    os.setpgid(0, 0)  # `os.killpg(0, ...)` in user code reaches this rank's own processes only
 
 
 def _offer_stacks() -> int:
@@ -469,10 +464,6 @@ def _environment(message: protocol.Message) -> dict[str, str]:
     if not isinstance(variables, dict):
         raise ValueError("a rank needs its environment")
     return variables
-
-
-def _type_name(value: object) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _safe_repr(value: object) -> str:

@@ -154,7 +154,9 @@ class _Stem:
                 except OSError as error:  # no more processes, or no more descriptors
                     self._say({"event": "problem", "detail": f"a rank could not be started: {error}"})
             case "release":
-                self._release()
+                if self.release >= 0:
+                    os.close(self.release)
+                    self.release = -1
             case "signal":
                 self._signal(protocol.integer(message, "signal"), message.get("ranks"))
             case "kill":
@@ -186,11 +188,6 @@ class _Stem:
             child.channel.close()  # not needed this time: it reads end of file and ends
         self.children.clear()
         self._say({"event": "forked", "pids": pids})
-
-    def _release(self) -> None:
-        if self.release >= 0:
-            os.close(self.release)
-            self.release = -1
 
     def _fork(self) -> _Child:
         ours, theirs = pair()

@@ -71,12 +71,14 @@ def main(channel_fd: int, version: int, preload: list[str]) -> None:
     gc.freeze()  # copied pages stay shared: the collector will not write to these objects in a child
     threads = os.listdir("/proc/self/task")
     if len(threads) != 1 and preload:  # without preload this is the cold start itself: the last resort
-        names = ", ".join(_thread_name(thread) for thread in threads)
+        names = ", ".join(_name_of(f"/proc/self/task/{thread}") for thread in threads)
         channel.send(protocol.encode({"event": "cold", "reason": f"preloading leaves threads behind ({names})"}))
         return
-    left = _children() if preload else []
+    if preload:
+        _reap()
+    left = linux.children(os.getpid()) if preload else []  # orphans have become children of this process
     if left:
-        names = ", ".join(map(_process_name, left))
+        names = ", ".join(_name_of(f"/proc/{pid}") for pid in left)
         channel.send(protocol.encode({"event": "cold", "reason": f"start-up code leaves processes behind ({names})"}))
         return
     ready = {"modules": _module_files(), "packages": _packages(), "names": _names(), "libraries": mapped_libraries()}
@@ -149,21 +151,15 @@ def _fork_stem(channel: Channel, request: protocol.Message, own_fds: tuple[int, 
         stem.main(theirs, request, None if admission is None else admission[1])
     theirs.close()
     if admission is not None:
-        problem = _admit(admission, pid)
+        admission[1].close()
+        with admission[0]:
+            problem = user_namespace.admit(admission[0], pid)
         if problem:
             ours.close()
             channel.send(protocol.encode({"event": "cold", "reason": f"{protocol.UNSHARED} ({problem})"}))
             return
     channel.send(protocol.encode({"event": "stem", "pid": pid}), (ours.fileno(),))
     ours.close()
-
-
-def _admit(admission: tuple[socket.socket, socket.socket], pid: int) -> str:
-    """Give a stem a user namespace of its own; return why that is not possible, or ""."""
-    ours, theirs = admission
-    theirs.close()
-    with ours:
-        return user_namespace.admit(ours, pid)
 
 
 def _disarm_finalizers() -> None:
@@ -190,20 +186,8 @@ def _reap() -> None:
             pass
 
 
-def _children() -> list[int]:
-    """Return the processes that are left of what was imported; orphans have become children of this process."""
-    _reap()
-    return linux.children(os.getpid())
-
-
-def _process_name(pid: int) -> str:
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
-        return file.read().strip()
-    return "?"
-
-
-def _thread_name(thread: str) -> str:
-    with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/comm", encoding="utf-8") as file:
+def _name_of(process: str) -> str:
+    with contextlib.suppress(OSError), open(f"{process}/comm", encoding="utf-8", errors="replace") as file:
         return file.read().strip()
     return "?"
 

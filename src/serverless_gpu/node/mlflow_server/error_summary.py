@@ -24,12 +24,6 @@ _LINE_MAX = 300
 _PAUSE_S, _PAUSE_S_MAX = 5.0, 600.0
 
 
-def _skinny(lacking: str, tried: Attempted) -> str:
-    if lacking.partition(".")[0] == "mlflow":
-        return f"{tried.python} has no MLflow; pip install mlflow"
-    return f"{tried.python} has not all of MLflow (no {lacking}; mlflow-skinny is not enough); pip install mlflow"
-
-
 _KNOWN: tuple[tuple[str, Callable[[Attempted], str]], ...] = (
     (
         "Detected out-of-date database schema",  # which it also says of a newer one
@@ -67,8 +61,11 @@ def sentence(written: str, ending: str, tried: Attempted) -> str:
         if words in written:
             return say(tried)
     lacking = _LACKS.findall(written)
+    if lacking and lacking[-1].partition(".")[0] == "mlflow":
+        return f"{tried.python} has no MLflow; pip install mlflow"
     if lacking:
-        return _skinny(lacking[-1], tried)
+        what = f"no {lacking[-1]}; mlflow-skinny is not enough"
+        return f"{tried.python} has not all of MLflow ({what}); pip install mlflow"
     errors = _ERROR.findall(written)
     last = errors[-1].strip()[:_LINE_MAX] if errors else ""
     return f"MLflow's server ended ({ending}){': ' + last if last else ''}; all it wrote: {tried.log}"

@@ -141,7 +141,10 @@ class MlflowKeeper:
                     self._note(stage="stopped", server=0, problem="", failures=0)
                     return
                 if was_ready_s is None:
-                    self._failed()
+                    failures = self._noted.failures + 1
+                    retry_wall_ns = self._clock.wall_ns() + int(error_summary.pause_s(failures) * 1e9)
+                    self._note(stage="failed", server=0, failures=failures, retry_wall_ns=retry_wall_ns)
+                    _say(self._noted.problem)
                 restarts = 0 if was_ready_s is not None and was_ready_s >= _STEADY_S else restarts + 1
                 if self._owner < 0 and (was_ready_s is None or restarts > _RESTARTS_MAX):
                     return
@@ -269,12 +272,6 @@ class MlflowKeeper:
         return error_summary.sentence(
             written, ending, error_summary.Attempted(self._python, shown, str(self._place.log))
         )
-
-    def _failed(self) -> None:
-        failures = self._noted.failures + 1
-        retry_wall_ns = self._clock.wall_ns() + int(error_summary.pause_s(failures) * 1e9)
-        self._note(stage="failed", server=0, failures=failures, retry_wall_ns=retry_wall_ns)
-        _say(self._noted.problem)
 
     def _port(self) -> socket.socket:
         before = self._noted.port

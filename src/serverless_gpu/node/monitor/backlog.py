@@ -108,7 +108,9 @@ class Backlog:
 
         Attempts in `known` are skipped: others deliver them, or they are known to wait.
         """
-        names = self._names()
+        names: list[str] = []  # oldest run first: they begin with the time of the run
+        with contextlib.suppress(OSError):
+            names = sorted(name for name in os.listdir(self._directory) if name.endswith(".json"))
         too_many = max(0, len(names) - KEPT_MAX)
         for name in names[:too_many]:
             (self._directory / name).unlink(missing_ok=True)
@@ -129,13 +131,6 @@ class Backlog:
                     continue
                 limit -= 1
                 yield kept, held
-
-    def _names(self) -> list[str]:
-        """Return the files, oldest run first: their names begin with the time of the run."""
-        try:
-            return sorted(name for name in os.listdir(self._directory) if name.endswith(".json"))
-        except OSError:
-            return []
 
     def _read(self, held: ClaimedAttempt) -> BacklogAttempt | None:
         try:

@@ -156,7 +156,10 @@ class Monitor:
                 peer.watch = word
                 self._due_ns = 0
             case messages.RetireMonitor():
-                self._retire(peer)
+                self._retiring_ns = self._clock.boottime_ns()
+                if self._is_observing():
+                    with contextlib.suppress(OSError):
+                        peer.say(messages.UserSentence(sentence="it ends with the last attempt that goes on"))
             case messages.Ranks() | messages.EndingNote() | messages.Settled() if peer in self._of_peer:
                 if not self._is_needed():
                     self._due_ns = self._clock.boottime_ns() + _FIRST_NS
@@ -182,12 +185,6 @@ class Monitor:
             self._deliveries.begin(recorder)
         self._of_peer[peer] = recorder
         recorder.join(peer)
-
-    def _retire(self, peer: Peer) -> None:
-        self._retiring_ns = self._clock.boottime_ns()
-        if self._is_observing():
-            with contextlib.suppress(OSError):
-                peer.say(messages.UserSentence(sentence="it ends with the last attempt that goes on"))
 
     # --- every turn ----------------------------------------------------------------------------------------------
 

@@ -47,7 +47,8 @@ class Tail:
             *ended, unfinished[stream] = (unfinished[stream] + text).split("\n")
             whole.extend(ended[-lines:])
         found = [*whole, *(line for line in unfinished.values() if line)]
-        return "\n".join(_final(line)[-characters:] for line in found)
+        # What is left to see of a line that was rewritten with carriage returns, as progress bars do.
+        return "\n".join(line.rstrip("\r").rpartition("\r")[2][-characters:] for line in found)
 
     def _decoded(self) -> Iterator[tuple[str, str]]:
         decoders = {stream: codecs.getincrementaldecoder("utf-8")("replace") for stream in self._pieces}
@@ -79,8 +80,3 @@ class _Pieces:
         # The last one stays, whatever its size; its reader bounds that.
         while len(self.kept) > 1 and (len(self.kept) > _PIECES_MAX or self._size - len(self.kept[0][1]) >= KEPT_BYTES):
             self._size -= len(self.kept.popleft()[1])
-
-
-def _final(line: str) -> str:
-    """Return what is left to see of a line that was rewritten with carriage returns, as progress bars do."""
-    return line.rstrip("\r").rpartition("\r")[2]

@@ -68,7 +68,7 @@ class LeftSegments:
     def remove(self, since_ns: int) -> tuple[str, ...]:
         """Remove the attempt's segments after its last process has ended; return their names."""
         names = self._own.intersection(self._candidates(since_ns)) if self._own else set()
-        names -= {name for name in names if _is_alive(_maker(name))}
+        names -= {name for name in names if (maker := _maker(name)) is not None and (_PROC / str(maker)).exists()}
         removed = []
         for name in sorted(names - self._in_use(names)):
             with contextlib.suppress(OSError):
@@ -92,7 +92,7 @@ class LeftSegments:
     def _in_use(self, names: set[str]) -> set[str]:
         """Return which segments processes have, as far as processes can be looked into."""
         found: set[str] = set()
-        for pid in _pids() if names else ():
+        for pid in [int(name) for name in os.listdir(_PROC) if name.isdigit()] if names else ():
             found |= _used(pid, self._place, names)
         return found
 
@@ -115,11 +115,3 @@ def _maker(name: str) -> int | None:
     """Return the process in a segment's name, or None where its name has none."""
     found = _NAME.fullmatch(name)
     return next((int(pid) for pid in found.groupdict().values() if pid), None) if found else None
-
-
-def _pids() -> list[int]:
-    return [int(name) for name in os.listdir(_PROC) if name.isdigit()]
-
-
-def _is_alive(pid: int | None) -> bool:
-    return pid is not None and (_PROC / str(pid)).exists()

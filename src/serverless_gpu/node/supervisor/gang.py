@@ -176,7 +176,9 @@ class LocalGang:
         """
         spec, directory = self.launch.spec, Path(self.launch.directory)
         self.devices = tuple(devices)
-        self._cgroup_memory()
+        self.memory = MemoryWatch(self._cgroup, self.stem_pid, spec.resources.memory_bytes)
+        if self.memory.note:
+            self.account.notes.append(self.memory.note)
         if spec.ray is not None:
             self._cluster = AttemptCluster(self.launch, devices, network)
             holds = (*holds, self._cluster.fd)
@@ -251,9 +253,15 @@ class LocalGang:
             self.proven = True
         elif self._cgroup is not None:
             self.proven = cgroup_empty(self._cgroup)
-        elif self._stem_gone():
-            self._hear_the_rest()
-            return True
+        else:
+            poll = select.poll()
+            poll.register(self.stem_pidfd, select.POLLIN)
+            if poll.poll(0):  # an escaped process may hold the socket open: the last messages, without waiting
+                self.channel.sock.setblocking(False)
+                with contextlib.suppress(OSError, ValueError):
+                    while self.hear() is not None:
+                        pass
+                return True
         return self.proven
 
     def left(self) -> tuple[Left, ...]:
@@ -318,11 +326,6 @@ class LocalGang:
             self.on_said(sentence)
             self.account.notes += [sentence] if note else []
 
-    def _cgroup_memory(self) -> None:
-        self.memory = MemoryWatch(self._cgroup, self.stem_pid, self.launch.spec.resources.memory_bytes)
-        if self.memory.note:
-            self.account.notes.append(self.memory.note)
-
     def _argv(self, command: Command) -> list[str]:
         """Return the program; the caller's interpreter is that of a restored environment, where there is one."""
         program, *arguments = command.argv
@@ -376,18 +379,6 @@ class LocalGang:
         parts = [f"limit {format_bytes(limit)}"] if limit is not None else []
         parts += [f"peak {format_bytes(peak)}"] if peak is not None else []
         return f"ended by the kernel because host memory ran out{' (' + ', '.join(parts) + ')' if parts else ''}"
-
-    def _hear_the_rest(self) -> None:
-        """Take the stem's last messages without waiting: an escaped process may hold the socket open."""
-        self.channel.sock.setblocking(False)
-        with contextlib.suppress(OSError, ValueError):
-            while self.hear() is not None:
-                pass
-
-    def _stem_gone(self) -> bool:
-        poll = select.poll()
-        poll.register(self.stem_pidfd, select.POLLIN)
-        return bool(poll.poll(0))
 
     def _say(self, message: inside.Message, fds: tuple[int, ...] = ()) -> None:
         self.channel.send(inside.encode(message), fds)

@@ -165,13 +165,9 @@ def quarantine(kind: DeviceKind, home: Home, fault: Fault, line: KernelLogLine, 
     if fault.kind not in QUARANTINES:
         return
     with contextlib.suppress(StorageError):
-        locks = _locks(kind, home, clock)
+        locks = DeviceLocks(lock_directory(kind, home.root), clock=clock)
         if locks.noted_ns(fault.uuid) < line.at_ns:
             locks.quarantine(fault.uuid, fault.what, fault=fault.kind)
-
-
-def _locks(kind: DeviceKind, home: Home, clock: Clock) -> DeviceLocks:
-    return DeviceLocks(lock_directory(kind, home.root), clock=clock)
 
 
 def _user() -> str:

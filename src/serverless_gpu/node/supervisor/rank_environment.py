@@ -20,7 +20,7 @@ from serverless_gpu.model.placement import (
     node_variables,
     rank_variables,
 )
-from serverless_gpu.model.secrets import DIRECTORY, DeliveredSecrets
+from serverless_gpu.model.secrets import DIRECTORY
 from serverless_gpu.model.spec import Command
 from serverless_gpu.node.base.protocol import Context, Launch, original
 
@@ -98,17 +98,14 @@ class RankEnvironment:
     def _callers(self) -> dict[str, str]:
         caller = {original(name): original(value) for name, value in self._context.environ.items()}
         caller.pop(PROCESS_GROUP, None)  # of the rank that makes this call
-        caller |= _secret_variables(self._launch.secrets)
+        if (secrets := self._launch.secrets) is not None:
+            place = Path(secrets.directory)
+            caller |= {
+                variable: os.fsdecode((place / name).read_bytes()) for name, variable in secrets.variables.items()
+            }
         if self._command is not None:
             caller["PATH"] = program_path(caller.get("PATH", os.defpath), original(self._context.python))
         return caller
-
-
-def _secret_variables(secrets: DeliveredSecrets | None) -> dict[str, str]:
-    if secrets is None:
-        return {}
-    place = Path(secrets.directory)
-    return {variable: os.fsdecode((place / name).read_bytes()) for name, variable in secrets.variables.items()}
 
 
 def program_path(path: str, python: str) -> str:

@@ -84,6 +84,7 @@ class AttemptCluster:
         shared = part_of_shared(*shared_memory_bytes(), count, of_type)
         store = object_store_bytes(min(memory, available), shared, asked.object_store_bytes)
         self.note = store_note(store, shared, asked.object_store_bytes)
+        nonce = self._launch.nonce  # makes the secret the same on all nodes
         return ClusterShare(
             directory=self.path,
             devices=0 if kind == CPU else count,
@@ -96,7 +97,7 @@ class AttemptCluster:
             host=socket.gethostname(),
             address=self._network.address,
             head=self._network.master,
-            secret=_secret(self._launch),
+            secret=hashlib.sha256(f"{nonce}:ray".encode()).hexdigest() if nonce else secrets.token_hex(32),
         )._asdict()
 
     def close(self) -> str:
@@ -105,13 +106,6 @@ class AttemptCluster:
         directory.remove(self.path)
         os.close(self.fd)
         return note
-
-
-def _secret(launch: Launch) -> str:
-    """Return the secret of the nodes of one cluster: the same on all of them."""
-    if not launch.nonce:
-        return secrets.token_hex(32)
-    return hashlib.sha256(f"{launch.nonce}:ray".encode()).hexdigest()
 
 
 class Process(Protocol):

@@ -102,7 +102,10 @@ class SessionHolder:
         if problem:
             self._fail(problem)  # no run could borrow
         else:
-            self._reserve()
+            try:
+                self._reservation = Reservation(self._launch, self._home, self._clock, self._machine)
+            except ServerlessGpuError as error:
+                self._fail(error.message)
         while not self._done:
             for key, _ in self._selector.select(self._pause_s()):
                 key.data()
@@ -124,12 +127,6 @@ class SessionHolder:
         self._end("its owner is gone")
 
     # --- devices -------------------------------------------------------------------------------------------------
-
-    def _reserve(self) -> None:
-        try:
-            self._reservation = Reservation(self._launch, self._home, self._clock, self._machine)
-        except ServerlessGpuError as error:
-            self._fail(error.message)
 
     def _try_devices(self, reservation: Reservation) -> None:
         try:

@@ -168,7 +168,10 @@ class Supervisor:
             self._unwatch(self._agent.fileno())
             self._agent.close()
             if self._gang is None and self._attempt.state in (State.QUEUED, State.STARTING):
-                self._withdraw()
+                if self._reservation is not None:  # not accepted yet, so the client takes it to the next agent
+                    self._reservation.close()
+                (self._directory / "facts.jsonl").unlink(missing_ok=True)
+                self._leave()
         elif isinstance(received[0], protocol.Stem):
             self._meet_stem(received[0], received[1])
         elif isinstance(received[0], protocol.PreparingNote):
@@ -188,13 +191,6 @@ class Supervisor:
         )
         self._gang.on_said = lambda said: self._audience.tell(protocol.Waiting(sentence=said, lasting=True))
         self._watch(fds[0], self._hear_gang)
-
-    def _withdraw(self) -> None:
-        """Leave an attempt that no stem will come for: not accepted yet, so its client takes it to the next agent."""
-        if self._reservation is not None:
-            self._reservation.close()
-        (self._directory / "facts.jsonl").unlink(missing_ok=True)
-        self._leave()
 
     # --- devices and start ---------------------------------------------------------------------------------------
 
@@ -313,16 +309,13 @@ class Supervisor:
                     if self._gang is not None:
                         self._gang.terminate(stop_word(self._attempt.reason))
                 case AttemptInstruction.KILL_TREE:
-                    self._kill()
+                    self._begin_pending = False
+                    self._look_at_segments()
+                    kill_ns = self._emptying.begin(self._gang)
+                    if self._attempt.killed:
+                        self._account.notes.append(killed_text(self._attempt, kill_ns))
                 case AttemptInstruction.CONCLUDE:
                     self._conclude()
-
-    def _kill(self) -> None:
-        self._begin_pending = False
-        self._look_at_segments()
-        kill_ns = self._emptying.begin(self._gang)
-        if self._attempt.killed:
-            self._account.notes.append(killed_text(self._attempt, kill_ns))
 
     def _hear_gpus(self) -> None:
         """Take what the driver says of the devices; before a rank's death is judged, for it may be what it died of."""

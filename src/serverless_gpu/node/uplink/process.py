@@ -47,7 +47,6 @@ from serverless_gpu.node.uplink.server import Backoff, UplinkServer
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.agents import (
     AgentWelcome,
-    AttemptSeen,
     HeartbeatAnswer,
     Order,
     OrdersTaken,
@@ -135,7 +134,11 @@ class Uplink:
     # --- presence ------------------------------------------------------------------------------------------------
 
     def _be_present(self, connection: Connection) -> None:
-        seen = self._tend()
+        with self._lock:
+            for gang in [gang for gang, minder in self._minders.items() if minder.is_over()]:
+                del self._minders[gang]
+                self._server.credentials.remove(gang)
+            seen = tuple(minder.seen() for minder in self._minders.values())
         if not self._joined.is_set():
             hello = self._presence.hello(self._server.profile, seen)
             asked_ns = self._clock.boottime_ns()
@@ -156,14 +159,6 @@ class Uplink:
         self._server.time.heard(answer.at_ns, asked_ns=asked_ns, answered_ns=self._clock.boottime_ns())
         self._server.credentials.take(answer.tokens)
         self._abandon(answer.stale)
-
-    def _tend(self) -> tuple[AttemptSeen, ...]:
-        """Forget attempts that are over; return the others."""
-        with self._lock:
-            for gang in [gang for gang, minder in self._minders.items() if minder.is_over()]:
-                del self._minders[gang]
-                self._server.credentials.remove(gang)
-            return tuple(minder.seen() for minder in self._minders.values())
 
     def _abandon(self, gangs: tuple[str, ...]) -> None:
         for gang in gangs:

@@ -176,7 +176,9 @@ class Reporter:
             if text != self._error:  # the first of a row
                 self._say(text)
             self._error = text
-            self._was_heard = isinstance(error, ServerStorageFull) and self._is_held()
+            # The server heard of the attempt within the lease, so cannot have given it up by now.
+            is_held = not self._over and self._clock.boottime_ns() < self._until_ns
+            self._was_heard = isinstance(error, ServerStorageFull) and is_held
             self._delivery.refused(error, ended=report.ending is not None)
             self._server.look_again()
             if error.retryable:
@@ -189,13 +191,6 @@ class Reporter:
         self._server.answered()
         self._credential.take(answer.token)
         return answer
-
-    def _is_held(self) -> bool:
-        """Return whether the server cannot have given the attempt up by now: it heard of it within the lease.
-
-        One that was frozen, or cut off, for longer than its lease finds out by an answer that says so, or ends.
-        """
-        return not self._over and self._clock.boottime_ns() < self._until_ns
 
     # --- what ----------------------------------------------------------------------------------------------------
 

@@ -166,20 +166,14 @@ class MlflowHook:
     def take_variables(self) -> None:
         """Set what MLflow reads from the environment, below what the caller has set."""
         os.environ.setdefault(_BUFFER, "1")  # else every point is a request
-        self._log_in_background()
-        if self.job.run_id and os.environ.get(EXPERIMENT_NAME) and os.environ.get(EXPERIMENT) == self._experiment_id():
-            with contextlib.suppress(Exception):  # no answer: they agree, as far as we know
-                self.job.renamed(self.client().get_experiment(self._experiment_id()).name)
-
-    def _log_in_background(self) -> None:
-        """Have this process log asynchronously unless its user decides otherwise; those that it starts do not.
-
-        Their last writes would be lost, because nothing waits for them. So it is no variable, which they would inherit.
-        """
+        # No variable, which this process's children would inherit: their last writes would be lost, unawaited.
         with contextlib.suppress(ImportError, AttributeError):
             default = importlib.import_module("mlflow.environment_variables").MLFLOW_ENABLE_ASYNC_LOGGING
             default.default = True
             os.register_at_fork(after_in_child=functools.partial(setattr, default, "default", False))
+        if self.job.run_id and os.environ.get(EXPERIMENT_NAME) and os.environ.get(EXPERIMENT) == self._experiment_id():
+            with contextlib.suppress(Exception):  # no answer: they agree, as far as we know
+                self.job.renamed(self.client().get_experiment(self._experiment_id()).name)
 
     def settle(self, limit_s: float) -> None:
         """Wait for asynchronous logging; say what could not be written."""

@@ -94,7 +94,12 @@ def _be_driver(channel: Channel, variables: Mapping[str, str], drive: Callable[[
     os.environ.update(variables)
     with contextlib.suppress(Exception):
         _connect_when_asked(importlib.import_module("ray"))
-        _leave_sigterm(importlib.import_module("ray._private.utils"))
+        # SIGTERM is to a driver what it is to any rank. Ray would have it raise SystemExit, also in a function that has
+        # asked whether it is to stop: before `ray.init`, whose handler would take that one's place, or after that, when
+        # the later handler calls the one before.
+        utilities = importlib.import_module("ray._private.utils")
+        if hasattr(utilities, "set_sigterm_handler"):
+            vars(utilities)["set_sigterm_handler"] = lambda _handler: None
     received = channel.receive()
     if received is None:
         return 1
@@ -106,16 +111,6 @@ def _be_driver(channel: Channel, variables: Mapping[str, str], drive: Callable[[
             channel.send(protocol.encode({**event, "at": protocol.now_ns()}))
 
     return drive(report)
-
-
-def _leave_sigterm(utilities: types.ModuleType) -> None:
-    """Have `ray.init` leave SIGTERM alone, so that it is to a driver what it is to any rank.
-
-    Ray would have it raise SystemExit, also in a function that has asked whether it is to stop: before `ray.init`,
-    whose handler would take that one's place, or after that, when the later handler calls the one before.
-    """
-    if hasattr(utilities, "set_sigterm_handler"):
-        vars(utilities)["set_sigterm_handler"] = lambda _handler: None
 
 
 def _connect_when_asked(ray: types.ModuleType) -> None:

@@ -112,14 +112,9 @@ class RayFigures:
         return found
 
 
-def _by_metric() -> dict[bytes, list[_Rule]]:
-    found: dict[bytes, list[_Rule]] = {}
-    for rule in _RULES:
-        found.setdefault(rule.metric.encode(), []).append(rule)
-    return found
-
-
-_BY_METRIC = _by_metric()
+_BY_METRIC: dict[bytes, list[_Rule]] = {}
+for _each in _RULES:
+    _BY_METRIC.setdefault(_each.metric.encode(), []).append(_each)
 
 
 def _read(text: str) -> tuple[dict[str, str], float] | None:

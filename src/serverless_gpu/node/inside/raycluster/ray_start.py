@@ -108,12 +108,8 @@ def last_words(temporary: str) -> str:
     for name in _LOGS:
         if fatal := _FATAL.findall(_tail(os.path.join(logs, name))):
             return str(fatal[-1])[:_FATAL_CHARACTERS_MAX]
-    return _last_lines(os.path.join(temporary, OUTPUT_FILE))
-
-
-def _last_lines(path: str) -> str:
-    lines = [line for line in _tail(path).splitlines() if line.strip() and not _PLAIN.match(line)]
-    return "\n".join(lines[-_LAST_LINES:])
+    written = _tail(os.path.join(temporary, OUTPUT_FILE)).splitlines()
+    return "\n".join([line for line in written if line.strip() and not _PLAIN.match(line)][-_LAST_LINES:])
 
 
 def _tail(path: str) -> str:

@@ -92,7 +92,10 @@ class _Task:
         self.tokens = ray_installation.knows_tokens(version)
         os.makedirs(share.directory, 0o700, exist_ok=True)
         if self.tokens:
-            self._write_token()
+            path = os.path.join(self.share.directory, variables.TOKEN_FILE)
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with open(fd, "w", encoding="ascii") as file:
+                file.write(variables.token_of(self.share.secret))
         self.kept = logs_of(work.directory, share.node_rank)
         self.cluster = RunCluster(share, self.kept)
         kept = {**variables.defaults(share), **variables.stripped(work.environment)}
@@ -275,12 +278,6 @@ class _Task:
         signal.signal(signal.SIGTERM, terminate)
         for number in protocol.LOOK_SIGNALS:
             signal.signal(number, look)
-
-    def _write_token(self) -> None:
-        path = os.path.join(self.share.directory, variables.TOKEN_FILE)
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with open(fd, "w", encoding="ascii") as file:
-            file.write(variables.token_of(self.share.secret))
 
     def _say_what_is_missing(self) -> None:
         if not self.tokens:
