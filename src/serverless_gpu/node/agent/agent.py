@@ -124,7 +124,10 @@ class Agent:
     def serve(self) -> None:
         """Serve until idle for too long, or told to end."""
         while not self._retired and not self._idle_too_long():
-            for key, _ in self._selector.select(self._pause_s()):
+            pause_s = _BREATH_S if self._zygotes.ending else _TURN_S
+            if self._refill_ns is not None:
+                pause_s = max(0.0, (self._refill_ns - self._clock.boottime_ns()) / 1e9)
+            for key, _ in self._selector.select(pause_s):
                 callback: Callable[[], None] = key.data
                 callback()
             self._tend()
@@ -382,8 +385,3 @@ class Agent:
         if self._attempts.count() or self._queue:
             return False
         return self._clock.boottime_ns() - self._used_ns > IDLE_S * 1e9
-
-    def _pause_s(self) -> float:
-        if self._refill_ns is None:
-            return _BREATH_S if self._zygotes.ending else _TURN_S
-        return max(0.0, (self._refill_ns - self._clock.boottime_ns()) / 1e9)

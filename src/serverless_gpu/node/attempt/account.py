@@ -109,9 +109,12 @@ class AttemptAccount:
             return
         self.mark("stopping")
         if "exec" in self.marks:
-            asked = attempt.phase is Phase.TERMINATING and attempt.reason in ASKED
+            grace_ms = None
+            if attempt.phase is Phase.TERMINATING and attempt.reason in ASKED:
+                wake_ns, stop_ns = attempt.wake_ns, attempt.stop_ns
+                grace_ms = 0 if wake_ns is None or stop_ns is None else max(0, wake_ns - stop_ns) // 1_000_000
             # Of a device that failed the user's time ended then, and the facts that follow say so.
-            self.fact(FactKind.STOPPING, devices, attempt.fault_ns, grace_ms=_grace_ms(attempt) if asked else None)
+            self.fact(FactKind.STOPPING, devices, attempt.fault_ns, grace_ms=grace_ms)
 
     def ended(self, stopped: Stopped) -> None:
         """Write how the attempt ended to `stopped.json`."""
@@ -201,12 +204,6 @@ def reckon(meter: Meter, tariff: Tariff, reason: Reason | None) -> tuple[int, in
     is_billed = reason is None or MEANINGS[reason].is_billed
     whole = sum_of(priced(meter.used(), tariff, is_billed=is_billed), tariff)
     return whole.gpu_ms, whole.micros, bill_of(whole, reason)
-
-
-def _grace_ms(attempt: Attempt) -> int:
-    if attempt.wake_ns is None or attempt.stop_ns is None:
-        return 0
-    return max(0, attempt.wake_ns - attempt.stop_ns) // 1_000_000
 
 
 def gate_text(devices: Sequence[Device], verdicts: Mapping[str, Verdict], kind: DeviceKind) -> str:

@@ -58,8 +58,10 @@ def take_attempt(directory: Path) -> str:
     if lock < 0:
         return f"another process looks after the attempt in {directory}"
     stopped = directory / "stopped.json"
-    if stopped.exists() and not _may_be_replaced(directory):
-        return f"the attempt in {directory} has ended"
+    if stopped.exists():
+        ending = read_ending(directory)  # replaced only where a supervisor was lost, and no server gave the attempt
+        if ending is None or ending.reason not in SUPERVISOR_GONE or (directory / REMOTE).exists():
+            return f"the attempt in {directory} has ended"
     if has_begun(first_facts(directory)):
         return f"the attempt in {directory} has begun before"
     stopped.unlink(missing_ok=True)
@@ -81,12 +83,6 @@ def read_pid(directory: Path) -> int | None:
     finally:
         os.close(fd)
     return int(text) if text.isdigit() else None
-
-
-def _may_be_replaced(directory: Path) -> bool:
-    """Return whether all that is known of an end is that a supervisor was lost, of an attempt that no server gave."""
-    ending = read_ending(directory)
-    return ending is not None and ending.reason in SUPERVISOR_GONE and not (directory / REMOTE).exists()
 
 
 def try_lock(directory: Path, *, tries: int = _TRIES) -> int:

@@ -154,6 +154,7 @@ def _receipt(directory: Path, lost: Lost, stopped: protocol.Stopped) -> Receipt:
     tariff = launched.tariff or lost.tariff
     gpu_ms, micros, bill = reckon(meter, tariff, stopped.reason)
     spec = spec_of(directory)
+    prefix = gpus[0].partition("-")[0] if gpus else ""
     return Receipt(
         run_id=lost.run_id,
         fence=lost.fence,
@@ -161,7 +162,7 @@ def _receipt(directory: Path, lost: Lost, stopped: protocol.Stopped) -> Receipt:
         reason=stopped.reason.value,
         gpu_type=lost.gpu_type,
         gpus=gpus,
-        kind=_kind(gpus),
+        kind={"FAKE": DeviceKind.FAKE, "GPU": DeviceKind.GPU}.get(prefix, DeviceKind.CPU),
         segments=Segments(),
         gpu_ms=gpu_ms,
         micros=micros,
@@ -204,12 +205,6 @@ def _kernel_lines(clock: Clock, since_ns: int) -> tuple[str, ...]:
     finally:
         log.close()
     return tuple(found)
-
-
-def _kind(gpus: tuple[str, ...]) -> DeviceKind:
-    if gpus and gpus[0].startswith("FAKE-"):
-        return DeviceKind.FAKE
-    return DeviceKind.GPU if gpus and gpus[0].startswith("GPU-") else DeviceKind.CPU
 
 
 def _cut_off_half_a_line(path: Path) -> None:

@@ -153,7 +153,10 @@ class DeviceLocks:
                 return Busy(tuple(holders), tuple(quarantined))
             for uuid, fd in taken.items():
                 _write(fd, msgspec.structs.replace(holder, uuid=uuid))
-            _keep_cleaners_out(directory, held)
+            guard = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)  # keeps cleaners out
+            held.callback(os.close, guard)
+            with contextlib.suppress(BlockingIOError):  # a cleaner is at work this very moment; `is_named` covers that
+                fcntl.flock(guard, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return Locked(tuple(taken), tuple(taken.values()), held.pop_all())
 
     def holders(self, uuids: Sequence[str]) -> tuple[LockHolder, ...]:
@@ -222,7 +225,9 @@ class Ticket:
 
     def __enter__(self) -> Ticket:
         with opened_directory(self.directory) as directory, mutex(directory, f"{self._queue}.mutex") as counter:
-            self._number = self._last(directory, counter)
+            self._number = max(self._numbers(directory), default=0)
+            with contextlib.suppress(msgspec.MsgspecError):
+                self._number = max(from_json(read_note(counter), int), self._number, 0)
             while self._fd < 0:
                 self._number += 1
                 with contextlib.suppress(FileExistsError):  # only when the mutex had to be done without
@@ -261,11 +266,6 @@ class Ticket:
     def _numbers(self, directory: int) -> list[int]:
         matches = map(_TICKET.fullmatch, os.listdir(directory))
         return [int(match[2]) for match in matches if match and match[1] == self._queue]
-
-    def _last(self, directory: int, counter: int) -> int:
-        with contextlib.suppress(msgspec.MsgspecError):
-            return max(from_json(read_note(counter), int), *self._numbers(directory), 0)
-        return max(self._numbers(directory), default=0)
 
 
 def lock_directory(kind: DeviceKind, home: Path, *, machine: Sequence[Path] = MACHINE_DIRECTORIES) -> Path:
@@ -352,13 +352,6 @@ def _waits(directory: int, name: str) -> bool:
     return False
 
 
-def _keep_cleaners_out(directory: int, held: contextlib.ExitStack) -> None:
-    guard = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)
-    held.callback(os.close, guard)
-    with contextlib.suppress(BlockingIOError):  # a cleaner is at work this very moment; `is_named` covers that
-        fcntl.flock(guard, fcntl.LOCK_SH | fcntl.LOCK_NB)
-
-
 def _checked(uuid: str) -> str:
     if not _UUID.fullmatch(uuid):
         raise InvalidValue(f"{uuid!r} is not a device uuid.")
@@ -370,6 +363,14 @@ def _write(fd: int, content: LockHolder | Quarantine | int) -> None:
     # Written first and cut after: at no moment is the file empty, which would read as "no quarantine".
     os.pwrite(fd, text, 0)
     os.ftruncate(fd, len(text))
+
+
+def holder_run_id(note: bytes) -> str:
+    """Return the run of a lock's note, or "" for a note that is not one."""
+    try:
+        return from_json(note, LockHolder).run_id
+    except msgspec.MsgspecError:
+        return ""
 
 
 def _read_holder(fd: int, uuid: str) -> LockHolder:

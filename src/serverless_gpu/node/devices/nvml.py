@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Protocol, cast
 
@@ -196,19 +196,14 @@ def _usage_of(nvml: Nvml, uuid: str, sees_all_pids: bool) -> Usage:
         graphics = nvml.nvmlDeviceGetGraphicsRunningProcesses(handle)
     except errors(nvml):
         return Usage(processes=(), memory_used_bytes=memory_used, pids_visible=False)
-    processes = _merge(nvml, compute, graphics)
+    merged: dict[int, GpuProcess] = {}
+    for draws, infos in ((True, graphics), (False, compute)):  # one that computes and draws counts as computing
+        for info in infos:
+            merged[info.pid] = GpuProcess(info.pid, info.usedGpuMemory, _process_name(nvml, info.pid), draws)
+    processes = tuple(merged[pid] for pid in sorted(merged))
     # Memory without a process has an owner all the same: one that we are not shown.
     hidden = not processes and memory_used > IDLE_MEMORY_BYTES
     return Usage(processes, memory_used, pids_visible=sees_all_pids and not hidden)
-
-
-def _merge(nvml: Nvml, compute: Iterable[_ProcessInfo], graphics: Iterable[_ProcessInfo]) -> tuple[GpuProcess, ...]:
-    """Return one entry per pid; a process that both computes and draws counts as one that computes."""
-    merged: dict[int, GpuProcess] = {}
-    for draws, infos in ((True, graphics), (False, compute)):
-        for info in infos:
-            merged[info.pid] = GpuProcess(info.pid, info.usedGpuMemory, _process_name(nvml, info.pid), draws)
-    return tuple(merged[pid] for pid in sorted(merged))
 
 
 def _process_name(nvml: Nvml, pid: int) -> str:

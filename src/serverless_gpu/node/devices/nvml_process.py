@@ -136,7 +136,10 @@ class NvmlProcess:
                 answer = self._answered(uuids)
                 if answer is not None:
                     return answer
-            return _died(self._seq, uuids)
+            why = "the process that asks NVML ended without an answer"
+            if uuids is None:
+                return NvmlAnswer(self._seq, unavailable=(Unavailable("NVML", why),))
+            return NvmlAnswer(self._seq, usage={uuid: unknown_usage(why) for uuid in uuids})
         finally:
             self._turn.release()
 
@@ -207,13 +210,6 @@ def _end(helpers: list[_Helper]) -> None:
         helper.kill()
         if not helper.is_gone(_END_S) and helper.process is not None:
             helper.process.returncode = 0  # it hangs: not waited for any more
-
-
-def _died(seq: int, uuids: Sequence[str] | None) -> NvmlAnswer:
-    why = "the process that asks NVML ended without an answer"
-    if uuids is None:
-        return NvmlAnswer(seq, unavailable=(Unavailable("NVML", why),))
-    return NvmlAnswer(seq, usage={uuid: unknown_usage(why) for uuid in uuids})
 
 
 def _started(theirs: Channel, source: str) -> subprocess.Popen[bytes]:

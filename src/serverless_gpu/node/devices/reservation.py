@@ -72,7 +72,7 @@ class Reservation:
         if len(free) < count:
             return self._sentence(_foreign_text(busy), self._holders(uuids))
         session = self._launch.idle_timeout_s is not None
-        holder = LockHolder("", self._launch.run_id, _user(), os.getpid(), self._clock.wall_ns(), session)
+        holder = LockHolder("", self._launch.run_id, user_name(), os.getpid(), self._clock.wall_ns(), session)
         taken = self._locks.try_lock(free, count, holder)
         if isinstance(taken, Busy):
             return self._sentence(_foreign_text(busy), taken.holders)
@@ -177,7 +177,8 @@ def _held_text(held: Sequence[LockHolder]) -> str:
     return f"{are} by {what} {first.run_id} of {first.user} (pid {first.pid}, since {since})"
 
 
-def _user() -> str:
+def user_name() -> str:
+    """Return the name of this process's user, or its number."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):  # a container's user without an entry anywhere

@@ -233,21 +233,15 @@ def _return(place: RankOutput, value: object, report: protocol.Report) -> int:
         )
     else:
         report({"event": "returned", "size": size, "alone": trained_alone(place.world_size)})
-        _wait_for_others(place)
+        if place.release is not None:
+            # Peers may still be talking to this rank, or waiting for it to go, so that is bounded. All depend on rank 0
+            # and its store, which stays until the last has returned, on several nodes, too.
+            with contextlib.suppress(
+                BaseException
+            ):  # a signal handler of the user's may raise here; the outcome stands
+                select.select([place.release], [], [], _STAY_S if place.rank else None)
         return 0
     return 1
-
-
-def _wait_for_others(place: RankOutput) -> None:
-    """Stay until every rank has returned: rank 0, which has the store; the others a while.
-
-    Peers may still be talking to this rank, or waiting for it to go, so that is bounded. On several nodes, too: all
-    depend on rank 0, which stays until the last has returned everywhere.
-    """
-    if place.release is None:
-        return
-    with contextlib.suppress(BaseException):  # a signal handler of the user's may raise here; the outcome stands
-        select.select([place.release], [], [], _STAY_S if place.rank else None)
 
 
 def _fail(place: RankOutput, error: BaseException, report: protocol.Report, **extra: object) -> int:
@@ -382,7 +376,11 @@ def _take_context(message: protocol.Message) -> None:
     """Take on the caller's context; raises OSError when its working directory is gone."""
     os.environ.clear()
     os.environ.update(_environment(message))
-    _take_place_and_language()
+    time.tzset()
+    before = locale.setlocale(locale.LC_CTYPE)
+    with contextlib.suppress(locale.Error):  # this machine lacks it
+        if locale.setlocale(locale.LC_CTYPE, "") in ("C", "POSIX"):  # Python takes UTF-8 in place of these
+            locale.setlocale(locale.LC_CTYPE, before)
     os.umask(protocol.integer(message, "umask"))
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     soft = protocol.integer(message, "descriptors_max")
@@ -398,15 +396,6 @@ def _take_context(message: protocol.Message) -> None:
     if message.get("ray") is None:
         _set_threads(protocol.integer(message, "threads"))
     os.chdir(protocol.text(message, "cwd"))
-
-
-def _take_place_and_language() -> None:
-    """Have C know the time zone and the encoding that the caller's variables name, as when Python starts."""
-    time.tzset()
-    before = locale.setlocale(locale.LC_CTYPE)
-    with contextlib.suppress(locale.Error):  # this machine lacks it
-        if locale.setlocale(locale.LC_CTYPE, "") in ("C", "POSIX"):  # Python takes UTF-8 in place of these
-            locale.setlocale(locale.LC_CTYPE, before)
 
 
 def _forget(callers: object) -> None:

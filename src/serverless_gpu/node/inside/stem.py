@@ -76,13 +76,6 @@ def main(channel: Channel, request: protocol.Message, zygote: socket.socket | No
         os._exit(code)
 
 
-def _closed_if(child: _Child, pid: int) -> bool:
-    """Return whether this is the child that was reaped while standing by; its channel goes with it."""
-    if child.pid == pid:
-        child.channel.close()
-    return child.pid == pid
-
-
 class _Stem:
     def __init__(self, channel: Channel, cgroups: list[str]) -> None:
         self.channel = channel
@@ -229,7 +222,10 @@ class _Stem:
                 pid, status, usage = os.wait4(-1, os.WNOHANG)
                 if not pid:
                     return
-                self.children = [child for child in self.children if not _closed_if(child, pid)]
+                for child in self.children:
+                    if child.pid == pid:  # reaped while standing by
+                        child.channel.close()
+                self.children = [child for child in self.children if child.pid != pid]
                 number = self.ranks.pop(pid, None)
                 if number is not None:
                     peak = usage.ru_maxrss * 1024

@@ -65,23 +65,25 @@ def main(channel_fd: int, version: int, preload: list[str]) -> None:
         return
     blas.find()
     _trial_fork()
-    _disarm_finalizers()
+    for finalizer in list(getattr(weakref.finalize, "_registry", {})):
+        finalizer.atexit = False  # the objects are this process's; torch's cost each rank 25 ms at its end
     sys.path_importer_cache.clear()  # each rank does: here it copies no page, and there a thousand
     gc.enable()
     gc.freeze()  # copied pages stay shared: the collector will not write to these objects in a child
     threads = os.listdir("/proc/self/task")
     if len(threads) != 1 and preload:  # without preload this is the cold start itself: the last resort
-        names = ", ".join(_name_of(f"/proc/self/task/{thread}") for thread in threads)
-        channel.send(protocol.encode({"event": "cold", "reason": f"preloading leaves threads behind ({names})"}))
+        found = ", ".join(_name_of(f"/proc/self/task/{thread}") for thread in threads)
+        channel.send(protocol.encode({"event": "cold", "reason": f"preloading leaves threads behind ({found})"}))
         return
     if preload:
         _reap()
     left = linux.children(os.getpid()) if preload else []  # orphans have become children of this process
     if left:
-        names = ", ".join(_name_of(f"/proc/{pid}") for pid in left)
-        channel.send(protocol.encode({"event": "cold", "reason": f"start-up code leaves processes behind ({names})"}))
+        found = ", ".join(_name_of(f"/proc/{pid}") for pid in left)
+        channel.send(protocol.encode({"event": "cold", "reason": f"start-up code leaves processes behind ({found})"}))
         return
-    ready = {"modules": _module_files(), "packages": _packages(), "names": _names(), "libraries": mapped_libraries()}
+    names = sorted({name.partition(".")[0] for name in list(sys.modules)})  # also of modules without a file
+    ready = {"modules": _module_files(), "packages": _packages(), "names": names, "libraries": mapped_libraries()}
     channel.send(protocol.encode({"event": "ready", **ready}))
     _serve(channel)
 
@@ -162,16 +164,6 @@ def _fork_stem(channel: Channel, request: protocol.Message, own_fds: tuple[int, 
     ours.close()
 
 
-def _disarm_finalizers() -> None:
-    """Keep preloaded modules from tidying up once per rank: the objects are this process's.
-
-    torch registers hundreds of finalizers for its operator libraries: 25 ms at the end of every rank.
-    """
-    registry = getattr(weakref.finalize, "_registry", {})
-    for finalizer in list(registry):
-        finalizer.atexit = False
-
-
 def _trial_fork() -> None:
     """Fork once, so that every library's fork handler has run before threads are counted."""
     pid = os.fork()
@@ -196,11 +188,6 @@ def _packages() -> dict[str, str]:
     """Return the file of each loaded top-level module: a caller may have another one of that name."""
     files = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items()) if "." not in name}
     return {name: file for name, file in files.items() if isinstance(file, str)}
-
-
-def _names() -> list[str]:
-    """Return the names of all loaded top-level modules, also of those without a file."""
-    return sorted({name.partition(".")[0] for name in list(sys.modules)})
 
 
 def mapped_libraries(maps: str = "/proc/self/maps") -> list[str] | None:

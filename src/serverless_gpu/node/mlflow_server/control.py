@@ -87,7 +87,12 @@ def ensure_server(
         return Serving(place.uri(noted), False, failures=noted.failures)
     if not now and _is_too_soon(noted, python, clock):
         return Serving(place.uri(noted), False, noted.problem)
-    return Serving(place.uri(noted), False, _start(place, python, environ or {}), failures=noted.failures)
+    problem = ""
+    try:
+        start_keeper(place, python, environ or {})
+    except OSError as error:
+        problem = f"the MLflow server could not be started: {error.strerror or error}"
+    return Serving(place.uri(noted), False, problem, failures=noted.failures)
 
 
 def kept(place: ServerFiles) -> Serving | None:
@@ -176,15 +181,6 @@ def _is_on_its_way(place: ServerFiles, noted: Noted) -> bool:
     """Return whether a keeper that this process started is about to take its lock and say so."""
     _started[:] = [each for each in _started if each[1].poll() is None]
     return any(path == place.lock and child.pid != noted.keeper for path, child in _started)
-
-
-def _start(place: ServerFiles, python: str, environ: Mapping[str, str]) -> str:
-    """Have a keeper started; return why that failed, or ""."""
-    try:
-        start_keeper(place, python, environ)
-    except OSError as error:
-        return f"the MLflow server could not be started: {error.strerror or error}"
-    return ""
 
 
 def _kept(place: ServerFiles, noted: Noted, holder: int) -> Serving:

@@ -162,9 +162,9 @@ class MlflowKeeper:
             if end is not None:
                 return end, None
             ready_ns = self._clock.boottime_ns()
-            self._note(
-                stage="ready", problem="", failures=0, retry_wall_ns=0, version=self._version(), served_by=self._python
-            )
+            text = (self._get("/version") or b"").decode("ascii", "replace").strip()
+            version = text if len(text) < 40 and text.isprintable() else ""
+            self._note(stage="ready", problem="", failures=0, retry_wall_ns=0, version=version, served_by=self._python)
             end = self._watch(child)
             answered_s = (self._clock.boottime_ns() - ready_ns) / 1e9
             if end in (End.DIED, End.SILENT):
@@ -280,10 +280,6 @@ class MlflowKeeper:
         if before and before != self._noted.port:
             _say(f"port {before} is taken by another process; it is {self._noted.port} now, and links of before break")
         return held
-
-    def _version(self) -> str:
-        text = (self._get("/version") or b"").decode("ascii", "replace").strip()
-        return text if len(text) < 40 and text.isprintable() else ""
 
     def _get(self, path: str) -> bytes | None:
         """Return the first of what the server answers, or None."""

@@ -107,7 +107,10 @@ class Delivering:
 
     def start(self) -> None:
         """Begin to deliver."""
-        if not isinstance(self.word, messages.TrackedNote) and self._noted().state != "ready":
+        noted = TrackingNote()
+        with contextlib.suppress(OSError, msgspec.MsgspecError), self._path.open("rb") as file:
+            noted = from_json(file.read(_BYTES_MAX), TrackingNote)
+        if not isinstance(self.word, messages.TrackedNote) and noted.state != "ready":
             self._note(TrackingNote())
         self._thread.start()
 
@@ -141,7 +144,8 @@ class Delivering:
         with contextlib.suppress(OSError):
             os.unlink(self._asked)  # a rank has seen that MLflow answers
             self._delivery.wake()
-        if isinstance(self.word, messages.Untracked) and self._serves_here():
+        tracker = self._observe.spec.tracker
+        if isinstance(self.word, messages.Untracked) and tracker is not None and not tracker.uri:
             with contextlib.suppress(TrackerAway):
                 self._address()
                 self._delivery.wake()
@@ -197,18 +201,10 @@ class Delivering:
         is_callers = split_userinfo(named)[0] == tracking.uri.rstrip("/")
         return MlflowTracker(named if is_callers else tracking.uri, self._environ)
 
-    def _serves_here(self) -> bool:
-        return self._observe.spec.tracker is not None and not self._observe.spec.tracker.uri
-
     def _address(self) -> str:
         return address_of(self._home, self._observe, self._environ)
 
     # --- tracking.json -------------------------------------------------------------------------------------------
-
-    def _noted(self) -> TrackingNote:
-        with contextlib.suppress(OSError, msgspec.MsgspecError), self._path.open("rb") as file:
-            return from_json(file.read(_BYTES_MAX), TrackingNote)
-        return TrackingNote()
 
     def _note(self, note: TrackingNote) -> None:
         with contextlib.suppress(OSError):

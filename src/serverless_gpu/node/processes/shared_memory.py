@@ -69,8 +69,11 @@ class LeftSegments:
         """Remove the attempt's segments after its last process has ended; return their names."""
         names = self._own.intersection(self._candidates(since_ns)) if self._own else set()
         names -= {name for name in names if (maker := _maker(name)) is not None and (_PROC / str(maker)).exists()}
+        in_use: set[str] = set()  # as far as processes can be looked into
+        for pid in [int(name) for name in os.listdir(_PROC) if name.isdigit()] if names else ():
+            in_use |= _used(pid, self._place, names)
         removed = []
-        for name in sorted(names - self._in_use(names)):
+        for name in sorted(names - in_use):
             with contextlib.suppress(OSError):
                 (self._place / name).unlink()
                 removed.append(name)
@@ -88,13 +91,6 @@ class LeftSegments:
                     is_young = min(found.st_ctime_ns, found.st_mtime_ns) >= since_ns - _COARSE_NS
                     if stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid() and is_young:
                         yield name
-
-    def _in_use(self, names: set[str]) -> set[str]:
-        """Return which segments processes have, as far as processes can be looked into."""
-        found: set[str] = set()
-        for pid in [int(name) for name in os.listdir(_PROC) if name.isdigit()] if names else ():
-            found |= _used(pid, self._place, names)
-        return found
 
 
 def _used(pid: int, place: Path, names: set[str]) -> set[str]:

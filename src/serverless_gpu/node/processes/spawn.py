@@ -148,12 +148,12 @@ def startup_variables(environ: Mapping[str, str]) -> dict[str, str]:
 def separating_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the start-up variables that two callers of one zygote have in common: all but what libraries set."""
     found = startup_variables(environ)
-    return {name: value for name, value in found.items() if not _is_set_by_library(name, value)}
-
-
-def _is_set_by_library(name: str, value: str) -> bool:
-    values = SET_BY_LIBRARIES.get(name)
-    return values is not None and (not values or value in values)
+    libraries = {name: SET_BY_LIBRARIES.get(name) for name in found}  # no values: any value
+    return {
+        name: value
+        for name, value in found.items()
+        if (values := libraries[name]) is None or (values and value not in values)
+    }
 
 
 def one_name(python: str) -> str:
@@ -190,7 +190,11 @@ def zygote_process(
     libraries would read them.
     """
     if not interpreter.mounts:
-        _check_program(interpreter.python)  # the launcher could only say it in the log
+        python = interpreter.python  # checked here, because the launcher could only say it in the log
+        if not stat.S_ISREG(os.stat(python).st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), python)
+        if not os.access(python, os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), python)
     arguments = [interpreter.python, *interpreter.flags, "-c", zygote_program(channel_fd, preload)]
     environ = {**clean_variables(interpreter.environ), **startup_variables(interpreter.environ)}
     plan = os.memfd_create("sgpu-plan", os.MFD_CLOEXEC)
@@ -219,13 +223,6 @@ def zygote_process(
         )
     finally:
         os.close(plan)
-
-
-def _check_program(python: str) -> None:
-    if not stat.S_ISREG(os.stat(python).st_mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), python)
-    if not os.access(python, os.X_OK):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), python)
 
 
 def open_log(path: Path) -> int:

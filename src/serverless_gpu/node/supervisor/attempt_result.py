@@ -27,13 +27,15 @@ def make_stopped(
     assert attempt.reason is not None
     cause = attempt.cause
     blamed = logs.get(cause.rank) if cause is not None and cause.rank is not None else None
+    failed = (failure.rank for failure in (cause, *attempt.failures) if failure is not None)
+    first = [rank for rank in failed if rank is not None]
     return Stopped(
         state=attempt.state,
         reason=attempt.reason,
         cause=cause,
         consequences=tuple(failure for failure in attempt.failures if failure is not cause),
         log_tail=blamed.tail() if blamed is not None else "",
-        tails=_hidden_tails(attempt, logs),
+        tails=hidden_tails(logs, first) if attempt.state is State.FAILED else {},
         hang=hang if attempt.reason is Reason.COLLECTIVE_HANG else None,
         proven=proven,
         hint=hint if attempt.state is State.FAILED and attempt.reason is not Reason.GPU_LOST else "",
@@ -76,11 +78,3 @@ def left_text(left: Sequence[Left]) -> str:
     names = [f"{each.pid} ({each.name})" for each in left[:_LEFT_NAMED]]
     more = f" and {len(left) - _LEFT_NAMED} more" if len(left) > _LEFT_NAMED else ""
     return f"process{'es' if len(left) > 1 else ''} {', '.join(names)}{more}"
-
-
-def _hidden_tails(attempt: Attempt, logs: Mapping[int, RankLog]) -> dict[int, str]:
-    if attempt.state is not State.FAILED:
-        return {}
-    blamed = (attempt.cause, *attempt.failures)
-    first = [failure.rank for failure in blamed if failure is not None and failure.rank is not None]
-    return hidden_tails(logs, first)

@@ -129,7 +129,8 @@ class HangWitness:
         self._attempt = attempt
         now_ns = self._clock.boottime_ns()
         self._say_early_return(attempt, now_ns)
-        quiet_ns = _quiet_ns(attempt.limits)
+        due = hang_detection.due_of(hang_detection.begin(0), attempt.limits)
+        quiet_ns = None if due is None else due.at_ns - due.window_ns  # the silence before an inspection, if any
         if attempt.state is not State.RUNNING or attempt.phase is Phase.RETURNED or gang is None or quiet_ns is None:
             self._leave()
             if attempt.state is not State.RUNNING:
@@ -244,9 +245,3 @@ class HangWitness:
     def _say(self, told: str) -> None:
         self.said = told
         self._tell(told)
-
-
-def _quiet_ns(limits: Limits) -> int | None:
-    """Return after how long a silence ranks are to be looked at, or None where nothing ever follows of one."""
-    due = hang_detection.due_of(hang_detection.begin(0), limits)
-    return None if due is None else due.at_ns - due.window_ns

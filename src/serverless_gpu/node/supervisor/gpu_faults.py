@@ -13,9 +13,7 @@ be written (the attempt ends all the same, and the next look at the GPU refuses 
 from __future__ import annotations
 
 import contextlib
-import getpass
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -32,6 +30,7 @@ from serverless_gpu.node.base.protocol import Launch
 from serverless_gpu.node.devices.gpu_gate import Verdict
 from serverless_gpu.node.devices.kernel_log import AGAIN_S, KernelLog, KernelLogLine, log_of
 from serverless_gpu.node.devices.locks import DeviceLocks, lock_directory
+from serverless_gpu.node.devices.reservation import user_name
 from serverless_gpu.node.devices.xid_history import note_hit, read_hits
 
 _USERS_OWN = frozenset(
@@ -99,7 +98,7 @@ class AttemptFaults:
         self.hint = self.hint or f"{fault.sentence}: {xid.HINT}"
         self._notes.append(f"{fault.sentence}: {xid.HINT}")
         remote = read_remote(Path(self._launch.directory))
-        who = (remote.owner if remote is not None else "") or _user()
+        who = (remote.owner if remote is not None else "") or user_name()
         with contextlib.suppress(StorageError):
             hit = Hit(principal=who, number=fault.number, at_ns=self._clock.wall_ns())
             note_hit(lock_directory(self._kind, self._home.root), fault.uuid, hit)
@@ -168,10 +167,3 @@ def quarantine(kind: DeviceKind, home: Home, fault: Fault, line: KernelLogLine, 
         locks = DeviceLocks(lock_directory(kind, home.root), clock=clock)
         if locks.noted_ns(fault.uuid) < line.at_ns:
             locks.quarantine(fault.uuid, fault.what, fault=fault.kind)
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return f"uid {os.getuid()}"

@@ -72,9 +72,12 @@ class Peers:
             return True
         if self._news.offer is None:
             port = self._reserved() if self._launch.crew == 0 else 0
+            saved: tuple[int, ...] = ()  # visible checkpoints: ranks of all nodes go on from the same
+            with contextlib.suppress(OSError):
+                saved = tuple(saved_before(self._checkpoints))[:SAVED_MAX] if self._checkpoints else ()
             try:
                 offer = self._meeting.offer(port)
-                self._say(offer=msgspec.structs.replace(offer, saved=self._saved()))
+                self._say(offer=msgspec.structs.replace(offer, saved=saved))
             except OSError as error:
                 raise NoPort(
                     f"there is no port on which the run's other nodes could reach this one: {error}"
@@ -136,12 +139,6 @@ class Peers:
             self._meeting.close()
         if self._port is not None:
             self._port.close()
-
-    def _saved(self) -> tuple[int, ...]:
-        """Return the earlier attempts whose checkpoints are seen here; ranks of all nodes go on from the same."""
-        with contextlib.suppress(OSError):
-            return tuple(saved_before(self._checkpoints))[:SAVED_MAX] if self._checkpoints else ()
-        return ()
 
     def _reserved(self) -> int:
         if self._port is None:

@@ -96,7 +96,11 @@ class SessionHolder:
         fcntl.flock(lock, fcntl.LOCK_EX)  # held as long as this process lives, as a supervisor does
         self._account.prepare()
         self._owner = self._audience.add(client)
-        self._watch_owner(client)
+        # The owner's end shows even where something it forked keeps a copy of its socket.
+        credentials = client.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        with contextlib.suppress(OSError):  # gone already, which its socket says; or of another pid namespace
+            process = os.pidfd_open(struct.unpack("3i", credentials)[0])
+            self._selector.register(process, selectors.EVENT_READ, lambda: self._owner_ended(process))
         self._audience.tell(protocol.Accepted(pid=os.getpid()))
         problem = self._audience.listen()
         if problem:
@@ -112,14 +116,6 @@ class SessionHolder:
             if self._owner.gone:
                 self._end("its owner is gone")
             self._look()
-
-    def _watch_owner(self, client: Channel) -> None:
-        """Notice the owner's end even where something it forked keeps a copy of its socket."""
-        credentials = client.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        pid: int = struct.unpack("3i", credentials)[0]
-        with contextlib.suppress(OSError):  # gone already, which its socket says; or of another pid namespace
-            process = os.pidfd_open(pid)
-            self._selector.register(process, selectors.EVENT_READ, lambda: self._owner_ended(process))
 
     def _owner_ended(self, process: int) -> None:
         self._selector.unregister(process)

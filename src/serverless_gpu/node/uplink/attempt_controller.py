@@ -208,8 +208,10 @@ class Minder:
             profile = self._server.profile
             store = Where(f"sgpu+{profile.url}", profile.token, profile.ca)
             try:
+                now_ns = self._server.time.wall_ns(self._clock.boottime_ns()) or self._clock.wall_ns()
+                waited_ns = now_ns - order.submitted_ns if order.submitted_ns else 0  # both by the server's clock
                 launch = attempt_launch.make_launch(
-                    order, self.directory, greeting, clock=self._clock, waited_ns=self._waited_ns(order), store=store
+                    order, self.directory, greeting, clock=self._clock, waited_ns=waited_ns, store=store
                 )
                 launch = attempt_launch.with_secrets(order, launch)
                 if order.secrets:
@@ -223,11 +225,6 @@ class Minder:
             self._send(channel)
         except (ServerlessGpuError, OSError) as error:
             self._detail = str(error)
-
-    def _waited_ns(self, order: Start) -> int:
-        """Return how long ago the client asked: by the server's clock, which wrote that down, if it is known."""
-        now_ns = self._server.time.wall_ns(self._clock.boottime_ns()) or self._clock.wall_ns()
-        return now_ns - order.submitted_ns if order.submitted_ns else 0
 
     def _send(self, channel: Channel) -> None:
         assert self._launch is not None

@@ -43,14 +43,11 @@ class CheckpointProbe:
         spec = spec_of(self._directory)
         if spec is None or not spec.resume:
             return 0
-        found = self._ask(self._checkpoints() / self._remote.run_id / str(self._remote.fence))
-        return found if 0 < found <= self._remote.fence else 0
-
-    def _checkpoints(self) -> Path:
-        configured = ""
+        checkpoints = self._home.checkpoints
         with contextlib.suppress(InvalidValue):
-            configured = read_configuration(self._home).checkpoints
-        return Path(configured) if configured else self._home.checkpoints
+            checkpoints = Path(read_configuration(self._home).checkpoints or checkpoints)
+        found = self._ask(checkpoints / self._remote.run_id / str(self._remote.fence))
+        return found if 0 < found <= self._remote.fence else 0
 
     def _ask(self, directory: Path) -> int:
         _stuck[:] = [process for process in _stuck if process.poll() is None]

@@ -10,10 +10,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
-
 from serverless_gpu.ambient import Clock
-from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Failure, Reason
 from serverless_gpu.node.attempt.history import first_facts
 from serverless_gpu.node.attempt.server_attempt import Remote
@@ -21,7 +18,7 @@ from serverless_gpu.node.attempt.supervisor_loss import Lost, settle_loss
 from serverless_gpu.node.base import protocol
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.lock_files import held_note
-from serverless_gpu.node.devices.locks import MACHINE_DIRECTORIES, LockHolder
+from serverless_gpu.node.devices.locks import MACHINE_DIRECTORIES, holder_run_id
 
 
 def refusal(detail: str, clock: Clock) -> protocol.Stopped:
@@ -46,7 +43,7 @@ def still_held(home: Home, directory: Path) -> bool:
     for base in (home.locks, *MACHINE_DIRECTORIES):
         for uuid in uuids:
             note = held_note(base / f"{uuid}.lock")
-            if note is not None and _holder(note) in (run_id, ""):
+            if note is not None and holder_run_id(note) in (run_id, ""):
                 return True
     return False
 
@@ -75,10 +72,3 @@ def settle(
 def _stopped(reason: Reason, detail: str, clock: Clock) -> protocol.Stopped:
     cause = Failure(rank=None, reason=reason, at_ns=clock.boottime_ns(), detail=detail) if detail else None
     return protocol.Stopped(state=MEANINGS[reason].state, reason=reason, cause=cause, consequences=())
-
-
-def _holder(note: bytes) -> str:
-    try:
-        return from_json(note, LockHolder).run_id
-    except msgspec.MsgspecError:
-        return ""

@@ -21,7 +21,6 @@ import msgspec
 from serverless_gpu.ambient import SystemClock, machine, new_run_id
 from serverless_gpu.environment.restore.pythons import minors
 from serverless_gpu.errors import ServerlessGpuError, StorageError
-from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.hardware import Device, DeviceKind, GpuType
 from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.placement import restrict
@@ -33,7 +32,7 @@ from serverless_gpu.node.base.usages import Usage, unknown_usage
 from serverless_gpu.node.devices.gpu_gate import foreign
 from serverless_gpu.node.devices.gpus import NvmlProvider
 from serverless_gpu.node.devices.inventory import Inventory, offered
-from serverless_gpu.node.devices.locks import DeviceLocks, LockHolder, Quarantine, lock_directory
+from serverless_gpu.node.devices.locks import DeviceLocks, Quarantine, holder_run_id, lock_directory
 from serverless_gpu.node.devices.reservation import find_provider, retest_quarantined
 from serverless_gpu.node.supervisor.gpu_faults import NodeFaults
 from serverless_gpu.node.uplink.profile import UplinkProfile
@@ -165,7 +164,7 @@ class NodePresence:
             degraded = degraded or next((used.problem for used in usage.values() if used.silent), "")
             for uuid in uuids:
                 note = holders[uuid]
-                if uuid in quarantined or uuid in busy or (note is not None and _run_of(note) not in own):
+                if uuid in quarantined or uuid in busy or (note is not None and holder_run_id(note) not in own):
                     found.append(uuid)
         return NodeOffer(unavailable=tuple(found), draining=draining, degraded=degraded)
 
@@ -206,10 +205,3 @@ def _drains(uuid: str, note: Quarantine) -> str:
     if note.left:
         return f"unkillable: {note.reason}"
     return f"{Reason.GPU_LOST.value}: {uuid}: {note.reason}" if note.fault == XidKind.LOST else ""
-
-
-def _run_of(note: bytes) -> str:
-    try:
-        return from_json(note, LockHolder).run_id
-    except msgspec.MsgspecError:
-        return ""

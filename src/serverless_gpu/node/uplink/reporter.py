@@ -144,7 +144,10 @@ class Reporter:
                     continue
                 self._said_ns = asked_ns
                 self._note(report, answer)
-                is_told = report.receipt or (self._ending_sent and self._has_no_receipt())
+                has_no_receipt = (
+                    self._ending_sent and self._news.known.finished and read_receipt(self._directory) is None
+                )
+                is_told = report.receipt or has_no_receipt  # the latter where its directory is gone
                 is_settled = bool(is_told) and self._logs.is_complete(())
                 if answer.stale:
                     self._over = True
@@ -346,10 +349,6 @@ class Reporter:
         if receipt.state != stopped.state.value:  # its supervisor did not know the fate of the results
             receipt = msgspec.structs.replace(receipt, state=stopped.state.value, reason=stopped.reason.value)
         return msgspec.Raw(msgspec.json.encode(receipt))
-
-    def _has_no_receipt(self) -> bool:
-        """Return whether there will never be one: its directory is gone."""
-        return self._news.known.finished and read_receipt(self._directory) is None
 
     # --- what the server has -------------------------------------------------------------------------------------
 

@@ -93,7 +93,10 @@ def _be_driver(channel: Channel, variables: Mapping[str, str], drive: Callable[[
     os.environ.clear()
     os.environ.update(variables)
     with contextlib.suppress(Exception):
-        _connect_when_asked(importlib.import_module("ray"))
+        ray = importlib.import_module("ray")
+        for name in _ASKED_FIRST:  # functions that would otherwise ask for a `ray.init()` first
+            if (function := getattr(ray, name, None)) is not None:
+                setattr(ray, name, _connected(ray, function))
         # SIGTERM is to a driver what it is to any rank. Ray would have it raise SystemExit, also in a function that has
         # asked whether it is to stop: before `ray.init`, whose handler would take that one's place, or after that, when
         # the later handler calls the one before.
@@ -111,13 +114,6 @@ def _be_driver(channel: Channel, variables: Mapping[str, str], drive: Callable[[
             channel.send(protocol.encode({**event, "at": protocol.now_ns()}))
 
     return drive(report)
-
-
-def _connect_when_asked(ray: types.ModuleType) -> None:
-    """Have those functions of Ray connect, too, that would otherwise ask for a `ray.init()` first."""
-    for name in _ASKED_FIRST:
-        if (function := getattr(ray, name, None)) is not None:
-            setattr(ray, name, _connected(ray, function))
 
 
 def _connected(ray: types.ModuleType, function: Callable[..., object]) -> Callable[..., object]:

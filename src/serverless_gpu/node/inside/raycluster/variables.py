@@ -62,7 +62,13 @@ _METRIC_PORTS = frozenset({"AUTOSCALER_METRIC_PORT", "DASHBOARD_METRIC_PORT"})
 
 def stripped(variables: Mapping[str, str]) -> dict[str, str]:
     """Return variables without those of another Ray cluster and of torch's world."""
-    return {name: value for name, value in variables.items() if _stays(name)}
+    return {
+        name: value
+        for name, value in variables.items()
+        if name not in _WORLD
+        and name not in _METRIC_PORTS
+        and (not name.startswith("RAY_") or name in _KEPT or name.startswith(_KEPT_PREFIXES))
+    }
 
 
 def defaults(share: ClusterShare) -> dict[str, str]:
@@ -104,9 +110,3 @@ def port_variables(ports: Ports, address: str) -> dict[str, str]:
 def token_of(secret: str) -> str:
     """Return the token of a run's cluster, the same on all its nodes and of no use for anything else."""
     return hmac.new(secret.encode(), b"the token of the run's Ray cluster", hashlib.sha256).hexdigest()
-
-
-def _stays(name: str) -> bool:
-    if name in _WORLD or name in _METRIC_PORTS:
-        return False
-    return not name.startswith("RAY_") or name in _KEPT or name.startswith(_KEPT_PREFIXES)
