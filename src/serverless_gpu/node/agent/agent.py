@@ -1,4 +1,4 @@
-"""The agent: one per user and home on a node; keeps interpreters warm and gives every run a supervisor.
+"""The agent: one per user and home; keeps interpreters warm and gives every run a supervisor.
 
     client ──connect──▶ agent ──▶ Greeting (inventory)
            ──Launch───▶       ──▶ a standby supervisor gets the client's socket, a standby stem follows
@@ -61,7 +61,7 @@ _BREATH_S = 0.05
 
 
 def main(home: str, sockets: str, ready_fd: int, environ: dict[str, str]) -> NoReturn:
-    """Run the agent until it has been idle for ten minutes; `ready_fd` is closed once connections are accepted."""
+    """Run the agent until it is idle for ten minutes; `ready_fd` is closed once it accepts connections."""
     if os.fork():
         os._exit(0)  # reparented: a caller that lives longer must not be left with a zombie
     linux.set_name(AGENT)
@@ -331,7 +331,7 @@ class Agent:
         wanted: protocol.EnvironmentRequest | None,
         keeper: Supervised | None = None,
     ) -> None:
-        """Have an interpreter ready, kept as long as a session if it is for one; the first run says what goes wrong."""
+        """Have an interpreter ready, as long as its session lasts, if any; the first run reports problems."""
 
         def warm(environment: RestoredEnvironment | None = None, _fetched: bool = False) -> None:
             own = asked.context if environment is None else environment.context(asked.context)

@@ -1,4 +1,4 @@
-"""The agent's supervisors: one standing by, one per running attempt, and those an earlier agent left running.
+"""The agent's supervisors: a standby one, one per running attempt, and those of an earlier agent.
 
 A supervisor gets its attempt once, over its channel, with the client's socket. After that the channel reports only, by
 its end of file, that the supervisor has ended.

@@ -41,7 +41,7 @@ def outlook(
     now_ns: int,
     ignore_busy: bool = False,
 ) -> StartEstimate:
-    """Return when a run would get its devices if it started now; raises StorageError for an unusable lock directory."""
+    """Return when a run would get its devices if it started now; StorageError: unusable lock directory."""
     uuids = [device.uuid for device in wanted.devices]
     kind = wanted.devices[0].type
     waiting = locks.waiting(kind)
@@ -75,7 +75,7 @@ def outlook(
 
 
 def expected_s(home: Home, name: str) -> float | None:
-    """Return how long a run of a name is likely to have its devices, or None while too few of its like are known."""
+    """Return how long a run of a name may have its devices; None with too few earlier runs."""
     return duration_estimates.expected_s(_past(home, {name})[name]) if name else None
 
 

@@ -1,4 +1,4 @@
-"""The agent's restored environments: each is restored once, however many runs want it, and kept while it is of use.
+"""The agent's restored environments: each is restored once and kept while it is of use.
 
     have(wanted) ─ there ───────────────────▶ ready, at once
                  └ not ─▶ restoring process ─▶ ready, or failed with a reason; meanwhile: how far it is
@@ -47,7 +47,7 @@ _REASONS = {
 
 
 class EnvironmentWaiter(msgspec.Struct, frozen=True, kw_only=True):
-    """A waiting run's callbacks: `ready(environment, was restored)`, `failed(reason)` and `told(progress)`."""
+    """A waiting run's callbacks: `ready(environment, was restored)`, `failed(reason)`, `told(progress)`."""
 
     ready: Callable[[RestoredEnvironment, bool], None]
     failed: Callable[[Reason, str], None]
@@ -132,7 +132,7 @@ class RestoredEnvironments:
         self._ask(work)
 
     def tend(self, *, idle: bool) -> None:
-        """Do the pending work on restored environments, one at a time; `idle` means that no run needs the cores."""
+        """Do the pending work on restored environments, one at a time; `idle`: no run needs the cores."""
         if idle and self._unfinished and self._channel is not None and not self._work:
             with contextlib.suppress(OSError):  # it has died, which is heard
                 self._number += 1

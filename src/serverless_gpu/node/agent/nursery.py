@@ -1,4 +1,4 @@
-"""The nursery: a clean interpreter with the supervisor's code imported that forks supervisors for the agent.
+"""The nursery: a clean interpreter with the supervisor's code imported, which forks supervisors.
 
 A supervisor started from nothing needs 60 ms, a fork 2 ms. The agent does not fork itself: it has descriptors and state
 of its own. The nursery has one thread, opens nothing and decides nothing. It also forks the keepers of sessions. It

@@ -1,4 +1,4 @@
-"""The restoring process: a clean interpreter that restores environments for the agent, each in a child of its own.
+"""The restoring process: a clean interpreter that restores environments in children of its own.
 
     agent ──Want──▶ this process ─ fork ─▶ child: fetch, verify, unpack, lay out, compile
           ◀──Getting, Restoring…, Done + descriptor of the lock, Failed──┘

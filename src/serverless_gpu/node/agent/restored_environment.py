@@ -1,4 +1,4 @@
-"""A restored environment as the agent holds it: its place, its effect on a caller's context, its users.
+"""A restored environment as the agent holds it: place, effect on a caller's context, users.
 
     restoring process ──Restored, snapshot, lock──▶ RestoredEnvironment ──▶ zygotes, stems (each with the lock's copy)
 It stays on the disk while any process has a copy of the lock's descriptor: the agent while it remembers it, and every
@@ -80,7 +80,7 @@ class RestoredEnvironment:
         return ", ".join(parts)
 
     def context(self, caller: Context) -> Context:
-        """Return what ranks take on instead of the caller's own: the same, with paths of the restored environment."""
+        """Return the caller's context with paths of the restored environment."""
         cwd = original(caller.cwd)
 
         def there(path: str) -> str:

@@ -92,7 +92,7 @@ class ZygotePool:
             self._warm(key, request).ranks = max(1, ranks)
 
     def give_stem(self, request: ZygoteRequest, ranks: int, give: Giver, fail: ProblemTaker) -> None:
-        """Hand a stem for this caller to a run, now or later; raises OSError when the interpreter cannot start.
+        """Hand a stem for this caller to a run, now or later; OSError: the interpreter cannot start.
 
         As many stems as `ranks` stand by for the next run. `give` gets the stem, warm or not and why, and a descriptor
         that it then owns; `fail` gets the reason.
@@ -249,7 +249,7 @@ class ZygotePool:
         self._let_go(zygote)
 
     def _let_go(self, zygote: Zygote) -> None:
-        """Close a zygote; a run that waits for a stem of it gets a fresh interpreter, in the run's environment."""
+        """Close a zygote; a run that waits for its stem gets a fresh interpreter in the same environment."""
         waiting = zygote.release_takers()
         self._close(zygote)
         for taker in waiting:

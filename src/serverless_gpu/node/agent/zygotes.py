@@ -1,4 +1,4 @@
-"""The agent's zygotes: one per owner, interpreter and start-up variables, at most a few, none older than its use.
+"""The agent's zygotes: one per owner, interpreter and start-up variables, at most a few.
 
     key = (owner, interpreter, its options, start-up variables, environment)   →   Zygote: process, channel, stems
     standing by, runs waiting for one
@@ -241,7 +241,7 @@ class Zygote:
         return False
 
     def lives_in(self, environment: RestoredEnvironment | None) -> bool:
-        """Return whether its stems are in an environment of its address: not when that was deleted and made again."""
+        """Return whether its stems are in an environment of its address that was not deleted since."""
         if self.environment is None or environment is None:
             return self.environment is environment
         return self.environment.is_one_with(environment)
@@ -259,7 +259,7 @@ class Zygote:
         self._drop_stems()
 
     def _meet(self, files: Sequence[str], ready: inside.Message) -> None:
-        """Take note of what it has loaded: files that may change under it, and all that ties it to its environment."""
+        """Record what it has loaded: files that may change, and all that ties it to its environment."""
         tree = "" if self.environment is None else self.environment.tree
         self._stamps = {file: stamp(file) for file in files if not tree or not file.startswith(f"{tree}/")}
         if self.environment is not None:

@@ -188,7 +188,7 @@ class AttemptAccount:
         )
 
     def _ready(self) -> str:
-        """Return the mark from which the ranks could start: the stem is there, the environment known to be right."""
+        """Return the mark from which the ranks could start: with a stem, the environment being right."""
         last = max(("stem", "confirmed"), key=lambda name: self.marks.get(name, 0))
         return last if "stem" in self.marks else "stem"
 

@@ -100,7 +100,7 @@ def try_lock(directory: Path, *, tries: int = _TRIES) -> int:
 
 
 def may_have_begun(facts: list[Fact]) -> bool:
-    """Return whether user code may have begun: a supervisor writes `starting` before it tells the stem what to run."""
+    """Return whether user code may have begun: a supervisor writes `starting` before it tells the stem."""
     return any(fact.kind not in _BEFORE_STARTING for fact in facts)
 
 

@@ -161,7 +161,7 @@ def read_launch(directory: Path) -> Written:
 
 
 def read_price(directory: Path) -> tuple[str, Tariff | None]:
-    """Return the type of an attempt's devices and what it pays; "" and None where its directory does not say."""
+    """Return the type of an attempt's devices and its tariff; "" and None if its directory lacks them."""
     written = _decoded(directory / "spec.json", Written)
     return ("", None) if written is None else (written.gpu_type, written.tariff)
 
@@ -196,14 +196,14 @@ def touched_ns(directory: Path) -> int:
 
 
 def size_on_disk(directory: Path) -> int:
-    """Return the bytes that deleting a directory frees; of a tree without end, those of its first 100,000 entries."""
+    """Return the bytes that deleting a directory frees, counting at most 100,000 entries."""
     if directory.is_symlink():
         return 0
     return sum(status.st_blocks * 512 for _, status in walk(directory))
 
 
 def walk(directory: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Yield files, links and directories of a tree with their status, following no link; at most 100,000 of them."""
+    """Yield at most 100,000 entries of a tree with their status, following no link."""
     waiting, count = [directory], 0
     while waiting and count < ENTRIES_MAX:
         for path in _children(waiting.pop(), sort=True):

@@ -1,4 +1,4 @@
-"""A run's secrets on this node: files of mode 0400 in a directory of mode 0700, in memory where the machine can.
+"""A run's secrets on this node: files of mode 0400 in a directory of mode 0700, in memory if possible.
 
     /dev/shm/sgpu-secrets-<8 hex>/   HF_TOKEN …    .of = the attempt's directory
     runs/<run>/<fence>/secrets  ──▶  that directory, or one itself where /dev/shm is not in memory

@@ -1,4 +1,4 @@
-"""Disk space reserved for an attempt from its start, so that its ending can be written when the disk is full.
+"""Disk space reserved for an attempt from its start, so that its ending fits on a full disk.
 
     <attempt>/.reserve/<number>    allocated, empty of meaning    ── the disk is full ─▶  overwritten, cut, renamed
     <attempt>/facts.jsonl          some room allocated behind its end, moved on as it grows

@@ -30,7 +30,7 @@ _MEND = f"{LOCAL_DISK} (Lustre grants file locks when it is mounted with -o floc
 
 
 def flock_refusal(directory: Path) -> str:
-    """Return why files of a directory cannot be locked with flock, or ""; StorageError if none can be made."""
+    """Return why flock fails for files of a directory, or ""; StorageError if none can be made."""
     return _ask(directory, lambda fd: fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB))
 
 
@@ -47,7 +47,7 @@ def require_flock(directory: Path) -> None:
 
 
 def require_record_locks(directory: Path, what: str) -> None:
-    """Refuse (StorageError) a directory whose files SQLite cannot lock; `what` names the database for people."""
+    """Refuse (StorageError) a directory whose files SQLite cannot lock; `what` names the database."""
     refusal = record_lock_refusal(directory)
     if refusal:
         raise StorageError(
@@ -78,7 +78,7 @@ def symlink_error(directory: Path, error: OSError, what: str) -> StorageError:
 
 
 def is_noexec(directory: Path) -> bool:
-    """Return whether a directory forbids execution (noexec), which overlays over it do not inherit; OSError."""
+    """Return whether a directory is mounted noexec, which overlays over it do not inherit; OSError."""
     return bool(os.statvfs(directory).f_flag & os.ST_NOEXEC)
 
 

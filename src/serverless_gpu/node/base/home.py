@@ -138,7 +138,7 @@ class Home:
 
 
 def remove_at_once(directory: Path) -> None:
-    """Remove the directory of a run that another process may be writing to by its name: that fails from now on."""
+    """Remove the directory of a run that another process may be writing to; its writes fail from now on."""
     gone = directory.with_name(f".{directory.name}.removed")
     with contextlib.suppress(OSError):
         directory.rename(gone)

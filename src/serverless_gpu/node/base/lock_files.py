@@ -59,7 +59,7 @@ def read_note(fd: int) -> bytes:
 
 
 def is_taken(fd: int) -> bool:
-    """Return whether another process locks an open file; closing it ends the test. OSError: no such locks here."""
+    """Return whether another process locks an open file; closing it ends the test. Raises OSError."""
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -136,7 +136,7 @@ def opened(directory: int, name: str) -> Iterator[int]:
 
 
 def open_file(directory: int, name: str) -> int:
-    """Open a file of ours for reading and writing, made if needed; refuse what is not a plain file with one name."""
+    """Open a file of ours for reading and writing, made if needed; refuse links and special files."""
     fd = _open_or_create(directory, name)
     status = os.fstat(fd)
     if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:

@@ -225,7 +225,7 @@ class Borrow(Message, frozen=True, kw_only=True, tag="borrow"):
 
 
 class Lent(Message, frozen=True, kw_only=True, tag="lent"):
-    """A session lends devices; attached are their lock descriptors and the pipe that says who still has them."""
+    """A session's loan; attached are lock descriptors and the pipe that tells who still has them."""
 
     devices: tuple[Device, ...]
 
@@ -258,7 +258,7 @@ class Output(Message, frozen=True, kw_only=True, tag="output"):
 
 
 class Skipped(Message, frozen=True, kw_only=True, tag="skipped"):
-    """Live output that was left out at this point, so many bytes; `lost`: it is not in the rank's file either."""
+    """Size of live output that was left out at this point; `lost`: the rank's file lacks it, too."""
 
     rank: int
     stream: str
@@ -314,7 +314,7 @@ class GangNews(Message, frozen=True, kw_only=True, tag="gang_news"):
 
 
 class Snapshot(Message, frozen=True, kw_only=True, tag="snapshot"):
-    """A supervisor's first words on its own socket; `tracked` once that was said, `crew` of a gang on several nodes."""
+    """A supervisor's first message on its own socket; `crew` is that of a gang on several nodes."""
 
     run_id: str
     fence: int
@@ -369,7 +369,7 @@ def agent_socket(sockets: Path) -> Path:
 
 
 def portable(text: str) -> str:
-    """Return text that JSON can carry: variables and paths may be any bytes, which Python shows as lone surrogates."""
+    """Return text that JSON can carry: Python shows undecodable bytes as lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -383,7 +383,7 @@ def original(text: str) -> str:
 
 
 def send(channel: Channel, message: Sendable, fds: tuple[int, ...] = ()) -> None:
-    """Send a message with descriptors; raises OSError if the peer is gone, BlockingIOError if it does not read."""
+    """Send a message with descriptors; OSError: the peer is gone, BlockingIOError: it does not read."""
     channel.send(_encoder.encode(message), fds)
 
 

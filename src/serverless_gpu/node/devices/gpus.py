@@ -94,7 +94,7 @@ class _FakeUsage(Struct, frozen=True):
 
 
 class FakeProvider:
-    """Made-up devices from a text like ``"H100:8"`` (else InvalidValue), idle unless the state file differs.
+    """Made-up devices from a text like ``"H100:8"`` (else InvalidValue), idle but for the state file.
 
     The file is JSON ``{uuid: {"memory_used_bytes": n, "processes": [{"pid": n, "memory_bytes": n, "name": s}]}}``;
     ``"pids_visible"``, ``"problem"`` and ``"hangs"`` are understood too.
@@ -127,12 +127,13 @@ class FakeProvider:
             except NvmlTimeout as silent:
                 return {uuid: unknown_usage(str(silent), silent=True) for uuid in uuids}
         known = {device.uuid for device in self._devices}
-        return {
-            uuid: _as_usage(state.get(uuid, _FakeUsage()))
-            if uuid in known
-            else unknown_usage(f"{uuid} is not a device of this machine")
-            for uuid in uuids
-        }
+        usage: dict[str, Usage] = {}
+        for uuid in uuids:
+            fake = state.get(uuid, _FakeUsage())
+            problem = fake.problem if uuid in known else f"{uuid} is not a device of this machine"
+            used = Usage(fake.processes, fake.memory_used_bytes, fake.pids_visible)
+            usage[uuid] = unknown_usage(problem) if problem else used
+        return usage
 
     def _state(self) -> dict[str, _FakeUsage]:
         try:
@@ -141,12 +142,6 @@ class FakeProvider:
         except FileNotFoundError:
             return {}
         return from_json(text, dict[str, _FakeUsage])
-
-
-def _as_usage(fake: _FakeUsage) -> Usage:
-    if fake.problem:
-        return unknown_usage(fake.problem)
-    return Usage(fake.processes, fake.memory_used_bytes, fake.pids_visible)
 
 
 @functools.cache
@@ -197,7 +192,7 @@ class NvmlProvider:
         )
 
     def unavailable(self) -> tuple[Unavailable, ...]:
-        """Return the GPUs that are there and cannot be lent, or one entry for NVML itself when it does not work."""
+        """Return the GPUs that cannot be lent, or one entry for NVML itself when it does not work."""
         return self._scan().unavailable
 
     def usage(self, uuids: Sequence[str]) -> dict[str, Usage]:

@@ -1,4 +1,4 @@
-"""The kernel's log, where the NVIDIA driver reports faults of its GPUs (`model/xid.py` reads the lines).
+"""The kernel's log, where the NVIDIA driver reports faults of its GPUs (see `model/xid.py`).
 
     /dev/kmsg             one record for each read: "6,3020,34169732672,-;NVRM: Xid (PCI:0000:17:00): 79, …"
     <home>/fake_kmsg      the same lines, of declared GPUs: a test writes them (`testing.FakeGpus.xid`)

@@ -64,7 +64,7 @@ _DEVICES = "devices.mutex"
 
 
 class LockHolder(Struct, frozen=True):
-    """Who holds a device, since when (nanoseconds since 1970); `run_id` is empty where the note cannot be read.
+    """Holder of a device, since when (nanoseconds since 1970); `run_id` is empty for an unreadable note.
 
     A session holds devices also while no run uses them.
     """
@@ -103,7 +103,7 @@ class Locked:
         self._held = held
 
     def release(self) -> None:
-        """Close our descriptors; the devices are free when no copy is left elsewhere. A second call does nothing."""
+        """Close our descriptors; the devices are free when no copy is left elsewhere. Idempotent."""
         self.fds = ()
         self._held.close()
 
@@ -117,7 +117,7 @@ class Locked:
 
 
 class DeviceLocks:
-    """The locks and quarantine notes of one directory (`lock_directory`), made (0700) if it does not exist.
+    """The locks and quarantine notes of one directory (`lock_directory`), made (0700) if missing.
 
     Methods raise StorageError when the directory or a file in it cannot be used.
     """
@@ -269,7 +269,7 @@ class Ticket:
 
 
 def lock_directory(kind: DeviceKind, home: Path, *, machine: Sequence[Path] = MACHINE_DIRECTORIES) -> Path:
-    """Return where devices of this kind are locked, made if needed: machine-wide for GPUs, else `home/locks`.
+    """Return the directory of locks for this kind, made if needed: machine-wide for GPUs, else the home's.
 
     `machine` are candidates for the machine-wide directory, best first. Raises StorageError if none can be used.
     """

@@ -1,4 +1,4 @@
-"""NVML asked in this process: `NvmlReader`. It may hang for ever in the kernel, where no signal reaches it.
+"""NVML asked in this process, where it may hang for ever in the kernel: `NvmlReader`.
 
 `nvml_process.py` waits for it from another process, and `gpu_gate.py` judges.
 """
@@ -142,7 +142,7 @@ class NvmlBroken(Exception):
 
 
 def initialised(given: Nvml | None) -> Nvml | None:
-    """Return NVML, ready to be asked; None without a driver. Raises NvmlBroken if it does not work with it."""
+    """Return NVML, ready to be asked; None without a driver. Raises NvmlBroken if it does not work."""
     try:
         nvml = given if given is not None else cast(Nvml, importlib.import_module("pynvml"))
     except ImportError as error:
@@ -229,7 +229,7 @@ def sees_all_pids(pid_namespace: str | None = None) -> bool:
 
 
 class Bounded:
-    """Asks in a helper thread, one question at a time, for at most `limit_s`; for a process that may be lost."""
+    """Asks in a helper thread, one question at a time, for at most `limit_s`; the process may be lost."""
 
     def __init__(self, reader: NvmlReader, limit_s: float) -> None:
         self._reader = reader

@@ -1,4 +1,4 @@
-"""On which GPUs whose own code failed lately, beside their locks: `<directory>/<uuid>.xids`, for the whole machine.
+"""Failures of users' code by GPU, for the whole machine: `<uuid>.xids` beside the GPU's lock.
 
 Lives here: the files. Must not: say what follows (`model/xid.py`).
 

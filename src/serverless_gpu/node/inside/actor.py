@@ -1,4 +1,4 @@
-"""The rank's side of actors: makes an object, then calls its methods for the caller until the channel closes.
+"""The rank's side of actors: makes an object, then calls its methods until the channel closes.
 
     rank                                         caller (a Unix socket in a private directory of its own)
     connect, HELLO {rank, world_size}   ──▶

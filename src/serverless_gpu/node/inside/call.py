@@ -1,4 +1,4 @@
-"""The call as a file: function, arguments, and the source lines of notebook cells; and a cell as a function.
+"""The call as a file: function, arguments, source lines of notebook cells; and a cell as a function.
 
 A function of an importable module travels as its name, so that a rank runs what its own import of the module gives; one
 of `__main__`, a notebook or another function travels by value. The caller chooses, and only when the name really leads
@@ -103,7 +103,7 @@ def load_call(path: str) -> Call:
 def distributed_cell(
     body: CodeType, last: CodeType | None, notebook: FunctionType, rank: int, world_size: int
 ) -> object:
-    """Run the code of a notebook cell as the notebook would, and return the value of its `last` expression.
+    """Run the code of a notebook cell as the notebook would, and return the value of `last`.
 
     The cell's names, and those of `rank` and `world_size`, join the globals of `notebook`, a function that travelled
     with them.
@@ -129,7 +129,7 @@ def fill_rank(
     rank: int,
     world_size: int,
 ) -> dict[str, object]:
-    """Return `kwargs` with `rank` and `world_size` where the function has such parameters and the caller gave none."""
+    """Return `kwargs` with `rank` and `world_size` if the function takes them and the caller gave none."""
     filled = dict(kwargs)
     try:
         parameters = inspect.signature(function).parameters.values()

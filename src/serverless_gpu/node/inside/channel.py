@@ -1,4 +1,4 @@
-"""Messages with file descriptors over one Unix seqpacket socket; the transport of every process pair on a node.
+"""Messages with descriptors over a Unix seqpacket socket: the transport of all processes of a node.
 
 One message is one packet, so there is no framing to get wrong, a reader never sees half a message, and several writers
 (the ranks of a gang share their stem's socket) never interleave. A body too large for a packet travels in a memfd. A

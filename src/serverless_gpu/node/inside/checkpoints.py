@@ -36,7 +36,7 @@ def saved_before(directory: str) -> list[int]:
 
 
 def newest_up_to(directory: str) -> int:
-    """Return the number of the newest attempt that saved something, this one or an earlier one; 0 for none."""
+    """Return the number of the newest attempt that saved something, including this one; 0 for none."""
     if any(map(_is_whole, _names(directory))):
         return _number(os.path.basename(os.path.normpath(directory)))
     return max(saved_before(directory), default=0)

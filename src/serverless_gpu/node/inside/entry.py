@@ -1,4 +1,4 @@
-"""Order in which ranks enter the function: a node's first rank, then the others once rank 0's store listens.
+"""Order in which ranks enter the function: a node's first, then the others once the store listens.
 
 `init_process_group` has rank 0 listen on MASTER_PORT and the others connect to it. torch retries a refused connection
 after about half a second: a launch of 30 ms becomes one of 500, for one call in fifty. So the others of its node wait

@@ -1,4 +1,4 @@
-"""The rank's side of an exception: a description, and a pickle for the caller when that provably works.
+"""The rank's side of an exception: a description, and a pickle for the caller if that surely works.
 
 Failure cases: user code that fails while its exception is examined (`__str__`, `__reduce__`, `__init__`, `__notes__`),
 also with `SystemExit`. It may not replace or hide the user's own error: descriptions fall back to plainer ones, a
@@ -189,17 +189,16 @@ def _first_foreign(stack: traceback.StackSummary) -> int:
     index = 0
     while index < len(stack) and stack[index].filename.startswith(_HERE):
         index += 1
-    while 0 < index < len(stack) and _is_import_machinery(stack[index].filename):
+    machinery = os.path.join("", "importlib", "__init__.py")
+    while 0 < index < len(stack) and (
+        stack[index].filename.startswith("<frozen importlib") or stack[index].filename.endswith(machinery)
+    ):
         index += 1
     return index
 
 
-def _is_import_machinery(filename: str) -> bool:
-    return filename.startswith("<frozen importlib") or filename.endswith(os.path.join("", "importlib", "__init__.py"))
-
-
 def _cut(text: str, size_max: int) -> str:
-    """At most `size_max` bytes of UTF-8, the middle left out; lone surrogates, which files cannot hold, replaced."""
+    """Cut text to `size_max` bytes of UTF-8, the middle left out and lone surrogates replaced."""
     data = text.encode("utf-8", "backslashreplace")
     if len(data) <= size_max:
         return data.decode("utf-8")
@@ -253,7 +252,7 @@ def tell_of_torch(error: BaseException, environ: Mapping[str, str]) -> None:
 
 
 def _is_databricks_air(text: str, error: ModuleNotFoundError) -> bool:
-    """Return whether a missing module is `databricks.air`; Python may name `databricks` alone, as for its SDK."""
+    """Return whether a missing module is `databricks.air`; Python may name `databricks` alone."""
     if "'databricks.air" in text:
         return True
     if "'databricks'" not in text:
@@ -315,7 +314,7 @@ def pickle_exception(error: BaseException) -> bytes | None:
 
 
 def load_exception(path: str) -> BaseException:
-    """Return the exception of a file of what `pickle_exception` returned; raises what its classes raise on loading."""
+    """Return the exception of a file of `pickle_exception`; raises what its classes raise on loading."""
     error = payload.load(path)
     if not isinstance(error, BaseException):
         raise TypeError(f"{path} holds a {type(error).__qualname__}, not an exception")

@@ -28,7 +28,7 @@ class _Ruleset(ctypes.Structure):
 
 
 def keep_signals_in() -> str:
-    """Let this process, and all that it starts, signal nothing else; return "", or why that is not possible."""
+    """Keep this process and its descendants from signalling others; return "", or why not."""
     why = refused()
     if why:
         return why

@@ -1,4 +1,4 @@
-"""The way to a zygote: enter its cgroups, its user namespace and its mounts, then become the user's interpreter.
+"""The way to a zygote: enter cgroups, user namespace and mounts, become the user's interpreter.
 
     agent ──▶ clean interpreter: this ── cgroups ── user namespace ── mounts ──▶ execve ──▶ the user's python, a zygote
 An interpreter runs the user's code (`.pth` files, `sitecustomize`) before the zygote's own first line. So a process

@@ -109,12 +109,12 @@ def limit_harm() -> None:
 
 
 def outlive_ranks() -> None:
-    """Be the kernel's last choice when memory runs out, where this process may say so; children inherit it."""
+    """Make this process the last victim when memory runs out, where permitted; children inherit it."""
     _change_oom_score(lambda score: min(score, _OOM_SCORE_PROTECTED))
 
 
 def be_ordinary() -> None:
-    """Be a process like any other when memory runs out: what can be started again, or runs code of the user's."""
+    """Make this process an ordinary victim when memory runs out: restartable, or running user code."""
     _change_oom_score(lambda score: max(0, score))
 
 

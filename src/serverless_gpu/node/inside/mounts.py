@@ -1,4 +1,4 @@
-"""Entering an environment that is mounted: a mount namespace of this process's own, and read-only overlays in it.
+"""Entering a mounted environment: read-only overlays in a mount namespace of this process.
 
     unshare ─ root: mount namespace · others, also root without CAP_SYS_ADMIN: user namespace too: there they may mount
       └ / becomes a slave: what is mounted here stays here
@@ -38,7 +38,7 @@ Mount = Mapping[str, object]
 
 
 def enter(mounts: Sequence[Mount]) -> None:
-    """Mount overlays, outer ones first, where only this process and its descendants see them. Raises OSError.
+    """Mount overlays, outer ones first, for this process and its descendants only. Raises OSError.
 
     Root needs no user namespace and keeps its rights. Root of a container, without CAP_SYS_ADMIN, gets one in which
     every id is what it was. Other users keep their ids, and gain no rights. The current directory stays.
@@ -64,7 +64,7 @@ def enter(mounts: Sequence[Mount]) -> None:
 
 
 def unshare(flags: int) -> None:
-    """Make namespaces (CLONE_NEW… flags), within a user namespace where that is needed to mount. Raises OSError."""
+    """Make namespaces (CLONE_NEW… flags), within a user namespace if mounting needs it. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     if os.geteuid() != 0:
         _unshare_as_user(libc, flags)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import ctypes
 import dis
 import functools
@@ -104,7 +105,7 @@ _names_of_code: weakref.WeakKeyDictionary[CodeType, dict[str, None]] = weakref.W
 
 
 def _code_globals(code: CodeType) -> dict[str, None]:
-    """Return the names of globals that code may use, in order: those that the bodies of its classes read among them."""
+    """Return the names of globals that code and its class bodies may use, in order."""
     names = _names_of_code.get(code)
     if names is None:
         names = dict.fromkeys((*_cloudpickle._walk_global_ops(code), *_read_by_class_body(code)))
@@ -116,12 +117,14 @@ def _code_globals(code: CodeType) -> dict[str, None]:
 
 
 def _read_by_class_body(code: CodeType) -> Iterator[str]:
-    """Yield the names that the body of a class reads and has not surely bound before; what cannot be told is read."""
+    """Yield the names that a class body reads and may not have bound before."""
     bound: set[str] = {"__name__", "__annotations__"}  # every module has its own
     is_straight, last = True, None
     for step in dis.get_instructions(code):
         if step.opname == "LOAD_NAME" and step.argval == "__annotations__" and isinstance(last, str):
-            yield from _names_in(last)  # with `from __future__ import annotations`
+            with contextlib.suppress(SyntaxError, ValueError):  # with `from __future__ import annotations`
+                tree = ast.parse(last, mode="eval")
+                yield from [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
         last = step.argval
         if step.opname == "STORE_NAME" and is_straight:
             bound.add(str(step.argval))
@@ -129,14 +132,6 @@ def _read_by_class_body(code: CodeType) -> Iterator[str]:
             yield str(step.argval)
         elif step.opcode in _JUMPS:
             is_straight = False
-
-
-def _names_in(annotation: str) -> list[str]:
-    try:
-        tree = ast.parse(annotation, mode="eval")
-    except (SyntaxError, ValueError):
-        return []
-    return [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
 
 
 vars(_cloudpickle)["_extract_code_globals"] = _code_globals  # its own does not look into bodies of classes
@@ -303,7 +298,7 @@ def _with_slots(kind: type, reduced: Reduced) -> Reduced:
 
 
 def _reduce_by_value(value: object) -> Reduced:
-    """Take apart what functools makes of a function that travels by value; NotImplemented for everything else."""
+    """Reduce what functools makes of a function that travels by value; else NotImplemented."""
     if type(value) is functools._lru_cache_wrapper:
         found = _cloudpickle._lookup_module_and_qualname(value)
         if found is None or _cloudpickle._is_registered_pickle_by_value(found[0]):
@@ -326,12 +321,12 @@ def _cached_property(function: Callable[..., object], name: str | None) -> objec
 
 
 def _is_notebook_open(function: FunctionType) -> bool:
-    """Return whether it is the `open` that IPython puts before Python's: it guards the kernel, and ranks are none."""
+    """Return whether it is IPython's `open`, which guards the kernel; ranks get Python's."""
     return function.__name__ == "open" and function.__globals__.get("__name__") == "IPython.core.interactiveshell"
 
 
 def _storage_memory(storage: _UntypedStorage) -> Buffer | None:
-    """The bytes of a CPU storage as they lie in memory; None for other devices, which torch itself must pickle."""
+    """Return a CPU storage's bytes in memory; None for other devices, which torch itself must pickle."""
     if storage.device.type != "cpu":
         return None
     if storage.nbytes() == 0:
@@ -457,7 +452,7 @@ def _reduce_arguments(value: object) -> Reduced:
 
 @portable
 def _training_arguments(make: Callable[..., object], args: tuple[object, ...]) -> object:
-    """Return arguments that look for their device and their process group when they are first asked for them."""
+    """Return arguments that look for their device and process group on first use."""
     made = make(*args)
     for kind in type(made).__mro__:
         if (kind.__module__, kind.__name__) == _ARGUMENTS and "distributed_state" not in vars(kind):

@@ -140,7 +140,7 @@ def _call(place: RankOutput, *, tracked: bool) -> Callable[[protocol.Report], in
 
 
 def _with_threads(call: Callable[[protocol.Report], int], count: int) -> Callable[[protocol.Report], int]:
-    """Return the call for a driver, which is a fork of the rank: libraries may only start threads in the driver.
+    """Return the call for a driver, a fork of the rank: libraries may start threads only there.
 
     A process with threads gets no user namespace, and a fork of it would wait for threads that it does not have.
     """
@@ -167,7 +167,7 @@ def _node_task(
 
 
 def execute(place: RankOutput, report: protocol.Report) -> int:
-    """Load the call, run it, store the outcome; return the exit code a process with that outcome should have."""
+    """Load the call, run it, store the outcome; return the exit code for that outcome."""
     report({"event": "exec", "stack": place.stack})
     process, joined, made_group = os.getpid(), False, False
     _spare.extend(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) for _ in range(_SPARE))
@@ -274,7 +274,7 @@ def _store_failure(
 
 
 def _is_stored(data: bytes, path: str, unstored: dict[str, str]) -> bool:
-    """Write a file, or put what it was to say with what others may write; return whether either was possible."""
+    """Write a file, or keep its data in `unstored`, to be reported; return whether either worked."""
     try:
         write_whole(path, [memoryview(data)])
     except PayloadNotWritten:
@@ -285,7 +285,7 @@ def _is_stored(data: bytes, path: str, unstored: dict[str, str]) -> bool:
 
 
 def _finish() -> None:
-    """End as an interpreter does, up to the point where it would free its memory: the kernel is faster at that."""
+    """End as an interpreter does, except for freeing its memory: the kernel is faster at that."""
     for step in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]  # CPython's own end, not in its stubs
         try:
             step()
@@ -440,7 +440,7 @@ def _set_threads(count: int) -> None:
 
 
 def _fill_main(call: Call) -> None:
-    """Put what travelled with a `__main__` function where `pickle` and `multiprocessing` look for it by name."""
+    """Put what travelled with a `__main__` function where `pickle` and `multiprocessing` look it up."""
     function = call.function
     names = getattr(function, "__globals__", None)
     if getattr(function, "__module__", None) == "__main__" and isinstance(names, dict):

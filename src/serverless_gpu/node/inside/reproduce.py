@@ -1,4 +1,4 @@
-"""A rank under `torchrun <run directory>/_air.py`: the same call, by hand, results printed instead of stored."""
+"""A rank under `torchrun <run directory>/_air.py`: the same call by hand, results printed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stem: parent of one attempt's ranks, forked from the zygote and standing by until a supervisor sends it work.
+"""The stem: parent of one attempt's ranks, forked from the zygote, standing by for a supervisor.
 
     supervisor ◀── channel ──▶ stem ── own channel each ──▶ rank 0 … n-1
                       ▲                                        │
@@ -159,7 +159,7 @@ class _Stem:
         return True
 
     def _start_ranks(self, go: protocol.Message) -> None:
-        """Tell every rank who it is; the node's first one first, the others wait until it has entered the function.
+        """Tell every rank who it is; the others of a node wait until its first has entered the function.
 
         A rank that connects to rank 0's store before it listens is refused and tries again only after half a second.
         """

@@ -44,7 +44,7 @@ def become_member(parent: socket.socket) -> None:
 
 
 def admit(child: socket.socket, pid: int) -> str:
-    """Wait for a child that calls `become_member`, and write its maps; return "", or why it has no namespace."""
+    """Wait for a child that calls `become_member`, write its maps; return "", or why without namespace."""
     asked = child.recv(_REASON_BYTES_MAX)
     if asked != _DONE:
         return asked.decode("utf-8", "replace") or "the process ended while it made a user namespace"

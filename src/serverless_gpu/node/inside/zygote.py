@@ -64,7 +64,9 @@ def main(channel_fd: int, version: int, preload: list[str]) -> None:
         channel.send(protocol.encode({"event": "cold", "reason": problem}))
         return
     blas.find()
-    _trial_fork()
+    if (pid := os.fork()) == 0:  # every library's fork handler runs before threads are counted
+        os._exit(0)
+    os.waitpid(pid, 0)
     for finalizer in list(getattr(weakref.finalize, "_registry", {})):
         finalizer.atexit = False  # the objects are this process's; torch's cost each rank 25 ms at its end
     sys.path_importer_cache.clear()  # each rank does: here it copies no page, and there a thousand
@@ -83,7 +85,14 @@ def main(channel_fd: int, version: int, preload: list[str]) -> None:
         channel.send(protocol.encode({"event": "cold", "reason": f"start-up code leaves processes behind ({found})"}))
         return
     names = sorted({name.partition(".")[0] for name in list(sys.modules)})  # also of modules without a file
-    ready = {"modules": _module_files(), "packages": _packages(), "names": names, "libraries": mapped_libraries()}
+    files = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
+    found_files = {name: file for name, file in files.items() if isinstance(file, str)}
+    ready = {
+        "modules": sorted(set(found_files.values())),  # the agent notices when one of them changes
+        "packages": {name: file for name, file in found_files.items() if "." not in name},  # a caller may have others
+        "names": names,
+        "libraries": mapped_libraries(),
+    }
     channel.send(protocol.encode({"event": "ready", **ready}))
     _serve(channel)
 
@@ -164,14 +173,6 @@ def _fork_stem(channel: Channel, request: protocol.Message, own_fds: tuple[int, 
     ours.close()
 
 
-def _trial_fork() -> None:
-    """Fork once, so that every library's fork handler has run before threads are counted."""
-    pid = os.fork()
-    if pid == 0:
-        os._exit(0)
-    os.waitpid(pid, 0)
-
-
 def _reap() -> None:
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
@@ -184,22 +185,10 @@ def _name_of(process: str) -> str:
     return "?"
 
 
-def _packages() -> dict[str, str]:
-    """Return the file of each loaded top-level module: a caller may have another one of that name."""
-    files = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items()) if "." not in name}
-    return {name: file for name, file in files.items() if isinstance(file, str)}
-
-
 def mapped_libraries(maps: str = "/proc/self/maps") -> list[str] | None:
-    """Return the files mapped into this process, with libraries loaded behind Python's back; None if unknown."""
+    """Return the files mapped into this process, by libraries outside of Python, too; None if unknown."""
     try:
         with open(maps, encoding="utf-8", errors="surrogateescape") as file:
             return sorted({line.split(None, 5)[5].rstrip("\n") for line in file if line.count("/")} - {""})
     except OSError:
         return None
-
-
-def _module_files() -> list[str]:
-    """Return the file of every loaded module, for the agent to notice that one of them changed."""
-    files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
-    return sorted(file for file in files if isinstance(file, str))

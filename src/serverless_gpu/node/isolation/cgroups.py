@@ -55,28 +55,19 @@ class Containment:
         Call it again until it returns True; `now_ns` is boottime.
         """
         self._ended_ns = self._ended_ns or now_ns
+        stems = [pid for pid, stem in self._stems.items() if stem.is_there()]
+        spared = {*stems, *(pid for stem in stems for pid in descendants(stem))}
         if not self.paths:
-            self._kill_descendants()
+            _kill(pid for pid in descendants(self._pid) if pid not in spared)
             return True
-        spared = self._spared(now_ns)
+        if self._all_can_leave and now_ns - self._ended_ns > LEAVING_S * 1e9:
+            spared = set()
         for path in self.paths:
             pids = cgroup_pids(path)
             if not spared.intersection(pids):
                 kill_cgroup(path)
             _kill(pid for pid in pids if pid not in spared)
         return all([remove_cgroup(path) for path in self.paths])
-
-    def _spared(self, now_ns: int) -> set[int]:
-        if self._all_can_leave and now_ns - self._ended_ns > LEAVING_S * 1e9:
-            return set()
-        stems = [pid for pid, stem in self._stems.items() if stem.is_there()]
-        return {*stems, *(pid for stem in stems for pid in descendants(stem))}
-
-    def _kill_descendants(self) -> None:
-        """Kill what is below the zygote and below none of its stems, while it is still their parent."""
-        stems = {pid for pid, stem in self._stems.items() if stem.is_there()}
-        spared = {*stems, *(pid for stem in stems for pid in descendants(stem))}
-        _kill(pid for pid in descendants(self._pid) if pid not in spared)
 
 
 def _kill(pids: Iterable[int]) -> None:

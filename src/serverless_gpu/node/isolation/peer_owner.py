@@ -68,7 +68,7 @@ class StemOwners:
 
 
 def combined(said: str, inside: str) -> str:
-    """Return the owner of a run from what its launch says and from the attempt `inside` which it was launched."""
+    """Return the owner of a run from its launch and from the attempt `inside` which it was launched."""
     if UNKNOWN_OWNER in (said, inside):
         return UNKNOWN_OWNER
     return f"{said}, inside a run of {inside}" if said and inside else said or inside

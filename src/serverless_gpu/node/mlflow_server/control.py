@@ -156,7 +156,7 @@ def stop_servers(home: Home) -> int:
 def start_keeper(
     place: ServerFiles, python: str, environ: Mapping[str, str], *, owner: int = -1, hosts: str = ""
 ) -> subprocess.Popen[bytes]:
-    """Start and return the process that keeps a server, its files being made; it ends if another has the lock.
+    """Start and return the process that keeps a server with made files; it ends if another has the lock.
 
     With `owner`, a descriptor (-1: none), the keeper ends with its last copy elsewhere, and not for want of use.
     `hosts` are further names the server answers to, with commas. Raises OSError.
@@ -208,7 +208,7 @@ def _is_too_soon(noted: Noted, python: str, clock: Clock) -> bool:
 
 
 def _holder(place: ServerFiles) -> int | None:
-    """Return the pid of a server's keeper: 0 in the moment before it has written that down, None without one."""
+    """Return the pid of a server's keeper: 0 before it has written that down, None without one."""
     note = held_note(place.lock)
     if note is None:
         return None

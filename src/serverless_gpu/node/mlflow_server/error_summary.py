@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Attempted(NamedTuple):
-    """A server that was to be started: in which interpreter, for which store (as may be shown), where its log is."""
+    """A server that was to start: its interpreter, its store (as may be shown), the place of its log."""
 
     python: str
     store: str

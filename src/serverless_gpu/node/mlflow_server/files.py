@@ -178,7 +178,7 @@ def local_path(store: str) -> Path | None:
 
 
 def held_port(place: ServerFiles, noted: Noted) -> socket.socket:
-    """Return a socket that is bound to the server's port and does not listen; raises OSError if none is free.
+    """Return a socket bound to the server's port that does not listen; OSError: none is free.
 
     The kernel gives such a port only to a process that asks for it with SO_REUSEADDR; MLflow's server does, and is let
     in beside us. During a restart no other process gets the port.

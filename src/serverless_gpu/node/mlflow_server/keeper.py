@@ -152,7 +152,7 @@ class MlflowKeeper:
                     return
 
     def _once(self) -> tuple[End, float | None]:
-        """Have the server run once; return why it does not any more, and how many seconds it answered, if it did."""
+        """Run the server once; return why it ended, and how many seconds it answered, if it did."""
         self._note(stage="starting", server=0)
         child = self._start()
         if child is None:

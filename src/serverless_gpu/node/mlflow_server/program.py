@@ -1,4 +1,4 @@
-"""The program that runs in the caller's interpreter: `mlflow server`, in one process that ends with its keeper.
+"""The program in the caller's interpreter: `mlflow server`, one process that ends with its keeper.
 
 MLflow's command imports everything, then starts a second process that does so again, and waits for it: 260 MB each.
 Ours becomes the second one, where MLflow still starts it as we know. The kernel ends it when the keeper is gone.
@@ -53,7 +53,7 @@ class Starting(NamedTuple):
 
 
 def server_variables(backing: Backing, starting: Starting) -> dict[str, str]:
-    """Return the variables of the server, without those of the caller's own MLflow, which configure a client.
+    """Return the server's variables, without those of the caller's own MLflow, which configure a client.
 
     By variables, not options: an older MLflow ignores unknown ones, and no list of processes shows a password.
     """

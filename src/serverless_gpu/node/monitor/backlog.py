@@ -151,7 +151,7 @@ def key_of(observe: Observe) -> str:
 
 
 def origin_of(observe: Observe, clock: Clock) -> int:
-    """Return when the run was called, nanoseconds since 1970: the same on every node and for every attempt."""
+    """Return the time of the call, nanoseconds since 1970: the same for every node and attempt."""
     now_ns = clock.wall_ns()
     created_ns = created_wall_ns(observe.run_id)
     called_ns = now_ns - max(0, clock.boottime_ns() - observe.called_ns)

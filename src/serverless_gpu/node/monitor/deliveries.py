@@ -1,4 +1,4 @@
-"""All attempts on their way to MLflow: those that go on, those that have ended, those an earlier monitor left.
+"""All attempts on their way to MLflow: running, ended, and left by an earlier monitor.
 
     Observe ─▶ Backlog.keep ─▶ Delivering ─▶ delivered, refused, given up ─▶ Held.drop
     every 15 s, where there is room: Backlog.take ─▶ Recorder without a supervisor ─▶ Delivering ─▶ …
@@ -91,7 +91,7 @@ class MlflowDeliveries:
             yield recorder
 
     def _is_ready(self, kept: BacklogAttempt) -> bool:
-        """Return whether an attempt can be delivered; one without its credentials is not looked at before they come."""
+        """Return whether an attempt can be delivered; one without its credentials waits for them."""
         key, target = key_of(kept.observe), target_of(kept.observe)
         self._waiting.pop(key, None)
         if kept.has_secrets and target not in self._secrets:

@@ -1,4 +1,4 @@
-"""Delivery of one attempt to MLflow: its thread, the file for its ranks, and its news for the main thread.
+"""Delivery of one attempt to MLflow: its thread, its ranks' file, and news for the main thread.
 
     thread: Delivery.run ──tracked, untracked, said──▶ tracking.json, for ranks that import mlflow
                                                     └▶ news, and the main thread is woken

@@ -1,4 +1,4 @@
-"""Samples devices: NVIDIA GPUs through NVML, fakes through a file or their ranks, CPU slots through their ranks.
+"""Samples devices: GPUs through NVML, fakes through a file or ranks, CPU slots through ranks.
 
     sample() ── asks ──▶ thread: NVML, some ms for each GPU ──▶ the latest reading
         └────── waits 50 ms for it at most, and takes the one before where it is not ready ◀──┘
@@ -41,7 +41,7 @@ NVLINK_TRANSMIT, NVLINK_RECEIVE = 138, 139  # fields: KiB over all links
 
 
 class GpuReading(NamedTuple):
-    """GPUs at one moment, by uuid, and how much of their memory each process has; None where that is hidden."""
+    """GPUs at one moment, by uuid, and memory by process; None where that is hidden."""
 
     gpus: dict[str, GpuSample]
     memory_by_pid: dict[int, int] | None

@@ -41,7 +41,7 @@ class Prepare(MonitorMessage, frozen=True, kw_only=True, tag="prepare"):
 
 
 class Observe(MonitorMessage, frozen=True, kw_only=True, tag="observe"):
-    """An attempt begins on this node; the first message of a supervisor, sent as soon as it has the launch."""
+    """An attempt begins on this node; a supervisor's first message, as soon as it has the launch."""
 
     run_id: str
     fence: int
@@ -130,7 +130,7 @@ class WatchedAttempt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeFrame(MonitorMessage, frozen=True, kw_only=True, tag="frame"):
-    """The node now; `sample` has all of its devices, and the ranks of all attempts in the order of `attempts`."""
+    """The node now; `sample` has all devices, and the ranks of all attempts in the order of `attempts`."""
 
     devices: tuple[Device, ...]
     sample: Sample
@@ -172,7 +172,7 @@ _decoder: msgspec.json.Decoder[AnyWord] = msgspec.json.Decoder(AnyWord)
 
 
 def tracking_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what of a caller's variables says where MLflow is, how it is reached, and what one is started with."""
+    """Return the caller's variables by which MLflow is found, reached and started."""
     return {
         name: value
         for name, value in environ.items()

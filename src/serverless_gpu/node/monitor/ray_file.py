@@ -1,4 +1,4 @@
-"""Reads the metrics file of a run's Ray cluster on this node, written by `inside/raycluster/monitor.py`.
+"""Reads the metrics of a Ray cluster on this node, written by `inside/raycluster/monitor.py`.
 
 Failure cases: no file; an old file, because Ray hangs or is gone; a file that is none of ours (a pipe, a directory, a
 gigabyte): each counts as no metrics.
@@ -35,7 +35,7 @@ class RayFile:
 
 
 def _read(path: Path) -> bytes:
-    """Return what is in a file, a byte too many of one that is too large; a pipe has nothing and waits for nothing."""
+    """Return a file's content, cut a byte above the limit; a pipe has none and does not block."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     try:
         return os.read(fd, RAY_BYTES_MAX + 1)

@@ -1,4 +1,4 @@
-"""One attempt in the monitor: writes its samples to its telemetry file, and sends their sums to its supervisor.
+"""One attempt in the monitor: writes samples to its telemetry file, sends sums to its supervisor.
 
     Observe ─▶ known │ Ranks ─▶ sampled, once a second │ Ending ─▶ no more samples │ Settled, end of file ─▶ over
        │                    └─ with the latest metrics of its Ray cluster, if any (`ray_file.py`)
@@ -115,7 +115,7 @@ class Recorder:
     # --- what its delivery says, and its files -------------------------------------------------------------------
 
     def tend(self) -> None:
-        """Pass on what is new about where it is tracked; follow its files where there is no supervisor to tell."""
+        """Pass on news of its tracking; follow its files where no supervisor is left."""
         if self.delivering is None:
             return
         for word in self.delivering.news():
@@ -187,7 +187,7 @@ class Recorder:
                 self._say_once(f"what the GPUs do is not known: {problem}")
 
     def used_by(self) -> dict[str, tuple[str, int]]:
-        """Return which rank, by attempt and number, has a device: one each, or one process of a node all of them."""
+        """Return which rank, by attempt and number, has a device: one each, or one process all of a node's."""
         ranks = sorted(self.ranks.pids) if self.ranks is not None else []
         if len(ranks) == 1:
             ranks *= len(self.devices)

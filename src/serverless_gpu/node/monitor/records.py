@@ -58,7 +58,7 @@ class Recording:
             self._header, self._headed = header, False
 
     def append(self, sample: Sample) -> bool:
-        """Take a sample; return whether a row was written: not every one is one when a run has gone on for long."""
+        """Take a sample; return whether a row was written: later in a run, not every sample is one."""
         self._pending.append(self._counted(sample))
         self.uses = add(self.uses, self._header, sample)
         if self._last is not None:

@@ -137,7 +137,7 @@ class RankLog:
 
 
 def hidden_tails(logs: Mapping[int, RankLog], first: Sequence[int]) -> dict[int, str]:
-    """Return the last output of a few ranks that were not shown live, `first` ones first, for a failed run."""
+    """Return the last output of a few ranks not shown live, `first` ones first, for a failed run."""
     tails: dict[int, str] = {}
     for rank in dict.fromkeys([*first, *logs]):
         if rank in logs and not logs[rank].shown and len(tails) < _HIDDEN_RANKS_MAX:
@@ -201,7 +201,7 @@ class _File:
         return kept
 
     def end(self, last: bytes, wall_ns: int) -> None:
-        """Let the file end as the stream did: what was written last, after a line about what is missing before."""
+        """Complete the file with a line about missing output, then the last output of the stream."""
         if not self.missing:
             return
         missing = self.missing - len(last)

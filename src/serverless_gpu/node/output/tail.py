@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import codecs
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 KEPT_BYTES = 256 << 10
 _PIECES_MAX = 512
@@ -37,24 +37,20 @@ class Tail:
         return b"".join(data for _, data in self._pieces[stream].kept)[-size:] if size > 0 else b""
 
     def text(self, lines: int, characters: int) -> str:
-        """Return the last lines of all streams in the order in which they were completed, then unfinished ones.
+        """Return the last lines of all streams in order of completion, then unfinished ones.
 
         One unfinished line per stream comes on top of `lines`; a longer line is cut to its last `characters`.
         """
         whole: deque[str] = deque(maxlen=lines)
         unfinished = dict.fromkeys(self._pieces, "")
-        for stream, text in self._decoded():
-            *ended, unfinished[stream] = (unfinished[stream] + text).split("\n")
+        decoders = {stream: codecs.getincrementaldecoder("utf-8")("replace") for stream in self._pieces}
+        numbered = ((number, stream, data) for stream, pieces in self._pieces.items() for number, data in pieces.kept)
+        for _, stream, data in sorted(numbered, key=lambda piece: piece[0]):
+            *ended, unfinished[stream] = (unfinished[stream] + decoders[stream].decode(data)).split("\n")
             whole.extend(ended[-lines:])
         found = [*whole, *(line for line in unfinished.values() if line)]
         # What is left to see of a line that was rewritten with carriage returns, as progress bars do.
         return "\n".join(line.rstrip("\r").rpartition("\r")[2][-characters:] for line in found)
-
-    def _decoded(self) -> Iterator[tuple[str, str]]:
-        decoders = {stream: codecs.getincrementaldecoder("utf-8")("replace") for stream in self._pieces}
-        numbered = ((number, stream, data) for stream, pieces in self._pieces.items() for number, data in pieces.kept)
-        for _, stream, data in sorted(numbered, key=lambda piece: piece[0]):
-            yield stream, decoders[stream].decode(data)
 
 
 class _Pieces:

@@ -68,7 +68,7 @@ class CgroupRoot:
         return tuple(made)
 
     def sweep(self) -> None:
-        """Remove cgroups that are empty: what earlier agents' stems left. Only at start: later one may be coming.
+        """Remove empty cgroups of earlier agents' stems. Only at start: later a stem may be coming.
 
         What is left in the cgroup of a zygote whose agent is gone belongs to no run, and is killed.
         """
@@ -82,7 +82,7 @@ class CgroupRoot:
                     remove_cgroup(entry)
 
     def close(self) -> None:
-        """Remove everything once the last stems have ended, waiting a moment for that; what stays is swept later."""
+        """Remove all cgroups once the last stems have ended, after a short wait; the rest is swept later."""
         for _ in range(_CLOSING_LOOKS):
             self.sweep()
             if all([remove_cgroup(path) for path in (self.path, self._pids) if path is not None]):
@@ -180,7 +180,7 @@ def cgroup_empty(path: Path) -> bool:
 
 
 class Left(msgspec.Struct, frozen=True):
-    """A process that did not end when it was killed, so that it is known again: `started` is in ticks since boot."""
+    """Identity of a process that outlived its SIGKILL: `started` is in ticks since boot."""
 
     pid: int
     started: int
@@ -243,7 +243,7 @@ def memory_limit_bytes() -> int | None:
 
 
 class MemoryWatch:
-    """The memory limit of one attempt (None: no limit), and the kernel's counters that show whether it was hit."""
+    """The memory limit of one attempt (None: no limit), and the kernel's counters that show a hit."""
 
     def __init__(self, cgroup: Path | None, stem_pid: int, limit_bytes: int | None) -> None:
         self.limit_bytes = limit_bytes

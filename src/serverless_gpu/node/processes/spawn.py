@@ -1,5 +1,4 @@
-"""Starting our own processes: clean interpreters that see nothing of the user's environment, and zygotes that see all
-of it.
+"""Starts our own processes: clean interpreters, and zygotes in the user's environment.
 
 Agent and supervisor run under `-I -S`: no `PYTHON*` variables, no user site, and no `.pth` files, which execute code at
 start even under `-I`. Their search path is the standard library, then the directories our own few dependencies lie in.
@@ -146,7 +145,7 @@ def startup_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def separating_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the start-up variables that two callers of one zygote have in common: all but what libraries set."""
+    """Return the start-up variables that callers of one zygote share: all but those set by libraries."""
     found = startup_variables(environ)
     libraries = {name: SET_BY_LIBRARIES.get(name) for name in found}  # no values: any value
     return {

@@ -1,4 +1,4 @@
-"""Runs the ranks of a stem: starts and stops them, and turns messages of stem and ranks into lifecycle events.
+"""Runs the ranks of a stem: starts and stops them, turns their messages into lifecycle events.
 
 It holds descriptors and sends messages; `model/lifecycle/attempt_lifecycle.py` decides.
 """
@@ -221,7 +221,7 @@ class LocalGang:
             self._say({"op": "release"})
 
     def terminate(self, why: str) -> None:
-        """Ask every rank to end; one that returns after that, its checkpoint saved, need not wait for the others.
+        """Ask every rank to end; one that returns after that, having saved, need not wait for the others.
 
         Ranks read `why` from a file that is written before the signal: commands read it, too, and no variable can be
         set in a running process.
@@ -248,7 +248,7 @@ class LocalGang:
             self._say({"op": "kill"})
 
     def empty(self) -> bool:
-        """Return whether there is nothing left to wait for; `proven` says whether it is known that nothing is left."""
+        """Return whether the wait is over; `proven` says whether surely no process is left."""
         if not self.standby:
             self.proven = True
         elif self._cgroup is not None:

@@ -1,4 +1,4 @@
-"""Reports the ranks of one crew of a gang on several nodes; the server judges (`model/hangs/gang_hang_detection.py`).
+"""Reports the ranks of one crew of a gang on several nodes; the server judges their hangs.
 
     output, events ──heard──▶ HangWitness ──silent since──▶ server ◀── the other crews
     the loop ────────look───▶    │  ▲  └────what it saw───▶   │
@@ -115,7 +115,7 @@ class HangWitness:
         return None
 
     def ended(self) -> None:
-        """Write what was seen of ranks that stood still until the end, where the server's word was not here by then."""
+        """Write the inspection of ranks that hung until the end, where the server's judgement is late."""
         moved_ns, now_ns = self._moved_ns, self._clock.boottime_ns()
         has_returned = self._attempt is not None and self._attempt.phase is Phase.RETURNED
         has_moved = moved_ns is not None and now_ns - moved_ns >= _LAST_WORDS_NS

@@ -92,7 +92,7 @@ class AttemptFaults:
             self._log.close()
 
     def _hit(self, attempt: Attempt, fault: Fault) -> None:
-        """Note that user code failed on a GPU; what comes while ranks are ended for something else says nothing."""
+        """Note that user code failed on a GPU, unless ranks are already being ended for another reason."""
         if attempt.state is not State.RUNNING and attempt.reason not in _USERS_OWN:
             return
         self.hint = self.hint or f"{fault.sentence}: {xid.HINT}"

@@ -1,4 +1,4 @@
-"""The supervisor's watchdog of idle devices: asks `model/telemetry/idleness.py` what to do, and does it.
+"""The watchdog of idle devices: asks `model/telemetry/idleness.py` what to do, and does it.
 
     telemetry ───────seen──▶ IdleWatch ──tell──▶ watchers          at four fifths of the limit
     output, events ─heard──▶     └────────────▶ StopRequested      at the limit: ranks may save first, as at any stop

@@ -176,7 +176,7 @@ class Observation:
         return [*self.notes, missing] if missing else self.notes
 
     def _missing(self) -> str:
-        """Return why there is no link, and what this means for the run; "" if there is one, or needs to be none."""
+        """Return why there is no link, and what this means for the run; "" if there is, or need be, none."""
         untracked = self._untracked
         if self.tracked is not None or self._launch.spec.tracker is None:
             return ""

@@ -1,4 +1,4 @@
-"""A rank's environment, weakest first: presets, the caller's variables and secrets, tracking, and its place.
+"""A rank's environment, weakest first: presets, caller's variables, secrets, tracking, its place.
 
 Secrets go from their files to the ranks, and are kept nowhere else.
 """
@@ -82,7 +82,7 @@ class RankEnvironment:
         )
 
     def _places(self) -> dict[str, str]:
-        """Return where a rank finds what is the attempt's: why it is to stop, checkpoints, process group, secrets."""
+        """Return where a rank finds its attempt's files: stop reason, checkpoints, process group, secrets."""
         launch = self._launch
         places = {"SGPU_STOP_FILE": str(Path(launch.directory) / STOP_FILE)}
         if self._checkpoints:
@@ -109,6 +109,6 @@ class RankEnvironment:
 
 
 def program_path(path: str, python: str) -> str:
-    """Return a PATH on which the environment's own programs are found, activated or not: `python`, `torchrun`."""
+    """Return a PATH with the environment's own programs (`python`, `torchrun`), activated or not."""
     own = os.path.dirname(python)
     return path if own in path.split(os.pathsep) else f"{own}{os.pathsep}{path}"

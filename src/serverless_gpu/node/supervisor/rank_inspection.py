@@ -130,7 +130,7 @@ class _Asked:
         os.ftruncate(fd, 0)
 
     def is_found_in_call(self) -> bool:
-        """Return whether it is seen for the first time that its main thread took the first signal inside of a call."""
+        """Return whether this look is the first to show that the main thread was signalled inside a call."""
         pid = self._before.pid
         if self._in_call or os.fstat(self._fd).st_size or _is_in_set(pid, "SigPnd", inside.PASS_SIGNAL):
             return False
@@ -164,7 +164,7 @@ def _ask(look: RankInspection, number: int) -> _Asked | None:
 
 
 def _is_in_set(pid: int, signals: str, number: int) -> bool:
-    """Return whether a signal is in a set that the kernel tells of a process's main thread: `SigCgt`, `SigPnd`."""
+    """Return whether a signal is in a set of a process's main thread: `SigCgt`, `SigPnd`."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
         for line in file:
             if line.startswith(f"{signals}:"):
@@ -190,14 +190,14 @@ def _look(rank: int, pid: int) -> RankInspection:
 
 
 def _main_us(pid: int, otherwise: int = 0) -> int:
-    """Return the microseconds of CPU that a process's main thread has used; another number where that is not known."""
+    """Return the CPU microseconds of a process's main thread; `otherwise` where unknown."""
     with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/schedstat", encoding="ascii") as file:
         return int(file.read().split()[0]) // 1_000
     return otherwise
 
 
 def _stat(pid: int) -> tuple[str, int]:
-    """Return the kernel's letter for a process's main thread, and the milliseconds of CPU the process has used."""
+    """Return the kernel's letter for a process's main thread, and the process's CPU milliseconds."""
     with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/stat", "rb") as file:
         fields = file.read().rpartition(b") ")[2].split()
         return fields[0].decode(), (int(fields[11]) + int(fields[12])) * _TICK_MS

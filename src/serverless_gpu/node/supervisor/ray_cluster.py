@@ -101,7 +101,7 @@ class AttemptCluster:
         )._asdict()
 
     def close(self) -> str:
-        """Keep Ray's logs and remove the directory, now that no process is left; return the receipt's note, or ""."""
+        """Keep Ray's logs and remove the directory, no process being left; return the receipt's note, or ""."""
         note = save_logs(self.path, logs_of(self._launch.directory, self._launch.crew), self._clock)
         directory.remove(self.path)
         os.close(self.fd)
@@ -172,7 +172,7 @@ def is_left(path: str) -> bool:
 
 
 def memory_bytes() -> tuple[int, int]:
-    """Return the host memory there is for processes of ours, and what of it is available; 0 where nothing says it."""
+    """Return the host memory for our processes, and how much of it is available; 0 where unknown."""
     found = {"MemTotal": 0, "MemAvailable": 0}
     with contextlib.suppress(OSError, ValueError):
         for line in MEMORY_FIGURES.read_text(encoding="ascii").splitlines():
@@ -203,7 +203,7 @@ def _make() -> tuple[str, int]:
 
 
 def _make_spill(path: str, files: Path) -> None:
-    """Make the directory for Ray's spilled objects: in `path`, or on the home's disk where that has more room."""
+    """Make the directory for Ray's spilled objects: in `path`, or on the home's disk if roomier."""
     spill = os.path.join(path, directory.SPILL)
     elsewhere = files / os.path.basename(path)
     with contextlib.suppress(OSError):

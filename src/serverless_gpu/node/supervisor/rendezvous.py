@@ -1,4 +1,4 @@
-"""Rendezvous of the crews of a gang: each listens, tries the others' addresses, and reports what it reached.
+"""Rendezvous of a gang's crews: each listens, tries the addresses of others, reports the results.
 
     this crew   ── connects ─▶ word(this, other) ─▶                              another crew
                 ◀─ word(other, this) ─┘          who it is, and how long that took

@@ -125,7 +125,12 @@ class Supervisor:
 
     def serve(self, client: Channel) -> None:
         """Serve the attempt; `client` is the first watcher."""
-        refused = self._refusal()
+        refused: protocol.Refused | None = None
+        try:
+            if problem := take_attempt(self._directory):
+                refused = protocol.Refused(code=AgentUnavailable.code, message=problem)
+        except StorageError as error:
+            refused = protocol.Refused(code=error.code, message=error.message, hint=error.hint)
         if refused is not None:
             for channel in (self._agent, client):
                 with contextlib.suppress(OSError):
@@ -148,14 +153,6 @@ class Supervisor:
                     callback()
             if not self._done:
                 self._look()
-
-    def _refusal(self) -> protocol.Refused | None:
-        """Take the attempt; return why that is not possible."""
-        try:
-            problem = take_attempt(self._directory)
-        except StorageError as error:
-            return protocol.Refused(code=error.code, message=error.message, hint=error.hint)
-        return protocol.Refused(code=AgentUnavailable.code, message=problem) if problem else None
 
     # --- the agent -----------------------------------------------------------------------------------------------
 
@@ -228,7 +225,7 @@ class Supervisor:
             self._audience.tell(protocol.Waiting(sentence=sentence, queued_ns=created_wall_ns(self._launch.run_id)))
 
     def _begin(self) -> None:
-        """Start the ranks once devices, stem and other nodes are there, and the environment is known to be right."""
+        """Start the ranks once devices, stem and other nodes are ready, and the environment is right."""
         if not self._begin_pending or self._gang is None or not self._gang.standby or self._reservation is None:
             return
         try:
@@ -318,7 +315,7 @@ class Supervisor:
                     self._conclude()
 
     def _hear_gpus(self) -> None:
-        """Take what the driver says of the devices; before a rank's death is judged, for it may be what it died of."""
+        """Read the driver's reports, before a rank's death is judged: they may explain it."""
         for event in self._eyes.faults(self._attempt, self._devices):
             if self._attempt.state not in TERMINAL:
                 self._apply(event)

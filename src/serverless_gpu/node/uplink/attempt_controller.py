@@ -115,7 +115,7 @@ class Minder:
             self._tell(protocol.Cancel(reason=reason))
 
     def look(self, order: ReportNow) -> None:
-        """Pass on what comes with the order, and have the attempt reported: at once where the answer has the news."""
+        """Pass on the order's news, and have the attempt reported: at once if the answer brings the news."""
         news = protocol.GangNews(
             offers=order.offers, chosen=order.chosen, release=order.release, peer_failed=order.peer_failed
         )
@@ -144,7 +144,7 @@ class Minder:
     # --- answers of the server -----------------------------------------------------------------------------------
 
     def renew(self, deadline_ns: int, stop: StopReason | None) -> None:
-        """Extend the lease (boottime) and stop the attempt if the server wants it; the first lets user code start."""
+        """Extend the lease (boottime), and stop the attempt if asked; the first call lets user code start."""
         if not self._confirmed:
             faults.reach("after_answer_before_confirm")
         self._tell(protocol.Lease(deadline_ns=deadline_ns))

@@ -175,7 +175,7 @@ def _fetch(reference: BlobReference, path: Path, route: str, connection: Connect
 
 
 def _context(order: Start) -> protocol.Context:
-    """Return what ranks take on; which devices are declared, and where its user lives, is this node's own matter."""
+    """Return the context of ranks; declared devices and the user's home are this node's own matter."""
     try:
         context = from_json(order.context, protocol.Context)
     except msgspec.MsgspecError as error:

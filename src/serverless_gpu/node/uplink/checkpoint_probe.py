@@ -1,4 +1,4 @@
-"""Finds the newest attempt of a run that saved a checkpoint: evidence that a run with `resume` makes progress.
+"""Finds the newest attempt of a run that saved a checkpoint: evidence that `resume` makes progress.
 
 A short-lived process looks, because a call into a hanging shared file system blocks its thread for good. Failure cases,
 each answered with 0, "not known": no answer within a few seconds, an unreadable directory, or too many hanging looks.
@@ -39,7 +39,7 @@ class CheckpointProbe:
         self._program, self._limit_s = program, limit_s
 
     def newest(self) -> int:
-        """Return the number of the newest attempt that saved something, up to this one; 0 for none, or not known."""
+        """Return the number of the newest attempt that saved something, up to this one; 0 if unknown."""
         spec = spec_of(self._directory)
         if spec is None or not spec.resume:
             return 0

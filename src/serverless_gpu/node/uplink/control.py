@@ -95,7 +95,7 @@ def start(home: Home, profile: Path, environ: Mapping[str, str]) -> None:
 
 
 def stop(home: Home, profile: Path) -> bool:
-    """End the uplink of a home and profile; its attempts go on. Return whether there was one; raises as `stop_all`."""
+    """End the uplink of a home and profile, not its attempts; return whether it ran. As `stop_all`."""
     found = running(home, profile)
     if found is not None:
         _end(found.pid)

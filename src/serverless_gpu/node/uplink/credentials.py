@@ -1,4 +1,4 @@
-"""The tokens of attempts on this node: each ends soon, and is replaced before that as long as the server answers.
+"""The tokens of attempts on this node: short-lived, and replaced while the server answers.
 
 report ─▶ answer with the next token ─▶ take ─▶ every line of the attempt uses it, and its directory has it
    └─ refused ─▶ wanted ─▶ the node's next heartbeat, with the node's own token ─▶ take

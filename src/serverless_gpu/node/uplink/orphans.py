@@ -1,4 +1,4 @@
-"""Settles an attempt without a supervisor under the attempt's own lock, so that none can begin it meanwhile.
+"""Settles an attempt without a supervisor under its own lock, so that none can begin it meanwhile.
 
     no facts                        refused: nothing of the user's ran, and nothing will
     facts, even damaged ones        its supervisor was lost; its devices' locks say when its processes are gone

@@ -1,4 +1,4 @@
-"""The uplink process: one per home and server. It joins with an agent's token, dials out, and listens on nothing.
+"""The uplink process: one per home and server. It joins with an agent's token and dials out only.
 
     main thread      hello ─▶ heartbeat, heartbeat …   (again hello after a silence)
     orders           stream ─▶ Start: directory, Minder │ Stop: to its Minder   (again after a break)

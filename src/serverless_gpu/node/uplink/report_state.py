@@ -63,7 +63,7 @@ class News:
                 self._condition.notify_all()
 
     def wait(self, limit_s: float) -> bool:
-        """Wait until something is due, at most so long; count it as told, and return whether there was something."""
+        """Wait until something is due, at most so long; count it as reported, and return whether it was."""
         limit_ns = self._clock.boottime_ns() + round(limit_s * 1e9)
         with self._condition:
             while True:

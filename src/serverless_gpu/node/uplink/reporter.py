@@ -225,6 +225,10 @@ class Reporter:
         facts = self._learn_from(self._facts.unsent())
         if known.begun and self._remote.fence > 1:  # the attempt before may have been lost, and not said what it saved
             self._look_at_checkpoints("start")
+        silence = None
+        if crew.silent:  # a duration, as the server has another clock
+            silent_ns = self._clock.boottime_ns() - crew.silent_since_ns
+            silence = Silence(number=crew.silent, ms=max(0, silent_ns // 1_000_000))
         return Report(
             state=state,
             sentence=known.sentence or (_NO_ROOM if self._has_no_room() else ""),
@@ -239,21 +243,14 @@ class Reporter:
             reach=None if known.begun else crew.reach,
             returned=crew.returned,
             halt=crew.halt,
-            silence=self._silence(crew),
+            silence=silence,
             seen=crew.seen,
             idle=crew.idle,
             saved=self._saved,
         )
 
-    def _silence(self, crew: CrewNews) -> Silence | None:
-        """Return how long its ranks have said nothing: a duration, as the server has another clock."""
-        if not crew.silent:
-            return None
-        ms = (self._clock.boottime_ns() - crew.silent_since_ns) // 1_000_000
-        return Silence(number=crew.silent, ms=max(0, ms))
-
     def _ended(self, known: AttemptState, stopped: Stopped) -> Report:
-        """Return the report of an attempt whose ranks are gone: the ending goes with the last of everything else."""
+        """Return the report of an attempt whose ranks are gone: the ending goes with the last of the rest."""
         facts = self._learn_from(self._facts.unsent())
         logs = self._pieces()
         cancelled = known.stop is StopReason.CANCEL
@@ -320,7 +317,7 @@ class Reporter:
         )
 
     def _has_more_to_say(self, report: Report) -> bool:
-        """Return whether an attempt that is over for the server goes on to report; one that had no devices does not."""
+        """Return whether an attempt that is over for the server still reports; never without devices."""
         if report.logs or report.facts:
             self._left -= 1
         return not self._refused and self._left > 0 and (self._directory / "facts.jsonl").exists()

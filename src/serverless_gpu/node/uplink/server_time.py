@@ -37,7 +37,7 @@ class ServerTime:
                 self._low_ns, self._high_ns, self._measured_ns, self._known = low_ns, high_ns, answered_ns, True
 
     def wall_ns(self, boottime_ns: int) -> int | None:
-        """Return what the server's clock said at a boottime of this node, nanoseconds since 1970; None if not known."""
+        """Return the server's clock at a boottime of this node, nanoseconds since 1970; None if unknown."""
         with self._lock:
             return boottime_ns + (self._low_ns + self._high_ns) // 2 if self._known else None
 

@@ -74,7 +74,7 @@ class LogShipment:
         return tuple(_piece(stream, size, b"") for stream, size in sizes.items() if size and stream not in named)
 
     def taken(self, pieces: Sequence[LogPiece], wanted: Mapping[str, int]) -> bool:
-        """Note the answer (`ReportAnswer.offsets`) to these pieces; return whether the server had room for them."""
+        """Note the answer (`ReportAnswer.offsets`) to these pieces; return whether the server had room."""
         has_room = True
         for piece in pieces:
             end = self._offsets[piece.rank, piece.stream] = piece.offset + len(piece.data)
@@ -180,7 +180,7 @@ class Outputs:
         self._sent: set[str] = set()
 
     def unsent(self, *, ended: bool, failed: int | None = None) -> list[OutputFile]:
-        """Return unreported outputs, by name; before the end only stacks of a hang and the failure of `failed`."""
+        """Return unreported outputs by name; before the end only stacks of a hang, and a rank's failure."""
         found = []
         early = set() if failed is None else {f"failures/{failed}.json", f"failures/{failed}.pkl"}
         for place in (".", "results", "failures") if ended else (".", "failures") if early else (".",):

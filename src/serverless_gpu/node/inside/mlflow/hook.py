@@ -86,7 +86,7 @@ class Finder:
         return spec
 
     def _listen(self, loader: Any, fullname: str) -> None:
-        """Notice the import of a module whose loader may be foreign; code that only finds it may not import it."""
+        """Notice the import of a module whose loader may be foreign; a finder's caller may not import it."""
         awaited: set[str] = vars(loader).setdefault("_sgpu_awaited", set())
         awaited.add(fullname)
         if "exec_module" in vars(loader):
@@ -207,7 +207,7 @@ class MlflowHook:
         return False
 
     def start_run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Start the job's run where that is meant; a run of its own, or below the job's, is started as MLflow does."""
+        """Start the job's run where it is meant; runs of their own, or below it, start as in MLflow."""
         self._started = True
         names = ("run_id", "experiment_id", "run_name", "nested", "parent_run_id")
         asked = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -235,7 +235,7 @@ class MlflowHook:
         return run
 
     def patiently(self, start: Callable[[], Any]) -> Any:
-        """Start the job's run. It is known, so its server has answered; one that is started again is back soon."""
+        """Start the job's run, patiently: its server has answered before, so a restarting one is back soon."""
         deadline = max(time.monotonic(), min(time.monotonic() + _PATIENCE_S, self._patience_until))
         while True:
             try:
@@ -279,7 +279,7 @@ class MlflowHook:
         return self._our_server() and self._our_experiment(asked.get("experiment_id"))
 
     def _probe(self) -> None:
-        """Raise what MLflow raises where its server does not answer, and for some time the same without asking it."""
+        """Raise MLflow's error where its server does not answer, and for some time again without asking."""
         at, error = self._probed
         if time.monotonic() - at < _PROBE_S:
             raise error

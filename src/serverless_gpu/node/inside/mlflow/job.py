@@ -66,7 +66,7 @@ class MlflowJob:
         return bool(self.run_id)
 
     def resolve_in_use(self) -> bool:
-        """Return as `resolve` whether the job's run is known, now that MLflow is used; the first time it waits."""
+        """Return as `resolve` whether the job's run is known, once MLflow is used; the first call waits."""
         return self.resolve(0.0 if self._has_waited else WAIT_S)
 
     @property
@@ -88,7 +88,7 @@ class MlflowJob:
         return bool(self.run_id)
 
     def changed(self, name: str) -> bool:
-        """Return whether user code has given one of the variables another value than this process started with."""
+        """Return whether user code has changed one of the variables since this process started."""
         return os.environ.get(name) != self._before[name]
 
     def renamed(self, name: str) -> None:
@@ -97,7 +97,7 @@ class MlflowJob:
             self._before[EXPERIMENT_NAME] = os.environ[EXPERIMENT_NAME] = name
 
     def say_once(self, key: str, sentence: str) -> None:
-        """Write a sentence to stderr: the first rank, whose lines are shown, and one of the others on a node, once."""
+        """Write a sentence to stderr, once: from the first rank, and from one of the others on a node."""
         whose = "" if self.rank == 0 else ".others"
         try:
             os.close(os.open(f"{self.directory}/said.{key}{whose}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
@@ -125,7 +125,7 @@ class MlflowJob:
         self.say_once("unknown", unknown)
 
     def _apart(self) -> str:
-        """Have MLflow write to a database of this rank's own, unless the user configured another; return which.
+        """Have MLflow use a database of this rank's own, unless the user configured another; return it.
 
         The number of a run or an experiment says so, too: the caller's MLflow has it in its default place.
         """
@@ -188,7 +188,7 @@ class MlflowJob:
 
 
 def _now_in(directory: str, otherwise: float) -> float:
-    """Return the time as a directory's file system has it: that of a network may be ahead of this machine's."""
+    """Return the time by a directory's file system: a network's may be ahead of this machine's."""
     try:
         fd = os.open(directory, os.O_TMPFILE | os.O_WRONLY, 0o600)
     except OSError:  # it has no such files

@@ -240,7 +240,7 @@ class Writes:
         return self._with_params(store, items, lambda items: [original(store, run_id, each) for each in items.params])
 
     def _without_twins(self, params: Sequence[Any]) -> Sequence[Any]:
-        """Return each parameter once: MLflow refuses twins in one batch, where it takes them one after the other."""
+        """Return each parameter once: MLflow refuses twins in one batch, but not one after the other."""
         first: dict[str, Any] = {}
         for param in params:
             if first.setdefault(param.key, param).value != param.value:
@@ -253,7 +253,7 @@ class Writes:
     def _in_parts(
         self, store: Any, items: Items, write: Callable[[Items], Any], tries: list[None] | None = None
     ) -> Any:
-        """Write a batch; where it is refused, its parts, so that one bad value does not take the others with it."""
+        """Write a batch; a refused one in parts, so that a bad value does not take the others with it."""
         tries = [] if tries is None else tries
         tries.append(None)
         try:
@@ -289,7 +289,7 @@ class Writes:
         return answer
 
     def _renamed(self, store: Any, params: Sequence[Any]) -> list[Any] | None:
-        """Return parameters under names that are free for them; None where that is not what was wrong with them."""
+        """Return parameters under names that are free for them; None where another thing was wrong."""
         there: dict[str, str] = store.get_run(self._job.run_id).data.params
         result, differing = [], []
         for param in params:
@@ -330,7 +330,7 @@ def _wrapped(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable
 
 
 def is_answer(error: Exception) -> bool:
-    """Return whether the server has refused: MLflow raises the same when there was no answer, or a broken one."""
+    """Return whether the server refused; MLflow raises the same for a missing or broken answer."""
     return _is_about_values(error) or getattr(error, "error_code", "") == "RESOURCE_DOES_NOT_EXIST"
 
 

@@ -1,4 +1,4 @@
-"""All of Ray that a driver needs: the processes of its own node and, through the link, the other nodes.
+"""All of Ray that a driver needs: processes of its own node and, by the link, of other nodes.
 
     this node: ray start, gcs_server, raylet ── pidfds ──┐
     node 1, 2, … ── link: "joined", "lost", end of file ──┴─▶ gone(): a sentence that names the node and what ended

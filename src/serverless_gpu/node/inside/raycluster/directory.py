@@ -55,7 +55,7 @@ def remove(path: str) -> bool:
 
 
 def _remove_spilled(path: str) -> bool:
-    """Remove what lies elsewhere; return whether nothing of it is left. Anything of another name is not ours."""
+    """Remove spilled objects elsewhere; return whether none is left. Other names are not ours."""
     try:
         elsewhere = os.readlink(os.path.join(path, SPILL))
     except OSError:  # a directory, or nothing

@@ -1,4 +1,4 @@
-"""The driver: a fork of the node task that imports Ray while the head starts, then runs the caller's function.
+"""The driver: a fork of the node task that imports Ray early, then runs the caller's function.
 
     node task ── fork ─▶ driver   import ray … waits
               ── {"env": {…}} ─▶  the function, as in any rank

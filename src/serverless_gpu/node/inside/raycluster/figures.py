@@ -22,7 +22,7 @@ _DRIVER = "f" * 24
 
 
 class _Rule(NamedTuple):
-    """A figure: the sum of a metric's lines with such labels, or how many different values `distinct` has in them."""
+    """A figure: the sum of a metric's matching lines, or the number of different `distinct` values."""
 
     figure: str
     metric: str
@@ -118,7 +118,7 @@ for _each in _RULES:
 
 
 def _read(text: str) -> tuple[dict[str, str], float] | None:
-    """Return the labels and the value of what follows a metric's name; None where that is not a line of a metric."""
+    """Return labels and value of the text behind a metric's name; None if it is no metric's line."""
     labels: dict[str, str] = {}
     at = 0
     if text.startswith("{"):

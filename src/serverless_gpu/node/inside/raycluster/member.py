@@ -1,4 +1,4 @@
-"""A node other than the driver's: it waits for the head, joins it, and stays until the driver has ended.
+"""A node other than the driver's: waits for the head, joins it, stays until the driver has ended.
 
     node task of node n                                     node task of node 0
       ├─ link ── hears where Ray's head is ◀──────────────    …
@@ -63,7 +63,7 @@ def until_stopped(act: Callable[[], str]) -> str | None:
 
 
 def take_part(node: TaskNode, say: Callable[[str], None], record: Callable[[Ports, Callable[[], None]], None]) -> str:
-    """Run this node's part of the cluster until the driver has ended; return a sentence about a loss, or "".
+    """Run this node's part of the cluster until the driver has ended; return a sentence of a loss, or "".
 
     `record` has Ray's metrics recorded once it is up; a process that is forked for it calls its argument first.
     """

@@ -1,4 +1,4 @@
-"""The processes of a cluster on one node: a family, which lives in a pid namespace of its own and ends at once.
+"""A cluster's processes on one node: a family in a pid namespace of its own, which ends at once.
 
     node task (namespace of the rank)
       ├─ init       pid 1 in there: reaps; when it dies the kernel ends everything in there
@@ -33,7 +33,7 @@ _REASON_BYTES_MAX = 1_024
 
 
 class Family:
-    """Processes that start here and end together, reaped by this process; `refused` says why without namespace.
+    """Processes that start here, end together, and are reaped here; `refused`: why without namespace.
 
     Raises OSError when no process can start, or this one is half in a namespace: it must end.
     """
@@ -66,7 +66,7 @@ class Family:
         return _REAP_S if self.refused else None
 
     def end(self) -> None:
-        """End every process of the family, and reap it; bounded: a process in the middle of a device call may stay."""
+        """End and reap every process of the family; bounded, as one in the middle of a device call may stay."""
         pause = select.poll()
         for _ in range(_END_TRIES_MAX):
             linux.kill_descendants(os.getpid())

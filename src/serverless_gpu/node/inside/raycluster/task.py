@@ -1,4 +1,4 @@
-"""The node task: one process per node that has a Ray cluster made, and on node 0 runs the function in it as its driver.
+"""The node task: one process per node of a Ray cluster; on node 0 it runs the function as driver.
 
     supervisor ── "go" with "ray" ─▶ stem ─▶ rank process: the node task (one thread)
                                                ├─ init       of the family's pid namespace (`namespace.py`)
@@ -302,7 +302,7 @@ def _not_started(share: ClusterShare, error: Exception) -> str:
 
 
 def _record(text: str, consequence: protocol.Message | None, kind: str) -> protocol.Message:
-    """Return the record of a failure that is not the function's, with what the function raised because of it."""
+    """Return the record of a failure that is not the function's, with the function's consequent error."""
     record: protocol.Message = {
         "type": "EngineHeadLost" if kind == _KIND else "RunError",
         "module": "serverless_gpu.errors",
