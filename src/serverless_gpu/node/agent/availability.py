@@ -1,4 +1,4 @@
-"""When a run of this machine would get its devices: who has them now, and until when.
+"""Forecast of when a run of this machine would get its devices, from their present holders.
 
     locks: who has which device ─┬─ of this home ─▶ time limit ──────────────────────────▶ until when at the latest
     tickets: who waits ──────────┤              └─▶ how long earlier runs of its name had ▶ until about when

@@ -38,7 +38,7 @@ from serverless_gpu.node.processes.spawn import clean_process
 KEPT_MAX = 8
 TRIES_MAX = 2
 ROOM_S = 10.0
-"""How long idle interpreters may take to leave their environments, when the disk is full."""
+"""Time for idle interpreters to leave their environments, when the disk is full."""
 _REASONS = {
     StorageError.code: Reason.NODE_DISK,
     EnvironmentCorrupt.code: Reason.ENV_CORRUPT,

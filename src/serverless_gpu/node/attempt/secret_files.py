@@ -30,7 +30,7 @@ from serverless_gpu.node.base.lock_files import is_taken
 LINK = "secrets"
 LOOK_S = 60.0
 UNNAMED_S = 3600.0
-"""How long a directory without an owner may belong to a client that is about to launch."""
+"""Time for which a directory without an owner may belong to a client that is about to launch."""
 _OF = ".of"
 _LOCK = "supervisor.lock"
 _MEMORY = Path("/dev/shm")

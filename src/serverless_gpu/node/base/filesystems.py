@@ -1,4 +1,4 @@
-"""What the file system of a home has to grant, asked before anything relies on it.
+"""Requirements on the file system of a home, tested before anything relies on them.
 
     flock           device locks, one supervisor for each attempt, units of environments   (Lustre needs `-o flock`)
     record locks    SQLite: the database of a server, MLflow's                             (NFS needs lockd)
@@ -24,7 +24,7 @@ from serverless_gpu.errors import StorageError
 from serverless_gpu.node.base.home import storage_error
 
 REFUSED = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
-"""What a file system answers that grants no locks."""
+"""Errors of a file system without locks."""
 LOCAL_DISK = "set SERVERLESS_GPU_HOME to a directory on a local disk"
 _MEND = f"{LOCAL_DISK} (Lustre grants file locks when it is mounted with -o flock, NFS when its lock service runs)"
 

@@ -1,4 +1,4 @@
-"""Where things lie on this machine: the home directory, run directories, sockets, the agent's files.
+"""Places of files on this machine: the home directory, run directories, sockets, the agent's files.
 
     $SERVERLESS_GPU_HOME (default ~/.serverless_gpu), 0700
     ├── runs/<run>/<fence>/    one attempt: spec, payload, entrypoint, logs, results, failures, facts, receipt

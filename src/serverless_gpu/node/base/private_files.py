@@ -19,7 +19,7 @@ from pathlib import Path
 from serverless_gpu import faults
 
 NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
-"""What a file system answers that has no hard links."""
+"""Errors of a file system without hard links."""
 
 
 def write_private(path: Path, data: bytes, *, replace: bool = True) -> None:

@@ -7,9 +7,9 @@ from typing import Literal
 import msgspec
 
 Kind = Literal["function", "session"]
-"""What an attempt's directory is of."""
+"""Kind of an attempt's directory."""
 Mode = Literal["", "overlay", "links"]
-"""How an environment is restored; "" leaves that to the node."""
+"""Way to restore an environment; "" leaves that to the node."""
 
 
 class ZygoteStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,7 +20,7 @@ from serverless_gpu.node.base.usages import IDLE_MEMORY_BYTES, MIB, GpuProcess, 
 from .gpus import Provider
 
 BASELINE_TOLERANCE_BYTES = 64 * MIB
-"""What may differ between two readings of an idle GPU: the driver's own pages come and go by some MiB, while a CUDA
+"""Tolerance between two readings of an idle GPU: the driver's own pages come and go by some MiB, while a CUDA
 context takes more than 100 MiB."""
 
 DISPLAY_MEMORY_BYTES_MAX = 1024 * MIB
@@ -37,7 +37,7 @@ class Verdict(Struct, frozen=True):
 
 
 class GatePolicy(Struct, frozen=True):
-    """How long a device may take to become clean: pauses, in seconds, between one look at it and the next.
+    """Time for a device to become clean: pauses, in seconds, between one look at it and the next.
 
     The driver frees memory some milliseconds after a process's end, rarely later: short pauses first, 15 s in all.
     """

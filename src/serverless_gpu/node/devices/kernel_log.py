@@ -22,7 +22,7 @@ from serverless_gpu.model.hardware import DeviceKind
 KERNEL = Path("/dev/kmsg")
 FAKE_FILE = "fake_kmsg"
 AGAIN_S = 0.25
-"""How often a file is looked at that cannot be waited for."""
+"""Interval of looks at a file that cannot be waited for."""
 
 _LINES_MAX = 2000
 _RECORD_BYTES = 8192  # the kernel's own limit

@@ -1,4 +1,4 @@
-"""Who may use which device: flock files, one per uuid, and a queue of tickets for those who wait.
+"""Locks of devices: flock files, one per uuid, and a queue of tickets for waiters.
 
     <directory>/<uuid>.lock              flock held = device lent; the content only says by whom
     <directory>/<uuid>.quarantine        not empty = the device must not be lent; the content says why
@@ -54,7 +54,7 @@ from serverless_gpu.node.base.lock_files import (
 from serverless_gpu.node.processes.process_tree import Left
 
 MACHINE_DIRECTORIES = (Path("/run/lock/serverless_gpu"), Path("/tmp/serverless_gpu-locks"))
-"""Where real GPUs are locked, best first: /run/lock is not writable for everybody on every distribution."""
+"""Directories of real GPUs' locks, best first: /run/lock is not writable for everybody on every distribution."""
 
 _TEXT_MAX = 1000
 _UUID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")

@@ -51,7 +51,7 @@ PASSED = b"passed\n"
 STACK_FILE = "sgpu-stacks"
 
 UNSTORED = ("pkl", "json")
-"""What a rank that failed could not write, in the order in which it is to be: endings of its files."""
+"""Endings of the files that a failed rank could not write, in the order in which to write them."""
 UNSTORED_BYTES_MAX = 48 << 10
 
 UNSHARED = "runs get no user namespace of their own here, so none shares an interpreter with another"

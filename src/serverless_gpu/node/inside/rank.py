@@ -57,7 +57,7 @@ _MESSAGE_CHARACTERS_MAX = 4_000  # in the event; the file has all of it
 
 
 class RankOutput(NamedTuple):
-    """Where a rank writes and how it is numbered.
+    """Output places and numbers of a rank.
 
     `gate` is a pipe that holds the others of its node back until the first of them has entered the function: that one
     has its writing end.

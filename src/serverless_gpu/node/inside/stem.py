@@ -47,7 +47,7 @@ class _Child(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """What one rank will be told, and the descriptors for its output."""
+    """Message for one rank, and the descriptors for its output."""
 
     message: protocol.Message
     fds: tuple[int, ...]

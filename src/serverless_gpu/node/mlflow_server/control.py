@@ -39,7 +39,7 @@ _started: list[tuple[Path, subprocess.Popen[bytes]]] = []  # keepers of ours: th
 
 
 class Serving(NamedTuple):
-    """How an MLflow server can be reached."""
+    """Address and state of an MLflow server."""
 
     uri: str  # where it is, or will be
     ready: bool  # whether it answers
@@ -83,7 +83,8 @@ def ensure_server(
     noted = place.noted()  # after the lock: what one that has just ended wrote last
     if holder is not None:
         return _kept(place, noted, holder)
-    if _is_on_its_way(place, noted):
+    _started[:] = [each for each in _started if each[1].poll() is None]
+    if any(path == place.lock and child.pid != noted.keeper for path, child in _started):  # about to take its lock
         return Serving(place.uri(noted), False, failures=noted.failures)
     if not now and _is_too_soon(noted, python, clock):
         return Serving(place.uri(noted), False, noted.problem)
@@ -175,12 +176,6 @@ def start_keeper(
         return child
     finally:
         os.close(log)
-
-
-def _is_on_its_way(place: ServerFiles, noted: Noted) -> bool:
-    """Return whether a keeper that this process started is about to take its lock and say so."""
-    _started[:] = [each for each in _started if each[1].poll() is None]
-    return any(path == place.lock and child.pid != noted.keeper for path, child in _started)
 
 
 def _kept(place: ServerFiles, noted: Noted, holder: int) -> Serving:

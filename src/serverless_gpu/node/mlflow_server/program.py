@@ -45,7 +45,7 @@ def server_program(parent: int, port: int) -> str:
 
 
 class Starting(NamedTuple):
-    """How a server is started: interpreter, the caller's variables, and further host names."""
+    """Start of a server: interpreter, the caller's variables, and further host names."""
 
     python: str
     environ: Mapping[str, str]

@@ -29,7 +29,7 @@ _SECRETS_MAX = 64
 
 
 class MlflowDeliveries:
-    """What is delivered, and what waits for it."""
+    """Running and waiting deliveries."""
 
     def __init__(self, home: Home, clock: Clock, wake: Callable[[], None]) -> None:
         self._home = home

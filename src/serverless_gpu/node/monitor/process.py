@@ -102,7 +102,10 @@ class Monitor:
     def serve(self) -> None:
         """Serve until it is idle."""
         while not self._is_done():
-            for key, _ in self._selector.select(self._pause_s()):
+            pause_s = _LOOK_S if self._recorders else _TURN_S
+            if self._is_needed():
+                pause_s = max(0.0, (self._due_ns - self._clock.boottime_ns()) / 1e9)
+            for key, _ in self._selector.select(pause_s):
                 callback: Callable[[], None] = key.data
                 callback()
             self._tend()
@@ -255,11 +258,6 @@ class Monitor:
         if self._is_observing():
             self._retiring_ns = now_ns
         return not self._recorders or now_ns - self._retiring_ns > GRACE_S * 1e9
-
-    def _pause_s(self) -> float:
-        if self._is_needed():
-            return max(0.0, (self._due_ns - self._clock.boottime_ns()) / 1e9)
-        return _LOOK_S if self._recorders else _TURN_S
 
 
 def say(line: str) -> None:

@@ -27,17 +27,13 @@ class RayFile:
             found = os.stat(self._path)
             seen = (found.st_ino, found.st_mtime_ns)
             if seen != self._seen:
-                self._data = _read(self._path)
+                # A pipe has nothing and does not block. A byte above the limit shows that the file is too large.
+                fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+                try:
+                    self._data = os.read(fd, RAY_BYTES_MAX + 1)
+                finally:
+                    os.close(fd)
                 self._seen = seen
         except OSError:
             return None
         return read_ray(self._data, now_ns)
-
-
-def _read(path: Path) -> bytes:
-    """Return a file's content, cut a byte above the limit; a pipe has none and does not block."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
-    try:
-        return os.read(fd, RAY_BYTES_MAX + 1)
-    finally:
-        os.close(fd)

@@ -1,4 +1,4 @@
-"""How an attempt ended: the client's message, and the verdicts on its devices."""
+"""End of an attempt: the client's message, and the verdicts on its devices."""
 
 from __future__ import annotations
 

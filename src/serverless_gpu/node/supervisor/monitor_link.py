@@ -40,11 +40,11 @@ from serverless_gpu.node.monitor.backlog import Backlog, origin_of
 _FIRST_NS = 100_000_000
 _AGAIN_NS = 2_000_000_000
 LINK_NS = 200_000_000
-"""How long after an attempt began its receipt waits for where it is tracked."""
+"""Wait of a receipt, from the attempt's beginning, for where it is tracked."""
 COMMAND_NS = 2_000_000_000
-"""How long a program or a Ray cluster does, unless it is known that the tracker does not answer."""
+"""Wait of a program or a Ray cluster, unless the tracker is known not to answer."""
 SERVER_NS = 10_000_000_000
-"""How long a program does while the home's own MLflow server starts."""
+"""Wait of a program while the home's own MLflow server starts."""
 _STARTING = "the home's MLflow server starts; {} waits for it up to 10 s"
 _STARTED_LATE = "the home's MLflow server was still starting: the run will be in it, see `sgpu mlflow`"
 _FOR_GOOD = "; this run is not tracked"

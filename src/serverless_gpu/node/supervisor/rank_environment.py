@@ -29,7 +29,7 @@ PROCESS_GROUP = "SGPU_PROCESS_GROUP"
 
 
 class Network(NamedTuple):
-    """How the ranks of a node reach those of the others."""
+    """Addresses by which the ranks of a node reach those of the others."""
 
     master: tuple[str, int]  # address and port of rank 0's rendezvous
     address: str = "127.0.0.1"  # where the others reach this node

@@ -30,7 +30,7 @@ from serverless_gpu.node.base.addresses import is_loopback, own_addresses
 FILL_BYTES = 16 << 10
 """More than a packet of any network: what is lost of that is lost for its size."""
 SETTLE_S = 0.25
-"""How long addresses are waited for when every crew was reached at another one."""
+"""Wait for further addresses once every crew was reached at another one."""
 CALLS_MAX = 256
 GUESTS_MAX = 256
 _ACCEPTED_AT_ONCE = 64

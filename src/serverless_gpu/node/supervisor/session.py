@@ -247,8 +247,11 @@ class SessionHolder:
         elif self._reservation is not None and self._ending is None:
             self._try_devices(self._reservation)
         self._audience.tend()
-        if self._ending is not None and not self._leaving():
-            self._conclude(None)
+        if self._ending is not None:
+            loans = self._book.loans if self._book is not None else {}
+            is_leaving = bool(loans.keys() & self._reported.keys())  # given back, but its stem still has the devices
+            if not is_leaving or self._clock.boottime_ns() >= self._leave_by_ns:
+                self._conclude(None)
 
     def _after_turn(self, book: Book) -> Book:
         """Return the book without those who gave back, or went away while they waited."""
@@ -318,11 +321,6 @@ class SessionHolder:
         if sentence:
             self._audience.tell(protocol.Waiting(sentence=sentence))
             self._account.notes.append(sentence)
-
-    def _leaving(self) -> bool:
-        """Return whether a run has given its devices back and its stem still has to let go of them."""
-        loans = self._book.loans if self._book is not None else {}
-        return bool(loans.keys() & self._reported.keys()) and self._clock.boottime_ns() < self._leave_by_ns
 
     def _conclude(self, failure: Failure | None) -> None:
         """Tell how the session ended, prove what it still has free, give it back, tell that."""

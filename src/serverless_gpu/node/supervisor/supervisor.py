@@ -306,13 +306,16 @@ class Supervisor:
                     if self._gang is not None:
                         self._gang.terminate(stop_word(self._attempt.reason))
                 case AttemptInstruction.KILL_TREE:
-                    self._begin_pending = False
-                    self._look_at_segments()
-                    kill_ns = self._emptying.begin(self._gang)
-                    if self._attempt.killed:
-                        self._account.notes.append(killed_text(self._attempt, kill_ns))
+                    self._kill()
                 case AttemptInstruction.CONCLUDE:
                     self._conclude()
+
+    def _kill(self) -> None:
+        self._begin_pending = False
+        self._look_at_segments()
+        kill_ns = self._emptying.begin(self._gang)
+        if self._attempt.killed:
+            self._account.notes.append(killed_text(self._attempt, kill_ns))
 
     def _hear_gpus(self) -> None:
         """Read the driver's reports, before a rank's death is judged: they may explain it."""

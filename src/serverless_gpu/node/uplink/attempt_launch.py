@@ -34,7 +34,7 @@ from serverless_gpu.wire.connection import Connection
 
 _FAKE = "SERVERLESS_GPU_FAKE"
 _OF_THE_NODE = ("HOME", "LANG", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "SHELL", "TMPDIR", "TZ", "USER")
-"""What a captured environment's ranks have of this node where the caller sent none: another machine's would mislead."""
+"""Variables of this node for a captured environment's ranks, where the caller sent none."""
 
 
 def take(home: Home, order: Start, profile: Path) -> tuple[Path, Remote] | None:

@@ -32,7 +32,7 @@ END_S = 10.0
 _TRIES = 100
 _PAUSE_S = 0.01  # a process that tests the lock holds it for a moment
 PASSED_ON = ("SERVERLESS_GPU_FAKE", "CUDA_VISIBLE_DEVICES", faults.VARIABLE, CLOCK_FAULT)
-"""What says which devices the node offers, and where a test has it die."""
+"""Variables that declare the node's devices, and where a test has it die."""
 
 
 class RunningUplink(NamedTuple):

@@ -41,11 +41,11 @@ from serverless_gpu.wire.agents import AgentHello, AttemptSeen, ClockReading, He
 from serverless_gpu.wire.base import PROTOCOL
 
 TAKES = ("renewal", "secrets", "without", "max_run", "crews")
-"""What this version understands beyond the first of its protocol."""
+"""Capabilities of this version beyond the first of its protocol."""
 LEFT = "left"
 """File in a home's `ray/`: the machine has left its pool, and what runs there goes on."""
 PYTHONS_S = 30.0
-"""How long it may take until an interpreter that was installed is offered."""
+"""Longest time until a newly installed interpreter is offered."""
 
 
 class NodeOffer(msgspec.Struct, frozen=True, kw_only=True):

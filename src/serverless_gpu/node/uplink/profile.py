@@ -16,7 +16,7 @@ from serverless_gpu.json_codec import from_json
 
 
 class UplinkProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """How this node reaches a server."""
+    """Address and token of a server for this node."""
 
     url: str
     token: str  # an agent's

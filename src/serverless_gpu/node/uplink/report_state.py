@@ -19,7 +19,7 @@ RECEIPT_S = 0.005
 """An ending waits so long for the receipt, which mostly follows at once: then both are one report."""
 SOON_S = 0.02
 BEGUN_S = 0.1
-"""That user code began may wait so long for an ending: a short run needs no report of its own for it."""
+"""Wait of the beginning of user code for an ending: a short run needs no report of its own for it."""
 SOME_TIME_S = 0.2
 FIRST_OF_GANG_S = 0.1
 """The first report of a crew of several waits so long for its offer. Where all stands by, both are one report."""

@@ -18,7 +18,7 @@ from typing import NamedTuple
 _NAME_BYTES_MAX = 128
 _LABEL = re.compile(r'\s*([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"\s*,?')
 _DRIVER = "f" * 24
-"""How the identifier of a driver's worker ends: it is the job's, filled up."""
+"""End of the identifier of a driver's worker: it is the job's, filled up."""
 
 
 class _Rule(NamedTuple):

@@ -15,7 +15,7 @@ import site
 from collections.abc import Mapping
 
 OLDEST = (2, 49)
-"""What was tried; older ones have other options of `ray start`."""
+"""Oldest tested version; older ones have other options of `ray start`."""
 TOKENS_SINCE = (2, 52)
 DIRECTORIES_SINCE = (2, 55)
 

@@ -72,7 +72,7 @@ class RayProcesses(NamedTuple):
 
 
 class RayStartPlan(NamedTuple):
-    """How Ray is started on this node."""
+    """Start parameters of Ray on this node."""
 
     directory: str  # a private one; each try has a directory of its own in it
     find: Callable[[], Ports]  # finds ports for a try

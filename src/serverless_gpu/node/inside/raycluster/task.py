@@ -54,7 +54,7 @@ _GATHER_S = 300.0  # for the other nodes to join once Ray's head is up
 
 
 class RayTaskWork(NamedTuple):
-    """What a node task does for its rank."""
+    """Work of a node task for its rank."""
 
     directory: str
     environment: dict[str, str]  # the rank's variables, the caller's and ours

@@ -17,7 +17,7 @@ from .words import ClusterShare
 
 TOKEN_FILE = "token"
 START_S = 180
-"""How long Ray may take to start: its first import from a slow disk takes most of it."""
+"""Time for Ray to start: its first import from a slow disk takes most of it."""
 LOOPBACK = "127.0.0.1"
 
 _WORLD = frozenset(
