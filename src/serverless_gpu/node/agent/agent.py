@@ -3,8 +3,10 @@
     client ──connect──▶ agent ──▶ Greeting (inventory)
            ──Launch───▶       ──▶ a standby supervisor gets the client's socket, a standby stem follows
                               ──▶ next: another supervisor and another stem stand by
+
 After the hand-over, client and supervisor talk to each other; the agent decides nothing about a run. One thread runs
 one loop. It blocks for about 2 ms at most (a zygote's files), except once a minute for the GPUs.
+
 Failure cases: the agent is killed (attempts go on; zygotes and standby processes end; the next call starts a new agent,
 which finds attempts by their sockets); two agents start at once (the lock decides); a supervisor dies (the agent writes
 the missing ending and receipt); too many runs at once (the rest queue here and hear how many are ahead).

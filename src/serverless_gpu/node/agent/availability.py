@@ -3,7 +3,9 @@
     locks: who has which device ─┬─ of this home ─▶ time limit ──────────────────────────▶ until when at the latest
     tickets: who waits ──────────┤              └─▶ how long earlier runs of its name had ▶ until about when
     processes, quarantine ───────┘  of other users, sessions ────────────────────────────▶ unknown
+
 Read only. The queue of a machine is first come, first served; with a waiter in front nothing is known.
+
 Failure cases: a lock directory that cannot be used (`StorageError`); devices that do not answer count as in use.
 """
 

@@ -2,8 +2,10 @@
 
     have(wanted) ─ there ───────────────────▶ ready, at once
                  └ not ─▶ restoring process ─▶ ready, or failed with a reason; meanwhile: how far it is
+
 The agent locks the last few, so that no collection removes what the next call wants; zygotes and stems hold locks of
 their own. Nothing here blocks.
+
 Failure cases: the disk is full (unused environments are dropped and the restore is tried once more; then the node is at
 fault and the server tries another); the restoring process dies (another one tries, once per environment); it fails (all
 waiters get the reason, the next run tries again); a restored environment is gone (restored again); a rank has changed

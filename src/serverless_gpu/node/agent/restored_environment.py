@@ -1,6 +1,7 @@
 """A restored environment as the agent holds it: place, effect on a caller's context, users.
 
     restoring process ──Restored, snapshot, lock──▶ RestoredEnvironment ──▶ zygotes, stems (each with the lock's copy)
+
 It stays on the disk while any process has a copy of the lock's descriptor: the agent while it remembers it, and every
 zygote and stem in it.
 """

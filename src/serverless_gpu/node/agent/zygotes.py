@@ -2,13 +2,16 @@
 
     key = (owner, interpreter, its options, start-up variables, environment)   →   Zygote: process, channel, stems
     standing by, runs waiting for one
+
 A zygote serves one owner, because it runs code that its owner's ranks could have written. Zygotes of a server's
 principals, and each of their stems, have a user namespace of their own (`inside/user_namespace.py`); without it a rank
 could write the memory of another owner's zygote.
+
 A zygote is stale when a file it loaded has changed since. A package it never loaded may change; ranks see the new one.
 A zygote in a restored environment moves on to another when nothing that it has loaded differs
 (`environment/restore/zygote_compatibility.py`). When the directories of an environment were deleted and made again, a
 zygote sees the deleted ones, and ends.
+
 Failure cases: the zygote cannot preload or dies (waiting runs get what it wrote); it is not fit to be forked (the key
 is remembered; each run starts cold with a zygote without preload); it dies while idle (the next run starts a new one
 and the receipt says so).

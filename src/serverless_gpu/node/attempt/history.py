@@ -1,6 +1,7 @@
 """Reading run directories: what runs there were, which still run, how each ended.
 
     runs/<run>/<fence>/   spec.json · supervisor.lock (flock held = alive) · stopped.json · receipt.json   →   Record
+
 Reads only: `retention.py` deletes. Failure cases, none of them an exception: a directory that its client is still
 writing (NOT_STARTED), one of another program or version (UNREADABLE, with the reason in `problem`), a killed supervisor
 (LOST), files that are huge, unreadable, links, or vanish. A lock that cannot be tested counts as held, because readers

@@ -1,8 +1,10 @@
 """Keeps the logs of a node's Ray when it is over.
 
     supervisor, when no process of the attempt is left:  /tmp/sgpu-ray-*/<start>/session_*/logs ─▶ <attempt>/ray/<node>
+
 Ray writes a file per process below its sessions' directories. The supervisor keeps the last `FILE_BYTES_MAX` of each,
 the newest first up to `BYTES_MAX`, because every process that could explain an end is dead by then.
+
 Failure cases: the disk is full, a file is a pipe or a link (skipped; the run's outcome does not depend on it); the disk
 is slow (copying ends after `LIMIT_NS`, because the devices wait, and the receipt says so).
 """

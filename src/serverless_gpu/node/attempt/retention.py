@@ -1,8 +1,10 @@
 """Deletes expired run directories.
 
     agent ──now and then──▶ a clean, nice process: look at runs/, ask model/lifecycle/retention.py, delete, end
+
 The agent's loop never waits for a disk. A run is renamed within `runs/` before its deletion, so that no reader sees
 half a run; the next pass removes the rest of an interrupted deletion.
+
 Failure cases: a run that was never launched (kept for a day without a write: its client may be writing it); a directory
 of another program (kept); a run that a server has not heard all about (kept for a month); a link in `runs/` (only the
 link is deleted); a faster cleaner (fine); a file that cannot be deleted (reported; the others go); an unreadable

@@ -2,8 +2,10 @@
 
     /dev/shm/sgpu-secrets-<8 hex>/   HF_TOKEN …    .of = the attempt's directory
     runs/<run>/<fence>/secrets  ──▶  that directory, or one itself where /dev/shm is not in memory
+
 The launching process (the uplink, or the client of a run of this machine) writes them before the launch. They go when
 no process of the attempt is left. Ranks find them by `SGPU_SECRETS_DIR`; copies that ranks make are theirs.
+
 Failure cases: the supervisor is killed (the agent removes them when it buries it, the uplink when it settles the
 attempt); the agent, too (the next agent sweeps abandoned ones); the writer is killed between making and naming the
 directory (empty, and swept); another user has the name (another name is tried); a rank has replaced the link in its

@@ -2,6 +2,7 @@
 
     runs/<run>/<fence>/remote.json    open ─▶ settled    the server has everything: results, receipt
                                            └▶ stale      the attempt was over for the server: nothing is sent any more
+
 The uplink writes the file before it starts anything. It holds the attempt's own token and none of the caller's
 variables, in a directory of this user alone. It is not flushed: a reboot ends the attempt anyway, and the server sees
 the new boot identifier. A disk that failed without a reboot may leave it empty. Then the attempt is `recovered` from

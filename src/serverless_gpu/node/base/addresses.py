@@ -2,6 +2,7 @@
 
     SIOCGIFCONF           IPv4, with the names that `getifaddrs` gives, by which NCCL and Gloo look for an interface
     /proc/net/if_inet6    IPv6 that is routed
+
 Link-local addresses are left out: their user has to name an interface, too. Loopback comes last, because only this
 machine reaches it; bridges of containers come before it, because they are the same on every machine. Unreadable entries
 and interfaces with a comma in their name are left out; nothing here fails.

@@ -2,11 +2,13 @@
 
     <attempt>/.reserve/<number>    allocated, empty of meaning    ── the disk is full ─▶  overwritten, cut, renamed
     <attempt>/facts.jsonl          some room allocated behind its end, moved on as it grows
+
 Space given back to the disk could be taken by the process that filled it; what is overwritten in place cannot. So an
 ending, a receipt, the facts and a rank's exception survive a full disk.
+
 Failure cases: the file system cannot allocate ahead, or copies on write (btrfs, ZFS): a full disk costs these files, as
 without a reserve; the process that would remove the reserve is killed: it stays, and the writer of the missing ending
-(`uplink/unattended.py`, the agent) uses it.
+(`uplink/orphans.py`, the agent) uses it.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 A flock is held while its holder, or any process with its descriptor, lives; testing takes it, shared, for a moment. A
 process that takes a lock for good tries again, or waits (`mutex`), so that no test turns it away. This module does not
 know what a lock stands for.
+
 Failure cases: a planted link, pipe or second hard link (StorageError); a holder that stops for longer than a second
 (`mutex` goes on without); a file that cannot be tested (counts as held, because callers may delete).
 """

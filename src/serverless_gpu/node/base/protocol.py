@@ -7,6 +7,7 @@
     supervisor ──CrewNews──▶ uplink, uplink ──GangNews──▶ supervisor      of a gang on several nodes
     agent ──Preparing──▶ supervisor                       while the environment is being restored
     supervisor ──Borrow──▶ session ──Lent + lock descriptors──▶ supervisor ──Returned──▶ session
+
 The agent gives the client's connection away. The supervisor's own socket takes the same messages: `attach`, and a new
 agent after the old one died, find an attempt by it. Messages are JSON objects, one per packet (`inside/channel.py`). A
 peer of another `PROTOCOL` is refused by name.

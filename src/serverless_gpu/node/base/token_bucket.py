@@ -1,6 +1,7 @@
 """A token bucket as a plain value: a burst, then a rate per second. Times are passed in.
 
     level ──take──▶ empty: closed ──time──▶ level ≥ resume: open again
+
 Once empty it stays closed until `resume` has gathered, so that output passes in long runs, each after one notice of
 what is missing.
 """

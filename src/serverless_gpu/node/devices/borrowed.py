@@ -2,6 +2,7 @@
 
     supervisor ──Borrow──▶ session          the connection is the place in its queue, then the loan
                ◀──Lent──── lock descriptors, and the writing end of a pipe
+
 The lock descriptors keep the devices locked if the session's process is killed. The pipe tells the session when the
 loan ends: its end of file means that this supervisor and its stem are both gone.
 """

@@ -1,6 +1,7 @@
 """The GPU gate: verifies that a device is as clean after a run as before it, and free before one.
 
 `judge` and `foreign` decide on values; `verify` asks again. The caller lends and quarantines.
+
 A verdict states its evidence. Processes and memory count where processes can be seen; memory alone counts where they
 are hidden, and the sentence says so. An unknown is never a pass. A display server or a browser that only draws and
 holds little is part of a workstation's GPU: it neither blocks a run nor fails a hand-back, and its memory is left out

@@ -3,6 +3,7 @@
     NvmlProvider   NVIDIA GPUs, through NVML          usage: processes and memory
     FakeProvider   devices made up by a setting       usage: a JSON file a test or a demonstration writes
     CpuProvider    one slot per core we may run on    usage: always idle
+
 Reads only: `gpu_gate.py` judges, `locks.py` lends. Failure cases, none an exception: no NVIDIA driver (no devices); a
 GPU that fell off the bus, is closed to us, or is cut into MIG slices (`unavailable()` lists it with the reason); a
 wedged driver (`nvml_process.py` asks from another process; after 5 s the answer is a `Usage` with a `problem`, and
@@ -154,6 +155,7 @@ class NvmlProvider:
 
     `Device.index` is the position in PCI bus order among the GPUs that can be used, because that is how CUDA counts
     with `CUDA_DEVICE_ORDER=PCI_BUS_ID`: it leaves out what it cannot open.
+
     `nvml` replaces the other process with a binding in this one; `forks` says that this process has one thread and may
     fork the one that asks, which takes less time.
     """

@@ -2,8 +2,10 @@
 
     /dev/kmsg             one record for each read: "6,3020,34169732672,-;NVRM: Xid (PCI:0000:17:00): 79, …"
     <home>/fake_kmsg      the same lines, of declared GPUs: a test writes them (`testing.FakeGpus.xid`)
+
 Any process that may open `/dev/kmsg` may also write to it. The kernel marks such records with the writer's syslog
 facility, or with `user`; only its own have facility 0, and all others are left out.
+
 Failure cases, none an exception: the log may not be read (`problem` says why; the state is unknown, not good); records
 were overwritten before they were read (the next ones are read); more lines than one look takes (the next look reads the
 rest).

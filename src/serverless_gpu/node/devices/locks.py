@@ -8,7 +8,7 @@
 A flock belongs to the open file: it goes when the last copy of the descriptor is closed, so also when its holder is
 killed, and it stays while someone the descriptor was handed to (`Locked.fds`) lives. No crash needs cleaning up.
 
-Lives here: mutual exclusion, quarantine notes, waiting order. Must not: choose devices, wait, or talk to NVML.
+It does not choose devices, wait, or talk to NVML.
 
 Failure cases:
 - real GPUs are locked machine-wide, by every user: the directory is world-writable like /tmp, files are 0666, and

@@ -49,7 +49,7 @@ class NvmlClient(Protocol):
     """Has questions answered."""
 
     def ask(self, uuids: Sequence[str] | None) -> NvmlAnswer:
-        """Return which GPUs there are, for None, or what uses some of them; raises Silent after a time-out."""
+        """Return which GPUs there are, for None, or what uses some of them; raises NvmlTimeout."""
         ...
 
 

@@ -2,6 +2,7 @@
 
     provider ──Question──▶ sgpu-nvml ── may block in the kernel for ever
              ◀──Answer────             at most 5 s are waited for it, once
+
 Failure cases: no answer in time (`NvmlTimeout`, also at once for every later question until one is answered; after half
 a minute of silence the process is killed and another one tries, unless a few could not be killed); the process dies
 (another one starts, once for each question); the client is gone (end of file ends the process).
@@ -125,7 +126,7 @@ class NvmlProcess:
     def ask(self, uuids: Sequence[str] | None) -> NvmlAnswer:
         """Return which GPUs there are, for None, or what uses some of them.
 
-        Raises Silent when there was no answer in time, and none has come since.
+        Raises NvmlTimeout when there was no answer in time, and none has come since.
         """
         if not self._turn.acquire(timeout=self._limit_s):
             raise NvmlTimeout(self._limit_s)
@@ -158,7 +159,7 @@ class NvmlProcess:
         raise NvmlTimeout(self._limit_s)
 
     def _look_again(self, uuids: Sequence[str] | None) -> None:
-        """Return if there was an answer, or an end, since it was silent; else raise Silent at once."""
+        """Return if there was an answer, or an end, since it was silent; else raise NvmlTimeout."""
         now_ns = self._clock.boottime_ns()
         if self._helpers and self._is_readable(0.0):
             self._silent_ns = None

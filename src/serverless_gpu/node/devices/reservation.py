@@ -3,6 +3,7 @@
 One `Reservation` per attempt, asked again and again until it has its devices: first in line among the waiters for the
 same type, all devices or none. It looks at quarantined devices again and lends them when they are clean. It passes over
 a device that other processes use (`ignore_busy=True` takes it).
+
 Failure cases: a killed holder frees its locks with its last descriptor, which its stem keeps until every rank is gone;
 a killed waiter loses its ticket the same way.
 """

@@ -1,6 +1,6 @@
 """Failures of users' code by GPU, for the whole machine: `<uuid>.xids` beside the GPU's lock.
 
-Lives here: the files. Must not: say what follows (`model/xid.py`).
+The files only; `model/xid.py` says what follows.
 
 Failure cases: as those of locks (`lock_files.py`); what is not written by us counts as nothing.
 """

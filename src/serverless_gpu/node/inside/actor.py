@@ -6,6 +6,7 @@
     READY                               ──▶
                                         ◀──      (method, args, kwargs), pickled
     (true, value) or (false, failure)   ──▶      … until the caller closes the socket: then the rank returns
+
 A frame is its size in 8 bytes, then a payload. Failure cases: making the object raises (the run fails, as any function
 does); a method raises an `Exception` (one answer, the rank goes on), or `SystemExit` or another `BaseException` (the
 rank fails); the caller is gone (the rank returns); an answer that cannot be pickled (a failure).

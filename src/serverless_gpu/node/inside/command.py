@@ -2,8 +2,10 @@
 
     stem ──SIGTERM──▶ rank ──SIGTERM to the group──▶ sh ──▶ python train.py …
       ◀── how it ended: the same exit code, the same signal ──┘
+
 The rank stays beside its program instead of becoming it, because a script's shell dies of SIGTERM at once: the program
 below it gets the signal too, and has the run's grace to save and to end, before the rank ends.
+
 Failure cases: the program is missing or cannot be run (127 or 126, as in a shell, and a line on stderr); it leaves
 processes behind (they end with the run).
 """

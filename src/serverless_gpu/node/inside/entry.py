@@ -4,6 +4,7 @@
 after about half a second: a launch of 30 ms becomes one of 500, for one call in fifty. So the others of its node wait
 at a pipe until rank 0 has entered, and then until the port listens, 20 ms at most. On other nodes the port cannot be
 seen, and ranks wait only at the pipe.
+
 The test does not connect, which would disturb the store: a port that is merely bound, as the supervisor keeps it, can
 be bound again with SO_REUSEADDR; one that listens cannot.
 """

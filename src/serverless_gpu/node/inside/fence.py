@@ -3,10 +3,12 @@
 A Ray that makes a pool of several machines runs as the same user as ranks do, and `ray stop` ends every Ray it finds.
 From Linux 6.12 on, Landlock confines signals and debuggers to a domain; the supervisor's SIGTERM still arrives from
 outside. Files, sockets and mounts stay as they are.
+
     root                        enters as it is
     in a user namespace         enters; setuid programs, which do nothing for it any more, are given up for good
     any other user              would have to give up setuid programs, such as the one that makes NVIDIA's devices: it
                                 does not enter, and `sgpu doctor` says so
+
 Failure cases: an older kernel, or Landlock switched off (the reason is returned, the rank runs).
 """
 

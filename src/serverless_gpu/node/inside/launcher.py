@@ -1,9 +1,11 @@
 """The way to a zygote: enter cgroups, user namespace and mounts, become the user's interpreter.
 
     agent ──▶ clean interpreter: this ── cgroups ── user namespace ── mounts ──▶ execve ──▶ the user's python, a zygote
+
 An interpreter runs the user's code (`.pth` files, `sitecustomize`) before the zygote's own first line. So a process
 that has run none makes its containment. Orphans of that code become children of the zygote. The plan comes in a memory
 file, because every process can list arguments and variables.
+
 Failure cases: a cgroup does not let us in (the agent looks for descendants instead); a zygote that several runs would
 share gets no user namespace (the agent starts runs cold); the mounts are refused or the interpreter is not there (this
 process ends with a traceback in the agent's log).

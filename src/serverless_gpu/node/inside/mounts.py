@@ -4,8 +4,10 @@
       └ / becomes a slave: what is mounted here stays here
          └ overlays, in order, outer ones first
             └ capabilities of the user namespace are given up
+
 Only processes that are forked or executed after `enter` see the mounts, which end with the last one. A later `enter`
 can mount over the same place, in a child too.
+
 A mount is a mapping, as it comes out of JSON: ``at`` (where), ``layers`` (names, the top one first), ``directory``
 (where the names are). The kernel takes all names of an overlay on one page of 4 KB, so names are short, mostly links.
 Failure cases, each an OSError that names step and place: user namespaces are switched off (EPERM, ENOSPC), more than

@@ -3,9 +3,11 @@
 File: magic, one JSON line `{python, cloudpickle, stream, buffers}` (the last two are sizes in bytes), the pickle
 stream, then each out-of-band buffer at the next multiple of 64. Arrays and CPU tensors travel as buffers: they are
 written from the memory they live in, and read back as pages of a private mapping, so neither side copies them.
+
 A pickle is written in one process and read in another that knows this package by another name. So the vendored
 cloudpickle is one module per process, `_sgpu_cloudpickle`, and streams refer to it by that name; functions of ours that
 a stream refers to are `portable`: they live in `_sgpu_portable`, whatever this file is called.
+
 Failure cases: another Python or cloudpickle (`PayloadMismatch`), over the limit (`PayloadTooLarge`, nothing written),
 cut short or not ours (`PayloadDamaged`), a full disk (`PayloadNotWritten`, no file left). The pickler's own errors pass
 through. A tensor read from a file cannot be resized beyond its storage, as any tensor on foreign memory.

@@ -2,10 +2,13 @@
 
 The same `execute` runs in a rank forked from a zygote, in one started cold, and under `torchrun <run
 directory>/_air.py`.
+
     stand by ──▶ exec ──▶ load call.pkl ──▶ enter ──▶ function(*args) ──▶ results/<rank>.pkl  ──▶ returned
                  (user code starts here)                         └─ raises ─▶ failures/<rank>.json, .pkl ─▶ failed
+
 A rank with a program runs that instead (`command.py`); one with a Ray cluster calls the function as the cluster's
 driver, in a child (`raycluster/task.py`).
+
 An outcome is durable in the run directory before the rank reports it: a supervisor that hears `returned` finds the
 whole file. Then a rank ends as a Python process does (threads joined, `atexit` run), but without tearing the
 interpreter down. Failure cases: a result that cannot be pickled, is over the limit, or does not fit on the disk is a
@@ -61,6 +64,7 @@ class RankOutput(NamedTuple):
 
     `gate` is a pipe that holds the others of its node back until the first of them has entered the function: that one
     has its writing end.
+
     `release` is a pipe that ends when every rank has returned. `stack` is where Python stacks go when the supervisor
     asks for them. `copies` are directories of code that were captured, with the originals.
     """

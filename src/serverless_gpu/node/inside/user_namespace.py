@@ -1,10 +1,13 @@
 """A user namespace of one process's own: from inside, no outside process can be traced or written to.
 
     child: unshare ──▶ parent: uid_map, gid_map ──▶ child: goes on, with the same ids
+
 The kernel lets a process of the same uid write another one's memory. It refuses when the other one is in a user
 namespace above, or beside. Files, signals and mounts stay as they are.
+
     root            maps every id it has, and stays root within the namespace
     anyone else     maps its own uid and gid; other owners of files look like `nobody`, setuid programs do nothing
+
 Failure cases, each an OSError or a sentence: user namespaces are switched off or used up (EPERM, ENOSPC), the process
 has more than one thread (EINVAL).
 """

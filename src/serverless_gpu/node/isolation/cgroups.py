@@ -2,8 +2,10 @@
 
     launcher enters ──▶ zygote, its start-up code, what that starts ──▶ killed with the zygote
                           └─ stem ──▶ moves to cgroups of its own, and lives on
+
 `.pth` files, `sitecustomize` and the modules that a zygote preloads are the user's code and may start processes. Those
 belong to no run: no run pays for them, and no supervisor ends them.
+
 Failure cases: no cgroup can be made (the zygote's descendants are killed instead: what detached itself is one of them
 as long as the zygote lives); a stem could not leave (it and its ranks are spared).
 """

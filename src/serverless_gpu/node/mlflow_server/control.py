@@ -4,6 +4,7 @@
                       free          ─▶ a keeper is started (a few milliseconds; two at once: the lock decides)
                       failed lately ─▶ why, until it is time to try again: 5 s, 10 s, … 10 min
     stop_server ────▶ SIGTERM to the keeper, which ends the server; after a while SIGKILL, and the kernel ends it
+
 Failure cases: the keeper cannot be started, or no file written (a problem in words, never an exception); the home lies
 on a network file system, and another machine's keeper has the lock (reported, and nothing is started: two servers would
 write into one database).

@@ -7,6 +7,7 @@
     ├── used            touched by users of the server
     ├── server.log      what MLflow wrote
     └── mlflow.db  artifacts/               only where the store is the home's own
+
 A server keeps its port over restarts, so that links stay good. The first one follows from the directory's name: it is
 the same even where `server.json` was lost, and lies below the kernel's ephemeral ports.
 """

@@ -4,7 +4,9 @@
       ▲                                                                          │
       └── pause ◀── it ended, or was silent for two minutes ◀────────────────────┘ watched: every 30 s
     SIGTERM, owner's end, 8 h without use ─▶ SIGTERM to the server, 5 s, SIGKILL to it and everything below
+
 A server is in use while clients touch its `used`, or a connection to it is open (a browser that shows a page).
+
 Failure cases:
 - MLflow is missing or only a part, or its database is of another version: one sentence, written down; the keeper ends,
 and the next request after a pause starts another. Only one that has an owner, or did answer, tries again itself;

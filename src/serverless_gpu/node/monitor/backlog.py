@@ -1,10 +1,12 @@
 """Undelivered attempts on disk: a monitor may be killed at any time, and the next one goes on.
 
     <home>/tracking/<run>.<fence>.<node rank>.json     one attempt; gone once everything has arrived
+
 The monitor writes it once it has heard of the attempt; the supervisor does, if the attempt ended before any monitor
 ran. The monitor that delivers holds the file's lock, so that no two monitors (of two versions, or one that is ending)
 deliver the same attempt. The file holds nothing secret: credentials of the caller stay in memory, and a monitor that
 has none for a tracker waits for the next run that brings them.
+
 Failure cases: a full or read-only disk (the attempt is tracked as long as this monitor lives); a file that is half
 written or of another version (passed over, and deleted after a week); too many of them (the oldest are given up).
 """

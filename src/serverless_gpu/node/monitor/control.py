@@ -5,6 +5,7 @@
                             no ─▶ started, detached; its pipe says when it listens ─▶ connected
                       its end of file ─▶ started again, after longer and longer pauses, if anything runs or is left
                       undelivered
+
 The agent never waits here: a monitor that does not start costs samples and tracking, and nothing of a run.
 """
 

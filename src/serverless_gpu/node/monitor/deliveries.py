@@ -1,6 +1,6 @@
 """All attempts on their way to MLflow: running, ended, and left by an earlier monitor.
 
-    Observe ─▶ Backlog.keep ─▶ Delivering ─▶ delivered, refused, given up ─▶ Held.drop
+    Observe ─▶ Backlog.keep ─▶ Delivering ─▶ delivered, refused, given up ─▶ ClaimedAttempt.drop
     every 15 s, where there is room: Backlog.take ─▶ Recorder without a supervisor ─▶ Delivering ─▶ …
 
 Threads are few: those of attempts that go on, and at most 32 of attempts that have ended. Where MLflow is away for

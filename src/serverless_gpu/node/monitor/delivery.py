@@ -4,9 +4,11 @@
                                                     └▶ news, and the main thread is woken
     <attempt>/tracking.json    {"state": "pending" | "away" | "ready" | "failed", "environ": {…}, "run_id",
                                 "url", "sentence"}
+
 The file holds no credentials: ranks have the caller's own `MLFLOW_TRACKING_URI` already. While its state is "pending"
 it is touched every few seconds, so that ranks see that the delivery lives. "away": MLflow does not answer now, and
 ranks need not wait; the home's own starting server is "pending".
+
 Failure cases: the file cannot be written (ranks that started with the variables have them, the others do without); a
 bug of ours in the thread (logged; the attempt is not tracked any more, everything else goes on).
 """

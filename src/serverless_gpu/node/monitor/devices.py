@@ -2,6 +2,7 @@
 
     sample() ── asks ──▶ thread: NVML, some ms for each GPU ──▶ the latest reading
         └────── waits 50 ms for it at most, and takes the one before where it is not ready ◀──┘
+
 Failure cases, none an exception: a wedged driver blocks NVML (after 5 s the reading expires, samples have no GPUs and
 `problem` says why, until the one thread comes back); a figure the card or driver does not have (None, asked again every
 time); a GPU that fell off the bus (an empty sample, and `problem` names it); another error of the binding (an empty

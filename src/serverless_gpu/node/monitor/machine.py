@@ -1,11 +1,12 @@
 """The node at one moment: host, devices and ranks; one sample a second serves all attempts.
 
     Host ────────────┐
-    RankProcesses ───┼─▶ ThisMachine.look(wanted) ─▶ Look ─▶ a Sample for each attempt, a frame for who looks
+    RankProcesses ───┼─▶ ThisMachine.look(wanted) ─▶ NodeSample ─▶ a sample for each attempt, a frame for `sgpu top`
     NvmlSampler ─────┤
     fake_gpus.json ──┘
+
 It waits at most some tens of milliseconds, except for a list of GPUs (`sgpu top`) while the driver hangs. It never
-raises: an unknown is None, and `Look.problems` says why, so that it is reported once.
+raises: an unknown is None, and `NodeSample.problems` says why, so that it is reported once.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Messages to and from the monitor, one JSON object per packet (`inside/channel.py`).
 
-    supervisor ──Observe, Ranks, Ending, Settled──▶ monitor      its end of file: the attempt is over
-    supervisor ◀──Tracked, Untracked, Seen, Said─── monitor
+    supervisor ──Observe, Ranks, EndingNote, Settled──▶ monitor      its end of file: the attempt is over
+    supervisor ◀──TrackedNote, Untracked, AttemptSample, UserSentence─── monitor
     agent ──────Prepare──▶ monitor                               have ready what such a run will need
-    top ────────Watch──▶ monitor ──Frame──▶ top                  while it runs
-    `sgpu stop` ──Retire──▶ monitor                              end; it does, or says why not yet
+    top ────────WatchNode──▶ monitor ──NodeFrame──▶ top              while it runs
+    `sgpu stop` ──RetireMonitor──▶ monitor                        end; it does, or says why not yet
+
 Every supervisor, agent and `sgpu top` has a connection of its own to the socket `monitor-<PROTOCOL>-<version>.sock`.
 Only the start of programs waits for the monitor, and, for 200 ms, the receipt of a very short run.
 """

@@ -1,11 +1,13 @@
 """The monitor: samples the node while something runs on it, and delivers runs to MLflow.
 
     supervisors ──one connection each──▶ ┌──────────── main thread ────────────┐ ──once a second──▶ Sampler (thread)
-    agent, `sgpu top` ─────────────────▶ │ Recorder per attempt, Frames        │ ◀──────Look─────
+    agent, `sgpu top` ─────────────────▶ │ Recorder per attempt, Frames        │ ◀──NodeSample───
                                          │ Deliveries                          │ ──one each──▶ Delivering (threads)
                                          └─────────────────────────────────────┘                ─▶ MLflow
+
 One detached process per home; the agent starts it on demand and connects, so that it learns of its end. It decides
 nothing about a run, and only the start of programs waits for it.
+
 Failure cases:
 - killed: runs go on; the agent starts another one, supervisors connect to it and send their messages again, and the
 backlog on disk (`backlog.py`) has what was not delivered;

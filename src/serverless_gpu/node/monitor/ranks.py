@@ -1,8 +1,10 @@
 """Samples what ranks use of the host: CPU and memory of each rank's process and of its descendants.
 
     /proc ─ every pid once ─▶ whose descendant is it? ─▶ for those of ranks, every second: stat
+
 A process gets its rank when it is first seen: asking every process of a large machine every second would cost more than
 all else. A process whose parent has ended stays its rank's.
+
 Failure cases: a process that ends while it is looked at counts no more (its CPU time is its parent's by then, if that
 one waited for it); memory that processes share is counted in each, as in any list of processes.
 """

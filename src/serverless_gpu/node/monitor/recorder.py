@@ -3,6 +3,7 @@
     Observe ─▶ known │ Ranks ─▶ sampled, once a second │ Ending ─▶ no more samples │ Settled, end of file ─▶ over
        │                    └─ with the latest metrics of its Ray cluster, if any (`ray_file.py`)
        └─▶ Delivering (`delivery.py`), where it is tracked; what that says goes to the supervisor, too
+
 Failure cases: the supervisor's connection ends without `Settled` (it was killed, or this process was: the recorder
 follows the attempt's files until they show its end); the home is full (samples are lost, reported once); the run's
 directory is deleted (nothing is written any more).

@@ -1,6 +1,7 @@
 """Samples the node once a second, in a thread of its own: a driver that hangs stops only samples.
 
-    main thread ──ask(wanted)──▶ thread: Machine.sample ──▶ Look, and the main thread is woken ──take()──▶ main thread
+    main thread ──ask(wanted)──▶ thread: NodeReader ──▶ NodeSample, and the main thread is woken ──take()──▶ main thread
+
 One question at a time: until it is answered the next ones are left out, so nothing piles up. A failed sample (no
 descriptors, no memory, a bug of ours) is left out, too; a repeated failure is logged once.
 """

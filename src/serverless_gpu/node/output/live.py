@@ -3,6 +3,7 @@
     chunk ─▶ no watcher? done ──▶ bucket ──┬─ passes: decoded, in small pieces ──▶ viewer.output
                                            └─ too much: counted, not decoded ────▶ viewer.skipped, once the bucket
                                                                                    opens again, then the last lines
+
 A notice always stands where output is missing, also when the rank falls silent in the middle of it.
 """
 
@@ -123,7 +124,7 @@ class _View:
         self.lost = 0
 
     def miss(self, size: int, kept: int) -> None:
-        """Leave bytes out, `kept` of which are in the file."""
+        """Leave bytes out; the file has `kept` of them."""
         if size:
             self.size += size
             self.lost += size - kept

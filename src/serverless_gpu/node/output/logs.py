@@ -3,9 +3,12 @@
     rank's fd 1, 2 ──pipe──▶ RankLog ─┬▶ logs/<rank>.stdout, .stderr   (every byte, up to a rate and a size per rank)
                                       ├▶ Tail                          (last bytes as they came, for exceptions)
                                       └▶ Live                          (text, while this rank is watched)
+
 A flood costs one read per chunk and nothing else: what is over the bounds is counted, not looked at. In the file a line
 stands where bytes are missing, and the last bytes before the end are always there:
+
     head (byte-exact) ── "— 41.2 GB dropped until 12:01:03 (limit …) —" ── what came after, or the last 256 KiB
+
 A pipe is drained until it would block or a bound per turn is reached, so that one rank's flood does not starve the
 others. The supervisor does not wait for the end of file: a grandchild may hold the pipe open for ever. A full disk
 loses log bytes, not the run.

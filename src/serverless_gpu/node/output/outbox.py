@@ -5,6 +5,7 @@
                         │             └───────────────────────────────┘
                         └─ no: counted, and its last lines kept ──▶ queued once half of the rank's share was read, or
                                                                    before the next thing that is no output
+
 Every rank has the same share, so that one rank's flood costs only its own lines. Neighbouring pieces of one stream
 become one message; between ranks they may change places by as much, within a rank never.
 """

@@ -2,6 +2,7 @@
 
     stdout  [chunk 1]      [chunk 4][chunk 5]     each stream has its own bound, so that a flood on one does not push
     stderr        [chunk 2][chunk 3]              the other's last words out; the numbers are the order of arrival
+
 Chunks are kept by reference: keeping them costs no copy, and memory is bounded by bytes and by pieces.
 """
 

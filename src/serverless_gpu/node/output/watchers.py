@@ -3,6 +3,7 @@
     first client ──┐
     attach ────────┼──▶ Audience ──▶ one Watcher each
     a new agent ───┘    (listens on <sockets>/<run>.sock)
+
 A watcher that does not read loses output only: messages queue up to a bound (`outbox.py`), output is left out first,
 everything else is kept, there is little of it. A watcher that goes away is forgotten; the run goes on. One too many is
 refused with a sentence.

@@ -2,8 +2,10 @@
 
 Libraries make named segments there, and remove them at the end of their process. A killed process does not, and in the
 end /dev/shm is full.
+
     while it runs     candidates ─▶ those that the attempt's processes have open or mapped are its own
     after its end     its own, not in use by any process ─▶ removed
+
 A candidate has a name that a library makes (never one that a user chose: files in /dev/shm may be theirs to keep), is
 owned by this user, and was made while the attempt ran. In doubt it stays: a segment that no process of the attempt was
 seen with, one that any process has, and one whose maker still lives.

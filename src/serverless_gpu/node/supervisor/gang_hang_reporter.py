@@ -5,8 +5,10 @@
                                  │  └──────look at them───────┤
     hang-<node>-<n>.txt, ◀───────┴──────who waits for whom────┘
     HangConfirmed
+
 A crew alone cannot tell a hang from ranks that rightly wait for those on another node. So it reports only how long its
 ranks were silent; once all nodes are silent, the server asks each to inspect its ranks, over the same time.
+
 Failure cases: the server does not answer (no judgement); a sign of progress during an inspection makes it void; a full
 disk loses the file, not the sentence. The node that is judged first ends its ranks, and those of this one fail for it
 before its own judgement arrives: the inspection is written all the same.

@@ -4,8 +4,10 @@
                                       ├─ quarantine, kept over a restart of ours, not lifted before the next boot
                                       └─ a hit, where it is the user's own code: principals are counted
     NodeFaults, in agent and uplink, reads the whole log: an unused GPU that fails is not lent either.
+
 Both may see the same line; the second finds the note written and leaves it. A note that was lifted after the line was
 written (a GPU that was reset) stays lifted.
+
 Failure cases: the log cannot be read (nothing is known: `problem`, reported by the doctor); the lock directory cannot
 be written (the attempt ends all the same, and the next look at the GPU refuses it, if it does not answer).
 """

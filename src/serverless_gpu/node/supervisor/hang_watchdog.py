@@ -1,9 +1,11 @@
 """Watchdog of one attempt on one node: asks `model/hangs/hang_detection.py` what to do, and does it.
 
 For gangs on several nodes see `gang_hang_reporter.py`.
+
     output, events ──heard──▶ HangWatch ──tell──▶ watchers, receipt, hang-<n>.txt
     the loop ────────look───▶     │ └────────────▶ HangConfirmed, where `hang_timeout` was asked for
                                   └── a look at the ranks (`rank_inspection.py`), polled until it is complete
+
 It never blocks: an inspection takes several turns of the loop, and output goes on meanwhile. Failure cases: a full disk
 loses the file, not the sentence; a sign of progress during an inspection makes it void.
 """

@@ -3,6 +3,7 @@
     telemetry ───────seen──▶ IdleWatch ──tell──▶ watchers          at four fifths of the limit
     output, events ─heard──▶     └────────────▶ StopRequested      at the limit: ranks may save first, as at any stop
     a client attaches heard──┘
+
 Without a limit, or without telemetry, nothing is stopped: unobserved devices do not count as idle.
 """
 

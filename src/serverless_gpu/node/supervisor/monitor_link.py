@@ -1,12 +1,14 @@
 """The supervisor's connection to the node's monitor.
 
-    supervisor ──Observe, Ranks, Ending, Settled──▶ monitor      sent again, in this order, to a restarted one
-               ◀──Tracked, Untracked, Seen, Said───
+    supervisor ──Observe, Ranks, EndingNote, Settled──▶ monitor      sent again, in this order, to a restarted one
+               ◀──TrackedNote, Untracked, AttemptSample, UserSentence──
+
 Nothing here blocks: a missing, hanging or dead monitor costs an attempt its observations, nothing else. The start of a
 function's ranks waits for nothing: one that imports `mlflow` finds its run itself (`inside/`). A program runs nothing
 of ours and its environment cannot be changed later, so its start waits a little for the tracking variables, and longer
 while the home's own MLflow server starts; so does a Ray cluster, for its workers' sake. The receipt of a very short run
 waits for a blink, when outcome and devices are already with their owners.
+
 Failure cases: no monitor (tried again, at most every two seconds; an attempt that ends before it is there, as the first
 one of a home may be, is left in its backlog); it dies (the next one gets everything again, and writes on in the same
 files); it does not read (messages are kept, they are few); it talks nonsense (left alone for two seconds).

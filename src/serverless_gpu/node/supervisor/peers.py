@@ -1,9 +1,11 @@
 """One crew's side of a gang on several nodes: through the server, but for the rendezvous.
 
 A gang on one node has no other crews, and reserves a rendezvous port only.
+
     devices, stem ─▶ offer ─▶ (offers) ─▶ reach ─▶ (chosen) ─▶ ranks begin          in brackets: what the server says
     all ranks returned ─▶ returned ─▶ (release) ─▶ they may exit
     it stops before its end ─▶ halt, at once                ◀─ (peer_failed): the same, of another one
+
 Messages are sent whole each time, to the present uplink and to a later one; they may arrive twice. Nothing here has a
 deadline: the server ends a failed rendezvous, and the lease bounds how long this crew goes on without it.
 """

@@ -3,6 +3,7 @@
     supervisor ──{"op": "signal", "ranks": …}──▶ stem ──PASS──▶ rank: a handler in Python writes to its memfd
         │                        no answer, and it is in a call ──STACK──▶ faulthandler, in C, does
         └── /proc/<pid>/fd/<n> ◀──────────────────────────────────────────────┘
+
 A rank that runs Python answers the first signal. One that is blocked in a collective cannot, and answers the second,
 which needs neither the interpreter nor its lock. Only such a rank gets it, because C reads frames that change as
 garbage: it has taken the first signal, did not answer, and sleeps, or has run for a while since, so it is inside of a
@@ -10,6 +11,7 @@ call. An answer to the first at the next look shows that the main thread came ba
 of the stem, which knows which ranks it has not reaped yet, so that they never reach another process. A rank that does
 not catch them (it has become another program, or user code took them back), or whose memfd is gone, is not asked: the
 signal would end it, or the stack would land in a file of the user's.
+
 Nothing here waits: the supervisor's loop polls an inspection, and goes on passing output. Failure cases: a rank that
 does not answer in time (frozen, uninterruptible, without a core all the while) has no stack. A stopped rank is only
 asked where `wake` allows it: it runs until its stack is written, and is stopped again.

@@ -1,11 +1,13 @@
 """The supervisor's part of a run's private Ray cluster: what a node offers to it, and its directory.
 
-    supervisor ─ Cluster ─▶ /tmp/sgpu-ray-<8 hex>, 0700, and its flock ─▶ stem (`inside/raycluster/directory.py`)
+    supervisor ─ AttemptCluster ─▶ /tmp/sgpu-ray-<8 hex>, 0700, and its flock ─▶ stem (`inside/raycluster/directory.py`)
                ├─ share ─▶ "go" ─▶ the rank that makes the node's part of the cluster (`inside/raycluster/`)
                └─ close, when no process is left: logs kept in the attempt (`ray_logs.py`), directory removed
-    agent ─ Sweeper ─▶ a clean process removes what no process holds
+    agent ─ ClusterSweeper ─▶ a clean process removes what no process holds
+
 The flock says that the run goes on: supervisor and stem hold it, no process of the user's does. It also keeps
 systemd-tmpfiles away from a run of many days.
+
 Failure cases: no room in /tmp (the run does not start, and says so); supervisor and stem are killed at once (this
 agent, the next one, or another home's of the same user sweeps); the sweeper is faster than a supervisor that has just
 made its directory (another name is tried); a directory that cannot be removed (left after a few tries).

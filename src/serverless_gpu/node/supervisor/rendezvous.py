@@ -3,11 +3,14 @@
     this crew   ── connects ─▶ word(this, other) ─▶                              another crew
                 ◀─ word(other, this) ─┘          who it is, and how long that took
                 ── FILL_BYTES ─▶ ◀─ FILL_BYTES ──  full packets get through, both ways
+
 `model/gangs/rendezvous.py` decides. The connections are those that ranks will make: any crew to any other, as NCCL and
 Gloo do, on ports that the kernel gave, with packets as large as the network takes; and to the very port of the
 rendezvous on rank 0's node. So a pair that could not work together is named before user code begins.
+
 Nothing blocks the supervisor's loop. Strangers may connect: they hear nothing before they have sent a word that only a
 crew of the gang knows, and are hung up on otherwise.
+
 Failure cases: an address without an answer costs `PROBE_S`, or `SETTLE_S` where every crew was reached at another one;
 a port on which a stranger answers counts as not reached; a flood of connections ends the oldest strangers; no
 descriptors (the address was not tried, and says so).

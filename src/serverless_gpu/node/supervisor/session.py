@@ -2,8 +2,10 @@
 
     owner (notebook, script) ──Launch──▶ agent ──▶ this process ◀──Borrow── supervisor of a run
                              ◀──Held, Waiting, Finished──┘      ──Lent───▶
+
 Forked from the nursery like a supervisor, and independent of the agent. One thread runs one loop;
 `model/lifecycle/session.py` decides.
+
 Failure cases:
 - the owner goes away (its notebook's kernel was killed): the session ends at once, also where a process that the owner
 forked lives on with a copy of its socket. Waiting runs are cancelled; those that use devices of it go on and keep those

@@ -4,9 +4,11 @@
                 │ ▲                           │
                 │ └──── the socket ───────────┘
                 └─ News ─▶ Reporter ─▶ server                another one reports; answers become Lease, Confirm, Cancel
+
 A restarted uplink has the directory and `remote.json`: it connects to the supervisor's socket and goes on. Without a
 supervisor's socket, the attempt's lock shows whether one lives; if none does, the uplink writes what is missing
 (`orphans.py`). So each attempt gets an ending and a receipt.
+
 Failure cases: the node cannot start the attempt (an ending `refused`, nothing of the user's ran); the agent dies with
 the launch in its queue (launched again, three times at most: no facts, so nothing has run); the supervisor is killed
 (`supervisor_killed`, or `supervisor_lost` where the kernel says that the machine failed, as soon as none of its

@@ -1,6 +1,7 @@
 """From an order to a launch: the attempt's directory, the call, the devices of this node.
 
     Start ─▶ directory + remote.json (then the order is taken) ─▶ call.pkl ─▶ spec.json … ─▶ Launch
+
 The launch is not confirmed: user code waits until the server has answered a report about this attempt. An order may be
 an hour old, and another attempt may run by now.
 """
@@ -42,6 +43,7 @@ def take(home: Home, order: Start, profile: Path) -> tuple[Path, Remote] | None:
 
     The rest of an interrupted earlier call is made again: nothing can have been launched. A server names a directory of
     this node's by its run, so only an identifier is taken, and no run of the node's own is touched.
+
     Raises InvalidValue (a bad identifier or gang), StorageError, or OSError when it is unknown whether it was made
     before.
     """

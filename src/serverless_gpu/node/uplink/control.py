@@ -3,6 +3,7 @@
     engine ──ensure──▶ lock held, same version? ─▶ nothing
                        lock held, another one's ─▶ ended, and started: attempts do not notice
                        free                     ─▶ started, detached
+
 One uplink per home and profile: the lock decides, the loser ends. It outlives its starter.
 """
 

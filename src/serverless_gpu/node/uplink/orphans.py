@@ -3,6 +3,7 @@
     no facts                        refused: nothing of the user's ran, and nothing will
     facts, even damaged ones        its supervisor was lost; its devices' locks say when its processes are gone
     an ending, and no receipt       a receipt that says what is known
+
 The files are what a supervisor would have written.
 """
 

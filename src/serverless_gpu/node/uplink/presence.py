@@ -2,6 +2,7 @@
 
     AgentHello   at the start, after every silence, and when the server does not know the node
     Heartbeat    every few seconds
+
 Devices are offered as a local client of this node would see them: declared ones in place of real ones, and nothing that
 `CUDA_VISIBLE_DEVICES` hides. Those that other runs, other users or a quarantine have are named, so that the server does
 not count on them; it knows what this uplink's own attempts hold.

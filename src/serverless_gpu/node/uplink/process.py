@@ -4,8 +4,10 @@
     orders           stream ─▶ Start: directory, Minder │ Stop: to its Minder   (again after a break)
     acknowledging    what was taken, together
     two per attempt  one listens to the supervisor, one reports (`attempt_controller.py`, `reporter.py`)
+
 It decides nothing about a run: the server orders, the supervisor acts. It outlives its starter (`control.py`); runs
 need it only for their reports and the lease.
+
 Failure cases:
 - killed: runs go on; the next uplink finds them by `remote.json` and their sockets, and sends what the server has not;
 - the server is away: everything is tried again with longer and longer pauses, up to 5 s; what is new stays on disk;

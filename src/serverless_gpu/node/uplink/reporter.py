@@ -4,9 +4,11 @@
                                     │
           ending ◀── once all logs and outputs are there, in the same report if they fit
           receipt ◀─ with the ending or after it; then the attempt is settled
+
 An unanswered report is made again, with later news: the server takes everything by name or offset, so repetition is
 harmless. The data stays on this node's disk, which is the buffer. The server's answer lets the attempt go on for
 `partition_grace_s` from the *start* of the request, for the server counts from when it heard, which is later.
+
 Failure cases: the server is away or answers with errors (longer and longer pauses, up to 5 s; the supervisor ends the
 run when the lease is over); the attempt is over for the server (stopped; its facts, output and ending are still
 reported, its results are not); the attempt's token has ended (the node's next heartbeat brings another); the database

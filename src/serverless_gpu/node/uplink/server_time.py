@@ -2,6 +2,7 @@
 
     asked ────────▶ server says `at_ns` ────────▶ answered        boottime of this node
       └── at_ns is somewhere in between: server = boottime + K, K in [at_ns − answered, at_ns − asked] ──┘
+
 The fastest answer is kept, as the most precise. One that contradicts it shows that the server's clock was set, and
 replaces it; so does any other once it is old, for clocks drift. This node's wall clock may jump: it plays no part.
 """

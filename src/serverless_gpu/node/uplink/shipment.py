@@ -4,6 +4,7 @@
                           ── pieces, fair among streams, 1 MiB a report ──▶ answered ─▶ offset moves
     facts.jsonl           ── new lines ──▶
     results/, failures/, hang-<n>.txt ─ small ones inside of reports, large ones as blobs first (`upload.py`)
+
 A restarted uplink knows no offsets: it asks with an empty piece for each log, and the server says where to go on. It
 sends a piece again when the server wants it, because its own disk lost it. The ending asks for each log once more, so
 that a lost last piece shows, too.

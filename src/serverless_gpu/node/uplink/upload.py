@@ -1,6 +1,7 @@
 """Large outputs on their way to the server, in a thread of their own: reports go on meanwhile.
 
     hash in parts ─▶ which of them are missing? ─▶ send these ─▶ the file is named by its parts in the next report
+
 An interrupted upload goes on with the missing parts. The node's copy stays until the attempt is settled. Failure cases:
 the server's store answers with errors, or slowly (tried again for `upload_s`, then `failed` says what was in the way);
 the file is gone or changes while it is read (reported at once: no part of it is reliable).

@@ -2,8 +2,10 @@
 
     keep ─▶ the newest `HELD_MAX` points and values ─▶ a thread: the oldest batch first, a try every second ─▶ MLflow
                                                                                     settle: wait ─▶ give_up
+
 Order does not matter to MLflow, because points carry their step and time; a batch that arrives twice is the same.
 Dropped points (too many, or at the end) are counted.
+
 Failure cases: no thread can be started (kept until `wait`, then given up); the process forks (the child starts empty:
 the parent sends what it holds).
 """

@@ -1,9 +1,10 @@
 """A rank's MLflow: everything that user code logs lands in the job's run, without a line that says so.
 
     rank: install ── a finder on sys.meta_path ──▶ user code's `import mlflow` ──▶ attach
-                                                       ├ Job.resolve    which run it is (`job.py`)
+                                                       ├ MlflowJob.resolve  which run it is (`job.py`)
                                                        ├ start_run …    resume it, as often as asked
                                                        └ Writes         what ranks may log (`writes.py`)
+
 MLflow resumes the run of `MLFLOW_RUN_ID` once and then deletes the variable, marks it as finished with every `end_run`
 and at the end of every process, and refuses it after `set_experiment`. In a rank
 - `start_run` and its callers (`log_metric`, `autolog`, Trainer, Lightning) resume the job's run, every time;

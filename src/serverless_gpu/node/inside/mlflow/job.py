@@ -1,10 +1,12 @@
 """The job's MLflow run, as a rank learns of it.
 
-    monitor ──▶ <attempt>/tracking.json ──▶ Job.resolve ──▶ MLFLOW_TRACKING_URI, _RUN_ID, _EXPERIMENT_ID of this process
+    monitor ──▶ <attempt>/tracking.json ──▶ MlflowJob.resolve ──▶ MLFLOW_TRACKING_URI, _RUN_ID, _EXPERIMENT_ID
     supervisor ── the same variables, where it heard of them in time ──┘
+
 The run may be unknown when a rank starts. Then an import of MLflow waits for the file, as long as a monitor writes to
 it and MLflow may answer yet, and at most `WAIT_S`; a noticeable wait is reported. Variables that user code has changed
 meanwhile stay.
+
 Failure cases: the tracking server is known not to answer ("away": no wait); the file never comes (the monitor is gone).
 Either is reported once. Where the caller has named a server, MLflow stays as it is configured, every later `start_run`
 looks again, and once the server answers the rank asks the node to find the run (`ask`). Without a named server, MLflow

@@ -2,6 +2,7 @@
 
     log_metric, log_params … ─▶ MLflow's client ─▶ RestStore.log_batch, log_metric, log_param ─▶ server
                                                           └ Writes: only for the job's run
+
 - **Parameters that differ between ranks** are refused by MLflow. The first one keeps the key, another one is kept as
 `<key>.rank<r>`, with one notice. A rank that contradicts itself within one `start_run` gets MLflow's own error.
 - **A refused value takes no others with it**: asynchronous logging puts calls of a second into one batch, which MLflow

@@ -2,6 +2,7 @@
 
     this node: ray start, gcs_server, raylet ── pidfds ──┐
     node 1, 2, … ── link: "joined", "lost", end of file ──┴─▶ gone(): a sentence that names the node and what ended
+
 Failure cases: several are lost (the first is reported, because the others follow from it); a stranger connects to the
 link (`link.py` refuses it, and nothing is gone).
 """

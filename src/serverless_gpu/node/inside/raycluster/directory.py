@@ -4,10 +4,12 @@
         │                                        └─ removes it when the supervisor has died
         ├─ keeps logs and removes it when no process of the attempt is left
         └─ the agent removes abandoned ones (`node/supervisor/ray_cluster.py`)
+
 Ray spills objects below `<directory>/spill`: a directory, or a link to one of the same name on a disk with more room.
 The target goes first, because the link is the only way to it. The path is short, since Ray makes sockets of 62 more
 bytes below it. Ray opens its own directory to all users, so that one lies within this one, which only its owner can
 enter.
+
 Failure cases: something of that name that is no directory of ours (left alone); a directory in it that its owner may
 not write to (its mode is changed); a process still writes there (a few more tries, then the next look).
 """

@@ -3,9 +3,11 @@
     node task ── fork ─▶ driver   import ray … waits
               ── {"env": {…}} ─▶  the function, as in any rank
               ◀── exec enter returned failed ──  passed on to the supervisor by the node task
+
 Its events go through the node task because only that one knows whether Ray died first. The node task ends as the driver
 did: the same exit code, the same signal. SIGTERM is the run's, not Ray's: it ends the driver at once, unless the
 function has asked whether it is to stop.
+
 Failure cases: Ray cannot be imported (the function's own import says so); the node task dies (so does the driver); the
 driver ends before it got its start (the node task sees that).
 """

@@ -2,8 +2,10 @@
 
     ray_tasks{Name="g",Source="executor",State="RUNNING",…} 1.0 ─┐
     ray_tasks{Name="h",Source="executor",State="RUNNING",…} 2.0 ─┴─▶ {"tasks_running": 3.0}
+
 Ray has a line for every task's name, every process and every bucket: 400 kB on an idle node, megabytes on a busy one.
 So lines are taken one by one, and only sums are kept. A metric that Ray lacks has no figure, not 0.
+
 Failure cases: a line that is no metric, or longer than any of Ray's (left out); labels hold users' names of tasks, with
 anything in them (parsed by their quotes); a gauge that Ray keeps as a difference between processes falls below 0 when
 one of them is gone (0 is reported).

@@ -9,9 +9,11 @@
       │ ── {"joined", "devices", "cpus"} ───────────────▶ │  the driver starts when all have
       │ ── {"lost": text} ──────────────────────────────▶ │  Ray on node n is gone
       │ ◀── {"done"} ───────────────────────────────────  │  the driver has ended: end Ray, return
+
 A frame is four bytes of length and a JSON object. The secret never travels; neither does Ray's token, which every node
 derives from it (`variables.py`). Frames after the proofs are not signed: an attacker who can write into this connection
 can write into Ray's, too, which are not encrypted either.
+
 Failure cases. A connection that does not prove itself in time, sends too much or nonsense, or claims node 0, a taken
 number or an unknown one, is closed; other nodes do not notice. One that ends before its welcome tries again (something
 else may listen at that port for a moment), until its patience ends. End of file after the welcome and without "done"

@@ -2,8 +2,10 @@
 
     node task ── fork ──▶ monitor.run ── GET /metrics, every 10 s ──▶ Ray's agent of this node
                              └─▶ <attempt>/ray/<node rank>.metrics.json ──▶ the home's monitor: into the run's samples
+
 It speaks HTTP/1.0 by itself: without proxies and redirections, for five seconds at most. It parses the text as it comes
 and never keeps it (`figures.py`).
+
 Failure cases: Ray is not up yet, or hangs, or is gone (tried again; the file grows old, which its reader sees by the
 time in it); half a text, or one that does not end (not written); the disk is full (the file before stays). The process
 ends with its parent.

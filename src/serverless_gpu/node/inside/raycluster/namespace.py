@@ -4,8 +4,10 @@
       ├─ init       pid 1 in there: reaps; when it dies the kernel ends everything in there
       ├─ ray start, driver, …   each with a /proc of the namespace: `ray stop`, which looks for everything that is
       └─                        called like Ray, finds this cluster's processes and no other's
+
 The end does not depend on it: everything below the node task dies with it (PR_SET_PDEATHSIG), and the stem ends all of
 the run.
+
 Failure cases: the kernel refuses (containers often do): without a namespace, the node task becomes the sub-reaper of
 all it starts, and ends its descendants one by one. A namespace without a /proc of its own would be worse than none: Ray
 would look up its own pids in a foreign list. So a process that goes away tries it first. That one has a single thread,

@@ -3,10 +3,12 @@
     node task ── fork, exec ─▶ ray start --block ─┬─ gcs_server   the head's: without it the cluster is lost
                   output: ray-start.log           ├─ raylet       without it this node is
                                                   └─ agents, monitor, …   Ray starts those again, or goes with them
+
 Ray is ready when the node's agents have left their ports in files: the raylet makes itself known to the head right
 after that. Rays that leave none say so in the output of `ray start`. It is gone when `ray start`, the raylet or the
 head's gcs_server is: all three are watched by pidfd, for `ray start --block` looks once a second, and takes a SIGTERM
 to one of them for a wish.
+
 Failure cases: one of the three ends before Ray is ready, because another process took a port, or agents took longer
 than the 15 s that a raylet gives them (tried again, `_TRIES_MAX` times in all); Ray is not ready in `START_S`; both are
 a `RayStartFailed` with what Ray wrote last.
@@ -83,7 +85,7 @@ class RayStartPlan(NamedTuple):
 def start(
     family: Family, plan: RayStartPlan, stop: Callable[[], bool], say: Callable[[str], None]
 ) -> RayProcesses | None:
-    """Start Ray on this node and return when it is ready; None when `stop` says so before. StartFailed."""
+    """Start Ray on this node and return when it is ready; None when `stop` says so. RayStartFailed."""
     problem = ""
     for number in range(1, _TRIES_MAX + 1):
         engine = _begin(family, plan, os.path.join(plan.directory, str(number)))
