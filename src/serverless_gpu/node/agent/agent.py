@@ -125,7 +125,10 @@ class Agent:
 
     def serve(self) -> None:
         """Serve until idle for too long, or told to end."""
-        while not self._retired and not self._idle_too_long():
+        while not self._retired:
+            is_idle = not self._attempts.count() and not self._queue
+            if is_idle and self._clock.boottime_ns() - self._used_ns > IDLE_S * 1e9:
+                break
             pause_s = _BREATH_S if self._zygotes.ending else _TURN_S
             if self._refill_ns is not None:
                 pause_s = max(0.0, (self._refill_ns - self._clock.boottime_ns()) / 1e9)
@@ -382,8 +385,3 @@ class Agent:
         self._faults.look(self._inventory.devices)
         self._secrets.tend((Path(launch.directory) for launch, _ in self._queue), ended=ended)
         bound_log(self._log)
-
-    def _idle_too_long(self) -> bool:
-        if self._attempts.count() or self._queue:
-            return False
-        return self._clock.boottime_ns() - self._used_ns > IDLE_S * 1e9

@@ -120,14 +120,14 @@ class Sweeper:
         self._seen = {name: seen for name, seen in self._seen.items() if name in names}
         for name in names:
             with contextlib.suppress(OSError):
-                if _is_ours(_MEMORY / name) and _is_left(_MEMORY / name, unchanged_s=self._unchanged_s(name, now_ns)):
-                    _remove_in_memory(_MEMORY / name)
-
-    def _unchanged_s(self, name: str, now_ns: int) -> float:
-        changed_ns = (_MEMORY / name).lstat().st_mtime_ns
-        if self._seen.get(name, (0, 0))[0] != changed_ns:
-            self._seen[name] = (changed_ns, now_ns)
-        return (now_ns - self._seen[name][1]) / 1e9
+                place = _MEMORY / name
+                if not _is_ours(place):
+                    continue
+                changed_ns = place.lstat().st_mtime_ns
+                if self._seen.get(name, (0, 0))[0] != changed_ns:
+                    self._seen[name] = (changed_ns, now_ns)
+                if _is_left(place, unchanged_s=(now_ns - self._seen[name][1]) / 1e9):
+                    _remove_in_memory(place)
 
 
 def _is_left(place: Path, *, unchanged_s: float) -> bool:

@@ -77,11 +77,13 @@ def air_program(
 ) -> str:
     """Return `_air.py`, the readable program with which `torchrun` reproduces a run."""
     paths = "[\n" + "".join(f"    {original(path)!r},\n" for path in context.sys_path) + "]"
+    # Escaped for a docstring: any path may be a home.
+    quoted = shlex.quote(str(directory / "_air.py")).replace("\\", "\\\\").replace('"', '\\"')
     return _AIR.format(
         run_id=run_id,
         fence=fence,
         world_size=world_size,
-        path=_in_docstring(shlex.quote(str(directory / "_air.py"))),
+        path=quoted.encode("utf-8", "backslashreplace").decode(),
         cwd=original(context.cwd),
         umask=context.umask,
         argv=[original(argument) for argument in context.argv],
@@ -91,12 +93,6 @@ def air_program(
         note=_OF_A_SNAPSHOT if spec.environment == "snapshot" else "",
         directory=str(directory),
     )
-
-
-def _in_docstring(text: str) -> str:
-    """Return text as it must be written inside a docstring to read as itself: any path may be a home."""
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
-    return escaped.encode("utf-8", "backslashreplace").decode()
 
 
 def _load(inside: Path) -> str:

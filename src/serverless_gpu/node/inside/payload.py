@@ -271,8 +271,11 @@ class _Pickler(_CloudPickler):
             if memory is None:
                 return super().reducer_override(value)
             return _untyped_storage, (pickle.PickleBuffer(memory),)
-        if kind is FunctionType and _is_notebook_open(cast("FunctionType", value)):
-            return getattr, (builtins, "open")
+        if kind is FunctionType:
+            function = cast("FunctionType", value)
+            module = function.__globals__.get("__name__")
+            if function.__name__ == "open" and module == "IPython.core.interactiveshell":
+                return getattr, (builtins, "open")  # IPython's guards the kernel; ranks get Python's
         if self._arguments is not None and isinstance(value, self._arguments):
             return _reduce_arguments(value)
         reduced = _reduce_by_value(value)
@@ -320,11 +323,6 @@ def _cached_property(function: Callable[..., object], name: str | None) -> objec
     made = functools.cached_property(function)
     made.attrname = name
     return made
-
-
-def _is_notebook_open(function: FunctionType) -> bool:
-    """Return whether it is IPython's `open`, which guards the kernel; ranks get Python's."""
-    return function.__name__ == "open" and function.__globals__.get("__name__") == "IPython.core.interactiveshell"
 
 
 def _storage_memory(storage: _UntypedStorage) -> Buffer | None:
