@@ -1,1 +1,1 @@
-"""What runs on a machine with GPUs: agent, supervisor, device locks, and the runtime inside the user's processes."""
+"""The code of a machine with GPUs: agent, supervisor, device locks, and the runtime in user processes."""

@@ -1,19 +1,15 @@
-"""The agent: one per user and home on a node; keeps interpreters warm and gives every run a supervisor.
+"""The agent: one per user and home; keeps interpreters warm and gives every run a supervisor.
 
     client ──connect──▶ agent ──▶ Greeting (inventory)
            ──Launch───▶       ──▶ a standby supervisor gets the client's socket, a standby stem follows
                               ──▶ next: another supervisor and another stem stand by
 
-It decides nothing about a run and is never in its way: once handed over, client and supervisor talk to each other. One
-thread, one loop; nothing here blocks for longer than the look at a zygote's files (about 2 ms), except once a minute
-the look at the GPUs.
+After the hand-over, client and supervisor talk to each other; the agent decides nothing about a run. One thread runs
+one loop. It blocks for about 2 ms at most (a zygote's files), except once a minute for the GPUs.
 
-Failure cases:
-- killed: running attempts do not notice. Zygotes and standby processes end (end of file). The next call starts a new
-  agent, which finds running attempts by their sockets and lets them be;
-- two started at once: the lock decides, the loser ends;
-- a supervisor dies: its attempt's directory gets the ending and the receipt that are missing;
-- too many runs at once: the rest wait here in order, and are told how many are ahead.
+Failure cases: the agent is killed (attempts go on; zygotes and standby processes end; the next call starts a new agent,
+which finds attempts by their sockets); two agents start at once (the lock decides); a supervisor dies (the agent writes
+the missing ending and receipt); too many runs at once (the rest queue here and hear how many are ahead).
 """
 
 from __future__ import annotations
@@ -26,7 +22,6 @@ import select
 import selectors
 import signal
 import socket
-import subprocess
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -68,16 +63,9 @@ _BREATH_S = 0.05
 
 
 def main(home: str, sockets: str, ready_fd: int, environ: dict[str, str]) -> NoReturn:
-    """Be the agent until nobody has needed it for ten minutes.
-
-    Args:
-        home: the home directory.
-        sockets: the private directory of sockets.
-        ready_fd: closed when connections are accepted, or when another agent already does that.
-        environ: start-up environment for supervisors.
-    """
+    """Run the agent until it is idle for ten minutes; `ready_fd` is closed once it accepts connections."""
     if os.fork():
-        os._exit(0)  # nobody's child: a caller that lives longer must not be left with a zombie
+        os._exit(0)  # reparented: a caller that lives longer must not be left with a zombie
     linux.set_name(AGENT)
     linux.outlive_ranks()  # supervisors inherit it; whatever else is forked from here takes it back
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -99,13 +87,7 @@ def main(home: str, sockets: str, ready_fd: int, environ: dict[str, str]) -> NoR
 
 
 class Agent:
-    """The agent's loop and what it looks after.
-
-    Args:
-        home: the home directory.
-        sockets: the private directory of sockets.
-        environ: start-up environment for supervisors.
-    """
+    """The agent's loop and what it looks after."""
 
     def __init__(self, home: Home, sockets: Path, environ: dict[str, str]) -> None:
         self._home = home
@@ -119,8 +101,14 @@ class Agent:
         self._monitoring = Monitoring(home, sockets, environ, self._selector, self._clock)
         zygotes = self._zygotes = ZygotePool(home, self._log, self._cgroups, self._selector, self._clock)
         self._environments = RestoredEnvironments(home, self._log, environ, self._selector, zygotes.leave_environments)
-        self._retention = Schedule(self._clock, lambda fd: self._clean(fd, environ))
-        self._rays = ClusterSweeper(self._clock, lambda: self._sweep(environ))
+        retention, rays = "serverless_gpu.node.attempt.retention", "serverless_gpu.node.supervisor.ray_cluster"
+        self._retention = Schedule(
+            self._clock,
+            lambda fd: clean_process(retention, (str(home.root), fd), fds=(fd,), log=self._log, environ=environ),
+        )
+        self._rays = ClusterSweeper(
+            self._clock, lambda: clean_process(rays, (), fds=(), log=self._log, environ=environ)
+        )
         self._secrets = secret_files.Sweeper(self._clock)
         self._faults = NodeFaults(home, self._clock)
         self._stem_owners = StemOwners()
@@ -137,8 +125,14 @@ class Agent:
 
     def serve(self) -> None:
         """Serve until idle for too long, or told to end."""
-        while not self._retired and not self._idle_too_long():
-            for key, _ in self._selector.select(self._pause_s()):
+        while not self._retired:
+            is_idle = not self._attempts.count() and not self._queue
+            if is_idle and self._clock.boottime_ns() - self._used_ns > IDLE_S * 1e9:
+                break
+            pause_s = _BREATH_S if self._zygotes.ending else _TURN_S
+            if self._refill_ns is not None:
+                pause_s = max(0.0, (self._refill_ns - self._clock.boottime_ns()) / 1e9)
+            for key, _ in self._selector.select(pause_s):
                 callback: Callable[[], None] = key.data
                 callback()
             self._tend()
@@ -165,7 +159,7 @@ class Agent:
         try:
             sock, _ = self._listener.accept()
         except OSError:
-            select.select([], [], [], _BREATH_S)  # no descriptors: whoever knocks would be heard again at once
+            select.select([], [], [], _BREATH_S)  # no descriptors: a pending connection would wake it at once
             return
         channel = Channel(sock)
         if len(self._clients) >= CLIENTS_MAX:
@@ -269,7 +263,7 @@ class Agent:
             self._selector.register(client, selectors.EVENT_READ, lambda: self._hear_queued(changed))
             return
         if received is None and not entry[0].confirmed:
-            self._queue.remove(entry)  # nobody will ever say that it may start
+            self._queue.remove(entry)  # no client is left to confirm it
             client.close()
             return
         if received is None or not isinstance(received[0], protocol.Cancel):
@@ -297,7 +291,8 @@ class Agent:
         client.close()
         self._monitoring.want(preparation(launch.spec.tracker, launch.context))
         if launch.idle_timeout_s is not None:
-            self._keep_warm(launch, supervisor)
+            request = ZygoteRequest(launch.context, owner=launch.owner)
+            self._prewarm(request, launch.world_size, launch.environment, supervisor)
         elif launch.environment is None:
             self._give_stem(launch, supervisor)
         else:
@@ -341,7 +336,7 @@ class Agent:
         wanted: protocol.EnvironmentRequest | None,
         keeper: Supervised | None = None,
     ) -> None:
-        """Have an interpreter ready, kept as long as a session if it is for one; the first run says what goes wrong."""
+        """Have an interpreter ready, as long as its session lasts, if any; the first run reports problems."""
 
         def warm(environment: RestoredEnvironment | None = None, _fetched: bool = False) -> None:
             own = asked.context if environment is None else environment.context(asked.context)
@@ -356,11 +351,6 @@ class Agent:
             return
         waiter = EnvironmentWaiter(ready=warm, failed=lambda _reason, _message: None, told=lambda _sentence: None)
         self._environments.have(wanted, asked.context.environ, waiter, self._zygotes.is_entered)
-
-    def _keep_warm(self, launch: protocol.Launch, keeper: Supervised) -> None:
-        """Have an interpreter ready for the first run of a session, and keep it as long as the session."""
-        request = ZygoteRequest(launch.context, owner=launch.owner)
-        self._prewarm(request, launch.world_size, launch.environment, keeper)
 
     def _refuse(self, client: Channel, message: protocol.Refused) -> None:
         with contextlib.suppress(OSError):
@@ -384,7 +374,7 @@ class Agent:
         self._zygotes.became_ready = False
         if self._refill_ns is not None and now_ns >= self._refill_ns:
             self._refill_ns = None
-            with contextlib.suppress(OSError):  # no process to be had now; the next run asks again, and says so
+            with contextlib.suppress(OSError):  # no process can start now; the next run tries again and reports it
                 self._attempts.prepare()
             self._zygotes.refill()
         self._zygotes.tend(self._attempts.kept())
@@ -395,24 +385,3 @@ class Agent:
         self._faults.look(self._inventory.devices)
         self._secrets.tend((Path(launch.directory) for launch, _ in self._queue), ended=ended)
         bound_log(self._log)
-
-    def _clean(self, queued_fd: int, environ: dict[str, str]) -> subprocess.Popen[bytes]:
-        """Have run directories that are kept no longer deleted, by a process that nobody waits for."""
-        arguments = (str(self._home.root), queued_fd)
-        return clean_process(
-            "serverless_gpu.node.attempt.retention", arguments, fds=(queued_fd,), log=self._log, environ=environ
-        )
-
-    def _sweep(self, environ: dict[str, str]) -> subprocess.Popen[bytes]:
-        """Have directories of Ray's removed that nobody looks after, by a process that nobody waits for."""
-        return clean_process("serverless_gpu.node.supervisor.ray_cluster", (), fds=(), log=self._log, environ=environ)
-
-    def _idle_too_long(self) -> bool:
-        if self._attempts.count() or self._queue:
-            return False
-        return self._clock.boottime_ns() - self._used_ns > IDLE_S * 1e9
-
-    def _pause_s(self) -> float:
-        if self._refill_ns is None:
-            return _BREATH_S if self._zygotes.ending else _TURN_S
-        return max(0.0, (self._refill_ns - self._clock.boottime_ns()) / 1e9)

@@ -1,7 +1,7 @@
-"""The agent's supervisors: one standing by, one per running attempt, and those an earlier agent left running.
+"""The agent's supervisors: a standby one, one per running attempt, and those of an earlier agent.
 
-A supervisor is told its attempt once, over its channel, together with the client's socket; from then on the channel
-only says by its end of file that the supervisor has ended.
+A supervisor gets its attempt once, over its channel, with the client's socket. After that the channel reports only, by
+its end of file, that the supervisor has ended.
 """
 
 from __future__ import annotations
@@ -68,16 +68,7 @@ class Supervised:
 
 
 class Attempts:
-    """All supervisors of one agent.
-
-    Args:
-        home: the home directory.
-        sockets: the private directory of sockets.
-        log: descriptor for what supervisors write.
-        environ: their start-up environment.
-        selector: the agent's; ends of supervisors are heard there.
-        clock: where time comes from.
-    """
+    """All supervisors of one agent."""
 
     def __init__(
         self,
@@ -109,7 +100,7 @@ class Attempts:
         return frozenset(supervised.key for supervised in self._busy if supervised.key is not None)
 
     def statuses(self) -> tuple[AttemptStatus, ...]:
-        """Return what there is to say about each attempt."""
+        """Return the status of each attempt."""
         return tuple(
             AttemptStatus(
                 run_id=each.run_id,
@@ -122,20 +113,12 @@ class Attempts:
         )
 
     def prepare(self) -> None:
-        """Have one supervisor standing by.
-
-        Raises:
-            OSError: no process can be started.
-        """
+        """Start a standby supervisor; raises OSError when no process can be started."""
         if self._standby is None:
             self._standby = self._spawn()
 
     def assign(self, message: protocol.Assign, client: Channel) -> Supervised:
-        """Give an attempt and its client's socket to a supervisor.
-
-        Raises:
-            OSError: no supervisor can be started or told.
-        """
+        """Give an attempt and its client's socket to a supervisor; raises OSError when that fails."""
         supervised, self._standby = self._standby or self._spawn(), None
         try:
             protocol.send(supervised.channel, message, (client.fileno(),))
@@ -188,20 +171,11 @@ class Attempts:
                 self._standby = None  # not replaced at once: what ended it may end the next one, too
             if supervised in self._busy:
                 self._busy.remove(supervised)
-                self._bury(supervised)
+                if (directory := supervised.directory) is not None:
+                    (self._sockets / f"{directory.parent.name}.sock").unlink(missing_ok=True)
+                    secret_files.remove(directory)
+                    self._bury_at(directory, supervised.ended_ns)
         return any(supervised.directory is not None for supervised in ended)
-
-    def _bury(self, supervised: Supervised) -> None:
-        """Write the end of an attempt whose supervisor was killed; of one of a server, the uplink writes the receipt.
-
-        A supervisor that ended in order has written its receipt. What another process of this node is writing at this
-        moment is left to that process.
-        """
-        directory = supervised.directory
-        if directory is not None:
-            (self._sockets / f"{directory.parent.name}.sock").unlink(missing_ok=True)
-            secret_files.remove(directory)
-            self._bury_at(directory, supervised.ended_ns)
 
     def _bury_at(self, directory: Path, seen_ns: int | None = None) -> None:
         if not directory.exists() or (directory / "receipt.json").exists():

@@ -1,11 +1,10 @@
-"""When a run of this machine would get its devices: who has them now, and until when.
+"""Forecast of when a run of this machine would get its devices, from their present holders.
 
     locks: who has which device ─┬─ of this home ─▶ time limit ──────────────────────────▶ until when at the latest
     tickets: who waits ──────────┤              └─▶ how long earlier runs of its name had ▶ until about when
-    processes, quarantine ───────┘  of other users, sessions ────────────────────────────▶ nobody can say
+    processes, quarantine ───────┘  of other users, sessions ────────────────────────────▶ unknown
 
-Read only; nothing is taken, and no place in the queue. A machine has no queue that is decided: whoever came first is
-served first, so with somebody in front nothing is known.
+Read only. The queue of a machine is first come, first served; with a waiter in front nothing is known.
 
 Failure cases: a lock directory that cannot be used (`StorageError`); devices that do not answer count as in use.
 """
@@ -44,19 +43,7 @@ def outlook(
     now_ns: int,
     ignore_busy: bool = False,
 ) -> StartEstimate:
-    """Return when a run would get its devices if it were started now.
-
-    Args:
-        home: whose runs are known.
-        wanted: which devices it may take, and how many.
-        locks: of these devices.
-        provider: says what they are used for.
-        now_ns: nanoseconds since 1970.
-        ignore_busy: whether it takes devices that other programs use, too.
-
-    Raises:
-        StorageError: the lock directory cannot be used.
-    """
+    """Return when a run would get its devices if it started now; StorageError: unusable lock directory."""
     uuids = [device.uuid for device in wanted.devices]
     kind = wanted.devices[0].type
     waiting = locks.waiting(kind)
@@ -90,7 +77,7 @@ def outlook(
 
 
 def expected_s(home: Home, name: str) -> float | None:
-    """Return how long a run of a name is likely to have its devices, or None while too few of its like are known."""
+    """Return how long a run of a name may have its devices; None with too few earlier runs."""
     return duration_estimates.expected_s(_past(home, {name})[name]) if name else None
 
 
@@ -113,14 +100,12 @@ def device_holders(home: Home, holders: Sequence[LockHolder], now_ns: int) -> li
     counts: dict[str, list[LockHolder]] = {}
     for holder in holders:
         counts.setdefault(holder.run_id, []).append(holder)
-    records = {run_id: _record(home, run_id) for run_id in counts}
+    records = {
+        run_id: read_run(home.runs, run_id) if run_id and (home.runs / run_id).is_dir() else None for run_id in counts
+    }
     past = _past(home, {record.spec.name for record in records.values() if record is not None and record.spec})
     having = [_one(run_id, held, records[run_id], past, now_ns) for run_id, held in counts.items()]
     return sorted(having, key=lambda each: (each.until_ns is None, each.until_ns or 0, each.title))
-
-
-def _record(home: Home, run_id: str) -> RunRecord | None:
-    return read_run(home.runs, run_id) if run_id and (home.runs / run_id).is_dir() else None
 
 
 def _one(run_id: str, held: Sequence[LockHolder], record: RunRecord | None, past: _Past, now_ns: int) -> Having:
@@ -132,7 +117,7 @@ def _one(run_id: str, held: Sequence[LockHolder], record: RunRecord | None, past
 
 
 def _until(record: RunRecord, since_ns: int, past: _Past, now_ns: int) -> tuple[int | None, bool]:
-    """Return when a run has given its devices back, and whether that is the latest time; None where nobody can say."""
+    """Return when a run gives its devices back and whether that is the latest time; None if unknown."""
     spec = record.spec
     if spec is None or record.kind != FUNCTION:
         return None, False
@@ -149,9 +134,7 @@ def _until(record: RunRecord, since_ns: int, past: _Past, now_ns: int) -> tuple[
 
 
 def _past(home: Home, names: Collection[str]) -> dict[str, list[float]]:
-    """Return for how long runs of some names had their devices that ended by themselves, newest first, of the latest
-    runs: those are read once, however many have devices.
-    """
+    """Return device durations of recent runs of some names that ended by themselves, newest first."""
     past: dict[str, list[float]] = {name: [] for name in names}
     for run_id in run_ids(home.runs)[:_PAST_MAX] if names else ():
         record = read_run(home.runs, run_id)

@@ -1,13 +1,12 @@
-"""Reaching the agent of this node, and starting it when there is none.
+"""Reaching the agent of this node; starts it when it does not run.
 
-Failure cases: the agent is not there, or its socket is stale (a new one is started; two callers at once end up with one
-agent); the machine or the home lacks what every run needs (said before anything is started); it does not come up (what
-it wrote is in the message); it speaks another protocol (cannot happen by accident:
-the socket's name carries the number).
+Failure cases: no agent or a stale socket (a new one starts; two callers at once end up with one); the machine or the
+home lacks what runs need (refused before anything starts); it does not come up (its output is in the message).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
@@ -34,12 +33,9 @@ _starting = threading.Lock()
 
 
 def connect(home: Home) -> tuple[Channel, protocol.Greeting]:
-    """Return a connection to the agent and what it offers, after starting it if needed.
+    """Return a connection to the agent and its greeting, after starting it if needed.
 
-    Raises:
-        AgentUnavailable: it could not be started, or does not answer.
-        HardwareError: this system cannot run ranks.
-        StorageError: the sockets' directory cannot be used, or the home's file system refuses locks.
+    Raises AgentUnavailable, HardwareError (this system cannot run ranks) or StorageError.
     """
     require_linux("ranks")
     path = protocol.agent_socket(home.sockets())
@@ -83,7 +79,9 @@ def _try_connect(path: Path) -> tuple[Channel, protocol.Greeting] | None:
         return None
     except TimeoutError:
         channel.close()
-        pid = _read(path.with_suffix(".lock"))
+        pid = "unknown"
+        with contextlib.suppress(OSError):
+            pid = path.with_suffix(".lock").read_text(encoding="ascii", errors="replace").strip() or pid
         raise AgentUnavailable(
             f"the agent of this node (pid {pid}) did not answer within {_ANSWER_S:.0f} s",
             hint=f"`kill -9 {pid}` ends it; running attempts go on, and the next call starts another",
@@ -127,13 +125,6 @@ def _start_agent(home: Home) -> None:
         process.wait()
     finally:
         os.close(ready_read)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii", errors="replace").strip() or "unknown"
-    except OSError:
-        return "unknown"
 
 
 def _last_words(home: Home) -> str:

@@ -1,16 +1,16 @@
-"""The agent's restored environments: each is restored once, however many runs want it, and kept while it is of use.
+"""The agent's restored environments: each is restored once and kept while it is of use.
 
     have(wanted) ─ there ───────────────────▶ ready, at once
                  └ not ─▶ restoring process ─▶ ready, or failed with a reason; meanwhile: how far it is
 
-The last few stay locked here, so that no collection takes away what the next call wants; zygotes and stems hold locks
-of their own. Nothing here blocks.
+The agent locks the last few, so that no collection removes what the next call wants; zygotes and stems hold locks of
+their own. Nothing here blocks.
 
-Failure cases: the disk is full (everything that no run uses is let go, and it is tried once more while that goes; then
-the node is at fault, and the server tries another); the restoring process dies (another one is asked again, once for
-each environment); it fails (everybody who waits is told the reason, and the next run tries again); what was restored is
-gone (restored again); a rank has changed it, which links make possible (the restoring process is asked before each
-start then, and makes it again; where there are only mounts it is asked once in `LOOK_S`).
+Failure cases: the disk is full (unused environments are dropped and the restore is tried once more; then the node is at
+fault and the server tries another); the restoring process dies (another one tries, once per environment); it fails (all
+waiters get the reason, the next run tries again); a restored environment is gone (restored again); a rank has changed
+it through a link (the restoring process checks it before each start and repairs it; mounts are checked once in
+`LOOK_S`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from serverless_gpu.node.processes.spawn import clean_process
 KEPT_MAX = 8
 TRIES_MAX = 2
 ROOM_S = 10.0
-"""How long interpreters that nobody uses may take to leave their environments, when the disk is full."""
+"""Time for idle interpreters to leave their environments, when the disk is full."""
 _REASONS = {
     StorageError.code: Reason.NODE_DISK,
     EnvironmentCorrupt.code: Reason.ENV_CORRUPT,
@@ -49,13 +49,7 @@ _REASONS = {
 
 
 class EnvironmentWaiter(msgspec.Struct, frozen=True, kw_only=True):
-    """Somebody who wants an environment.
-
-    Attributes:
-        ready: called with it, and whether it had to be restored.
-        failed: called with why there is none.
-        told: called with how far it is.
-    """
+    """A waiting run's callbacks: `ready(environment, was restored)`, `failed(reason)`, `told(progress)`."""
 
     ready: Callable[[RestoredEnvironment, bool], None]
     failed: Callable[[Reason, str], None]
@@ -72,16 +66,7 @@ class _Work(msgspec.Struct, kw_only=True):
 
 
 class RestoredEnvironments:
-    """What one agent has restored, and is restoring.
-
-    Args:
-        home: the home directory.
-        log: descriptor for what the restoring process writes.
-        environ: its start-up environment.
-        selector: the agent's.
-        let_go: has every interpreter that nobody uses leave its environment; returns whether there was one.
-        clock: how long ago an environment was looked at.
-    """
+    """The environments that one agent has restored or is restoring."""
 
     def __init__(
         self,
@@ -97,7 +82,7 @@ class RestoredEnvironments:
         self._log = log
         self._environ = environ
         self._selector = selector
-        self._let_go = let_go
+        self._let_go = let_go  # has every idle interpreter leave its environment; returns whether there was one
         self._clock = clock or SystemClock()
         self._known: dict[EnvironmentRequest, RestoredEnvironment] = {}  # the one used last at the end
         self._looked_ns: dict[EnvironmentRequest, int] = {}  # when the restoring process last looked at a known one
@@ -108,7 +93,7 @@ class RestoredEnvironments:
         self._process: subprocess.Popen[bytes] | None = None
 
     def statuses(self) -> tuple[EnvironmentStatus, ...]:
-        """Return what there is to say about each."""
+        """Return the status of each environment."""
         known = (
             EnvironmentStatus(snapshot=environment.address, state="ready", mode=environment.mode)
             for environment in self._known.values()
@@ -126,13 +111,9 @@ class RestoredEnvironments:
         waiter: EnvironmentWaiter,
         entered: Callable[[str], bool],
     ) -> None:
-        """Have an environment, now or as soon as it is restored.
+        """Provide an environment, now or as soon as it is restored.
 
-        Args:
-            wanted: which.
-            environ: the caller's variables, for the store.
-            waiter: told what becomes of it.
-            entered: whether an interpreter is in the snapshot of an address already.
+        `entered` says whether an interpreter is in the snapshot of an address already.
         """
         known = self._known.get(wanted)
         if known is not None and known.is_there() and not self._may_have_changed(wanted, known, entered):
@@ -153,11 +134,7 @@ class RestoredEnvironments:
         self._ask(work)
 
     def tend(self, *, idle: bool) -> None:
-        """Have what is left to be done for restored environments done, one at a time.
-
-        Args:
-            idle: whether no run needs the cores.
-        """
+        """Do the pending work on restored environments, one at a time; `idle`: no run needs the cores."""
         if idle and self._unfinished and self._channel is not None and not self._work:
             with contextlib.suppress(OSError):  # it has died, which is heard
                 self._number += 1
@@ -166,7 +143,7 @@ class RestoredEnvironments:
     def _may_have_changed(
         self, wanted: EnvironmentRequest, known: RestoredEnvironment, entered: Callable[[str], bool]
     ) -> bool:
-        """Return whether it is to be looked at before a start: ranks can write to files that links lead to.
+        """Return whether ranks may have changed it since the last look: they can write to linked files.
 
         Files that are only mounted can be reached below the cache, so all are looked at from time to time.
         """
@@ -188,7 +165,7 @@ class RestoredEnvironments:
                 self._fail(work, Reason.ENV_UNAVAILABLE, f"no process could be started to restore it: {error}")
 
     def _started(self) -> Channel:
-        """Return the channel to the restoring process, which is started if there is none."""
+        """Return the channel to the restoring process, starting it if needed."""
         if self._channel is not None:
             return self._channel
         ours, theirs = pair()
@@ -248,7 +225,8 @@ class RestoredEnvironments:
         else:
             self._unfinished.add(environment.address)
         if environment.mended:
-            self._tell(f"environment {environment.short}: {environment.mended}")
+            with contextlib.suppress(OSError):  # the log's disk is full
+                os.write(self._log, f"environment {environment.short}: {environment.mended}\n".encode())
         self._known[work.want.wanted] = environment
         self._looked_ns[work.want.wanted] = self._clock.boottime_ns()
         while len(self._known) > KEPT_MAX:
@@ -264,10 +242,6 @@ class RestoredEnvironments:
         self._known.clear()
         self._looked_ns.clear()
         return self._let_go() or was_known
-
-    def _tell(self, sentence: str) -> None:
-        with contextlib.suppress(OSError):  # the log's disk is full
-            os.write(self._log, f"{sentence}\n".encode())
 
     def _fail(self, work: _Work, reason: Reason, message: str) -> None:
         self._work.pop(work.want.wanted, None)

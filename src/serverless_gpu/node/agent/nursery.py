@@ -1,11 +1,8 @@
-"""The nursery: a clean interpreter that has imported the supervisor's code, and forks one whenever the agent asks (or a
-session's keeper, which is one that runs nothing).
+"""The nursery: a clean interpreter with the supervisor's code imported, which forks supervisors.
 
-A supervisor that starts from nothing needs 60 ms, which every second call of a quick loop would wait for; a fork needs
-2 ms. The agent does not fork itself: it has descriptors and state that are nobody else's. This process has one thread,
-opens nothing and decides nothing.
-
-Ends when the agent's end of the channel closes; supervisors it forked live on.
+A supervisor started from nothing needs 60 ms, a fork 2 ms. The agent does not fork itself: it has descriptors and state
+of its own. The nursery has one thread, opens nothing and decides nothing. It also forks the keepers of sessions. It
+ends when the agent's end of the channel closes; its supervisors live on.
 """
 
 from __future__ import annotations
@@ -29,13 +26,7 @@ from serverless_gpu.node.supervisor.supervisor import Supervisor
 
 
 def main(channel_fd: int, home: str, sockets: str) -> NoReturn:
-    """Fork a supervisor for each descriptor that comes, until the agent is gone.
-
-    Args:
-        channel_fd: the inherited channel to the agent.
-        home: the home directory.
-        sockets: the private directory of sockets.
-    """
+    """Fork a supervisor for each descriptor that comes, until the agent is gone."""
     linux.set_name("sgpu-nursery")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps: the agent learns of an end by its channel
@@ -55,19 +46,13 @@ def main(channel_fd: int, home: str, sockets: str) -> NoReturn:
 
 
 def _supervise(channel_fd: int, home: str, sockets: str) -> NoReturn:
-    """Be a supervisor: stand by, look after one attempt or session, end.
-
-    Args:
-        channel_fd: the inherited channel to the agent.
-        home: the home directory.
-        sockets: the private directory of sockets.
-    """
+    """Run one supervisor: stand by, control one attempt or session, end."""
     linux.set_name("sgpu-supervisor")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = Channel.adopt(channel_fd)
     channel.sock.set_inheritable(False)
     machine = NvmlProvider(forks=True)
-    machine.devices()  # NVML's start takes tens of milliseconds: now, not when somebody waits
+    machine.devices()  # NVML's start takes tens of milliseconds: now, before a run waits for it
     with contextlib.suppress(OSError):
         protocol.send(channel, protocol.Standby(pid=os.getpid()))
     received = protocol.receive(channel)

@@ -1,4 +1,4 @@
-"""The restoring process: a clean interpreter that restores environments for the agent, each in a child of its own.
+"""The restoring process: a clean interpreter that restores environments in children of its own.
 
     agent ──Want──▶ this process ─ fork ─▶ child: fetch, verify, unpack, lay out, compile
           ◀──Getting, Restoring…, Done + descriptor of the lock, Failed──┘
@@ -50,17 +50,12 @@ _can_mount: set[Path] = set()
 
 
 class Want(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Restore an environment.
-
-    Attributes:
-        environ: what the store needs to be opened.
-        patience_s: how long a full disk is waited for: others are about to leave what is there.
-    """
+    """Request to restore an environment; `environ` opens the store."""
 
     number: int
     wanted: EnvironmentRequest
     environ: dict[str, str] = {}
-    patience_s: float = 0.0
+    patience_s: float = 0.0  # how long to wait for others to free a full disk
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -71,7 +66,7 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Getting(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """How far it is, in words."""
+    """Progress of a restore, as a sentence."""
 
     number: int
     sentence: str
@@ -102,27 +97,18 @@ _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
 def send(channel: Channel, message: Request | Answer, fds: tuple[int, ...] = ()) -> None:
-    """Send a message with descriptors.
-
-    Raises:
-        OSError: the peer is gone.
-    """
+    """Send a message with descriptors."""
     channel.send(_encoder.encode(message), fds)
 
 
 def receive_answer(channel: Channel) -> tuple[Answer, tuple[int, ...]] | None:
-    """Return the next answer and its descriptors, or None when nobody is left to give one."""
+    """Return the next answer and its descriptors, or None when the peer is gone."""
     received = channel.receive()
     return None if received is None else (_answers.decode(received[0]), received[1])
 
 
 def main(channel_fd: int, environments: str) -> NoReturn:
-    """Restore what comes, until the agent is gone.
-
-    Args:
-        channel_fd: the inherited channel to the agent.
-        environments: the directory of environments.
-    """
+    """Restore environments on request until the agent is gone."""
     linux.set_name("sgpu-restore")
     linux.be_ordinary()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -198,7 +184,7 @@ def _restore(want: Want, channel: Channel, environments: Path) -> None:
 
 
 def _code(error: ServerlessGpuError) -> str:
-    """Return what the agent is told: that of `StorageError` means that the disk is full, and other room may be made."""
+    """Return the code for the agent; that of `StorageError` means a full disk, which others may clear."""
     is_another = isinstance(error, StorageError) and not isinstance(error, DiskFull)
     cause = error.__cause__
     if is_another and not (isinstance(cause, OSError) and is_full(cause)):
@@ -219,22 +205,15 @@ def _restored_in_time(want: Want, environments: Path, channel: Channel) -> tuple
 
 
 def restored(want: Want, environments: Path, report: Callable[[ProgressPoint], None]) -> tuple[Done, int]:
-    """Restore an environment; return what there is to say, and a descriptor that keeps it there.
+    """Restore an environment; return the answer and the descriptor of the lock that keeps it.
 
-    Args:
-        want: which.
-        environments: the directory of environments.
-        report: told how far it is.
-
-    Raises:
-        EnvironmentProblem: it cannot be had, or not here.
-        StorageError: the disk is full, or knows no symbolic links.
+    Raises EnvironmentProblem, or StorageError for a full disk or one without symbolic links.
     """
     address = want.wanted.snapshot
     wanted = want.wanted
     blobs = StoreBlobs(open_store(wanted.store, want.environ, token=wanted.token, ca=wanted.ca))
     cache = Cache(environments)
-    lock = cache.hold(address)  # from now on; whoever uses it gets copies
+    lock = cache.hold(address)  # from now on; users get copies of the descriptor
     require_symlinks(environments)
     made = restore(address, blobs, cache, way=way_for(want.wanted.mode, environments), report=report)
     snapshot = read_document(cache.environment(address) / "snapshot", Snapshot) or read_snapshot(blobs, address)
@@ -242,14 +221,9 @@ def restored(want: Want, environments: Path, report: Callable[[ProgressPoint], N
 
 
 def way_for(asked: Mode, environments: Path) -> Way:
-    """Return how to restore on this machine.
+    """Return how to restore on this machine; `asked` is "" for whatever is possible.
 
-    Args:
-        asked: how the caller wants it; "" for what is possible.
-        environments: the directory of environments.
-
-    Raises:
-        EnvironmentUnsupported: mounts are wanted, and not to be had; links are, and nothing could be loaded from them.
+    Raises EnvironmentUnsupported where mounts are asked for and impossible, or nothing can be loaded from links.
     """
     if asked == "links":
         return _links(environments, "SERVERLESS_GPU_RESTORE=links")

@@ -1,9 +1,9 @@
-"""A restored environment as the agent holds it: where it is, what of a caller's context changes in it, who uses it.
+"""A restored environment as the agent holds it: place, effect on a caller's context, users.
 
     restoring process ──Restored, snapshot, lock──▶ RestoredEnvironment ──▶ zygotes, stems (each with the lock's copy)
 
-It stays on the disk as long as somebody has a copy of the lock's descriptor: the agent while it remembers it, every
-zygote and every stem that lives in it.
+It stays on the disk while any process has a copy of the lock's descriptor: the agent while it remembers it, and every
+zygote and stem in it.
 """
 
 from __future__ import annotations
@@ -31,14 +31,7 @@ _TORCH_POINTS = b"[torch.backends]"  # entry points that `import torch` loads
 
 
 class RestoredEnvironment:
-    """One snapshot, restored on this node.
-
-    Args:
-        snapshot: what was restored.
-        restored: where, and how.
-        lock: descriptor of the lock that keeps it there; closed with this object.
-        environments: the directory of environments, which has the unpacked units.
-    """
+    """One snapshot, restored on this node; closes `lock`, the descriptor that keeps it there."""
 
     def __init__(self, snapshot: Snapshot, restored: RestoredTree, lock: int, environments: Path) -> None:
         self.snapshot = snapshot
@@ -58,9 +51,9 @@ class RestoredEnvironment:
         weakref.finalize(self, os.close, lock)
 
     def is_there(self) -> bool:
-        """Return whether everything it consists of is there, and is what it was: nobody has deleted anything.
+        """Return whether all its directories are still the ones that were restored.
 
-        What was deleted and is there again is something else: mounts of processes that run still show the first.
+        A directory that was deleted and made again is another one: mounts of running processes still show the first.
         """
         return None not in self._identities and tuple(map(_identity, self._places)) == self._identities
 
@@ -74,11 +67,7 @@ class RestoredEnvironment:
         return self.address[:_SHORT]
 
     def text(self, *, fetched: bool) -> str:
-        """Return what a receipt says.
-
-        Args:
-            fetched: whether it was restored for this run.
-        """
+        """Return the sentence for the receipt; `fetched` means restored for this run."""
         count = len(self.snapshot.addresses())
         parts = [f"snapshot {self.short}", f"{count} unit{'' if count == 1 else 's'}", self.mode]
         if self._restored.why:
@@ -92,7 +81,7 @@ class RestoredEnvironment:
         return ", ".join(parts)
 
     def context(self, caller: Context) -> Context:
-        """Return what ranks take on instead of the caller's own: the same, with paths of the restored environment."""
+        """Return the caller's context with paths of the restored environment."""
         cwd = original(caller.cwd)
 
         def there(path: str) -> str:
@@ -121,12 +110,7 @@ class RestoredEnvironment:
         )
 
     def misfit(self, loaded: Loaded, older: RestoredEnvironment) -> str:
-        """Return why an interpreter of an older environment cannot be used for this one, or "" when it can.
-
-        Args:
-            loaded: what that interpreter has imported.
-            older: the environment it was started in.
-        """
+        """Return why an interpreter of an older environment cannot be used for this one, or "" when it can."""
         if self.mode != "overlay" or older.mode != "overlay":
             return "each environment made of links has an interpreter of its own"
         if not older.is_there():  # and what it has loaded of it cannot be told any more
@@ -159,7 +143,7 @@ class RestoredEnvironment:
             if member.address in tops
             and any(
                 row == number
-                and _top(path) in tops[member.address]  # looking at the disk costs more
+                and "/".join(path.split("/", 2)[:2]) in tops[member.address]  # looking at the disk costs more
                 and os.path.lexists(self._unit(member.address) / path)
                 for row, path in rows
             )
@@ -184,10 +168,6 @@ def _tops(unit: Path) -> frozenset[str]:
         with contextlib.suppress(FileNotFoundError):
             found += [f"{area}/{name}" for name in os.listdir(unit / area)]
     return frozenset(found)
-
-
-def _top(path: str) -> str:
-    return "/".join(path.split("/", 2)[:2])
 
 
 def _module_name(top: str) -> str:

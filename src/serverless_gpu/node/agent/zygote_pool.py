@@ -42,15 +42,7 @@ Giver = Callable[[Stem, int], None]
 
 
 class ZygotePool:
-    """Zygotes by key.
-
-    Args:
-        home: where the log lies.
-        log: descriptor for what zygotes write.
-        cgroups: where stems get their cgroups.
-        selector: the agent's.
-        clock: where time comes from.
-    """
+    """Zygotes by key."""
 
     def __init__(
         self, home: Home, log: int, cgroups: CgroupRoot, selector: selectors.BaseSelector, clock: Clock
@@ -75,7 +67,7 @@ class ZygotePool:
         return bool(self._ending)
 
     def statuses(self) -> tuple[ZygoteStatus, ...]:
-        """Return what there is to say about each zygote, and about each interpreter that cannot have one."""
+        """Return the status of each zygote, and of each interpreter that cannot have one."""
         warm = (
             ZygoteStatus(
                 pid=each.process.pid,
@@ -93,31 +85,17 @@ class ZygotePool:
         return (*warm, *cold)
 
     def prewarm(self, request: ZygoteRequest, ranks: int) -> None:
-        """Have a zygote for a caller.
-
-        Args:
-            request: which.
-            ranks: how many ranks its next run will have, as far as it knows.
-
-        Raises:
-            OSError: the interpreter cannot be started.
-        """
+        """Start or keep a zygote for a caller whose next run has `ranks` ranks; raises OSError."""
         key = request.key
         self._leave_deleted(key, request.environment)
         if key not in self._cold and request.owner != UNKNOWN_OWNER:
             self._warm(key, request).ranks = max(1, ranks)
 
     def give_stem(self, request: ZygoteRequest, ranks: int, give: Giver, fail: ProblemTaker) -> None:
-        """Hand a stem for this caller to a run, now or as soon as there is one.
+        """Hand a stem for this caller to a run, now or later; OSError: the interpreter cannot start.
 
-        Args:
-            request: who wants it, and in which environment.
-            ranks: how many ranks the run has; as many stand by for the next.
-            give: called with the stem, warm or not and why, and a descriptor it then owns.
-            fail: called with what went wrong instead.
-
-        Raises:
-            OSError: the interpreter cannot be started.
+        As many stems as `ranks` stand by for the next run. `give` gets the stem, warm or not and why, and a descriptor
+        that it then owns; `fail` gets the reason.
         """
         context = request.context
         zygote, why = self._choose(request)
@@ -160,11 +138,7 @@ class ZygotePool:
             zygote.refill()
 
     def tend(self, kept: Collection[Key]) -> None:
-        """Let go of what nobody has used for long, and of interpreters whose one run has its stem.
-
-        Args:
-            kept: keys whose zygotes stay, because a session is open.
-        """
+        """End idle zygotes, and interpreters whose one run has its stem; those in `kept` (open sessions) stay."""
         self._kept = frozenset(key.elsewhere() for key in kept)
         now_ns = self._clock.boottime_ns()
         for key, zygote in list(self._zygotes.items()):
@@ -267,7 +241,7 @@ class ZygotePool:
             self.became_ready = True
 
     def _give_up(self, zygote: Zygote, why: str) -> None:
-        """Keep no zygote for this key: whoever waits gets a fresh interpreter, and so does every run for a while."""
+        """Keep no zygote for this key: waiting and later runs get a fresh interpreter for a while."""
         self._cold[zygote.key] = (why, self._clock.boottime_ns())
         while len(self._cold) > _REMEMBERED_MAX:
             self._cold.pop(next(iter(self._cold)))
@@ -275,7 +249,7 @@ class ZygotePool:
         self._let_go(zygote)
 
     def _let_go(self, zygote: Zygote) -> None:
-        """Close a zygote; a run that waits for a stem of it gets a fresh interpreter, in the run's environment."""
+        """Close a zygote; a run that waits for its stem gets a fresh interpreter in the same environment."""
         waiting = zygote.release_takers()
         self._close(zygote)
         for taker in waiting:

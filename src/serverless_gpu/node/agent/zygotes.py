@@ -1,23 +1,20 @@
-"""The agent's zygotes: one per owner, interpreter and start-up variables, at most a few, none older than its use.
+"""The agent's zygotes: one per owner, interpreter and start-up variables, at most a few.
 
     key = (owner, interpreter, its options, start-up variables, environment)   →   Zygote: process, channel, stems
     standing by, runs waiting for one
 
-No zygote serves two owners: what runs in it is the code of one, and could be written by the ranks of one. Zygotes of a
-server's principals have a user namespace of their own, and so has each of their stems (`inside/user_namespace.py`):
-without it a rank could write the memory of another owner's zygote.
+A zygote serves one owner, because it runs code that its owner's ranks could have written. Zygotes of a server's
+principals, and each of their stems, have a user namespace of their own (`inside/user_namespace.py`); without it a rank
+could write the memory of another owner's zygote.
 
-A zygote is stale when a file it loaded has changed since (another version installed, a file edited): what a rank would
-get from it is not what the caller's next interpreter would import. A package it never loaded may change freely; ranks
-see the new one.
+A zygote is stale when a file it loaded has changed since. A package it never loaded may change; ranks see the new one.
+A zygote in a restored environment moves on to another when nothing that it has loaded differs
+(`environment/restore/zygote_compatibility.py`). When the directories of an environment were deleted and made again, a
+zygote sees the deleted ones, and ends.
 
-One in a restored environment goes on in another when nothing differs that it has loaded
-(`environment/restore/zygote_compatibility.py`): its next stems have that mounted in place of the first. When the
-directories of an environment were deleted and made again, a zygote sees the deleted ones, and ends.
-
-Failure cases: the zygote cannot preload or dies (whoever waits for a stem is told what it wrote); it is not fit to
-be forked (the key is remembered and runs start cold: a zygote without preload, for one run each); it dies while
-idle (the next run starts a new one and the receipt says so).
+Failure cases: the zygote cannot preload or dies (waiting runs get what it wrote); it is not fit to be forked (the key
+is remembered; each run starts cold with a zygote without preload); it dies while idle (the next run starts a new one
+and the receipt says so).
 """
 
 from __future__ import annotations
@@ -53,17 +50,13 @@ Stamp = tuple[int, int, int]
 
 
 class Key(msgspec.Struct, frozen=True):
-    """What makes two callers share a zygote; `python` is the interpreter's one name.
-
-    `environment` is the snapshot that a zygote's stems have; "" for the caller's files as they lie there. `owner` is
-    whose runs it serves: "" for the user of this node, else as in `protocol.Launch`.
-    """
+    """Identity by which callers share a zygote; `python` is the interpreter's one name."""
 
     python: str
     flags: tuple[str, ...]
     variables: tuple[tuple[str, str], ...]
-    environment: str = ""
-    owner: str = ""
+    environment: str = ""  # snapshot of its stems; "" for the caller's files
+    owner: str = ""  # "" for the user of this node, else as in `protocol.Launch`
 
     def elsewhere(self) -> Key:
         """Return what all restored environments have in common that one zygote may serve, always of one owner."""
@@ -71,13 +64,7 @@ class Key(msgspec.Struct, frozen=True):
 
 
 class ZygoteRequest(NamedTuple):
-    """Which zygote is wanted.
-
-    Attributes:
-        context: the caller.
-        environment: the restored environment it is in, or None.
-        owner: whose run it is, as in `Key`.
-    """
+    """The zygote a run needs: caller, restored environment (or None) and owner (as in `Key`)."""
 
     context: Context
     environment: RestoredEnvironment | None = None
@@ -92,12 +79,7 @@ class ZygoteRequest(NamedTuple):
 
 
 def first_run(key: Key, others: Sequence[Key]) -> str:
-    """Return why there is no zygote for a key that never had one.
-
-    Args:
-        key: the caller's.
-        others: those of zygotes that are there.
-    """
+    """Return why a key that never had a zygote has none."""
     same = [other for other in others if (other.python, other.flags) == (key.python, key.flags)]
     if not same:
         return "first run with this interpreter"
@@ -121,17 +103,7 @@ class Taker(NamedTuple):
 
 
 class Zygote:
-    """One zygote process and the stems it has made.
-
-    Args:
-        request: whom it is started for, and in which environment.
-        preload: modules it imports; empty for a cold start.
-        log: the file its output is appended to, and a descriptor of it.
-        cgroups: where it and its stems get their cgroups.
-
-    Raises:
-        OSError: the interpreter cannot be started.
-    """
+    """One zygote process and the stems it has made; raises OSError when the interpreter cannot start."""
 
     def __init__(
         self,
@@ -164,7 +136,7 @@ class Zygote:
         self._stamps: dict[str, Stamp] = {}
         self._packages: dict[str, str] = {}
         self._stems: deque[tuple[int, int, int]] = deque()  # pid, channel, pidfd
-        self._asked: deque[RestoredEnvironment | None] = deque()  # of which environment stems were asked for
+        self._asked: deque[RestoredEnvironment | None] = deque()  # the environments that stems were requested for
         self._takers: deque[Taker] = deque()
         try:
             variables = {original(name): original(value) for name, value in context.environ.items()}
@@ -192,22 +164,21 @@ class Zygote:
         return bool(self._takers)
 
     def take_stem(self, take: StemTaker, fail: ProblemTaker) -> None:
-        """Hand a stem to a run, now or as soon as there is one.
-
-        Args:
-            take: called with the stem's pid and a descriptor that it then owns.
-            fail: called with what went wrong instead.
-        """
+        """Hand a stem to a run, now or later; `take` gets its pid and a descriptor that it then owns."""
         while self._stems:
             pid, fd, process = self._stems.popleft()
-            alive = not _readable(process)
+            poll = select.poll()
+            poll.register(process, select.POLLIN)
+            alive = not poll.poll(0)
             os.close(process)
             if alive:
                 take(pid, fd)
                 return
             os.close(fd)  # the kernel may end what stands by when memory is short
         self._takers.append(Taker(self.environment, take, fail))
-        self._ask_for_takers()
+        waiting = sum(taker.environment is self.environment for taker in self._takers)
+        if sum(asked is self.environment for asked in self._asked) < waiting:
+            self.ask_stem()
 
     def refill(self) -> None:
         """Have one stem standing by."""
@@ -249,11 +220,10 @@ class Zygote:
         return False
 
     def _understand(self, message: inside.Message, fds: tuple[int, ...]) -> bool:
-        """Take note of what it says, and return whether its descriptors were taken.
+        """Handle a message; return whether its descriptors were taken.
 
-        Raises:
-            ValueError, TypeError, OverflowError, IndexError: that cannot be; the descriptors are still open.
-            OSError: the same.
+        Raises ValueError, TypeError, OverflowError, IndexError or OSError for an impossible message; the descriptors
+        are still open then.
         """
         match message.get("event"):
             case "ready":
@@ -274,7 +244,7 @@ class Zygote:
         return False
 
     def lives_in(self, environment: RestoredEnvironment | None) -> bool:
-        """Return whether its stems are in an environment of its address: not when that was deleted and made again."""
+        """Return whether its stems are in an environment of its address that was not deleted since."""
         if self.environment is None or environment is None:
             return self.environment is environment
         return self.environment.is_one_with(environment)
@@ -292,7 +262,7 @@ class Zygote:
         self._drop_stems()
 
     def _meet(self, files: Sequence[str], ready: inside.Message) -> None:
-        """Take note of what it has loaded: files that may change under it, and all that ties it to its environment."""
+        """Record what it has loaded: files that may change, and all that ties it to its environment."""
         tree = "" if self.environment is None else self.environment.tree
         self._stamps = {file: stamp(file) for file in files if not tree or not file.startswith(f"{tree}/")}
         if self.environment is not None:
@@ -342,11 +312,6 @@ class Zygote:
             os.close(fd)
             os.close(process)
 
-    def _ask_for_takers(self) -> None:
-        waiting = sum(taker.environment is self.environment for taker in self._takers)
-        if sum(asked is self.environment for asked in self._asked) < waiting:
-            self.ask_stem()
-
     def _offer(self, environment: RestoredEnvironment | None, pid: int, fd: int) -> None:
         for taker in self._takers:
             if taker.environment is environment:
@@ -370,12 +335,6 @@ class Zygote:
             written = file.read(_PROBLEM_BYTES_MAX).decode("utf-8", "replace").strip()
         ended = "ended" if code is None else f"ended with code {code}"
         return f"{self.context.python}, which was to become a zygote, {ended}:\n{written or '(it wrote nothing)'}"
-
-
-def _readable(fd: int) -> bool:
-    poll = select.poll()
-    poll.register(fd, select.POLLIN)
-    return bool(poll.poll(0))
 
 
 def stamp(file: str) -> Stamp:

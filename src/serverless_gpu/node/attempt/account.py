@@ -1,8 +1,8 @@
-"""The account of one attempt: facts on disk as they happen, and the receipt they add up to.
+"""Account of one attempt: facts on disk as they happen, and the receipt they add up to.
 
-Facts go to `facts.jsonl` in the run directory, one line each, append-only; they are what charges are made of and what a
-server gets replayed: what the receipt says was used and costs is reckoned from the same facts in the same way, so that
-both agree to the millionth. The receipt's segments (queued, first line …) are finer, this process's own measurement.
+Facts are append-only lines of `facts.jsonl`. Charges, and what a server replays, are computed from them; so is the
+receipt, and both agree to the millionth. The receipt's segments (queued, first line …) are finer, this process's own
+measurement.
 """
 
 from __future__ import annotations
@@ -32,36 +32,23 @@ ALIVE_S = 60.0
 
 
 class AttemptAccount:
-    """What is written down about one attempt.
-
-    Args:
-        launch: what was asked for.
-        clock: where time comes from.
-
-    Attributes:
-        marks: when things happened for the first time, by name, boottime nanoseconds.
-        peaks: peak host memory by rank, bytes.
-        warm: whether the ranks come from a warm zygote, and why not.
-        peak_bytes: peak of the whole attempt, where the memory controller knows it.
-        notes: sentences for the user.
-        runs: for a session, how many runs used it.
-        environment: what the ranks import, in words.
-    """
+    """Facts and measurements of one attempt, and its receipt."""
 
     def __init__(self, launch: Launch, clock: Clock) -> None:
-        self.runs: int | None = None
+        self.runs: int | None = None  # of a session: how many runs used it
         self._meter = Meter()
         self._written = 0
         self._fact_ns = 0
         self._allocated = 0  # of the file of facts
-        self.marks: dict[str, int] = {}
-        self.peaks: dict[int, int] = {}
+        self.marks: dict[str, int] = {}  # first time of each event by name, boottime ns
+        self.peaks: dict[int, int] = {}  # peak host memory by rank, bytes
+        # sentences for the user
         self.notes: list[str] = [launch.secrets.note] if launch.secrets and launch.secrets.note else []
         self.warm = (False, "no stem came")
         self.environment = ""
         self._uses: tuple[DeviceUse, ...] = ()
         self._tracked = ""
-        self.peak_bytes: int | None = None
+        self.peak_bytes: int | None = None  # of the whole attempt, where the memory controller knows it
         self._launch = launch
         self._directory = Path(launch.directory)
         self._gang = f"{launch.run_id}:{launch.fence}"
@@ -80,14 +67,7 @@ class AttemptAccount:
     def fact(
         self, kind: FactKind, devices: Sequence[Device], at_ns: int | None = None, *, grace_ms: int | None = None
     ) -> None:
-        """Write one fact down; what it adds up to is kept in memory, and not the fact.
-
-        Args:
-            kind: what happened.
-            devices: that are held.
-            at_ns: when, in boottime nanoseconds; None for now.
-            grace_ms: how long ranks may take that were asked to end.
-        """
+        """Write a fact and count it; `at_ns` is boottime (None: now), `grace_ms` the time ranks have to end."""
         now_ns = self._fact_ns = self._clock.boottime_ns()
         ago_ns = 0 if at_ns is None else now_ns - at_ns
         resources = self._launch.spec.resources
@@ -124,19 +104,17 @@ class AttemptAccount:
         self.fact(FactKind.STARTING, devices, max(ready_ns, self._fact_ns))  # facts are written in their order
 
     def stopping(self, attempt: Attempt, devices: Sequence[Device]) -> None:
-        """Write down that the ranks are to end, the first time, and how long they may take where we asked them to.
-
-        Args:
-            attempt: as it stops.
-            devices: that are held.
-        """
+        """Write down, once, that the ranks are to end, and their grace period where we asked them to."""
         if "stopping" in self.marks:
             return
         self.mark("stopping")
         if "exec" in self.marks:
-            asked = attempt.phase is Phase.TERMINATING and attempt.reason in ASKED
+            grace_ms = None
+            if attempt.phase is Phase.TERMINATING and attempt.reason in ASKED:
+                wake_ns, stop_ns = attempt.wake_ns, attempt.stop_ns
+                grace_ms = 0 if wake_ns is None or stop_ns is None else max(0, wake_ns - stop_ns) // 1_000_000
             # Of a device that failed the user's time ended then, and the facts that follow say so.
-            self.fact(FactKind.STOPPING, devices, attempt.fault_ns, grace_ms=_grace_ms(attempt) if asked else None)
+            self.fact(FactKind.STOPPING, devices, attempt.fault_ns, grace_ms=grace_ms)
 
     def ended(self, stopped: Stopped) -> None:
         """Write how the attempt ended to `stopped.json`."""
@@ -144,13 +122,7 @@ class AttemptAccount:
         faults.reach("after_ending_before_told")
 
     def observed(self, uses: Sequence[DeviceUse], tracked: str, notes: Sequence[str]) -> None:
-        """Take note of what the monitor saw.
-
-        Args:
-            uses: what the devices did.
-            tracked: link to the run in MLflow, or "".
-            notes: sentences for the user.
-        """
+        """Record what the monitor saw; `tracked` is the link to the run in MLflow, or ""."""
         self._uses, self._tracked = tuple(uses), tracked
         self.notes += notes
 
@@ -162,14 +134,9 @@ class AttemptAccount:
         quarantined: Sequence[str],
         gate: str = "",
     ) -> Receipt:
-        """Return the receipt of the attempt as it ended, and write it to `receipt.json`.
+        """Write and return the receipt of an ended attempt.
 
-        Args:
-            attempt: how it ended.
-            devices: what it hands back.
-            verdicts: what the gate found.
-            quarantined: identifiers of devices that are not proven free.
-            gate: the evidence in words, where the verdicts do not say it.
+        `gate` is the evidence in words, where the verdicts do not say it.
         """
         secrets = self._launch.secrets
         kind, gpu_type = self._launch.candidates[0].kind, self._launch.candidates[0].type
@@ -221,7 +188,7 @@ class AttemptAccount:
         )
 
     def _ready(self) -> str:
-        """Return the mark from which the ranks could start: the stem is there, the environment known to be right."""
+        """Return the mark from which the ranks could start: with a stem, the environment being right."""
         last = max(("stem", "confirmed"), key=lambda name: self.marks.get(name, 0))
         return last if "stem" in self.marks else "stem"
 
@@ -233,22 +200,10 @@ class AttemptAccount:
 
 
 def reckon(meter: Meter, tariff: Tariff, reason: Reason | None) -> tuple[int, int | None, Bill]:
-    """Return what an attempt used and costs as its receipt says it: device-milliseconds, micros, and how they are made.
-
-    Args:
-        meter: that took its facts.
-        tariff: what it pays.
-        reason: why it ended.
-    """
+    """Return device-milliseconds, micros and the price terms of an attempt, as its receipt states them."""
     is_billed = reason is None or MEANINGS[reason].is_billed
     whole = sum_of(priced(meter.used(), tariff, is_billed=is_billed), tariff)
     return whole.gpu_ms, whole.micros, bill_of(whole, reason)
-
-
-def _grace_ms(attempt: Attempt) -> int:
-    if attempt.wake_ns is None or attempt.stop_ns is None:
-        return 0
-    return max(0, attempt.wake_ns - attempt.stop_ns) // 1_000_000
 
 
 def gate_text(devices: Sequence[Device], verdicts: Mapping[str, Verdict], kind: DeviceKind) -> str:
@@ -273,9 +228,5 @@ def write_json(path: Path, value: msgspec.Struct) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file that is either whole or not there; one of an attempt, on a full disk, into the attempt's reserve.
-
-    Raises:
-        OSError: it could not be written.
-    """
+    """Write a whole file or none (OSError); an attempt's file goes into its reserve when the disk is full."""
     disk_reserve.write(path, text.encode(), path.parent)

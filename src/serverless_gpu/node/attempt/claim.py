@@ -1,15 +1,15 @@
-"""Who looks after an attempt: one process, once.
+"""Claim of an attempt: one process controls it, once.
 
     supervisor.lock   flock held = a supervisor lives (`attach` and the history look at it)
     facts.jsonl       what happened; `exec` = user code began
     stopped.json      it has ended, whatever else comes
 
-Whoever sends a launch may not learn whether it arrived, and sends it again. So a supervisor first takes the lock, then
-looks whether the attempt has begun or ended before: then it leaves it alone. Who wants to be sure that an attempt never
-starts takes the same lock and writes `stopped.json` (`uplink/unattended.py`).
+A sender that does not learn whether its launch arrived sends it again. So a supervisor takes the lock and then leaves
+an attempt alone that has begun or ended before. To make sure that an attempt never starts, a process takes the same
+lock and writes `stopped.json` (`uplink/orphans.py`).
 
-An attempt of this machine alone whose supervisor was lost before user code began is the exception: the agent wrote that
-down, and the client, which knows that nothing has run, launches it again.
+Exception: an attempt of this machine alone whose supervisor was lost before user code began. The agent writes that
+down, and the client launches it again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from serverless_gpu.node.base.protocol import Launch
 LOCK = "supervisor.lock"
 _BEFORE_STARTING = frozenset({FactKind.RESERVED, FactKind.HYDRATING, FactKind.ALIVE, FactKind.FREED})
 _TRIES = 100
-_PAUSE_S = 0.01  # whoever asks whether the lock is held holds it for a moment
+_PAUSE_S = 0.01  # a process that tests the lock holds it for a moment
 
 
 def first_of(launch: Launch) -> Attempt:
@@ -47,17 +47,9 @@ def first_of(launch: Launch) -> Attempt:
 
 
 def take_attempt(directory: Path) -> str:
-    """Take an attempt for this process, for as long as it lives.
+    """Claim an attempt for the life of this process; return why that is refused, or "".
 
-    Args:
-        directory: of the attempt.
-
-    Returns:
-        Why it is not to be had, or "".
-
-    Raises:
-        StorageError: the file system of the home refuses to lock a file.
-        OSError: the directory is gone, or cannot be written to.
+    Raises StorageError where the file system refuses locks, OSError where the directory is gone or read-only.
     """
     try:
         lock = try_lock(directory)
@@ -68,8 +60,10 @@ def take_attempt(directory: Path) -> str:
     if lock < 0:
         return f"another process looks after the attempt in {directory}"
     stopped = directory / "stopped.json"
-    if stopped.exists() and not _may_be_replaced(directory):
-        return f"the attempt in {directory} has ended"
+    if stopped.exists():
+        ending = read_ending(directory)  # replaced only where a supervisor was lost, and no server gave the attempt
+        if ending is None or ending.reason not in SUPERVISOR_GONE or (directory / REMOTE).exists():
+            return f"the attempt in {directory} has ended"
     if has_begun(first_facts(directory)):
         return f"the attempt in {directory} has begun before"
     stopped.unlink(missing_ok=True)
@@ -93,22 +87,8 @@ def read_pid(directory: Path) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def _may_be_replaced(directory: Path) -> bool:
-    """Return whether all that is known of an end is that a supervisor was lost, of an attempt that no server gave."""
-    ending = read_ending(directory)
-    return ending is not None and ending.reason in SUPERVISOR_GONE and not (directory / REMOTE).exists()
-
-
 def try_lock(directory: Path, *, tries: int = _TRIES) -> int:
-    """Return the descriptor of an attempt's lock, or -1 when somebody else holds it.
-
-    Args:
-        directory: of the attempt.
-        tries: how often to look, 10 ms apart.
-
-    Raises:
-        OSError: the directory is gone, or cannot be written to.
-    """
+    """Return the descriptor of an attempt's lock, or -1 when it stays held for `tries` looks, 10 ms apart."""
     lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     for _ in range(tries):
         try:
@@ -122,7 +102,7 @@ def try_lock(directory: Path, *, tries: int = _TRIES) -> int:
 
 
 def may_have_begun(facts: list[Fact]) -> bool:
-    """Return whether user code may have begun: a supervisor writes `starting` before it tells the stem what to run."""
+    """Return whether user code may have begun: a supervisor writes `starting` before it tells the stem."""
     return any(fact.kind not in _BEFORE_STARTING for fact in facts)
 
 

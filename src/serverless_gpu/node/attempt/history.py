@@ -2,11 +2,10 @@
 
     runs/<run>/<fence>/   spec.json · supervisor.lock (flock held = alive) · stopped.json · receipt.json   →   Record
 
-Lives here: reading. Must not: delete (`retention.py`), unpickle, ask the agent, or decide what a person sees.
-
-Failure cases, none of them an exception: a directory that its client is still writing (NOT_STARTED), one of another
-program or version (UNREADABLE, with the reason in `problem`), a supervisor that was killed (LOST), files that are huge,
-unreadable, links, or vanish while they are read. A lock that cannot be asked counts as held: who reads this deletes.
+Reads only: `retention.py` deletes. Failure cases, none of them an exception: a directory that its client is still
+writing (NOT_STARTED), one of another program or version (UNREADABLE, with the reason in `problem`), a killed supervisor
+(LOST), files that are huge, unreadable, links, or vanish. A lock that cannot be tested counts as held, because readers
+delete.
 """
 
 from __future__ import annotations
@@ -46,32 +45,19 @@ T = TypeVar("T")
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What one run directory says.
-
-    Attributes:
-        run_id: the run, which is the directory's name.
-        directory: of its last attempt; the run's own where there is none.
-        state: a `State`, `NOT_STARTED` or `UNREADABLE`.
-        live: whether a process looks after it now.
-        kind: ``"function"`` or ``"session"``.
-        session: the session whose devices the run uses, or "".
-        created_ns: when it was submitted, nanoseconds since 1970.
-        began_ns: when its first line ran; None where that is not known.
-        ended_ns: when it ended; None while it has not.
-        problem: why it is unreadable, in words.
-    """
+    """Contents of one run directory."""
 
     run_id: str
-    directory: Path
-    state: str
+    directory: Path  # of its last attempt; the run's own before the first
+    state: str  # a `State`, `NOT_STARTED` or `UNREADABLE`
     live: bool
-    created_ns: int
-    kind: str = FUNCTION
-    session: str = ""
+    created_ns: int  # since 1970, as all times here
+    kind: str = FUNCTION  # ``"function"`` or ``"session"``
+    session: str = ""  # whose devices it uses, or ""
     world_size: int = 0
     version: str = ""
-    began_ns: int | None = None
-    ended_ns: int | None = None
+    began_ns: int | None = None  # when its first line ran; None if unknown
+    ended_ns: int | None = None  # None while it goes on
     spec: RunSpec | None = None
     stopped: Stopped | None = None
     receipt: Receipt | None = None
@@ -101,14 +87,9 @@ def run_ids(runs: Path) -> list[str]:
 
 
 def read_run(runs: Path, run_id: str, queued: Collection[str] = ()) -> RunRecord:
-    """Return what the directory of one run says.
-
-    Args:
-        runs: the directory of all runs.
-        run_id: the run.
-        queued: runs that wait in the agent, which no file tells.
-    """
-    directory = _last_attempt(runs / run_id)
+    """Return the record of one run; `queued` are the runs that wait in the agent, which no file tells."""
+    fences = [child for child in _children(runs / run_id) if child.name.isascii() and child.name.isdigit()]
+    directory = max(fences, key=lambda child: int(child.name), default=None)
     created_ns = created_wall_ns(run_id) or touched_ns(runs / run_id)
     if directory is None:
         bare = RunRecord(run_id=run_id, directory=runs / run_id, state=UNREADABLE, live=False, created_ns=created_ns)
@@ -181,17 +162,13 @@ def read_launch(directory: Path) -> Written:
 
 
 def read_price(directory: Path) -> tuple[str, Tariff | None]:
-    """Return the type of an attempt's devices and what it pays; "" and None where its directory does not say."""
+    """Return the type of an attempt's devices and its tariff; "" and None if its directory lacks them."""
     written = _decoded(directory / "spec.json", Written)
     return ("", None) if written is None else (written.gpu_type, written.tariff)
 
 
 def meter_of(directory: Path) -> tuple[Meter, int]:
-    """Return what all facts of an attempt add up to, and how many there are; not a last line that is half written.
-
-    Args:
-        directory: of the attempt.
-    """
+    """Return the meter and number of all facts of an attempt, without a half-written last line."""
     meter, count = Meter(), 0
     with contextlib.suppress(OSError, msgspec.MsgspecError), _opened(directory / "facts.jsonl") as file:
         for line in file:
@@ -220,14 +197,14 @@ def touched_ns(directory: Path) -> int:
 
 
 def size_on_disk(directory: Path) -> int:
-    """Return the bytes that deleting a directory frees; of a tree without end, those of its first 100,000 entries."""
+    """Return the bytes that deleting a directory frees, counting at most 100,000 entries."""
     if directory.is_symlink():
         return 0
     return sum(status.st_blocks * 512 for _, status in walk(directory))
 
 
 def walk(directory: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Yield files, links and directories of a tree with their status, following no link; at most 100,000 of them."""
+    """Yield at most 100,000 entries of a tree with their status, following no link."""
     waiting, count = [directory], 0
     while waiting and count < ENTRIES_MAX:
         for path in _children(waiting.pop(), sort=True):
@@ -259,11 +236,6 @@ def _is_file(entry: os.DirEntry[str]) -> bool:
         return entry.is_file()
     except OSError:
         return False
-
-
-def _last_attempt(directory: Path) -> Path | None:
-    fences = [child for child in _children(directory) if child.name.isascii() and child.name.isdigit()]
-    return max(fences, key=lambda child: int(child.name), default=None)
 
 
 def _read_spec(directory: Path) -> tuple[Written, RunSpec | None, str]:
@@ -299,11 +271,7 @@ def _decoded(path: Path, kind: type[T]) -> T | None:
 
 
 def _read(path: Path, limit: int = _FILE_BYTES_MAX) -> bytes:
-    """Return the first bytes of a plain file.
-
-    Raises:
-        OSError: it cannot be read, or is no plain file (a pipe would never end).
-    """
+    """Return the first bytes of a plain file; raises OSError for any other (a pipe would never end)."""
     with _opened(path) as file:
         return file.read(limit)
 

@@ -1,13 +1,12 @@
-"""What is kept of a node's Ray when it is over.
+"""Keeps the logs of a node's Ray when it is over.
 
     supervisor, when no process of the attempt is left:  /tmp/sgpu-ray-*/<start>/session_*/logs ─▶ <attempt>/ray/<node>
 
-Ray writes a file per process below its sessions' directories. They are kept in the attempt's directory: the last
-`FILE_BYTES_MAX` of each, the newest first until `BYTES_MAX` are reached. By then whoever could explain an end is
-dead, however it died, so it is not left to a process of the run.
+Ray writes a file per process below its sessions' directories. The supervisor keeps the last `FILE_BYTES_MAX` of each,
+the newest first up to `BYTES_MAX`, because every process that could explain an end is dead by then.
 
-Failure cases: the disk is full, a file is a pipe or a link (what can be kept is kept, for the run's outcome does not
-hang on it); the disk is slow: the devices wait for this, so it ends after `LIMIT_NS`, and the receipt says so.
+Failure cases: the disk is full, a file is a pipe or a link (skipped; the run's outcome does not depend on it); the disk
+is slow (copying ends after `LIMIT_NS`, because the devices wait, and the receipt says so).
 """
 
 from __future__ import annotations
@@ -27,13 +26,7 @@ LIMIT_NS = 5_000_000_000
 
 
 def save_logs(directory: str, kept: str, clock: Clock) -> str:
-    """Copy what Ray's processes wrote; return a sentence where there was no time for all of it, or "".
-
-    Args:
-        directory: the cluster's own directory on this node.
-        kept: where they are kept; made.
-        clock: says when it has taken too long.
-    """
+    """Copy Ray's logs to `kept`; return a sentence if the time did not suffice for all of them, else ""."""
     left, until_ns = BYTES_MAX, clock.boottime_ns() + LIMIT_NS
     with contextlib.suppress(OSError):
         os.makedirs(kept, 0o700, exist_ok=True)

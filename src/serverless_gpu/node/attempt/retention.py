@@ -1,14 +1,14 @@
-"""Deleting run directories that are kept no longer.
+"""Deletes expired run directories.
 
     agent ──now and then──▶ a clean, nice process: look at runs/, ask model/lifecycle/retention.py, delete, end
 
-The agent's loop never waits for a disk. What is deleted is renamed first, within `runs/`, so that nobody ever sees half
-a run; what a deletion that was cut short left under such a name goes with the next one.
+The agent's loop never waits for a disk. A run is renamed within `runs/` before its deletion, so that no reader sees
+half a run; the next pass removes the rest of an interrupted deletion.
 
 Failure cases: a run that was never launched (kept for a day without a write: its client may be writing it); a directory
-that is no run's (kept); a run of which a server has not heard everything (kept, for a month); a link in `runs/` (the
-link goes, never what it leads to); another cleaner is faster (fine); a file that cannot be deleted (said, the others
-go); a configuration that cannot be read (nothing is deleted).
+of another program (kept); a run that a server has not heard all about (kept for a month); a link in `runs/` (only the
+link is deleted); a faster cleaner (fine); a file that cannot be deleted (reported; the others go); an unreadable
+configuration (nothing is deleted).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _QUEUED_BYTES_MAX = 1 << 20
 
 
 class Cleaned(msgspec.Struct, frozen=True):
-    """What one pass did: runs deleted, bytes freed, and what could not be deleted, in words."""
+    """Result of one pass: runs deleted, bytes freed, and sentences about failures."""
 
     deleted: tuple[str, ...]
     freed_bytes: int
@@ -55,12 +55,7 @@ class RetentionPass(Protocol):
 
 
 class Schedule:
-    """When the agent has run directories looked at: one pass at a time, however long a disk lets it wait.
-
-    Args:
-        clock: where time comes from.
-        start: starts the process; given a descriptor that holds the ids of queued runs.
-    """
+    """Starts cleaning passes, one at a time; `start` gets a descriptor that holds the ids of queued runs."""
 
     def __init__(self, clock: Clock, start: Callable[[int], RetentionPass]) -> None:
         self._clock = clock
@@ -69,18 +64,14 @@ class Schedule:
         self._due_ns = clock.boottime_ns() + int(FIRST_S * 1e9)
 
     def tend(self, queued: Collection[str]) -> None:
-        """Start a pass if one is due and the former has ended.
-
-        Args:
-            queued: runs that wait in the agent.
-        """
+        """Start a pass if one is due and the former has ended."""
         if self._pass is not None and self._pass.poll() is not None:
             self._pass = None
         now_ns = self._clock.boottime_ns()
         if now_ns < self._due_ns or self._pass is not None:
             return
         self._due_ns = now_ns + int(EVERY_S * 1e9)
-        with contextlib.suppress(OSError):  # no process or memory to be had now: in an hour, then
+        with contextlib.suppress(OSError):  # no process or memory available now: in an hour, then
             fd = os.memfd_create("sgpu-queued")
             try:
                 os.write(fd, "\n".join(queued).encode())
@@ -90,12 +81,7 @@ class Schedule:
 
 
 def main(home: str, queued_fd: int) -> NoReturn:
-    """Make one pass and end.
-
-    Args:
-        home: the home directory.
-        queued_fd: holds the ids of runs that wait in the agent, one per line.
-    """
+    """Make one pass and end; `queued_fd` holds the ids of runs that wait in the agent, one per line."""
     os.nice(19)
     linux.be_ordinary()
     queued = os.pread(queued_fd, _QUEUED_BYTES_MAX, 0).decode().split()
@@ -111,14 +97,7 @@ def main(home: str, queued_fd: int) -> NoReturn:
 
 
 def clean(runs: Path, policy: Policy, queued: Collection[str], clock: Clock) -> Cleaned:
-    """Delete what the policy no longer keeps.
-
-    Args:
-        runs: the directory of all runs.
-        policy: what to keep.
-        queued: runs that wait in the agent.
-        clock: where time comes from.
-    """
+    """Delete what the policy no longer keeps."""
     empty_trash(runs)
     now_ns = clock.wall_ns()
     return delete_all(runs, to_delete(scan(runs, queued, now_ns), policy, now_ns)[:DELETED_MAX])
@@ -151,11 +130,7 @@ def delete_all(runs: Path, chosen: Collection[RunDirectory]) -> Cleaned:
 
 
 def delete(runs: Path, run_id: str) -> None:
-    """Delete the directory of one run; one that is gone already is fine.
-
-    Raises:
-        OSError: it, or something in it, cannot be deleted.
-    """
+    """Delete the directory of one run if it exists; raises OSError for a part that cannot be deleted."""
     trash = runs / f"{_TRASH}{run_id}-{os.getpid()}"
     try:
         (runs / run_id).rename(trash)

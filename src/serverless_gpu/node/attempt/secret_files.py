@@ -1,15 +1,15 @@
-"""A run's secrets on this node: files of mode 0400 in a directory of mode 0700, in memory where the machine can.
+"""A run's secrets on this node: files of mode 0400 in a directory of mode 0700, in memory if possible.
 
     /dev/shm/sgpu-secrets-<8 hex>/   HF_TOKEN …    .of = the attempt's directory
     runs/<run>/<fence>/secrets  ──▶  that directory, or one itself where /dev/shm is not in memory
 
-Written before the run is launched, by who launches it (the uplink, or the client of a run of this machine), and removed
-when no process of the attempt is left. Ranks find them by `SGPU_SECRETS_DIR`; what they copy elsewhere is theirs.
+The launching process (the uplink, or the client of a run of this machine) writes them before the launch. They go when
+no process of the attempt is left. Ranks find them by `SGPU_SECRETS_DIR`; copies that ranks make are theirs.
 
 Failure cases: the supervisor is killed (the agent removes them when it buries it, the uplink when it settles the
-attempt); the agent, too (the next one sweeps what nobody looks after any more); the writer is killed between making the
-directory and naming it (it is empty, and swept); somebody else has the name (another one is tried); a rank has replaced
-the link in its own attempt (only directories of this form are ever removed).
+attempt); the agent, too (the next agent sweeps abandoned ones); the writer is killed between making and naming the
+directory (empty, and swept); another user has the name (another name is tried); a rank has replaced the link in its
+attempt (only directories of this form are ever removed).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from serverless_gpu.node.base.lock_files import is_taken
 LINK = "secrets"
 LOOK_S = 60.0
 UNNAMED_S = 3600.0
-"""How long a directory that nobody looks after may be somebody's who is about to launch."""
+"""Time for which a directory without an owner may belong to a client that is about to launch."""
 _OF = ".of"
 _LOCK = "supervisor.lock"
 _MEMORY = Path("/dev/shm")
@@ -41,15 +41,9 @@ _NAMES_TRIED = 20
 
 
 def write(directory: Path, values: Mapping[str, bytes]) -> Path:
-    """Write the secrets of an attempt; return the directory they are in.
+    """Write an attempt's secrets by name; return their directory. Raises StorageError.
 
-    Args:
-        directory: of the attempt.
-        values: by name.
-
-    Raises:
-        StorageError: there is no room, or no symbolic link in the directory. What could be in memory is never written
-            to a disk.
+    What could be in memory is never written to a disk.
     """
     remove(directory)
     if is_in_memory():
@@ -80,11 +74,7 @@ def note(place: Path) -> str:
 
 
 def remove(directory: Path) -> None:
-    """Remove the secrets of an attempt, whoever is left of it; does nothing where there are none.
-
-    Args:
-        directory: of the attempt.
-    """
+    """Remove the secrets of an attempt, if any."""
     link = directory / LINK
     with contextlib.suppress(OSError):
         if link.is_symlink():
@@ -95,11 +85,7 @@ def remove(directory: Path) -> None:
 
 
 def keep(directories: Iterable[Path]) -> None:
-    """Say that attempts wait still: their secrets are as young as when they were written.
-
-    Args:
-        directories: of the attempts; those without secrets are passed over.
-    """
+    """Refresh the age of secrets of waiting attempts; those without secrets are passed over."""
     for directory in directories:
         with contextlib.suppress(OSError):
             place = Path(os.readlink(directory / LINK))
@@ -108,13 +94,10 @@ def keep(directories: Iterable[Path]) -> None:
 
 
 class Sweeper:
-    """The agent's look for secrets that nobody looks after any more: now and then, and when an attempt has ended.
+    """The agent's removal of abandoned secrets: now and then, and when an attempt has ended.
 
-    How long a directory has been as it is, is counted from when it was first seen so, by a clock that nobody sets: one
-    that was set while an attempt was launched must not cost it its secrets.
-
-    Args:
-        clock: where time comes from.
+    The age of a directory counts from when the sweeper first saw it, by a monotonic clock: a changed wall clock must
+    not cost a launching attempt its secrets.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -123,12 +106,7 @@ class Sweeper:
         self._seen: dict[str, tuple[int, int]] = {}
 
     def tend(self, waiting: Iterable[Path], *, ended: bool) -> None:
-        """Look if it is time to.
-
-        Args:
-            waiting: directories of attempts that have no supervisor yet, and are to get one.
-            ended: an attempt has just ended, and may have left something.
-        """
+        """Sweep if it is time to; `waiting` are directories of attempts whose supervisor has not started yet."""
         now_ns = self._clock.boottime_ns()
         if now_ns >= self._due_ns or ended:
             self._due_ns = now_ns + round(LOOK_S * 1e9)
@@ -142,18 +120,18 @@ class Sweeper:
         self._seen = {name: seen for name, seen in self._seen.items() if name in names}
         for name in names:
             with contextlib.suppress(OSError):
-                if _is_ours(_MEMORY / name) and _is_left(_MEMORY / name, unchanged_s=self._unchanged_s(name, now_ns)):
-                    _remove_in_memory(_MEMORY / name)
-
-    def _unchanged_s(self, name: str, now_ns: int) -> float:
-        changed_ns = (_MEMORY / name).lstat().st_mtime_ns
-        if self._seen.get(name, (0, 0))[0] != changed_ns:
-            self._seen[name] = (changed_ns, now_ns)
-        return (now_ns - self._seen[name][1]) / 1e9
+                place = _MEMORY / name
+                if not _is_ours(place):
+                    continue
+                changed_ns = place.lstat().st_mtime_ns
+                if self._seen.get(name, (0, 0))[0] != changed_ns:
+                    self._seen[name] = (changed_ns, now_ns)
+                if _is_left(place, unchanged_s=(now_ns - self._seen[name][1]) / 1e9):
+                    _remove_in_memory(place)
 
 
 def _is_left(place: Path, *, unchanged_s: float) -> bool:
-    """Return whether nobody needs a directory any more."""
+    """Return whether a directory is abandoned."""
     try:
         directory = Path((place / _OF).read_text(encoding="utf-8", errors="surrogateescape"))
     except FileNotFoundError:

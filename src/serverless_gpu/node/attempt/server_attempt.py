@@ -1,14 +1,13 @@
-"""Attempts that a server gave to this node, as their directories say it: whose they are, and what the server still has
-to hear of.
+"""Attempts of a server on this node, as their directories record them.
 
     runs/<run>/<fence>/remote.json    open ─▶ settled    the server has everything: results, receipt
                                            └▶ stale      the attempt was over for the server: nothing is sent any more
 
-The file is written before anything is started and holds no variables of the caller, only the attempt's own token, in a
-directory of this user alone. It is not flushed to the disk: after a reboot nothing of the attempt is left anyway, and
-the server sees the other boot identifier. A disk that failed without a reboot may leave it empty: then the attempt is
-`recovered` from its directory's name. It is never launched, its end is written as soon as none of its processes is
-left, and the node's next heartbeat brings a token for it.
+The uplink writes the file before it starts anything. It holds the attempt's own token and none of the caller's
+variables, in a directory of this user alone. It is not flushed: a reboot ends the attempt anyway, and the server sees
+the new boot identifier. A disk that failed without a reboot may leave it empty. Then the attempt is `recovered` from
+its directory's name: it is never launched, its end is written as soon as none of its processes is left, and the node's
+next heartbeat brings a token for it.
 """
 
 from __future__ import annotations
@@ -38,29 +37,19 @@ Standing = Literal["open", "settled", "stale"]
 
 
 class Remote(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt that a server gave to this node.
-
-    Attributes:
-        profile: path of the file that says how the server is reached; which server it is, too.
-        token: the attempt's own.
-        world_size: devices that it is to have on this node.
-        partition_grace_s: how long it may go on without an answer of the server.
-        owner: the principal whose run it is.
-        tariff: what it pays, where the server said so; once it is launched, its own directory says what it pays.
-        recovered: whether the file was damaged, so that nobody knows whether the attempt had begun.
-    """
+    """An attempt that a server gave to this node."""
 
     run_id: str
     fence: int
-    profile: str
-    token: str
+    profile: str  # path of the file with the server's address and token
+    token: str  # the attempt's own
     gpu_type: str
-    world_size: int
-    partition_grace_s: float
+    world_size: int  # devices on this node
+    partition_grace_s: float  # how long it may go on without an answer of the server
     standing: Standing = "open"
-    owner: str = ""
-    tariff: Tariff = UNPRICED
-    recovered: bool = False
+    owner: str = ""  # the principal
+    tariff: Tariff = UNPRICED  # None until known; once launched, its own directory says what it pays
+    recovered: bool = False  # the file was damaged: the attempt may or may not have begun
 
     @property
     def gang(self) -> str:
@@ -78,11 +67,7 @@ def read_remote(directory: Path) -> Remote | None:
 
 
 def has_remote(directory: Path) -> bool:
-    """Return whether a server gave the attempt in a directory to this node, whether or not that can be read now.
-
-    Raises:
-        OSError: it cannot be said now.
-    """
+    """Return whether a server gave the attempt in a directory to this node; raises OSError if unknown now."""
     try:
         (directory / FILE).stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -91,16 +76,12 @@ def has_remote(directory: Path) -> bool:
 
 
 def write_remote(directory: Path, remote: Remote) -> None:
-    """Write it down.
-
-    Raises:
-        OSError: it could not be written.
-    """
+    """Write `remote.json`; raises OSError."""
     write_text(directory / FILE, msgspec.json.encode(remote).decode())
 
 
 def open_attempts(runs: Path, profile: str) -> Iterator[tuple[Path, Remote]]:
-    """Yield the attempts of which one server still has to hear something, with their directories."""
+    """Yield the attempts that one server has not heard all about, with their directories."""
     for path in sorted(runs.glob(f"*/*/{FILE}")):
         remote = read_remote(path.parent) or _recovered(path, profile)
         if remote is not None and remote.profile == profile and remote.standing == "open":
@@ -108,9 +89,9 @@ def open_attempts(runs: Path, profile: str) -> Iterator[tuple[Path, Remote]]:
 
 
 def _recovered(path: Path, profile: str) -> Remote | None:
-    """Return what is known of an attempt whose file is damaged; None where it cannot be read now.
+    """Return an attempt from its directory's name, its file being damaged; None if unreadable now.
 
-    Which server it was is not known: one that does not know the attempt says so, and it is left alone then.
+    The server is unknown: one that does not know the attempt says so, and the attempt is left alone then.
     """
     fence, run_id = path.parent.name, path.parent.parent.name
     try:
@@ -132,12 +113,7 @@ def _recovered(path: Path, profile: str) -> Remote | None:
 
 
 def is_unsent(run: Path, now_ns: int) -> bool:
-    """Return whether a server still has to hear something of a run; after a month it is not waited for any more.
-
-    Args:
-        run: the run's directory.
-        now_ns: nanoseconds since 1970.
-    """
+    """Return whether a server still lacks something of a run; False after a month."""
     with contextlib.suppress(OSError):
         for path in run.glob(f"*/{FILE}"):
             remote = read_remote(path.parent)

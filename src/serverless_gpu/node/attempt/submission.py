@@ -1,4 +1,4 @@
-"""What an attempt's directory says about what was asked for: a run is readable, and repeatable by hand."""
+"""Records what an attempt was asked for, so that a run is readable, and repeatable by hand."""
 
 from __future__ import annotations
 
@@ -16,36 +16,23 @@ from serverless_gpu.node.base.statuses import Kind
 
 
 class Submission(msgspec.Struct, frozen=True, kw_only=True):
-    """What `spec.json` in an attempt's directory holds: the run as it was asked for.
-
-    Attributes:
-        world_size: ranks of the run, on all of its nodes; 0 for a session, which has none.
-        kind: what the directory is of.
-        session: the session whose devices the run uses, or "".
-        gpu_type: of its devices; "" where only a server knows.
-        tariff: what it pays; None where only a server knows.
-    """
+    """Contents of `spec.json` in an attempt's directory: the run as it was asked for."""
 
     run_id: str
     fence: int
-    world_size: int
+    world_size: int  # ranks on all nodes; 0 for a session
     spec: RunSpec
     version: str
     kind: Kind = "function"
-    session: str = ""
-    gpu_type: str = ""
-    tariff: Tariff | None = None
+    session: str = ""  # whose devices it uses, or ""
+    gpu_type: str = ""  # "" where only a server knows
+    tariff: Tariff | None = None  # None where only a server knows
 
 
 def write_submission(message: protocol.Launch, version: str) -> None:
-    """Write `spec.json`, `environment.json` and, of a function, `_air.py`; values of variables stay out of them.
+    """Write `spec.json`, `environment.json` and, of a function, `_air.py`; values of variables stay out.
 
-    Args:
-        message: the launch; its directory exists.
-        version: of the package that runs it.
-
-    Raises:
-        StorageError: the disk is full, or the directory is gone.
+    Raises StorageError when the disk is full, or the directory is gone.
     """
     directory, context = Path(message.directory), message.context
     submission = Submission(

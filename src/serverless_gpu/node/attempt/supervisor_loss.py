@@ -7,7 +7,7 @@
 The agent, the uplink or a client calls this, whichever notices first, and only while it holds the attempt's lock: no
 supervisor lives then, and no other caller writes. The files are what a supervisor would have written.
 
-Failure cases: nobody watched (the newest file of the attempt's output is the last sign of life); the machine has booted
+Failure cases: no watcher (the newest file of the attempt's output is the last sign of life); the machine has booted
 since (boottimes cannot be compared: the last fact is the last sign of life); the disk is full (the receipt counts the
 facts that are on it); a half-written fact at the end of the file (cut off).
 """
@@ -51,12 +51,7 @@ _USING = frozenset({FactKind.EXEC, FactKind.HELD})
 
 
 class Lost(msgspec.Struct, frozen=True, kw_only=True):
-    """What a receipt says of an attempt, where its directory does not.
-
-    Attributes:
-        gpu_type: type of its devices.
-        world_size: of its ranks here.
-    """
+    """Device type and rank count for a receipt, where the attempt's directory does not say them."""
 
     run_id: str
     fence: int
@@ -73,14 +68,10 @@ def settle_loss(
     stopped: protocol.Stopped | None = None,
     lost: Lost | None = None,
 ) -> protocol.Stopped:
-    """Write what is missing of an attempt that no supervisor looks after, and return how it ended.
+    """Write what an attempt without a supervisor lacks, and return how it ended.
 
-    Args:
-        directory: of the attempt.
-        clock: where time comes from.
-        seen_ns: boottime at which something of it was seen last; None where nobody watched.
-        stopped: how it ended where no file says so; None where its supervisor was lost.
-        lost: who it is, where a server gave it.
+    `seen_ns` is the boottime at which something of it was seen last; None if unwatched. `stopped` is how it ended where
+    no file says so; None where its supervisor was lost.
     """
     is_settled = read_receipt(directory) is not None
     if not is_settled:
@@ -96,13 +87,7 @@ def settle_loss(
 
 
 def settle_here(directory: Path, clock: Clock, *, seen_ns: int | None = None) -> bool:
-    """Settle an attempt of this node under its lock; return whether that was done.
-
-    Args:
-        directory: of the attempt.
-        clock: where time comes from.
-        seen_ns: boottime at which something of it was seen last; None where nobody watched.
-    """
+    """Settle an attempt of this node under its lock; return whether that was done."""
     try:
         if not first_facts(directory) or has_remote(directory):
             return False
@@ -121,12 +106,7 @@ def settle_here(directory: Path, clock: Clock, *, seen_ns: int | None = None) ->
 
 
 def lost_ending(directory: Path, clock: Clock) -> protocol.Stopped:
-    """Return how an attempt ended whose supervisor died.
-
-    Args:
-        directory: of the attempt.
-        clock: where time comes from.
-    """
+    """Return how an attempt ended whose supervisor died."""
     facts = first_facts(directory)
     since_ns = clock.wall_ns() - max(0, clock.boottime_ns() - facts[0].boottime_ns) if facts else clock.wall_ns()
     reason, detail = judge_loss(
@@ -148,13 +128,7 @@ def has_used_devices(directory: Path) -> bool:
 
 
 def note_life(directory: Path, clock: Clock, seen_ns: int | None = None) -> None:
-    """Write down when something of the attempt was seen last, where its facts do not say so yet.
-
-    Args:
-        directory: of the attempt.
-        clock: where time comes from.
-        seen_ns: boottime of it; None for the newest of the attempt's output.
-    """
+    """Record the last sign of life (boottime; None: newest output) where the facts lack it."""
     last = last_fact(directory)
     if last is None or last.boot_id != clock.boot_id() or last.kind in (FactKind.EXITED, FactKind.FREED):
         return
@@ -180,6 +154,7 @@ def _receipt(directory: Path, lost: Lost, stopped: protocol.Stopped) -> Receipt:
     tariff = launched.tariff or lost.tariff
     gpu_ms, micros, bill = reckon(meter, tariff, stopped.reason)
     spec = spec_of(directory)
+    prefix = gpus[0].partition("-")[0] if gpus else ""
     return Receipt(
         run_id=lost.run_id,
         fence=lost.fence,
@@ -187,7 +162,7 @@ def _receipt(directory: Path, lost: Lost, stopped: protocol.Stopped) -> Receipt:
         reason=stopped.reason.value,
         gpu_type=lost.gpu_type,
         gpus=gpus,
-        kind=_kind(gpus),
+        kind={"FAKE": DeviceKind.FAKE, "GPU": DeviceKind.GPU}.get(prefix, DeviceKind.CPU),
         segments=Segments(),
         gpu_ms=gpu_ms,
         micros=micros,
@@ -232,18 +207,8 @@ def _kernel_lines(clock: Clock, since_ns: int) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _kind(gpus: tuple[str, ...]) -> DeviceKind:
-    if gpus and gpus[0].startswith("FAKE-"):
-        return DeviceKind.FAKE
-    return DeviceKind.GPU if gpus and gpus[0].startswith("GPU-") else DeviceKind.CPU
-
-
 def _cut_off_half_a_line(path: Path) -> None:
-    """Cut off what a writer that was killed, or a full disk, left of a line.
-
-    Raises:
-        OSError: the file cannot be changed.
-    """
+    """Cut off a half-written last line; raises OSError."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         size = os.fstat(fd).st_size

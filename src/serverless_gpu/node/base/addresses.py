@@ -3,10 +3,9 @@
     SIOCGIFCONF           IPv4, with the names that `getifaddrs` gives, by which NCCL and Gloo look for an interface
     /proc/net/if_inet6    IPv6 that is routed
 
-An address of the link alone is nobody's: who uses it has to name an interface of its own, too. Loopback is the last:
-whoever else runs on this machine reaches it, and nobody else does. Bridges of containers come before it, for they are
-the same on every machine. What cannot be read, and an interface whose name has a comma,
-is left out; nothing here fails.
+Link-local addresses are left out: their user has to name an interface, too. Loopback comes last, because only this
+machine reaches it; bridges of containers come before it, because they are the same on every machine. Unreadable entries
+and interfaces with a comma in their name are left out; nothing here fails.
 """
 
 from __future__ import annotations

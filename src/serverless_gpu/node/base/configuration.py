@@ -62,29 +62,17 @@ T = TypeVar("T")
 
 
 class Configuration(msgspec.Struct, frozen=True, kw_only=True):
-    """What the user configured.
+    """The user's configuration."""
 
-    Attributes:
-        types: own GPU types.
-        prices: by type name.
-        retention: how long ended runs are kept.
-        checkpoints: directory of all runs' checkpoints; "" for the one in the home.
-        xids: what follows from an Xid, by number, where the node does not take it as `model.xid.TABLE` does.
-    """
-
-    types: tuple[GpuType, ...] = ()
-    prices: dict[str, Tariff] = {}
+    types: tuple[GpuType, ...] = ()  # own GPU types
+    prices: dict[str, Tariff] = {}  # by type name
     retention: Policy = Policy()
-    checkpoints: str = ""
-    xids: dict[int, XidKind] = {}
+    checkpoints: str = ""  # directory of all runs' checkpoints; "" for the one in the home
+    xids: dict[int, XidKind] = {}  # by number, where they differ from `model.xid.TABLE`
 
 
 def read_configuration(home: Home) -> Configuration:
-    """Return the configuration; without a file, what holds then.
-
-    Raises:
-        InvalidValue: the file is not TOML, or something in it is not what it must be; the message names the file.
-    """
+    """Return the configuration, or the defaults without a file; InvalidValue names the file and the error."""
     path = home.root / "config.toml"
     try:
         with path.open("rb") as file:

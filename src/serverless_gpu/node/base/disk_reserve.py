@@ -1,14 +1,14 @@
-"""Room on the disk that an attempt has from its start, so that its last words can be written when the disk is full.
+"""Disk space reserved for an attempt from its start, so that its ending fits on a full disk.
 
     <attempt>/.reserve/<number>    allocated, empty of meaning    ── the disk is full ─▶  overwritten, cut, renamed
     <attempt>/facts.jsonl          some room allocated behind its end, moved on as it grows
 
-Room that was given back to the disk first could be taken by whoever filled it; what is overwritten in place cannot. So
-an ending, a receipt, the facts and what a rank raised are there also when user code has filled the disk up.
+Space given back to the disk could be taken by the process that filled it; what is overwritten in place cannot. So an
+ending, a receipt, the facts and a rank's exception survive a full disk.
 
-Failure cases: the file system cannot allocate ahead, or allocates anew what is overwritten (btrfs, ZFS): then a full
-disk costs the words, as without this; the process that would remove the reserve is killed: it stays with the attempt's
-directory, and whoever writes the missing ending (`uplink/unattended.py`, the agent) uses it.
+Failure cases: the file system cannot allocate ahead, or copies on write (btrfs, ZFS): a full disk costs these files, as
+without a reserve; the process that would remove the reserve is killed: it stays, and the writer of the missing ending
+(`uplink/orphans.py`, the agent) uses it.
 """
 
 from __future__ import annotations
@@ -29,11 +29,7 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 def prepare(directory: Path) -> None:
-    """Allocate the reserve of an attempt; where that is not possible there is none.
-
-    Args:
-        directory: of the attempt.
-    """
+    """Allocate the reserve of an attempt, if the file system can."""
     with contextlib.suppress(OSError):
         place = directory / DIRECTORY
         place.mkdir(mode=0o700, exist_ok=True)
@@ -46,11 +42,7 @@ def prepare(directory: Path) -> None:
 
 
 def give_back(directory: Path) -> None:
-    """Give back what was not needed.
-
-    Args:
-        directory: of the attempt.
-    """
+    """Give back the unused reserve."""
     shutil.rmtree(directory / DIRECTORY, ignore_errors=True)
     with contextlib.suppress(OSError):
         facts = directory / "facts.jsonl"
@@ -58,15 +50,9 @@ def give_back(directory: Path) -> None:
 
 
 def write(path: Path, data: bytes, directory: Path) -> None:
-    """Write a file of an attempt that is either whole or not there; on a full disk into the attempt's reserve.
+    """Write a file of an attempt whole or not at all; on a full disk into the attempt's reserve.
 
-    Args:
-        path: where it goes.
-        data: what it says.
-        directory: of the attempt.
-
-    Raises:
-        OSError: it could not be written, and there is no reserve that is large enough.
+    Raises OSError when it cannot be written and no reserve is large enough.
     """
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -80,18 +66,9 @@ def write(path: Path, data: bytes, directory: Path) -> None:
 
 
 def append_fact(directory: Path, line: bytes, allocated: int) -> int:
-    """Append a line to an attempt's facts, and see to it that there is room for the next ones.
+    """Append a line to an attempt's facts and allocate space behind it; raises OSError.
 
-    Args:
-        directory: of the attempt.
-        line: what is appended.
-        allocated: up to where there is room, as it was returned last; 0 for not at all.
-
-    Returns:
-        Up to where there is room.
-
-    Raises:
-        OSError: it could not be appended.
+    `allocated` is the offset this function returned last, up to which there is space; 0 at first.
     """
     fd = os.open(directory / "facts.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:

@@ -62,47 +62,28 @@ _PLAIN = RunSpec()
 
 
 def zygote_program(channel_fd: int, preload: Sequence[str], inside: Path = INSIDE) -> str:
-    """Return the program for `python -c` that becomes a zygote.
-
-    Args:
-        channel_fd: the inherited descriptor of its channel to the agent.
-        preload: modules it imports before it forks.
-        inside: directory of the runtime.
-    """
+    """Return the program for `python -c` that becomes a zygote; `inside` is the directory of the runtime."""
     call = f"zygote.main({channel_fd}, {inside_protocol.VERSION}, {list(preload)!r})"
     return _load(inside) + "from _sgpu_inside import zygote\n" + call + "\n"
 
 
 def launcher_program(plan_fd: int, channel_fd: int, inside: Path = INSIDE) -> str:
-    """Return the program that enters what contains a zygote, and becomes it.
-
-    Args:
-        plan_fd: the inherited descriptor of the plan (`inside/launcher.py`).
-        channel_fd: the inherited descriptor of the zygote's channel to the agent.
-        inside: directory of the runtime.
-    """
+    """Return the program that enters what contains a zygote, and becomes it (`inside/launcher.py`)."""
     return _load(inside) + f"from _sgpu_inside import launcher\nlauncher.main({plan_fd}, {channel_fd})\n"
 
 
 def air_program(
     *, directory: Path, run_id: str, fence: int, world_size: int, context: Context, spec: RunSpec = _PLAIN
 ) -> str:
-    """Return `_air.py`, the readable program with which `torchrun` reproduces a run.
-
-    Args:
-        directory: the attempt's directory, where the file will lie.
-        run_id: the run.
-        fence: the attempt's number.
-        world_size: ranks of the gang.
-        context: the caller.
-        spec: of the run: whether it used a captured copy of the environment, and the process group that ranks join.
-    """
+    """Return `_air.py`, the readable program with which `torchrun` reproduces a run."""
     paths = "[\n" + "".join(f"    {original(path)!r},\n" for path in context.sys_path) + "]"
+    # Escaped for a docstring: any path may be a home.
+    quoted = shlex.quote(str(directory / "_air.py")).replace("\\", "\\\\").replace('"', '\\"')
     return _AIR.format(
         run_id=run_id,
         fence=fence,
         world_size=world_size,
-        path=_in_docstring(shlex.quote(str(directory / "_air.py"))),
+        path=quoted.encode("utf-8", "backslashreplace").decode(),
         cwd=original(context.cwd),
         umask=context.umask,
         argv=[original(argument) for argument in context.argv],
@@ -112,12 +93,6 @@ def air_program(
         note=_OF_A_SNAPSHOT if spec.environment == "snapshot" else "",
         directory=str(directory),
     )
-
-
-def _in_docstring(text: str) -> str:
-    """Return text as it must be written inside a docstring to read as itself: any path may be a home."""
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
-    return escaped.encode("utf-8", "backslashreplace").decode()
 
 
 def _load(inside: Path) -> str:

@@ -1,4 +1,4 @@
-"""What the file system of a home has to grant, asked before anything relies on it.
+"""Requirements on the file system of a home, tested before anything relies on them.
 
     flock           device locks, one supervisor for each attempt, units of environments   (Lustre needs `-o flock`)
     record locks    SQLite: the database of a server, MLflow's                             (NFS needs lockd)
@@ -6,7 +6,7 @@
     execution       environments that are made of links: compiled modules are mapped from there    (not noexec)
 
 Each question about locks makes a file, asks, and removes it. A file that cannot even be made is not the answer to the
-question: that is said as for any other file that cannot be written.
+question: it is reported like any other file that cannot be written.
 
 Failure cases: the file system refuses (a sentence that names it, and what helps).
 """
@@ -24,50 +24,30 @@ from serverless_gpu.errors import StorageError
 from serverless_gpu.node.base.home import storage_error
 
 REFUSED = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
-"""What a file system answers that grants no locks."""
+"""Errors of a file system without locks."""
 LOCAL_DISK = "set SERVERLESS_GPU_HOME to a directory on a local disk"
 _MEND = f"{LOCAL_DISK} (Lustre grants file locks when it is mounted with -o flock, NFS when its lock service runs)"
 
 
 def flock_refusal(directory: Path) -> str:
-    """Return why files of a directory cannot be locked with flock, or "".
-
-    Raises:
-        StorageError: no file can be made there.
-    """
+    """Return why flock fails for files of a directory, or ""; StorageError if none can be made."""
     return _ask(directory, lambda fd: fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB))
 
 
 def record_lock_refusal(directory: Path) -> str:
-    """Return why parts of files of a directory cannot be locked, as SQLite does it, or "".
-
-    Raises:
-        StorageError: no file can be made there.
-    """
+    """Return why SQLite cannot lock files of a directory, or ""; StorageError if none can be made."""
     return _ask(directory, lambda fd: fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB))
 
 
 def require_flock(directory: Path) -> None:
-    """Refuse a directory whose files cannot be locked.
-
-    Raises:
-        StorageError: they cannot, or no file can be made there.
-    """
+    """Refuse (StorageError) a directory whose files cannot be locked."""
     refusal = flock_refusal(directory)
     if refusal:
         raise lock_error(directory, refusal)
 
 
 def require_record_locks(directory: Path, what: str) -> None:
-    """Refuse a directory for a database of SQLite whose files cannot be locked in part.
-
-    Args:
-        directory: in which the database is to lie.
-        what: the database's name for people.
-
-    Raises:
-        StorageError: they cannot, or no file can be made there.
-    """
+    """Refuse (StorageError) a directory whose files SQLite cannot lock; `what` names the database."""
     refusal = record_lock_refusal(directory)
     if refusal:
         raise StorageError(
@@ -78,11 +58,7 @@ def require_record_locks(directory: Path, what: str) -> None:
 
 
 def require_symlinks(directory: Path) -> None:
-    """Refuse a directory for environments in which no symbolic link can be made.
-
-    Raises:
-        StorageError: so it is, or the directory cannot be written.
-    """
+    """Refuse (StorageError) a directory for environments in which no symbolic link can be made."""
     link = directory / f".asked-{os.urandom(8).hex()}"
     try:
         link.symlink_to("nowhere")
@@ -92,13 +68,7 @@ def require_symlinks(directory: Path) -> None:
 
 
 def symlink_error(directory: Path, error: OSError, what: str) -> StorageError:
-    """Return the error a person gets for a symbolic link that could not be made in a directory.
-
-    Args:
-        directory: in which it was to be.
-        error: what the system said.
-        what: what cannot be done without it, with the directory's name.
-    """
+    """Return the user's error for a failed symbolic link; `what` names what cannot be done without it."""
     if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
         return storage_error(error, directory)
     return StorageError(
@@ -108,21 +78,14 @@ def symlink_error(directory: Path, error: OSError, what: str) -> StorageError:
 
 
 def is_noexec(directory: Path) -> bool:
-    """Return whether nothing can be executed or mapped as code from a directory; overlays over it are not affected.
-
-    Raises:
-        OSError: the directory is not there.
-    """
+    """Return whether a directory is mounted noexec, which overlays over it do not inherit; OSError."""
     return bool(os.statvfs(directory).f_flag & os.ST_NOEXEC)
 
 
 def lock_error(place: Path, refusal: str, *, is_home: bool = True) -> StorageError:
-    """Return the error a person gets for a file or directory whose file system refuses flock.
+    """Return the user's error for a file system that refuses flock.
 
-    Args:
-        place: the file or directory.
-        refusal: what the system said.
-        is_home: whether it lies in the home, and not where a command was asked to write.
+    `is_home` says whether the place lies in the home, and not where a command was asked to write.
     """
     hint = _MEND if is_home else "name a place on a local disk"
     return StorageError(f"{place} cannot be used: its file system refuses file locks (flock: {refusal})", hint=hint)

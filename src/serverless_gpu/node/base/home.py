@@ -1,8 +1,8 @@
-"""Where things lie on this machine: the home directory, run directories, sockets, the agent's files.
+"""Places of files on this machine: the home directory, run directories, sockets, the agent's files.
 
     $SERVERLESS_GPU_HOME (default ~/.serverless_gpu), 0700
     ├── runs/<run>/<fence>/    one attempt: spec, payload, entrypoint, logs, results, failures, facts, receipt
-    ├── remote/<run>/<fence>/  copies of what runs of a server returned, for whoever called them
+    ├── remote/<run>/<fence>/  copies of what runs of a server returned, for their callers
     ├── locks/                 locks of fakes and CPU slots (real GPUs are locked machine-wide)
     ├── environments/          captured environments (`store/`), what was restored of them, how they are recognised
     ├── mlflow/<key>/          MLflow servers in front of this home's store and of callers' own
@@ -38,16 +38,11 @@ _READ_ONLY = "it is read-only"
 
 
 class Home:
-    """The directories of one user on this machine.
-
-    Attributes:
-        root: the home directory, which exists and is writable.
-        note: a sentence for the user when `root` is not the one they asked for, else "".
-    """
+    """The directories of one user on this machine."""
 
     def __init__(self, root: Path, note: str = "") -> None:
         self.root = root
-        self.note = note
+        self.note = note  # a sentence for the user when `root` is not the one they asked for, else ""
 
     @property
     def runs(self) -> Path:
@@ -94,11 +89,7 @@ class Home:
         return self.runs / run_id / str(fence)
 
     def sockets(self) -> Path:
-        """Return the private directory of this home's sockets, made if needed.
-
-        Raises:
-            StorageError: somebody else owns the directory, or it cannot be made.
-        """
+        """Return the private directory of this home's sockets, made if needed; raises StorageError."""
         # Not $XDG_RUNTIME_DIR: a terminal, a notebook server and a cron job of one user have different ones or none,
         # and it is emptied at the last logout, when runs may still be going on.
         parent = Path(os.environ.get("SERVERLESS_GPU_SOCKETS") or f"/tmp/serverless_gpu-{os.getuid()}")
@@ -120,11 +111,7 @@ class Home:
         return parent / digest
 
     def make_attempt(self, run_id: str, fence: int) -> Path:
-        """Make the directory of one attempt with its sub-directories; on failure nothing is left.
-
-        Raises:
-            StorageError: the disk is full, or the home is not writable.
-        """
+        """Make the directory of one attempt, whole or not at all; raises StorageError."""
         directory = self.attempt(run_id, fence)
         try:
             directory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -151,7 +138,7 @@ class Home:
 
 
 def remove_at_once(directory: Path) -> None:
-    """Remove the directory of a run that another process may be writing to by its name: that fails from now on."""
+    """Remove the directory of a run that another process may be writing to; its writes fail from now on."""
     gone = directory.with_name(f".{directory.name}.removed")
     with contextlib.suppress(OSError):
         directory.rename(gone)
@@ -160,17 +147,7 @@ def remove_at_once(directory: Path) -> None:
 
 
 def find_home(environ: Mapping[str, str]) -> Home:
-    """Return the user's home directory for runs, made if needed.
-
-    Args:
-        environ: the environment variables to look at.
-
-    Returns:
-        The home; with a note when it had to be another one.
-
-    Raises:
-        StorageError: no directory is writable.
-    """
+    """Return the user's home directory for runs, made if needed; raises StorageError if none is writable."""
     wanted = _asked(environ)
     problem = _make_private(wanted)
     if problem is None:
@@ -186,14 +163,9 @@ def find_home(environ: Mapping[str, str]) -> Home:
 
 
 def find_durable_home(environ: Mapping[str, str], why: str) -> Home:
-    """Return the home that was asked for, made if needed; never its replacement in a temporary directory.
+    """Return the home that was asked for, made if needed, never a replacement; raises StorageError.
 
-    Args:
-        environ: the environment variables to look at.
-        why: what needs it, as a sentence goes on: ``"the server keeps its database there"``.
-
-    Raises:
-        StorageError: it cannot be written to.
+    `why` says what needs it, as a sentence goes on: ``"the server keeps its database there"``.
     """
     wanted = _asked(environ)
     problem = _make_private(wanted)
@@ -235,11 +207,7 @@ def storage_error(error: OSError, path: Path) -> StorageError:
 
 
 def _asked(environ: Mapping[str, str]) -> Path:
-    """Return the directory that is to be the home.
-
-    Raises:
-        StorageError: its name is not UTF-8.
-    """
+    """Return the directory that is to be the home; raises StorageError if its name is not UTF-8."""
     asked = environ.get("SERVERLESS_GPU_HOME")
     wanted = Path(asked).absolute() if asked else Path(os.path.expanduser("~/.serverless_gpu"))
     try:

@@ -1,10 +1,8 @@
-"""What the kernel of this machine, and the Python that asks it, must have before anything is started here.
+"""Requirements on this machine's kernel and on the Python that asks it.
 
-Processes are followed by pidfd, so that what is waited for and ended is never another process with the same number.
-There is no other way to be sure of that, so a machine without it runs nothing.
-
-Failure cases: Linux before 5.3, a container's seccomp profile from before it, a Python that was built with the headers
-of an older kernel (each is a sentence that says what helps).
+Processes are followed by pidfd, so that what is waited for and ended is never another process with the same number. A
+machine without it runs nothing. Failure cases: Linux before 5.3, a container's older seccomp profile, a Python built
+with older kernel headers (each is a sentence that says what helps).
 """
 
 from __future__ import annotations
@@ -37,11 +35,7 @@ def pidfd_refusal() -> tuple[str, str]:
 
 
 def require_pidfd() -> None:
-    """Refuse a machine on which processes cannot be followed.
-
-    Raises:
-        HardwareError: so it is.
-    """
+    """Refuse (HardwareError) a machine on which processes cannot be followed."""
     refusal, hint = pidfd_refusal()
     if refusal:
         raise HardwareError(f"this machine cannot run ranks: {refusal}", hint=hint)

@@ -1,12 +1,11 @@
-"""Lock files: made and opened in directories that others write to as well, and asking whether somebody holds one.
+"""Lock files: made and opened in directories that others write to as well, and tested for a holder.
 
-A flock is held while its holder, or whoever it handed the descriptor to, lives; asking takes it, shared, for a moment.
-Who takes a lock for good tries again, or (`mutex`) waits, so that no question turns it away.
-
-Lives here: files, by name in an open directory or by path, and the question. Must not: know what a lock stands for.
+A flock is held while its holder, or any process with its descriptor, lives; testing takes it, shared, for a moment. A
+process that takes a lock for good tries again, or waits (`mutex`), so that no test turns it away. This module does not
+know what a lock stands for.
 
 Failure cases: a planted link, pipe or second hard link (StorageError); a holder that stops for longer than a second
-(`mutex` goes on without); a file that cannot be asked (counts as held: who asks may delete).
+(`mutex` goes on without); a file that cannot be tested (counts as held, because callers may delete).
 """
 
 from __future__ import annotations
@@ -29,11 +28,7 @@ _NOTE_BYTES_MAX = 4096
 
 
 def is_held(path: Path) -> bool:
-    """Return whether somebody holds the lock of a file; one that cannot be asked counts as held.
-
-    Args:
-        path: the file; one that does not exist is not held.
-    """
+    """Return whether a file's lock is held; True for one that cannot be tested, False for a missing one."""
     try:
         fd = os.open(path, os.O_RDONLY | OPEN)
     except FileNotFoundError:
@@ -49,11 +44,7 @@ def is_held(path: Path) -> bool:
 
 
 def held_note(path: Path) -> bytes | None:
-    """Return what the holder of a lock wrote into its file; None when nobody holds it, or it cannot be read.
-
-    Args:
-        path: the file.
-    """
+    """Return what the holder of a lock wrote into its file; None when it is free or unreadable."""
     with contextlib.suppress(OSError):
         fd = os.open(path, os.O_RDONLY | OPEN)
         try:
@@ -69,11 +60,7 @@ def read_note(fd: int) -> bytes:
 
 
 def is_taken(fd: int) -> bool:
-    """Return whether somebody else holds the lock of an open file; closing it ends the question.
-
-    Raises:
-        OSError: this file system knows no such locks.
-    """
+    """Return whether another process locks an open file; closing it ends the test. Raises OSError."""
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -108,23 +95,15 @@ def opened_directory(path: Path) -> Iterator[int]:
 
 
 def hold(path: Path, note: str) -> int | None:
-    """Take a lock for as long as this process lives, and write down who has it.
+    """Lock a file, made if needed, for the life of this process, and write a note into it; raises OSError.
 
-    Args:
-        path: of the lock's file, made if it is not there.
-        note: what the file says from then on.
-
-    Returns:
-        The descriptor that is the lock; None where another process has it for longer than a second.
-
-    Raises:
-        OSError: the file cannot be made or written.
+    Returns the descriptor that is the lock; None where another process has it for longer than a second.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     for _ in range(_MUTEX_TRIES):
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # whoever asks whether it is held holds it for a moment
+        except BlockingIOError:  # a process that tests it holds it for a moment
             time.sleep(PAUSE_S)
             continue
         os.ftruncate(fd, 0)
@@ -136,7 +115,7 @@ def hold(path: Path, note: str) -> int | None:
 
 @contextlib.contextmanager
 def mutex(directory: int, name: str) -> Iterator[int]:
-    """Hold a lock for a moment; go on without it when somebody keeps it for longer than a second."""
+    """Hold a lock for a moment; go on without it when another process keeps it for longer than a second."""
     with opened(directory, name) as fd:
         for _ in range(_MUTEX_TRIES):
             try:
@@ -158,7 +137,7 @@ def opened(directory: int, name: str) -> Iterator[int]:
 
 
 def open_file(directory: int, name: str) -> int:
-    """Open a file of ours for reading and writing, made if needed; refuse what is not a plain file with one name."""
+    """Open a file of ours for reading and writing, made if needed; refuse links and special files."""
     fd = _open_or_create(directory, name)
     status = os.fstat(fd)
     if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:
@@ -183,11 +162,7 @@ def _open_or_create(directory: int, name: str) -> int:
 
 
 def create(directory: int, name: str) -> int:
-    """Make and open a file that every user may open.
-
-    Raises:
-        FileExistsError: there is one.
-    """
+    """Make and open a file that every user may open; raises FileExistsError."""
     fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | OPEN, 0o666, dir_fd=directory)
     with contextlib.suppress(PermissionError):  # some network file systems; there all users are one
         os.fchmod(fd, 0o666)  # the umask took the other users' bits away

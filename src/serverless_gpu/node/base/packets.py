@@ -1,4 +1,4 @@
-"""From the bytes of a packet to a message: what cannot be one leaves nothing open, and is said in one way."""
+"""Decoding of packets: an invalid packet leaves no descriptor open."""
 
 from __future__ import annotations
 
@@ -12,15 +12,7 @@ T = TypeVar("T")
 
 
 def decoded(decoder: msgspec.json.Decoder[T], received: tuple[bytes, tuple[int, ...]]) -> T:
-    """Return the message in a packet; its descriptors are closed where there is none.
-
-    Args:
-        decoder: of the messages that may come.
-        received: what `Channel.receive` returned.
-
-    Raises:
-        msgspec.MsgspecError: the peer speaks another language.
-    """
+    """Return the message in a packet; on MsgspecError its descriptors are closed."""
     try:
         return decoder.decode(received[0])
     except (msgspec.MsgspecError, RecursionError) as error:

@@ -1,7 +1,7 @@
-"""Whether a home's machine is a node of a pool that Ray makes: its ranks are fenced then (`inside/fence.py`).
+"""Detects whether a home's machine is in a Ray pool: its ranks are fenced then (`inside/fence.py`).
 
-server/ray/keeper.lock   held by what keeps the Ray of a server here (`sgpu up --engine ray`)
-ray/keeper.lock          held by `sgpu join`
+server/ray/keeper.lock is held by what keeps the Ray of a server here (`sgpu up --engine ray`), ray/keeper.lock by `sgpu
+join`.
 """
 
 from __future__ import annotations
@@ -15,18 +15,10 @@ LOCK = "keeper.lock"
 
 
 def keepers(home: Path) -> list[Path]:
-    """Return the directories in a home of those that keep a Ray now.
-
-    Args:
-        home: the home directory.
-    """
+    """Return the directories in a home of those that keep a Ray now."""
     return [home / place for place in PLACES if held_note(home / place / LOCK) is not None]
 
 
 def in_pool(attempt: Path) -> bool:
-    """Return whether the home of an attempt's directory is in a pool now.
-
-    Args:
-        attempt: ``<home>/runs/<run>/<fence>``.
-    """
+    """Return whether the home of ``<home>/runs/<run>/<fence>`` is in a pool now."""
     return bool(keepers(attempt.parents[2])) if len(attempt.parents) > 2 else False

@@ -19,16 +19,13 @@ from pathlib import Path
 from serverless_gpu import faults
 
 NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
-"""What a file system answers that has no hard links."""
+"""Errors of a file system without hard links."""
 
 
 def write_private(path: Path, data: bytes, *, replace: bool = True) -> None:
-    """Write a file durably that only its owner can read; all of it is there, or nothing.
+    """Write a file durably and whole that only its owner can read; its directory is made if needed.
 
-    Args:
-        path: of the file; its directory is made if needed.
-        data: all of it.
-        replace: whether one that is there is replaced; else it stays, also one that another process makes meanwhile.
+    Without `replace`, an existing file stays, also one that another process makes meanwhile.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
@@ -70,11 +67,7 @@ def _name_new(beside: Path, path: Path) -> None:
 
 
 def readers(path: Path) -> str:
-    """Return who else but this user can read or change a file, or "".
-
-    Raises:
-        OSError: it cannot be looked at.
-    """
+    """Return who else but this user can read or change a file, or ""; raises OSError."""
     status = path.stat()
     if status.st_uid not in (os.geteuid(), 0):
         return f"it belongs to another user (uid {status.st_uid})"

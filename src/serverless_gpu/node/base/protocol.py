@@ -1,4 +1,4 @@
-"""What client, agent and supervisor say to each other on one node.
+"""Messages of client, agent and supervisor on one node.
 
     client ──Launch──▶ agent ──Assign + the client's socket + a stem's socket──▶ supervisor
     client ◀──Waiting · Started · Output · Skipped · Stopped · Finished────────── supervisor
@@ -8,9 +8,9 @@
     agent ──Preparing──▶ supervisor                       while the environment is being restored
     supervisor ──Borrow──▶ session ──Lent + lock descriptors──▶ supervisor ──Returned──▶ session
 
-The agent gives the client's connection away. The same words are spoken on the supervisor's own socket, by which
-`attach`, and a new agent after the old one died, find an attempt.
-Messages are JSON objects, one per packet (`inside/channel.py`). A peer of another `PROTOCOL` is refused by name.
+The agent gives the client's connection away. The supervisor's own socket takes the same messages: `attach`, and a new
+agent after the old one died, find an attempt by it. Messages are JSON objects, one per packet (`inside/channel.py`). A
+peer of another `PROTOCOL` is refused by name.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from serverless_gpu.version import __version__
 
 PROTOCOL = 8
 UNKNOWN_OWNER = "?"
-"""Owner of a run that is somebody's, and nothing says whose."""
+"""Owner of a run whose owner is unknown."""
 SESSION_DEVICES_MAX = 240  # a loan is one packet with a descriptor for each, and a packet carries 253
 
 
@@ -52,45 +52,30 @@ Sendable = Message | Stopped
 
 
 class Context(Message, frozen=True, kw_only=True, tag="context"):
-    """The caller's process at the moment of the call, which ranks take on.
-
-    Attributes:
-        python: path of the interpreter.
-        flags: interpreter options it was started with, for example ``-O``.
-        environ: environment variables; they go over sockets and never into a file.
-        descriptors_max: the soft limit on open descriptors.
-        packages: the file this process imports (or would import) a module from, for those of which a zygote may have
-            another: what it preloads, and what lies beside the script under the name of something installed.
-        copies: directories of code that are captured copies, and where the originals are; none when ranks use those.
-    """
+    """The caller's process at the moment of the call, which ranks take on."""
 
     python: str
-    flags: tuple[str, ...]
-    environ: dict[str, str]
+    flags: tuple[str, ...]  # interpreter options, for example ``-O``
+    environ: dict[str, str]  # goes over sockets and never into a file
     cwd: str
     umask: int
     argv: tuple[str, ...]
     sys_path: tuple[str, ...]
-    descriptors_max: int = 1024
+    descriptors_max: int = 1024  # soft limit
+    # file of each module that a zygote may have otherwise: preloaded ones, and those beside the script that hide
+    # installed ones
     packages: dict[str, str] = {}
-    copies: dict[str, str] = {}
+    copies: dict[str, str] = {}  # captured directories of code and their originals; empty when ranks use the originals
 
 
 class EnvironmentRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The environment that ranks are to have: a snapshot in a store, and nothing else of the caller's disk.
+    """The environment of ranks: a snapshot in a store, and nothing else of the caller's disk."""
 
-    Attributes:
-        snapshot: its address.
-        store: URL of the store; token: what one of a server is asked with.
-        ca: file with the certificates that such a one is trusted by; "" for the system's.
-        mode: how it must be restored; "" leaves that to the node.
-    """
-
-    snapshot: str
-    store: str
-    token: str = ""
-    ca: str = ""
-    mode: Mode = ""
+    snapshot: str  # its address
+    store: str  # URL
+    token: str = ""  # for a server's store
+    ca: str = ""  # file with the store's trusted certificates; "" for the system's
+    mode: Mode = ""  # how it must be restored; "" leaves that to the node
 
 
 class Greeting(Message, frozen=True, kw_only=True, tag="greeting"):
@@ -116,45 +101,30 @@ class Prewarm(Message, frozen=True, kw_only=True, tag="prewarm"):
 
 
 class Launch(Message, frozen=True, kw_only=True, tag="launch"):
-    """Run the call that lies in a run directory; or, for a session, hold devices and run nothing.
-
-    Attributes:
-        world_size: devices that it has on this node.
-        of_type: how many devices of the type that was chosen this node has.
-        session: the session whose devices the run uses, or "".
-        idle_timeout_s: set for a session: it ends when no run has used it for so long.
-        environment: the snapshot whose restored copy ranks import from; None for the caller's files as they are.
-        confirmed: whether user code may start; else the client says `Confirm` once it knows that the environment is
-            still what the snapshot says, or goes away.
-        lease_ns: of a run that a server gave to this node: boottime after which it stops itself, unless a `Lease` comes
-            before; None for a run of this node's own.
-        secrets: where its secrets are; None where it has none.
-        crews: of a gang on several nodes, by their numbers; none of one that is on this node alone.
-        crew: which of them this is.
-        nonce: of the gang, by which its crews know each other.
-        owner: the principal whose run it is, and the server that says so; "" for a run of this node's user.
-    """
+    """Run the call that lies in a run directory; or, for a session, hold devices and run nothing."""
 
     run_id: str
     fence: int
     directory: str
     spec: RunSpec
     candidates: tuple[Device, ...]
-    world_size: int
-    of_type: int = 0
+    world_size: int  # devices on this node
+    of_type: int = 0  # devices of the chosen type that this node has
     context: Context
     called_ns: int
     tariff: Tariff = UNPRICED
-    session: str = ""
-    idle_timeout_s: float | None = None
-    environment: EnvironmentRequest | None = None
+    session: str = ""  # whose devices the run uses, or ""
+    idle_timeout_s: float | None = None  # of a session: it ends when no run has used it for so long
+    environment: EnvironmentRequest | None = None  # None for the caller's files as they are
+    # if False, user code waits for `Confirm`, which the client sends once the environment matches its snapshot
     confirmed: bool = True
+    # boottime after which a server's run stops itself unless a `Lease` comes before; None for this node's own
     lease_ns: int | None = None
     secrets: DeliveredSecrets | None = None
-    crews: tuple[CrewPlace, ...] = ()
-    crew: int = 0
-    nonce: str = ""
-    owner: str = ""
+    crews: tuple[CrewPlace, ...] = ()  # of a gang on several nodes, by number
+    crew: int = 0  # its number among them
+    nonce: str = ""  # by which the crews of the gang know each other
+    owner: str = ""  # principal and server; "" for the user of this node
 
     @property
     def all_crews(self) -> tuple[CrewPlace, ...]:
@@ -172,18 +142,13 @@ class StatusRequest(Message, frozen=True, kw_only=True, tag="status_request"):
 
 
 class Status(Message, frozen=True, kw_only=True, tag="status"):
-    """What the agent looks after.
-
-    Attributes:
-        cgroups: the directory its runs' cgroups are in; "" where it can use none.
-        cgroups_problem: why it can use none.
-    """
+    """State of the agent and all it controls."""
 
     pid: int
     zygotes: tuple[ZygoteStatus, ...]
     attempts: tuple[AttemptStatus, ...]
     queued: tuple[str, ...]
-    cgroups: str
+    cgroups: str  # directory of its runs' cgroups; "" where it can use none
     cgroups_problem: str = ""
     environments: tuple[EnvironmentStatus, ...] = ()
 
@@ -207,40 +172,27 @@ class Standby(Message, frozen=True, kw_only=True, tag="standby"):
 
 
 class Assign(Message, frozen=True, kw_only=True, tag="assign"):
-    """The agent hands an attempt to a supervisor.
-
-    Attributes:
-        asked_ns: boottime at which the launch arrived.
-        checkpoints: directory of all runs' checkpoints on this node.
-    """
+    """The agent hands an attempt to a supervisor."""
 
     launch: Launch
-    asked_ns: int
-    checkpoints: str = ""
+    asked_ns: int  # boottime at which the launch arrived
+    checkpoints: str = ""  # directory of all runs' checkpoints on this node
 
 
 class Stem(Message, frozen=True, kw_only=True, tag="stem"):
-    """The stem for an attempt, its socket attached; or why there is none.
-
-    Attributes:
-        warm: whether it comes from a zygote that was there before.
-        warm_reason: why not, in words.
-        problem: why there is none, in words, and `reason` for machines.
-        context: what ranks take on, where that is not the caller's own: paths of a restored environment.
-        environment: for the receipt.
-    """
+    """The stem for an attempt, its socket attached; or the problem that prevented it."""
 
     pid: int = 0
-    warm: bool = False
+    warm: bool = False  # whether its zygote was there before
     warm_reason: str = ""
-    problem: str = ""
+    problem: str = ""  # in words; `reason` is for machines
     reason: Reason = Reason.START_FAILED
-    context: Context | None = None
-    environment: str = "live"
+    context: Context | None = None  # set where paths differ from the caller's: in a restored environment
+    environment: str = "live"  # for the receipt
 
 
 class PreparingNote(Message, frozen=True, kw_only=True, tag="preparing"):
-    """What a run waits for before it gets its stem; said again while it gets on."""
+    """Progress of the preparation that a run waits for before it gets its stem; repeated."""
 
     sentence: str
 
@@ -252,19 +204,12 @@ class Accepted(Message, frozen=True, kw_only=True, tag="accepted"):
 
 
 class Waiting(Message, frozen=True, kw_only=True, tag="waiting"):
-    """Why the run has not started yet, or does not get on.
-
-    Attributes:
-        passing: it is how far something is, and soon another.
-        lasting: it is no wait, but what the run says of itself, and stays true once user code begins.
-        queued_ns: since when it waits for devices, nanoseconds since 1970, if that is what it does: the next such
-            sentence replaces this one.
-    """
+    """Reason why the run has not started yet, or does not get on."""
 
     sentence: str
-    passing: bool = False
-    lasting: bool = False
-    queued_ns: int | None = None
+    passing: bool = False  # a progress sentence that another one replaces soon
+    lasting: bool = False  # no wait: a sentence of the run about itself that stays true once user code begins
+    queued_ns: int | None = None  # waiting for devices since then (1970); the next such sentence replaces this one
 
 
 class SessionReady(Message, frozen=True, kw_only=True, tag="held"):
@@ -281,19 +226,15 @@ class Borrow(Message, frozen=True, kw_only=True, tag="borrow"):
 
 
 class Lent(Message, frozen=True, kw_only=True, tag="lent"):
-    """A session lends devices; attached are their lock descriptors and the pipe that says who still has them."""
+    """A session's loan; attached are lock descriptors and the pipe that tells who still has them."""
 
     devices: tuple[Device, ...]
 
 
 class Returned(Message, frozen=True, kw_only=True, tag="returned"):
-    """What a supervisor found when it looked at borrowed devices after its run.
+    """State of borrowed devices as a supervisor found it after its run."""
 
-    Attributes:
-        unfit: identifiers of those that are not proven free; they are in quarantine.
-    """
-
-    unfit: tuple[str, ...] = ()
+    unfit: tuple[str, ...] = ()  # in quarantine: not proven free
 
 
 class Started(Message, frozen=True, kw_only=True, tag="started"):
@@ -303,14 +244,9 @@ class Started(Message, frozen=True, kw_only=True, tag="started"):
 
 
 class Tracked(Message, frozen=True, kw_only=True, tag="tracked"):
-    """The run has a run in MLflow.
+    """The run has a run in MLflow."""
 
-    Attributes:
-        run_id: MLflow's; "" where only the link is known, which has it.
-        url: what a person opens.
-    """
-
-    run_id: str
+    run_id: str  # MLflow's; "" where only the link is known
     url: str
 
 
@@ -323,7 +259,7 @@ class Output(Message, frozen=True, kw_only=True, tag="output"):
 
 
 class Skipped(Message, frozen=True, kw_only=True, tag="skipped"):
-    """Live output that was left out at this point, so many bytes; `lost`: it is not in the rank's file either."""
+    """Size of live output that was left out at this point; `lost`: the rank's file lacks it, too."""
 
     rank: int
     stream: str
@@ -354,31 +290,20 @@ class Confirm(Message, frozen=True, kw_only=True, tag="confirm"):
 
 
 class CrewNews(Message, frozen=True, kw_only=True, tag="crew_news"):
-    """What a crew has to say to the others of its gang; all of it, whenever something of it is new.
+    """State of a crew for the others of its gang; sent whole whenever something changes."""
 
-    Attributes:
-        offer: where the others can try it, once it has devices and a stem.
-        reach: what it reached of them.
-        returned: all of its ranks have returned, and wait for the others.
-        halt: why it ends before its end.
-        silent: number of the silence of its ranks; 0 while they say something.
-        silent_since_ns: since when, boottime.
-        seen: what it saw of its ranks when it was asked last.
-        idle: how far its devices are from being idle for too long.
-    """
-
-    offer: Offer | None = None
-    reach: CrewReach | None = None
-    returned: bool = False
-    halt: Halt | None = None
-    silent: int = 0
-    silent_since_ns: int = 0
-    seen: CrewObservation | None = None
-    idle: IdleVerdict = IdleVerdict.GO_ON
+    offer: Offer | None = None  # where the others can try it, once it has devices and a stem
+    reach: CrewReach | None = None  # the others it reached
+    returned: bool = False  # all of its ranks have returned, and wait for the others
+    halt: Halt | None = None  # why it ends early
+    silent: int = 0  # number of the silence of its ranks; 0 while they print
+    silent_since_ns: int = 0  # boottime
+    seen: CrewObservation | None = None  # its ranks at the last inspection
+    idle: IdleVerdict = IdleVerdict.GO_ON  # how far its devices are from being idle for too long
 
 
 class GangNews(Message, frozen=True, kw_only=True, tag="gang_news"):
-    """What the server says of the gang, as in `ReportAnswer`; may come again."""
+    """The server's state of the gang, as in `ReportAnswer`; may repeat."""
 
     offers: tuple[Offer, ...] = ()
     chosen: Chosen | None = None
@@ -390,7 +315,7 @@ class GangNews(Message, frozen=True, kw_only=True, tag="gang_news"):
 
 
 class Snapshot(Message, frozen=True, kw_only=True, tag="snapshot"):
-    """A supervisor's first words on its own socket; `tracked` once that was said, `crew` of a gang on several nodes."""
+    """A supervisor's first message on its own socket; `crew` is that of a gang on several nodes."""
 
     run_id: str
     fence: int
@@ -445,7 +370,7 @@ def agent_socket(sockets: Path) -> Path:
 
 
 def portable(text: str) -> str:
-    """Return text that JSON can carry: variables and paths may be any bytes, which Python shows as lone surrogates."""
+    """Return text that JSON can carry: Python shows undecodable bytes as lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -459,19 +384,11 @@ def original(text: str) -> str:
 
 
 def send(channel: Channel, message: Sendable, fds: tuple[int, ...] = ()) -> None:
-    """Send a message with descriptors.
-
-    Raises:
-        OSError: the peer is gone; `BlockingIOError` when it does not read.
-    """
+    """Send a message with descriptors; OSError: the peer is gone, BlockingIOError: it does not read."""
     channel.send(_encoder.encode(message), fds)
 
 
 def receive(channel: Channel) -> tuple[AnyMessage, tuple[int, ...]] | None:
-    """Return the next message and its descriptors, or None when the peer is gone.
-
-    Raises:
-        msgspec.MsgspecError: the peer speaks another language.
-    """
+    """Return the next message and its descriptors, or None when the peer is gone; raises MsgspecError."""
     received = channel.receive()
     return None if received is None else (decoded(_decoder, received), received[1])

@@ -1,4 +1,4 @@
-"""What an agent says of the things it looks after, one row each."""
+"""Status rows of an agent: zygotes, environments, attempts."""
 
 from __future__ import annotations
 
@@ -7,58 +7,36 @@ from typing import Literal
 import msgspec
 
 Kind = Literal["function", "session"]
-"""What an attempt's directory is of."""
+"""Kind of an attempt's directory."""
 Mode = Literal["", "overlay", "links"]
-"""How an environment is restored; "" leaves that to the node."""
+"""Way to restore an environment; "" leaves that to the node."""
 
 
 class ZygoteStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """An interpreter that is kept warm, or that cannot be.
-
-    Attributes:
-        python: path of the interpreter.
-        state: ``"cold"`` where there is no zygote and the next run gets none.
-        pid: of the zygote; None where there is none.
-        reason: why there is none.
-        environment: address of the snapshot it was restored from; "" for one that imports the caller's files.
-        owner: whose runs it serves; "" for the user of this node.
-    """
+    """An interpreter that is kept warm, or that cannot be."""
 
     python: str
-    state: Literal["starting", "ready", "cold"]
-    pid: int | None = None
+    state: Literal["starting", "ready", "cold"]  # ``"cold"``: without a zygote, and the next run gets none
+    pid: int | None = None  # of the zygote, if any
     reason: str = ""
-    environment: str = ""
-    owner: str = ""
+    environment: str = ""  # snapshot address; "" for the caller's files
+    owner: str = ""  # "" for the user of this node
 
 
 class EnvironmentStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot that this node has restored, or is restoring.
-
-    Attributes:
-        snapshot: its address.
-        state: what becomes of it.
-        mode: how it was restored; "" while that is not known.
-        sentence: how far it is.
-    """
+    """A snapshot that this node has restored, or is restoring."""
 
     snapshot: str
     state: Literal["restoring", "ready"]
-    mode: Mode = ""
-    sentence: str = ""
+    mode: Mode = ""  # how it was restored; "" while unknown
+    sentence: str = ""  # its progress
 
 
 class AttemptStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A run or a session that goes on.
-
-    Attributes:
-        pid: of its supervisor; 0 while that has not said it.
-        adopted: whether an earlier agent started it.
-        environment: address of the snapshot its ranks import from, or "".
-    """
+    """A running run or session."""
 
     run_id: str
-    pid: int
+    pid: int  # of its supervisor; 0 while unknown
     kind: Kind
-    adopted: bool = False
-    environment: str = ""
+    adopted: bool = False  # started by an earlier agent
+    environment: str = ""  # snapshot address of its ranks, or ""

@@ -1,9 +1,9 @@
-"""A token bucket as a plain value: so much at once, so much a second. No clock in here, only times that are passed in.
+"""A token bucket as a plain value: a burst, then a rate per second. Times are passed in.
 
     level ──take──▶ empty: closed ──time──▶ level ≥ resume: open again
 
-Once empty it stays closed until `resume` has gathered, so that what passes comes in long runs and not in crumbs, each
-with its own notice of what is missing before it.
+Once empty it stays closed until `resume` has gathered, so that output passes in long runs, each after one notice of
+what is missing.
 """
 
 from __future__ import annotations
@@ -12,14 +12,7 @@ _NS = 1_000_000_000
 
 
 class Bucket:
-    """How much may pass.
-
-    Args:
-        per_s: how much is added each second.
-        burst: how much it holds; it begins full.
-        resume: how much has to be there before an empty one gives again.
-        now_ns: the time now.
-    """
+    """Token bucket; begins full with `burst`, gains `per_s`, reopens at `resume`."""
 
     def __init__(self, *, per_s: int, burst: int, resume: int, now_ns: int) -> None:
         self._per_s = per_s
@@ -31,7 +24,9 @@ class Bucket:
 
     def is_open(self, now_ns: int) -> bool:
         """Return whether something would be given now."""
-        self._fill(now_ns)
+        passed_ns = max(0, now_ns - self._at_ns)
+        self._level = min(self._full, self._level + passed_ns * self._per_s)
+        self._at_ns = max(self._at_ns, now_ns)
         if self._closed and self._level >= self._resume:
             self._closed = False
         return not self._closed
@@ -44,8 +39,3 @@ class Bucket:
         self._level -= given * _NS
         self._closed = given < wanted
         return given
-
-    def _fill(self, now_ns: int) -> None:
-        passed_ns = max(0, now_ns - self._at_ns)
-        self._level = min(self._full, self._level + passed_ns * self._per_s)
-        self._at_ns = max(self._at_ns, now_ns)

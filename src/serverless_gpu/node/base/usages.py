@@ -1,4 +1,4 @@
-"""What is said of a GPU and of what uses it: values that cross between processes."""
+"""Usage of a GPU: values that cross between processes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from msgspec import Struct
 MIB = 1024 * 1024
 
 IDLE_MEMORY_BYTES = 256 * MIB
-"""Memory a GPU that nobody uses may show. NVML's version 2 figure leaves out the driver's own reserve (0.9 GB on an
+"""Memory an idle GPU may show. NVML's version 2 figure leaves out the driver's own reserve (0.9 GB on an
 A100), so an idle card of any size shows some MiB (8 MB on that A100). This leaves room for resident services, and stays
 below the bare CUDA context of a data-centre card."""
 
@@ -22,17 +22,13 @@ class GpuProcess(Struct, frozen=True):
 
 
 class Usage(Struct, frozen=True):
-    """What uses one device; `problem` says why it could not be found out, and then nothing else counts.
-
-    Attributes:
-        silent: whether the problem is that the driver does not answer.
-    """
+    """Usage of one device; `problem` says why it is unknown, and then nothing else counts."""
 
     processes: tuple[GpuProcess, ...]
     memory_used_bytes: int | None
     pids_visible: bool
     problem: str = ""
-    silent: bool = False
+    silent: bool = False  # the driver does not answer
 
 
 class Unavailable(Struct, frozen=True):
@@ -52,10 +48,5 @@ class VisibleGpu(Struct, frozen=True):
 
 
 def unknown_usage(problem: str, *, silent: bool = False) -> Usage:
-    """Return the usage of a device that could not be asked.
-
-    Args:
-        problem: why.
-        silent: whether the driver does not answer.
-    """
+    """Return the usage of a device that could not be asked; `silent` if the driver does not answer."""
     return Usage(processes=(), memory_used_bytes=None, pids_visible=False, problem=problem, silent=silent)

@@ -1,11 +1,10 @@
-"""Devices borrowed from a session: what `Reservation` is to a run on its own.
+"""Devices borrowed from a session: the counterpart of `Reservation` for a run on its own.
 
     supervisor ──Borrow──▶ session          the connection is the place in its queue, then the loan
                ◀──Lent──── lock descriptors, and the writing end of a pipe
 
-The lock descriptors keep the devices locked should the session's process be killed. The pipe tells the session who
-still has them: it reads end of file when the last copy is closed, so when this supervisor and its stem are both gone,
-however they ended.
+The lock descriptors keep the devices locked if the session's process is killed. The pipe tells the session when the
+loan ends: its end of file means that this supervisor and its stem are both gone.
 """
 
 from __future__ import annotations
@@ -35,23 +34,12 @@ _ANSWER_S = 0.05  # usually a few hundred microseconds; then the supervisor has 
 
 
 class Borrowed:
-    """The devices of one attempt of a session: wanted, then lent, then given back.
-
-    Args:
-        launch: what was asked for.
-        home: the home directory.
-        sockets: where the session listens.
-        machine: the provider of this machine's GPUs.
-
-    Attributes:
-        devices: what is lent, in LOCAL_RANK order; empty until `try_take` succeeded.
-        before: what the devices' memory and processes were when they were lent.
-    """
+    """The devices of one attempt of a session: wanted, then lent, then given back."""
 
     def __init__(self, launch: Launch, home: Home, sockets: Path, machine: Provider | None) -> None:
         kind = launch.candidates[0].kind
-        self.devices: tuple[Device, ...] = ()
-        self.before: Mapping[str, Usage] = {}
+        self.devices: tuple[Device, ...] = ()  # in LOCAL_RANK order; empty until `try_take` succeeded
+        self.before: Mapping[str, Usage] = {}  # usage when they were lent
         self.ahead = 0
         self.fds: tuple[int, ...] = ()
         self.provider = find_provider(kind, launch.context.environ, home, machine)
@@ -65,9 +53,7 @@ class Borrowed:
     def try_take(self) -> str | None:
         """Take the devices if they have been lent by now, or return what this run waits for.
 
-        Raises:
-            SessionEnded: there is no such session any more, or it ended before it lent them.
-            AgentUnavailable: too many are connected to it.
+        Raises SessionEnded before it lent them, AgentUnavailable if it has too many connections.
         """
         try:
             if not self._asked:
@@ -86,12 +72,7 @@ class Borrowed:
         return None
 
     def give_back(self, verdicts: Mapping[str, Verdict], left: tuple[Left, ...] = ()) -> tuple[str, ...]:
-        """Give the devices back with what was found; return the uuids of those in quarantine.
-
-        Args:
-            verdicts: by device.
-            left: processes of the run that could not be ended.
-        """
+        """Give the devices back with their verdicts and the processes left; return the uuids in quarantine."""
         bad = quarantine(self._locks, verdicts, self._launch.run_id, left)
         with contextlib.suppress(OSError):  # the session's process is gone: the notes above are what counts
             protocol.send(self._channel, protocol.Returned(unfit=bad))

@@ -1,12 +1,11 @@
-"""The GPU gate: is a device as clean after a run as it was before, and is it free before one?
+"""The GPU gate: verifies that a device is as clean after a run as before it, and free before one.
 
-Lives here: the decisions (`judge`, `foreign`: values in, sentences out) and the thin loop that asks again (`verify`).
-Must not: talk to NVML, kill anything, lend or quarantine a device; the caller does that with the verdicts.
+`judge` and `foreign` decide on values; `verify` asks again. The caller lends and quarantines.
 
 A verdict states its evidence. Processes and memory count where processes can be seen; memory alone counts where they
-are hidden, and the sentence says so. What could not be found out is never a pass. A display server or a browser that
-only draws and holds little is part of a workstation's GPU: it neither blocks a run nor fails a hand-back, and its
-memory is left out of the sums. A process that was there before the attempt is not its leftover.
+are hidden, and the sentence says so. An unknown is never a pass. A display server or a browser that only draws and
+holds little is part of a workstation's GPU: it neither blocks a run nor fails a hand-back, and its memory is left out
+of the sums. A process that was there before the attempt is not its leftover.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from serverless_gpu.node.base.usages import IDLE_MEMORY_BYTES, MIB, GpuProcess, 
 from .gpus import Provider
 
 BASELINE_TOLERANCE_BYTES = 64 * MIB
-"""What may differ between two readings of an idle GPU: the driver's own pages come and go by some MiB, while a CUDA
+"""Tolerance between two readings of an idle GPU: the driver's own pages come and go by some MiB, while a CUDA
 context takes more than 100 MiB."""
 
 DISPLAY_MEMORY_BYTES_MAX = 1024 * MIB
@@ -32,14 +31,14 @@ _PROCESSES_NAMED = 3
 
 
 class Verdict(Struct, frozen=True):
-    """Whether a device may be lent again, and the sentence that proves or refuses it."""
+    """Decision about lending a device again, with the sentence that proves or refuses it."""
 
     ok: bool
     evidence: str
 
 
 class GatePolicy(Struct, frozen=True):
-    """How long a device may take to become clean: pauses, in seconds, between one look at it and the next.
+    """Time for a device to become clean: pauses, in seconds, between one look at it and the next.
 
     The driver frees memory some milliseconds after a process's end, rarely later: short pauses first, 15 s in all.
     """
@@ -60,12 +59,7 @@ def verify(
 ) -> dict[str, Verdict]:
     """Return a verdict for every device, asking again about those not clean yet.
 
-    Args:
-        provider: where the devices come from.
-        uuids: the devices of the attempt.
-        before: their usage just before the attempt started; a missing entry means it is not known.
-        policy: how often to look, and the pause between in seconds.
-        sleep: waits that many seconds.
+    A device without an entry in `before` has an unknown earlier usage.
     """
     verdicts: dict[str, Verdict] = {}
     waiting = tuple(uuids)
@@ -83,18 +77,16 @@ def verify(
 
 
 def judge(before: Usage | None, after: Usage, *, kind: DeviceKind) -> Verdict:
-    """Decide whether a device is as clean as it was before an attempt.
+    """Decide whether a device is as clean as before an attempt; `before` is None where unknown.
 
-    Args:
-        before: usage just before the attempt; None where it is not known, then memory must be at the idle level.
-        after: usage now.
-        kind: CPU slots have nothing to verify; fakes are judged like GPUs.
+    Then memory must be at the idle level. CPU slots pass; fakes are judged like GPUs.
     """
     if kind is DeviceKind.CPU:
         return Verdict(True, "CPU slot: nothing to verify")
     if after.problem:
         return Verdict(False, after.problem)
-    stayed = _stayed(before, after)
+    known = {(process.pid, process.name) for process in before.processes} if before else set()
+    stayed = tuple(process for process in after.processes if (process.pid, process.name) in known)  # no leftovers
     left = [process for process in after.processes if not _is_display(process) and process not in stayed]
     if left:
         return Verdict(False, _holders(left, "still holds"))
@@ -107,7 +99,7 @@ def judge(before: Usage | None, after: Usage, *, kind: DeviceKind) -> Verdict:
 def foreign(usage: Usage) -> str | None:
     """Return who uses a device that should be free, as a sentence; None when it is free.
 
-    What could not be found out counts as in use.
+    An unknown usage counts as in use.
     """
     if usage.problem:
         return usage.problem
@@ -119,12 +111,6 @@ def foreign(usage: Usage) -> str | None:
     if usage.memory_used_bytes - _held(filter(_is_display, usage.processes)) > IDLE_MEMORY_BYTES:
         return f"{_amount(usage.memory_used_bytes)} used by processes that are not visible from here (memory only)"
     return None
-
-
-def _stayed(before: Usage | None, after: Usage) -> tuple[GpuProcess, ...]:
-    """Return the processes of `after` that were there before the attempt, so are not its leftovers."""
-    known = {(process.pid, process.name) for process in before.processes} if before else set()
-    return tuple(process for process in after.processes if (process.pid, process.name) in known)
 
 
 def _memory_is_back(before: Usage | None, after: Usage, stayed: Sequence[GpuProcess]) -> bool:
@@ -146,7 +132,7 @@ def _evidence(before: Usage | None, after: Usage, stayed: Sequence[GpuProcess], 
     if not after.pids_visible:
         return f"memory only: {memory}, processes are not visible from here"
     others = [process for process in after.processes if process in stayed or _is_display(process)]
-    who = f"no process beside {_names(others)}" if others else "no process"
+    who = f"no process beside {_listed([_name(process) for process in others])}" if others else "no process"
     return f"{who}, {memory}" if ok else f"{who}, but {memory}"
 
 
@@ -160,10 +146,6 @@ def _held(processes: Iterable[GpuProcess]) -> int:
 
 def _holders(processes: Sequence[GpuProcess], verb: str) -> str:
     return _listed([f"{_name(process)} {verb} {_amount(process.memory_bytes)}" for process in processes])
-
-
-def _names(processes: Sequence[GpuProcess]) -> str:
-    return _listed([_name(process) for process in processes])
 
 
 def _listed(texts: Sequence[str]) -> str:

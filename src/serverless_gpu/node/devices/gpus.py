@@ -4,15 +4,10 @@
     FakeProvider   devices made up by a setting       usage: a JSON file a test or a demonstration writes
     CpuProvider    one slot per core we may run on    usage: always idle
 
-Lives here: reading. Must not: decide whether a device is clean (`gpu_gate.py`), lend devices (`locks.py`), change a
-device.
-
-Failure cases, all visible and none an exception:
-- no NVIDIA driver: no devices and nothing to report;
-- a GPU that fell off the bus, is closed to us, or is cut into MIG slices: listed by `unavailable()` with the reason;
-- NVML hangs (a wedged driver blocks in the kernel, where no signal reaches it): another process asks it
-  (`nvml_process.py`), and after 5 s the answer is a `Usage` whose `problem` says so; from then on nobody waits for it;
-- other pid namespaces hide processes: `pids_visible` is False, and whoever judges has memory only.
+Reads only: `gpu_gate.py` judges, `locks.py` lends. Failure cases, none an exception: no NVIDIA driver (no devices); a
+GPU that fell off the bus, is closed to us, or is cut into MIG slices (`unavailable()` lists it with the reason); a
+wedged driver (`nvml_process.py` asks from another process; after 5 s the answer is a `Usage` with a `problem`, and
+callers no longer wait); other pid namespaces hide processes (`pids_visible` is False: only memory counts).
 """
 
 from __future__ import annotations
@@ -38,7 +33,7 @@ FAKE_STATE_FILE = "fake_gpus.json"
 
 _FAKE_STATE_BYTES_MAX = MIB
 _DRIVER = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg")
-"""Where a driver shows; without one nobody is asked."""
+"""Path that exists where there is a driver; without one NVML is not asked."""
 
 
 class Provider(Protocol):
@@ -63,15 +58,10 @@ class Provider(Protocol):
 
 
 def providers(home: Path, environ: Mapping[str, str], own: Sequence[GpuType] = ()) -> tuple[Provider, ...]:
-    """Return the providers of this machine: fakes instead of GPUs when `SERVERLESS_GPU_FAKE` is set, and CPU slots.
+    """Return the providers of this machine: GPUs, or fakes by `SERVERLESS_GPU_FAKE`, and CPU slots.
 
-    Args:
-        home: the serverless-gpu home directory; fakes read their state from `fake_gpus.json` there.
-        environ: environment variables.
-        own: GPU types from the configuration.
-
-    Raises:
-        InvalidValue: `SERVERLESS_GPU_FAKE` does not read like ``"H100:8"``.
+    Fakes read their state from `fake_gpus.json` in the home. Raises InvalidValue unless the variable reads like
+    ``"H100:8"``.
     """
     fake = environ.get(FAKE_VARIABLE, "").strip()
     first: Provider = FakeProvider(fake, home / FAKE_STATE_FILE, own=own) if fake else NvmlProvider(own=own)
@@ -105,16 +95,10 @@ class _FakeUsage(Struct, frozen=True):
 
 
 class FakeProvider:
-    """Made-up devices, idle unless the state file says otherwise.
+    """Made-up devices from a text like ``"H100:8"`` (else InvalidValue), idle but for the state file.
 
-    Args:
-        text: devices, for example ``"H100:8"``.
-        state_path: JSON ``{uuid: {"memory_used_bytes": n, "processes": [{"pid": n, "memory_bytes": n, "name": s}]}}``;
-            ``"pids_visible"``, ``"problem"`` and ``"hangs"`` are understood too.
-        own: GPU types beyond the catalogue.
-
-    Raises:
-        InvalidValue: `text` does not read like ``"H100:8"``.
+    The file is JSON ``{uuid: {"memory_used_bytes": n, "processes": [{"pid": n, "memory_bytes": n, "name": s}]}}``;
+    ``"pids_visible"``, ``"problem"`` and ``"hangs"`` are understood too.
     """
 
     kind = DeviceKind.FAKE
@@ -144,7 +128,13 @@ class FakeProvider:
             except NvmlTimeout as silent:
                 return {uuid: unknown_usage(str(silent), silent=True) for uuid in uuids}
         known = {device.uuid for device in self._devices}
-        return {uuid: _as_usage(state.get(uuid, _FakeUsage())) if uuid in known else _not_here(uuid) for uuid in uuids}
+        usage: dict[str, Usage] = {}
+        for uuid in uuids:
+            fake = state.get(uuid, _FakeUsage())
+            problem = fake.problem if uuid in known else f"{uuid} is not a device of this machine"
+            used = Usage(fake.processes, fake.memory_used_bytes, fake.pids_visible)
+            usage[uuid] = unknown_usage(problem) if problem else used
+        return usage
 
     def _state(self) -> dict[str, _FakeUsage]:
         try:
@@ -155,19 +145,9 @@ class FakeProvider:
         return from_json(text, dict[str, _FakeUsage])
 
 
-def _as_usage(fake: _FakeUsage) -> Usage:
-    if fake.problem:
-        return unknown_usage(fake.problem)
-    return Usage(fake.processes, fake.memory_used_bytes, fake.pids_visible)
-
-
 @functools.cache
 def _hanging(state_path: Path) -> NvmlProcess:
     return NvmlProcess(str(state_path), NVML_LIMIT_S)
-
-
-def _not_here(uuid: str) -> Usage:
-    return unknown_usage(f"{uuid} is not a device of this machine")
 
 
 class NvmlProvider:
@@ -176,15 +156,8 @@ class NvmlProvider:
     `Device.index` is the position in PCI bus order among the GPUs that can be used, because that is how CUDA counts
     with `CUDA_DEVICE_ORDER=PCI_BUS_ID`: it leaves out what it cannot open.
 
-    Args:
-        nvml: the binding to use, in this process, instead of `pynvml` in another one.
-        limit_s: seconds to wait for NVML before the answer is "unknown".
-        own: GPU types beyond the catalogue.
-        pid_namespace: what `/proc/self/ns/pid` points at; None reads it.
-        forks: whether this process has one thread and may fork the one that asks, which takes less time.
-
-    Attributes:
-        silence: why there was no answer the last time, or "".
+    `nvml` replaces the other process with a binding in this one; `forks` says that this process has one thread and may
+    fork the one that asks, which takes less time.
     """
 
     kind = DeviceKind.GPU
@@ -198,7 +171,7 @@ class NvmlProvider:
         pid_namespace: str | None = None,
         forks: bool = False,
     ) -> None:
-        self.silence = ""
+        self.silence = ""  # why there was no answer the last time, or ""
         self._own = tuple(own)
         self._is_direct = nvml is not None
         self._asker: NvmlClient = NvmlProcess("", limit_s, forks=forks)
@@ -221,7 +194,7 @@ class NvmlProvider:
         )
 
     def unavailable(self) -> tuple[Unavailable, ...]:
-        """Return the GPUs that are there and cannot be lent, or one entry for NVML itself when it does not work."""
+        """Return the GPUs that cannot be lent, or one entry for NVML itself when it does not work."""
         return self._scan().unavailable
 
     def usage(self, uuids: Sequence[str]) -> dict[str, Usage]:

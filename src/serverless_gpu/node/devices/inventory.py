@@ -1,11 +1,11 @@
-"""What this node offers: its real GPUs, its CPU slots, the types and prices the user configured.
+"""Inventory of this node: its real GPUs, its CPU slots, and the user's own types and prices.
 
-Looked up once and again after a minute: GPUs do not come and go, but drivers do.
-Fakes are not here: they are declared by the caller's environment, call by call.
+Refreshed after a minute, because drivers come and go. Callers declare fakes call by call.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,11 +23,7 @@ _FRESH_S = 60.0
 
 
 class Inventory:
-    """The node's devices and the user's configuration.
-
-    Args:
-        home: where the configuration lies.
-    """
+    """The node's devices and the user's configuration."""
 
     def __init__(self, home: Home) -> None:
         self._home = home
@@ -44,7 +40,7 @@ class Inventory:
         self._checkpoints = ""
 
     def greeting(self, version: str) -> protocol.Greeting:
-        """Return what every client is told first."""
+        """Return the greeting for every client."""
         return protocol.Greeting(
             protocol=protocol.PROTOCOL,
             version=version,
@@ -74,16 +70,12 @@ class Inventory:
     def refresh(self) -> None:
         """Look again, if the last look is old or the configuration was written to; NVML may take its time."""
         now_ns = self._clock.boottime_ns()
-        written = self._written()
+        written = 0
+        with contextlib.suppress(OSError):
+            written = (self._home.root / "config.toml").stat().st_mtime_ns
         if self._seen_ns is None or now_ns - self._seen_ns > _FRESH_S * 1e9 or written != self._seen_written:
             self._look()
             self._seen_ns, self._seen_written = self._clock.boottime_ns(), written
-
-    def _written(self) -> int:
-        try:
-            return (self._home.root / "config.toml").stat().st_mtime_ns
-        except OSError:
-            return 0
 
     def _look(self) -> None:
         self._problem = ""
@@ -96,22 +88,14 @@ class Inventory:
         if types != self._types:
             self._types, self._machine = types, NvmlProvider(own=types)
         found = self._machine.devices()
-        if self._machine.silence:  # what there was is there still; it is only not lent while nobody can look at it
+        if self._machine.silence:  # the GPUs are still there, but not lent while they cannot be verified
             found = tuple(device for device in self._devices if device.kind is DeviceKind.GPU)
         self._unavailable = tuple(f"{gpu.name}: {gpu.reason}" for gpu in self._machine.unavailable())
         self._devices = (*found, *self._cpu.devices())
 
 
 def offered(greeting: protocol.Greeting, environ: Mapping[str, str]) -> tuple[Device, ...]:
-    """Return what a node has; declared GPUs are there in place of real ones.
-
-    Args:
-        greeting: what the agent says it has.
-        environ: the variables that may declare some.
-
-    Raises:
-        InvalidValue: the node's configuration, or the declaration, cannot be used.
-    """
+    """Return what a node has; devices declared in `environ` replace real ones. Raises InvalidValue."""
     if greeting.problem:
         raise InvalidValue(greeting.problem)
     fakes = environ.get("SERVERLESS_GPU_FAKE")

@@ -1,16 +1,14 @@
-"""The kernel's log, where the NVIDIA driver says what becomes of its GPUs (`model/xid.py` reads the lines).
+"""The kernel's log, where the NVIDIA driver reports faults of its GPUs (see `model/xid.py`).
 
     /dev/kmsg             one record for each read: "6,3020,34169732672,-;NVRM: Xid (PCI:0000:17:00): 79, …"
     <home>/fake_kmsg      the same lines, of declared GPUs: a test writes them (`testing.FakeGpus.xid`)
 
-Any process that may open `/dev/kmsg` may also write to it. The kernel then marks the record with the writer's syslog
-facility, or with `user`; only its own records have facility 0. All others are left out.
+Any process that may open `/dev/kmsg` may also write to it. The kernel marks such records with the writer's syslog
+facility, or with `user`; only its own have facility 0, and all others are left out.
 
-Lives here: the kernel's own lines that are new. Must not: know what they mean.
-
-Failure cases, none an exception: the log may not be read (`problem` says why; then nothing is known, and nobody may
-take that for good news); records were overwritten before they were read (the next ones are read); more lines than one
-look takes (the rest is read at the next).
+Failure cases, none an exception: the log may not be read (`problem` says why; the state is unknown, not good); records
+were overwritten before they were read (the next ones are read); more lines than one look takes (the next look reads the
+rest).
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from serverless_gpu.model.hardware import DeviceKind
 KERNEL = Path("/dev/kmsg")
 FAKE_FILE = "fake_kmsg"
 AGAIN_S = 0.25
-"""How often a file is looked at that cannot be waited for."""
+"""Interval of looks at a file that cannot be waited for."""
 
 _LINES_MAX = 2000
 _RECORD_BYTES = 8192  # the kernel's own limit
@@ -41,19 +39,10 @@ class KernelLogLine(NamedTuple):
 
 
 class KernelLog:
-    """The log, from now on or from its beginning.
-
-    Args:
-        path: `/dev/kmsg`, or a file of the same lines.
-        clock: where time comes from.
-        past: whether to begin with what is there already.
-
-    Attributes:
-        problem: why it cannot be read, or "".
-    """
+    """The log, from now on or, with `past`, from its beginning."""
 
     def __init__(self, path: Path, clock: Clock, *, past: bool = False) -> None:
-        self.problem = ""
+        self.problem = ""  # why it cannot be read, or ""
         self._path = path
         self._clock = clock
         self._past = past
@@ -124,7 +113,9 @@ class KernelLog:
     def _line(self, record: bytes) -> KernelLogLine | None:
         head, _, text = record.partition(b";")
         fields = head.split(b",")
-        if len(fields) < 3 or not fields[2].isdigit() or not _is_kernels(fields[0]):
+        if len(fields) < 3 or not fields[2].isdigit():
+            return None
+        if not fields[0].isdigit() or int(fields[0]) >= _LEVELS:  # only the kernel's own records have facility 0
             return None
         # Counted from the boot, without the time in which the machine slept: then it was a little later.
         ago_ns = self._clock.boottime_ns() - int(fields[2]) * 1000
@@ -132,16 +123,6 @@ class KernelLog:
         return KernelLogLine(at_ns, text.partition(b"\n")[0].decode("utf-8", "replace"))
 
 
-def _is_kernels(prefix: bytes) -> bool:
-    """Return whether the kernel wrote a record itself: facility 0. Records written by processes never have it."""
-    return prefix.isdigit() and int(prefix) < _LEVELS
-
-
 def log_of(kind: DeviceKind, home: Path) -> Path:
-    """Return where is written what becomes of devices of a kind.
-
-    Args:
-        kind: real GPUs, or fakes.
-        home: the home directory.
-    """
+    """Return the log that reports faults of real GPUs, or of fakes."""
     return KERNEL if kind is DeviceKind.GPU else home / FAKE_FILE

@@ -1,4 +1,4 @@
-"""Who may use which device: flock files, one per uuid, and a queue of tickets for those who wait.
+"""Locks of devices: flock files, one per uuid, and a queue of tickets for waiters.
 
     <directory>/<uuid>.lock              flock held = device lent; the content only says by whom
     <directory>/<uuid>.quarantine        not empty = the device must not be lent; the content says why
@@ -8,7 +8,7 @@
 A flock belongs to the open file: it goes when the last copy of the descriptor is closed, so also when its holder is
 killed, and it stays while someone the descriptor was handed to (`Locked.fds`) lives. No crash needs cleaning up.
 
-Lives here: mutual exclusion, quarantine notes, waiting order. Must not: choose devices, wait, or talk to NVML.
+It does not choose devices, wait, or talk to NVML.
 
 Failure cases:
 - real GPUs are locked machine-wide, by every user: the directory is world-writable like /tmp, files are 0666, and
@@ -54,7 +54,7 @@ from serverless_gpu.node.base.lock_files import (
 from serverless_gpu.node.processes.process_tree import Left
 
 MACHINE_DIRECTORIES = (Path("/run/lock/serverless_gpu"), Path("/tmp/serverless_gpu-locks"))
-"""Where real GPUs are locked, best first: /run/lock is not writable for everybody on every distribution."""
+"""Directories of real GPUs' locks, best first: /run/lock is not writable for everybody on every distribution."""
 
 _TEXT_MAX = 1000
 _UUID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -64,7 +64,7 @@ _DEVICES = "devices.mutex"
 
 
 class LockHolder(Struct, frozen=True):
-    """Who holds a device, since when (nanoseconds since 1970); `run_id` is empty where the note cannot be read.
+    """Holder of a device, since when (nanoseconds since 1970); `run_id` is empty for an unreadable note.
 
     A session holds devices also while no run uses them.
     """
@@ -78,19 +78,13 @@ class LockHolder(Struct, frozen=True):
 
 
 class Quarantine(Struct, frozen=True):
-    """Why a device must not be lent, since when (nanoseconds since 1970).
-
-    Attributes:
-        left: processes of its last run that could not be ended; it stays as long as one of them does.
-        fault: what the driver said of it, a `model.xid.Kind`; "" where nothing was.
-        boot_id: of the boot in which no look at it is proof enough; "" where one is.
-    """
+    """Why a device must not be lent, since when (nanoseconds since 1970)."""
 
     reason: str
     since_wall_ns: int
-    left: tuple[Left, ...] = ()
-    fault: str = ""
-    boot_id: str = ""
+    left: tuple[Left, ...] = ()  # processes that could not be ended; it stays while one of them lives
+    fault: str = ""  # a `model.xid.Kind`, or ""
+    boot_id: str = ""  # of the boot in which no look at it is proof enough, or ""
 
 
 class Busy(Struct, frozen=True):
@@ -101,20 +95,15 @@ class Busy(Struct, frozen=True):
 
 
 class Locked:
-    """Devices that are ours until `release`, or until this process and everyone given `fds` is gone.
-
-    Attributes:
-        uuids: the devices, in the order of the candidates.
-        fds: one open lock file per device, in the same order; a copy in another process keeps the device locked.
-    """
+    """Devices that are ours until `release`, or until this process and everyone given `fds` is gone."""
 
     def __init__(self, uuids: tuple[str, ...], fds: tuple[int, ...], held: contextlib.ExitStack) -> None:
-        self.uuids = uuids
-        self.fds = fds
+        self.uuids = uuids  # in the order of the candidates
+        self.fds = fds  # one open lock file per device; a copy in another process keeps the device locked
         self._held = held
 
     def release(self) -> None:
-        """Close our descriptors; the devices are free when no copy is left elsewhere. A second call does nothing."""
+        """Close our descriptors; the devices are free when no copy is left elsewhere. Idempotent."""
         self.fds = ()
         self._held.close()
 
@@ -128,11 +117,9 @@ class Locked:
 
 
 class DeviceLocks:
-    """The locks and quarantine notes of one directory.
+    """The locks and quarantine notes of one directory (`lock_directory`), made (0700) if missing.
 
-    Args:
-        directory: made (0700) if it does not exist; see `lock_directory`.
-        clock: where the time of a quarantine comes from.
+    Methods raise StorageError when the directory or a file in it cannot be used.
     """
 
     def __init__(self, directory: Path, *, clock: Clock | None = None) -> None:
@@ -140,16 +127,9 @@ class DeviceLocks:
         self._clock: Clock = clock or SystemClock()
 
     def try_lock(self, uuids: Sequence[str], count: int, holder: LockHolder) -> Locked | Busy:
-        """Take `count` of these devices, the first free ones in the order given, or none; never wait for a device.
+        """Take the first `count` free devices in the order given, or none; never wait for a device.
 
-        Args:
-            uuids: the candidates.
-            count: how many to take.
-            holder: what others are told; its `uuid` is replaced by each device's.
-
-        Raises:
-            InvalidValue: `count` is not between 1 and the number of candidates.
-            StorageError: the directory or a file in it cannot be used.
+        The `uuid` of `holder` is replaced by each device's. Raises InvalidValue for an impossible `count`.
         """
         candidates = tuple(dict.fromkeys(uuids))
         if not 1 <= count <= len(candidates):
@@ -173,17 +153,16 @@ class DeviceLocks:
                 return Busy(tuple(holders), tuple(quarantined))
             for uuid, fd in taken.items():
                 _write(fd, msgspec.structs.replace(holder, uuid=uuid))
-            _keep_cleaners_out(directory, held)
+            guard = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)  # keeps cleaners out
+            held.callback(os.close, guard)
+            with contextlib.suppress(BlockingIOError):  # a cleaner is at work this very moment; `is_named` covers that
+                fcntl.flock(guard, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return Locked(tuple(taken), tuple(taken.values()), held.pop_all())
 
     def holders(self, uuids: Sequence[str]) -> tuple[LockHolder, ...]:
-        """Return who has which of these devices; those that nobody has, and those in quarantine, are not there.
-
-        Raises:
-            StorageError: the directory or a file in it cannot be used.
-        """
+        """Return the holders of these devices; free and quarantined ones are missing."""
         held: list[LockHolder] = []
-        # With the mutex, so that nobody finds a device busy because it is being asked about.
+        # With the mutex, so that no taker finds a device busy because of this test.
         with opened_directory(self.directory) as directory, mutex(directory, _DEVICES):
             for uuid in dict.fromkeys(uuids):
                 found = _take(directory, uuid)
@@ -194,27 +173,13 @@ class DeviceLocks:
         return tuple(held)
 
     def waiting(self, queue: str) -> int:
-        """Return how many live processes wait in a queue.
-
-        Args:
-            queue: what is waited for, as for `Ticket`.
-
-        Raises:
-            StorageError: the directory cannot be used.
-        """
+        """Return how many live processes wait in a queue."""
         return Ticket(self.directory, queue).ahead()
 
     def quarantine(self, uuid: str, reason: str, left: tuple[Left, ...] = (), *, fault: str = "") -> None:
         """Keep a device from being lent until `lift`; do it before releasing its lock.
 
-        Args:
-            uuid: the device.
-            reason: in words.
-            left: processes of its last run that could not be ended.
-            fault: what the driver said of it; then only a restart of the machine, or a person, makes it good again.
-
-        Raises:
-            StorageError: the note cannot be written.
+        After a `fault`, only a restart of the machine, or a person, makes it good again.
         """
         boot_id = self._clock.boot_id() if fault else ""
         note = Quarantine(reason[:_TEXT_MAX], self._clock.wall_ns(), left, fault, boot_id)
@@ -222,11 +187,7 @@ class DeviceLocks:
             _write(fd, note)
 
     def quarantined(self) -> dict[str, Quarantine]:
-        """Return the devices in quarantine; a note that cannot be read counts as one.
-
-        Raises:
-            StorageError: the directory cannot be used.
-        """
+        """Return the devices in quarantine; a note that cannot be read counts as one."""
         with opened_directory(self.directory) as directory:
             names = sorted(name for name in os.listdir(directory) if name.endswith(".quarantine"))
             notes = {uuid: _read_quarantine(directory, uuid) for uuid in (name.rpartition(".")[0] for name in names)}
@@ -244,11 +205,7 @@ class DeviceLocks:
             return 0
 
     def lift(self, uuid: str) -> None:
-        """Let a device be lent again; nothing happens if it is not in quarantine.
-
-        Raises:
-            StorageError: the note cannot be changed.
-        """
+        """Let a device be lent again; nothing happens if it is not in quarantine."""
         with opened_directory(self.directory) as directory, opened(directory, f"{_checked(uuid)}.quarantine") as fd:
             # Emptied, not deleted: in a sticky directory only the file's owner may delete it, but anyone may lift.
             os.ftruncate(fd, 0)
@@ -257,14 +214,7 @@ class DeviceLocks:
 class Ticket:
     """A place in a queue, first come first served, kept while this object is open and its process lives.
 
-    Used as a context manager: entering takes the next number, leaving gives it up.
-
-    Args:
-        directory: the same as the devices' locks.
-        queue: what is waited for, usually a GPU type.
-
-    Raises:
-        StorageError: on entering, when the directory cannot be used.
+    A context manager: entering takes the next number (or raises StorageError), leaving gives it up.
     """
 
     def __init__(self, directory: Path, queue: str) -> None:
@@ -275,14 +225,16 @@ class Ticket:
 
     def __enter__(self) -> Ticket:
         with opened_directory(self.directory) as directory, mutex(directory, f"{self._queue}.mutex") as counter:
-            self._number = self._last(directory, counter)
+            self._number = max(self._numbers(directory), default=0)
+            with contextlib.suppress(msgspec.MsgspecError):
+                self._number = max(from_json(read_note(counter), int), self._number, 0)
             while self._fd < 0:
                 self._number += 1
                 with contextlib.suppress(FileExistsError):  # only when the mutex had to be done without
                     self._fd = create(directory, self._name(self._number))
             with contextlib.ExitStack() as undo:
                 undo.callback(self._give_up)
-                # Locked before the mutex is free, so that nobody sees this ticket and takes it for a dead one.
+                # Locked before the mutex is free, so that no waiter takes this ticket for a dead one.
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # No number is used twice: who clears away a dead ticket must not hit a new one of the same name.
                 _write(counter, self._number)
@@ -295,11 +247,7 @@ class Ticket:
         self._give_up()
 
     def ahead(self) -> int:
-        """Return how many living waiters came before; all there are, for one that is not in the queue.
-
-        Raises:
-            StorageError: the directory cannot be used.
-        """
+        """Return how many living waiters came before; all there are, for one that is not in the queue."""
         with opened_directory(self.directory) as directory:
             numbers = [number for number in self._numbers(directory) if number < self._number or not self._number]
             return sum(_waits(directory, self._name(number)) for number in numbers)
@@ -319,22 +267,11 @@ class Ticket:
         matches = map(_TICKET.fullmatch, os.listdir(directory))
         return [int(match[2]) for match in matches if match and match[1] == self._queue]
 
-    def _last(self, directory: int, counter: int) -> int:
-        with contextlib.suppress(msgspec.MsgspecError):
-            return max(from_json(read_note(counter), int), *self._numbers(directory), 0)
-        return max(self._numbers(directory), default=0)
-
 
 def lock_directory(kind: DeviceKind, home: Path, *, machine: Sequence[Path] = MACHINE_DIRECTORIES) -> Path:
-    """Return where devices of this kind are locked, made if needed: machine-wide for GPUs, `home/locks` for all others.
+    """Return the directory of locks for this kind, made if needed: machine-wide for GPUs, else the home's.
 
-    Args:
-        kind: of the devices.
-        home: the serverless-gpu home directory.
-        machine: candidates for the machine-wide directory, best first.
-
-    Raises:
-        StorageError: no directory can be made or written.
+    `machine` are candidates for the machine-wide directory, best first. Raises StorageError if none can be used.
     """
     if kind is not DeviceKind.GPU:
         return home / "locks"
@@ -415,13 +352,6 @@ def _waits(directory: int, name: str) -> bool:
     return False
 
 
-def _keep_cleaners_out(directory: int, held: contextlib.ExitStack) -> None:
-    guard = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)
-    held.callback(os.close, guard)
-    with contextlib.suppress(BlockingIOError):  # a cleaner is at work this very moment; `is_named` covers that
-        fcntl.flock(guard, fcntl.LOCK_SH | fcntl.LOCK_NB)
-
-
 def _checked(uuid: str) -> str:
     if not _UUID.fullmatch(uuid):
         raise InvalidValue(f"{uuid!r} is not a device uuid.")
@@ -433,6 +363,14 @@ def _write(fd: int, content: LockHolder | Quarantine | int) -> None:
     # Written first and cut after: at no moment is the file empty, which would read as "no quarantine".
     os.pwrite(fd, text, 0)
     os.ftruncate(fd, len(text))
+
+
+def holder_run_id(note: bytes) -> str:
+    """Return the run of a lock's note, or "" for a note that is not one."""
+    try:
+        return from_json(note, LockHolder).run_id
+    except msgspec.MsgspecError:
+        return ""
 
 
 def _read_holder(fd: int, uuid: str) -> LockHolder:

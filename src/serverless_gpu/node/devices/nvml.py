@@ -1,6 +1,6 @@
-"""What NVML says, asked in this process: `NvmlReader`. It may hang for ever in the kernel, where no signal reaches it.
+"""NVML asked in this process, where it may hang for ever in the kernel: `NvmlReader`.
 
-Lives here: reading. Must not: wait for an answer (`nvml_process.py` does, from another process), judge what it says.
+`nvml_process.py` waits for it from another process, and `gpu_gate.py` judges.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Protocol, cast
 
@@ -23,14 +23,14 @@ NO_DRIVER = "there is no NVIDIA driver to ask"
 
 
 class Question(Struct, frozen=True):
-    """What is asked: which GPUs there are (`uuids` None), or what uses some of them."""
+    """Question about which GPUs there are (`uuids` None), or what uses some of them."""
 
     seq: int
     uuids: tuple[str, ...] | None = None
 
 
 class NvmlAnswer(Struct, frozen=True):
-    """What was answered to the question of that number."""
+    """Answer to the question of that number."""
 
     seq: int
     seen: tuple[VisibleGpu, ...] = ()
@@ -49,11 +49,7 @@ class NvmlClient(Protocol):
     """Has questions answered."""
 
     def ask(self, uuids: Sequence[str] | None) -> NvmlAnswer:
-        """Return which GPUs there are, for None, or what uses some of them.
-
-        Raises:
-            Silent: there was no answer in time.
-        """
+        """Return which GPUs there are, for None, or what uses some of them; raises NvmlTimeout."""
         ...
 
 
@@ -97,12 +93,7 @@ class Nvml(Protocol):
 
 
 class NvmlReader:
-    """Asks NVML, which is initialised once for the life of the process.
-
-    Args:
-        given: the binding to use instead of `pynvml`.
-        pid_namespace: what `/proc/self/ns/pid` points at; None reads it.
-    """
+    """Asks NVML, which is initialised once for the life of the process; `given` replaces `pynvml`."""
 
     def __init__(self, given: Nvml | None = None, pid_namespace: str | None = None) -> None:
         self._given = given
@@ -151,14 +142,7 @@ class NvmlBroken(Exception):
 
 
 def initialised(given: Nvml | None) -> Nvml | None:
-    """Return NVML, ready to be asked; None where there is no driver.
-
-    Args:
-        given: the binding to use instead of `pynvml`.
-
-    Raises:
-        NvmlBroken: there is a driver, and NVML does not work with it.
-    """
+    """Return NVML, ready to be asked; None without a driver. Raises NvmlBroken if it does not work."""
     try:
         nvml = given if given is not None else cast(Nvml, importlib.import_module("pynvml"))
     except ImportError as error:
@@ -212,19 +196,14 @@ def _usage_of(nvml: Nvml, uuid: str, sees_all_pids: bool) -> Usage:
         graphics = nvml.nvmlDeviceGetGraphicsRunningProcesses(handle)
     except errors(nvml):
         return Usage(processes=(), memory_used_bytes=memory_used, pids_visible=False)
-    processes = _merge(nvml, compute, graphics)
+    merged: dict[int, GpuProcess] = {}
+    for draws, infos in ((True, graphics), (False, compute)):  # one that computes and draws counts as computing
+        for info in infos:
+            merged[info.pid] = GpuProcess(info.pid, info.usedGpuMemory, _process_name(nvml, info.pid), draws)
+    processes = tuple(merged[pid] for pid in sorted(merged))
     # Memory without a process has an owner all the same: one that we are not shown.
     hidden = not processes and memory_used > IDLE_MEMORY_BYTES
     return Usage(processes, memory_used, pids_visible=sees_all_pids and not hidden)
-
-
-def _merge(nvml: Nvml, compute: Iterable[_ProcessInfo], graphics: Iterable[_ProcessInfo]) -> tuple[GpuProcess, ...]:
-    """Return one entry per pid; a process that both computes and draws counts as one that computes."""
-    merged: dict[int, GpuProcess] = {}
-    for draws, infos in ((True, graphics), (False, compute)):
-        for info in infos:
-            merged[info.pid] = GpuProcess(info.pid, info.usedGpuMemory, _process_name(nvml, info.pid), draws)
-    return tuple(merged[pid] for pid in sorted(merged))
 
 
 def _process_name(nvml: Nvml, pid: int) -> str:
@@ -240,11 +219,7 @@ def _process_name(nvml: Nvml, pid: int) -> str:
 
 
 def sees_all_pids(pid_namespace: str | None = None) -> bool:
-    """Return whether NVML's pids are all processes of ours to see, and the same numbers here.
-
-    Args:
-        pid_namespace: what `/proc/self/ns/pid` points at; None reads it.
-    """
+    """Return whether NVML's pids are all processes of ours to see, and the same numbers here."""
     if pid_namespace is None:
         try:
             pid_namespace = os.readlink("/proc/self/ns/pid")
@@ -254,12 +229,7 @@ def sees_all_pids(pid_namespace: str | None = None) -> bool:
 
 
 class Bounded:
-    """Asks in a helper thread, one question at a time, and stops waiting after a limit; for a process that may be lost.
-
-    Args:
-        reader: what is asked.
-        limit_s: seconds to wait.
-    """
+    """Asks in a helper thread, one question at a time, for at most `limit_s`; the process may be lost."""
 
     def __init__(self, reader: NvmlReader, limit_s: float) -> None:
         self._reader = reader

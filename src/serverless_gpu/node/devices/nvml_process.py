@@ -1,14 +1,11 @@
-"""NVML, asked by a process of its own: a driver that hangs takes that process with it, and nobody else.
+"""NVML, asked by a process of its own, so that a driver that hangs takes only that process with it.
 
     provider ──Question──▶ sgpu-nvml ── may block in the kernel for ever
              ◀──Answer────             at most 5 s are waited for it, once
 
-Failure cases:
-- no answer in time: `NvmlTimeout`. Until there is one, every later question is answered so at once. A process that is
-  silent
-  for half a minute is killed, which may not help, and another one tries; never more than a few cannot be killed;
-- the process dies: another one is started, once for each question;
-- whoever asked is gone: end of file ends the process.
+Failure cases: no answer in time (`NvmlTimeout`, also at once for every later question until one is answered; after half
+a minute of silence the process is killed and another one tries, unless a few could not be killed); the process dies
+(another one starts, once for each question); the client is gone (end of file ends the process).
 """
 
 from __future__ import annotations
@@ -43,12 +40,7 @@ _decoder = msgspec.json.Decoder(NvmlAnswer)
 
 
 def main(fd: int, source: str) -> NoReturn:
-    """Answer questions until nobody has any.
-
-    Args:
-        fd: the channel.
-        source: "" for NVML; else the state file of fakes, whose driver hangs as long as that says so.
-    """
+    """Answer questions until the client is gone; `source` is "" for NVML, else the state file of fakes."""
     linux.set_name("sgpu-nvml")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = Channel.adopt(fd)
@@ -101,7 +93,7 @@ class _Helper:
         """End it, whether or not it can be."""
         self.channel.close()
         with contextlib.suppress(OSError):
-            os.kill(self.pid, signal.SIGKILL)  # a child of ours that is not reaped: nobody else has its number
+            os.kill(self.pid, signal.SIGKILL)  # an unreaped child of ours: its number cannot be reused
 
     def is_gone(self, wait_s: float = 0.0) -> bool:
         """Return whether it has ended."""
@@ -115,13 +107,9 @@ class _Helper:
 
 
 class NvmlProcess:
-    """Has another process ask NVML; as `nvml.Asker`.
+    """Has another process ask NVML; an `nvml.Asker`.
 
-    Args:
-        source: as in `main`.
-        limit_s: seconds to wait for an answer.
-        forks: whether this process has one thread, so that it may fork the other one, which takes less time.
-        clock: where time comes from.
+    `forks` says that this process has one thread, so that it may fork the other one, which takes less time.
     """
 
     def __init__(self, source: str, limit_s: float, *, forks: bool = False, clock: Clock | None = None) -> None:
@@ -138,8 +126,7 @@ class NvmlProcess:
     def ask(self, uuids: Sequence[str] | None) -> NvmlAnswer:
         """Return which GPUs there are, for None, or what uses some of them.
 
-        Raises:
-            Silent: there was no answer in time, and none has come since.
+        Raises NvmlTimeout when there was no answer in time, and none has come since.
         """
         if not self._turn.acquire(timeout=self._limit_s):
             raise NvmlTimeout(self._limit_s)
@@ -150,7 +137,10 @@ class NvmlProcess:
                 answer = self._answered(uuids)
                 if answer is not None:
                     return answer
-            return _died(self._seq, uuids)
+            why = "the process that asks NVML ended without an answer"
+            if uuids is None:
+                return NvmlAnswer(self._seq, unavailable=(Unavailable("NVML", why),))
+            return NvmlAnswer(self._seq, usage={uuid: unknown_usage(why) for uuid in uuids})
         finally:
             self._turn.release()
 
@@ -169,7 +159,7 @@ class NvmlProcess:
         raise NvmlTimeout(self._limit_s)
 
     def _look_again(self, uuids: Sequence[str] | None) -> None:
-        """Return if there was an answer, or an end, since it was silent; else nobody waits."""
+        """Return if there was an answer, or an end, since it was silent; else raise NvmlTimeout."""
         now_ns = self._clock.boottime_ns()
         if self._helpers and self._is_readable(0.0):
             self._silent_ns = None
@@ -220,14 +210,7 @@ def _end(helpers: list[_Helper]) -> None:
     for helper in helpers:
         helper.kill()
         if not helper.is_gone(_END_S) and helper.process is not None:
-            helper.process.returncode = 0  # it hangs: nobody waits for it any more
-
-
-def _died(seq: int, uuids: Sequence[str] | None) -> NvmlAnswer:
-    why = "the process that asks NVML ended without an answer"
-    if uuids is None:
-        return NvmlAnswer(seq, unavailable=(Unavailable("NVML", why),))
-    return NvmlAnswer(seq, usage={uuid: unknown_usage(why) for uuid in uuids})
+            helper.process.returncode = 0  # it hangs: not waited for any more
 
 
 def _started(theirs: Channel, source: str) -> subprocess.Popen[bytes]:
@@ -245,14 +228,11 @@ def _forked(theirs: Channel, source: str) -> int:
     pid = os.fork()
     if pid:
         return pid
-    # Nothing of whoever forked it stays open here: a lock would be held for as long as the driver hangs.
+    # No descriptor of its parent stays open here: a lock would be held for as long as the driver hangs.
     channel = os.dup2(theirs.fileno(), 3) if theirs.fileno() != 3 else 3
-    os.closerange(4, _descriptors_max())
+    last = 65_535
+    with contextlib.suppress(OSError):
+        last = max(int(name) for name in os.listdir("/proc/self/fd"))
+    os.closerange(4, last + 1)
     os.setsid()
     main(channel, source)
-
-
-def _descriptors_max() -> int:
-    with contextlib.suppress(OSError):
-        return max(int(name) for name in os.listdir("/proc/self/fd")) + 1
-    return 65_536

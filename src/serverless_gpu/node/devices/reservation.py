@@ -1,11 +1,11 @@
-"""Getting the devices of a gang, or a sentence that says who has them.
+"""Reserves the devices of a gang, or says in a sentence who has them.
 
-One `Reservation` per attempt, asked again and again until it has its devices: first in line among those who wait for
-the same type, all devices or none. A device in quarantine is looked at again, by whoever wants it, and lent when it is
-clean. A device that processes of others are using is passed over (`ignore_busy=True` takes it).
+One `Reservation` per attempt, asked again and again until it has its devices: first in line among the waiters for the
+same type, all devices or none. It looks at quarantined devices again and lends them when they are clean. It passes over
+a device that other processes use (`ignore_busy=True` takes it).
 
-Failure cases: a holder that is killed frees its locks with its last descriptor, which its stem keeps until every rank
-is gone; a waiter that is killed loses its ticket the same way.
+Failure cases: a killed holder frees its locks with its last descriptor, which its stem keeps until every rank is gone;
+a killed waiter loses its ticket the same way.
 """
 
 from __future__ import annotations
@@ -31,17 +31,12 @@ _NAMED_MAX = 4
 
 
 class Reservation:
-    """The devices of one attempt: wanted, then held, then given back.
-
-    Attributes:
-        devices: what is held, in LOCAL_RANK order; empty until `try_take` succeeded.
-        before: what the devices' memory and processes were when they were taken.
-    """
+    """The devices of one attempt: wanted, then held, then given back."""
 
     def __init__(self, launch: Launch, home: Home, clock: Clock, machine: Provider | None) -> None:
         kind = launch.candidates[0].kind
-        self.devices: tuple[Device, ...] = ()
-        self.before: Mapping[str, Usage] = {}
+        self.devices: tuple[Device, ...] = ()  # in LOCAL_RANK order; empty until `try_take` succeeded
+        self.before: Mapping[str, Usage] = {}  # usage when they were taken
         self.ahead = 0  # runs that wait in front of this one
         self.provider = find_provider(kind, launch.context.environ, home, machine)
         self._launch = launch
@@ -57,11 +52,7 @@ class Reservation:
         return self._locked.fds if self._locked else ()
 
     def try_take(self) -> str | None:
-        """Take the devices now, or return why that is not possible now.
-
-        Raises:
-            StorageError: the lock directory cannot be used.
-        """
+        """Take the devices now, or return why that is not possible now; raises StorageError."""
         ahead = self.ahead = self._ticket.ahead()
         uuids = [device.uuid for device in self._launch.candidates]
         if ahead:
@@ -82,19 +73,21 @@ class Reservation:
         if len(free) < count:
             return self._sentence(_foreign_text(busy), self._holders(uuids))
         session = self._launch.idle_timeout_s is not None
-        holder = LockHolder("", self._launch.run_id, _user(), os.getpid(), self._clock.wall_ns(), session)
+        holder = LockHolder("", self._launch.run_id, user_name(), os.getpid(), self._clock.wall_ns(), session)
         taken = self._locks.try_lock(free, count, holder)
         if isinstance(taken, Busy):
             return self._sentence(_foreign_text(busy), taken.holders)
-        self._keep(taken, usage)
+        self._locked = taken
+        by_uuid = {device.uuid: device for device in self._launch.candidates}
+        self.devices = tuple(by_uuid[uuid] for uuid in taken.uuids)
+        self.before = {uuid: usage[uuid] for uuid in taken.uuids if uuid in usage}
+        self._queue.close()
         return None
 
     def give_back(self, verdicts: Mapping[str, Verdict], left: tuple[Left, ...] = ()) -> tuple[str, ...]:
-        """Release the devices, those that are not proven free into quarantine; return the uuids of the latter.
+        """Release the devices, unproven ones into quarantine; return the uuids of the latter.
 
-        Args:
-            verdicts: by device.
-            left: processes of the run that could not be ended.
+        `left` are processes of the run that could not be ended.
         """
         bad = quarantine(self._locks, verdicts, self._launch.run_id, left)
         self.close()
@@ -109,13 +102,6 @@ class Reservation:
     def fds_of(self, uuids: Collection[str]) -> tuple[int, ...]:
         """Return the lock descriptors of some of the devices."""
         return tuple(fd for device, fd in zip(self.devices, self.fds, strict=True) if device.uuid in uuids)
-
-    def _keep(self, taken: Locked, usage: Mapping[str, Usage]) -> None:
-        self._locked = taken
-        by_uuid = {device.uuid: device for device in self._launch.candidates}
-        self.devices = tuple(by_uuid[uuid] for uuid in taken.uuids)
-        self.before = {uuid: usage[uuid] for uuid in taken.uuids if uuid in usage}
-        self._queue.close()
 
     def retest_quarantined(self) -> dict[str, str]:
         """Lift quarantines whose cause is gone; return the others with why."""
@@ -144,16 +130,7 @@ class Reservation:
 
 
 def retest_quarantined(locks: DeviceLocks, provider: Provider, uuids: Collection[str]) -> dict[str, Quarantine]:
-    """Lift quarantines whose cause is gone; return the others.
-
-    Args:
-        locks: of the devices.
-        provider: says what they are used for.
-        uuids: of those that are looked at.
-
-    Raises:
-        StorageError: the lock directory cannot be used.
-    """
+    """Lift quarantines whose cause is gone; return the others. Raises StorageError."""
     notes = {uuid: note for uuid, note in locks.quarantined().items() if uuid in uuids}
     if not notes:
         return {}
@@ -180,7 +157,7 @@ def quarantine(
         fault = noted[uuid].fault if uuid in noted and locks.is_settled(noted[uuid]) else ""
         if fault and not left:
             continue  # what the driver said is more than this look does
-        # What cannot be noted is still refused by whoever looks at the device next, and named in this receipt.
+        # Without a note, the next look at the device still refuses it, and this receipt names it.
         with contextlib.suppress(StorageError):
             locks.quarantine(uuid, f"after run {run_id}: {verdicts[uuid].evidence}", left, fault=fault)
     return bad
@@ -195,13 +172,14 @@ def _held_text(held: Sequence[LockHolder]) -> str:
     are = f"{names} {'is' if len(held) == 1 else 'are'} held"
     if not first.run_id:
         return are
-    # A moment, not a duration: the sentence is told again when it changes.
+    # A moment, not a duration: the sentence is sent again when it changes.
     since = format_clock(first.since_wall_ns)
     what = "session" if first.session else "run"
     return f"{are} by {what} {first.run_id} of {first.user} (pid {first.pid}, since {since})"
 
 
-def _user() -> str:
+def user_name() -> str:
+    """Return the name of this process's user, or its number."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):  # a container's user without an entry anywhere

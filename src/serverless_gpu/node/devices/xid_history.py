@@ -1,6 +1,6 @@
-"""On which GPUs whose own code failed lately, beside their locks: `<directory>/<uuid>.xids`, for the whole machine.
+"""Failures of users' code by GPU, for the whole machine: `<uuid>.xids` beside the GPU's lock.
 
-Lives here: the files. Must not: say what follows (`model/xid.py`).
+The files only; `model/xid.py` says what follows.
 
 Failure cases: as those of locks (`lock_files.py`); what is not written by us counts as nothing.
 """
@@ -23,16 +23,7 @@ _PRINCIPAL_MAX = 100  # so many of so long names fit into what is read of a note
 
 
 def note_hit(directory: Path, uuid: str, hit: Hit) -> None:
-    """Note that a principal's own code failed on a GPU; the last of each is kept, and of a few.
-
-    Args:
-        directory: of the locks.
-        uuid: of the GPU.
-        hit: who, and what the driver said.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
+    """Note that a principal's own code failed on a GPU, keeping each one's last; raises StorageError."""
     own = msgspec.structs.replace(hit, principal=_plain(hit.principal))
     with opened_directory(directory) as opened_at, opened(opened_at, f"{uuid}.xids") as fd:
         others = [other for other in _read(fd) if other.principal != own.principal]
@@ -42,15 +33,7 @@ def note_hit(directory: Path, uuid: str, hit: Hit) -> None:
 
 
 def read_hits(directory: Path, uuids: Iterable[str]) -> dict[str, tuple[Hit, ...]]:
-    """Return whose own code failed on GPUs lately; nothing of those on which nobody's did.
-
-    Args:
-        directory: of the locks.
-        uuids: of the GPUs.
-
-    Raises:
-        StorageError: the directory cannot be used.
-    """
+    """Return whose own code failed on GPUs lately, by uuid; raises StorageError."""
     found: dict[str, tuple[Hit, ...]] = {}
     with opened_directory(directory) as opened_at:
         for uuid in uuids:

@@ -1,4 +1,4 @@
-"""The rank's side of actors: makes an object once, then calls its methods for the caller until the channel closes.
+"""The rank's side of actors: makes an object, then calls its methods until the channel closes.
 
     rank                                         caller (a Unix socket in a private directory of its own)
     connect, HELLO {rank, world_size}   ──▶
@@ -7,9 +7,9 @@
                                         ◀──      (method, args, kwargs), pickled
     (true, value) or (false, failure)   ──▶      … until the caller closes the socket: then the rank returns
 
-A frame is its size in 8 bytes, then a payload. Failure cases: making the object raises (the run fails with that, as any
-function does); a method raises an `Exception` (one answer, the rank goes on); it raises `SystemExit` or another
-`BaseException` (the rank fails); the caller is gone (the rank returns); an answer that cannot be pickled (a failure).
+A frame is its size in 8 bytes, then a payload. Failure cases: making the object raises (the run fails, as any function
+does); a method raises an `Exception` (one answer, the rank goes on), or `SystemExit` or another `BaseException` (the
+rank fails); the caller is gone (the rank returns); an answer that cannot be pickled (a failure).
 """
 
 from __future__ import annotations
@@ -38,13 +38,7 @@ def serve_actor(
 ) -> None:
     """Make the object, then answer calls until the caller closes the channel.
 
-    Args:
-        address: path of the caller's socket.
-        make: the class.
-        args: of the class.
-        kwargs: of the class; `rank` and `world_size` are filled in where they are parameters.
-        rank: of this process.
-        world_size: number of ranks.
+    `address` is the path of the caller's socket; `rank` and `world_size` join `kwargs` where the class takes them.
     """
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(address)
@@ -69,11 +63,7 @@ def _answer(actor: object, request: bytes, rank: int, world_size: int) -> bytes:
 
 
 def send_frame(sock: socket.socket, data: bytes) -> None:
-    """Send one frame.
-
-    Raises:
-        OSError: the other side is gone.
-    """
+    """Send one frame; raises OSError when the other side is gone."""
     sock.sendall(_SIZE.pack(len(data)))
     sock.sendall(data)
 

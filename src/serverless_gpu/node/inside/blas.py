@@ -1,9 +1,9 @@
 """Thread counts of the OpenBLAS copies that numpy and scipy bring along.
 
-They read their variables when they are loaded; from then on only their own calls change the count. That call also
-starts all threads of the library, and each spins for some 30 ms waiting for work: in ranks that share two cores this
-was the largest cost of a short call. Before the threads run, the count is one exported variable, and the library starts
-the threads when a function needs them. So that variable is set, and the call is made where it does not take effect.
+They read their variables when they are loaded; later only their own calls change the count. Such a call also starts all
+threads of the library, and each spins for some 30 ms: in ranks that share two cores this was the largest cost of a
+short call. Before the threads run, the count is one exported variable, which is set here; where that has no effect the
+call is made.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def find() -> None:
     for path in sorted(paths):
         with contextlib.suppress(OSError):
             loaded = ctypes.CDLL(path)
-            libraries.extend(_library(loaded, *affixes) for affixes in _AFFIXES if _has(loaded, *affixes))
+            for prefix, suffix in _AFFIXES:
+                if all(hasattr(loaded, f"{prefix}{name}{suffix}") for name in ("get_num_threads", "set_num_threads")):
+                    libraries.append(_library(loaded, prefix, suffix))
 
 
 def set_threads(count: int) -> None:
@@ -50,10 +52,6 @@ def set_threads(count: int) -> None:
             library.variable.value = count
         if library.read() != count:
             library.change(count)
-
-
-def _has(loaded: ctypes.CDLL, prefix: str, suffix: str) -> bool:
-    return all(hasattr(loaded, f"{prefix}{name}{suffix}") for name in ("get_num_threads", "set_num_threads"))
 
 
 def _library(loaded: ctypes.CDLL, prefix: str, suffix: str) -> Library:

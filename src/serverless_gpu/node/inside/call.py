@@ -1,9 +1,9 @@
-"""The call as a file: function, arguments, and the source lines of notebook cells; and a cell as such a function.
+"""The call as a file: function, arguments, source lines of notebook cells; and a cell as a function.
 
 A function of an importable module travels as its name, so that a rank runs what its own import of the module gives; one
-of `__main__`, a notebook or another function travels by value. The choice is made in the caller, and only when the name
-really leads back to the function. Failure cases: the module cannot be imported in the rank, or has changed (the
-import's own error, or `FunctionMoved`); everything that `payload` raises.
+of `__main__`, a notebook or another function travels by value. The caller chooses, and only when the name really leads
+back to the function. Failure cases: the module cannot be imported in the rank, or has changed (the import's own error,
+or `FunctionMoved`); everything that `payload` raises.
 """
 
 from __future__ import annotations
@@ -51,18 +51,10 @@ def dump_call(
     sources: Mapping[str, Sequence[str]],
     reducer: payload.Reducer | None = None,
 ) -> int:
-    """Write a call to `path`.
+    """Write a call to `path` and return its size in bytes.
 
-    Args:
-        path: file to create.
-        function: what each rank calls.
-        args: its positional arguments.
-        kwargs: its named arguments.
-        sources: lines, with their newlines, of code that is in no file, by the name its code objects carry.
-        reducer: asked first how to take each object apart; what it raises is raised here.
-
-    Returns:
-        The size of the file in bytes.
+    `sources` are lines, with their newlines, of code that is in no file, by the name its code objects carry; `reducer`
+    is that of `payload.dumps`.
     """
     return payload.dump(_fields(function, args, kwargs, sources), path, reducer=reducer)
 
@@ -111,14 +103,10 @@ def load_call(path: str) -> Call:
 def distributed_cell(
     body: CodeType, last: CodeType | None, notebook: FunctionType, rank: int, world_size: int
 ) -> object:
-    """Run the code of a notebook cell as the notebook would, and return the value of its last expression.
+    """Run the code of a notebook cell as the notebook would, and return the value of `last`.
 
-    Args:
-        body: the statements.
-        last: the expression they end with, if they do.
-        notebook: a function whose globals are what travelled of the notebook's names; the cell's own names join them.
-        rank: a name the cell may use.
-        world_size: likewise.
+    The cell's names, and those of `rank` and `world_size`, join the globals of `notebook`, a function that travelled
+    with them.
     """
     namespace = notebook.__globals__
     namespace.update(rank=rank, world_size=world_size)
@@ -141,7 +129,7 @@ def fill_rank(
     rank: int,
     world_size: int,
 ) -> dict[str, object]:
-    """Return `kwargs` with `rank` and `world_size` where the function has such parameters and the caller gave none."""
+    """Return `kwargs` with `rank` and `world_size` if the function takes them and the caller gave none."""
     filled = dict(kwargs)
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -149,16 +137,12 @@ def fill_rank(
         return filled
     positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     by_name = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    given = {*positional[: len(args)], *kwargs, *_preset(function)}
+    # A signature shows the names that a `functools.partial` gives as mere defaults.
+    given = {*positional[: len(args)], *kwargs, *(function.keywords if isinstance(function, partial) else ())}
     for name, value in (("rank", rank), ("world_size", world_size)):
         if name in by_name - given:
             filled[name] = value
     return filled
-
-
-def _preset(function: Callable[..., object]) -> set[str]:
-    """Names that a `functools.partial` already gives; its signature shows them as mere defaults."""
-    return set(function.keywords) if isinstance(function, partial) else set()
 
 
 def _reference(function: Callable[..., object]) -> _Reference | None:

@@ -1,4 +1,4 @@
-"""Messages with file descriptors over one Unix seqpacket socket; the transport of every process pair on a node.
+"""Messages with descriptors over a Unix seqpacket socket: the transport of all processes of a node.
 
 One message is one packet, so there is no framing to get wrong, a reader never sees half a message, and several writers
 (the ranks of a gang share their stem's socket) never interleave. A body too large for a packet travels in a memfd. A
@@ -20,11 +20,7 @@ INLINE, MEMFD = b"I", b"M"
 
 
 class Channel:
-    """One end of a seqpacket pair.
-
-    Args:
-        sock: a connected ``AF_UNIX``/``SOCK_SEQPACKET`` socket; the channel owns it.
-    """
+    """One end of a seqpacket pair; owns its connected ``AF_UNIX``/``SOCK_SEQPACKET`` socket."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -39,11 +35,9 @@ class Channel:
         return self.sock.fileno()
 
     def send(self, body: bytes, fds: tuple[int, ...] = ()) -> None:
-        """Send one message.
+        """Send one message; raises OSError when the peer is gone or a limit was passed.
 
-        Raises:
-            BlockingIOError: the socket is non-blocking and its buffer is full; nothing was sent.
-            OSError: the peer is gone, or a limit was passed.
+        BlockingIOError means that the buffer of a non-blocking socket is full; nothing was sent.
         """
         if len(body) > BODY_BYTES_MAX:
             raise OSError(f"a message of {len(body)} bytes is over the limit of {BODY_BYTES_MAX}")
@@ -52,7 +46,9 @@ class Channel:
             return
         memory = os.memfd_create("sgpu-message", os.MFD_CLOEXEC)
         try:
-            _write_all(memory, body)
+            view = memoryview(body)
+            while view:
+                view = view[os.write(memory, view) :]
             socket.send_fds(self.sock, [MEMFD], [*fds, memory])
         finally:
             os.close(memory)
@@ -60,8 +56,7 @@ class Channel:
     def receive(self) -> tuple[bytes, tuple[int, ...]] | None:
         """Return the next message and its descriptors (close-on-exec), or None when the peer is gone.
 
-        Raises:
-            BlockingIOError: the socket is non-blocking and nothing is there.
+        Raises BlockingIOError when the socket is non-blocking and empty.
         """
         try:
             packet, fds, flags, _ = self._take()
@@ -107,12 +102,6 @@ def pair() -> tuple[Channel, Channel]:
     return Channel(left), Channel(right)
 
 
-def _write_all(fd: int, body: bytes) -> None:
-    view = memoryview(body)
-    while view:
-        view = view[os.write(fd, view) :]
-
-
 def _read_all(fd: int) -> bytes:
     size = os.fstat(fd).st_size
     if size > BODY_BYTES_MAX:
@@ -127,6 +116,6 @@ def _read_all(fd: int) -> bytes:
 
 
 def close_all(fds: Iterable[int]) -> None:
-    """Close descriptors that came with a message and are nobody's."""
+    """Close unused descriptors that came with a message."""
     for fd in fds:
         os.close(fd)

@@ -1,13 +1,9 @@
-"""Which checkpoints an attempt continues from: those of the newest earlier attempt of its run that left any.
+"""Chooses the checkpoints an attempt continues from: those of the newest earlier attempt of its run.
 
-<checkpoints>/<run>/1/    what the first attempt saved
-<checkpoints>/<run>/2/    the second was stopped before it had saved anything: empty, or not there
-<checkpoints>/<run>/3/    this attempt's own
-
-Earlier attempts have ended for certain, so every rank of this one finds the same. On several nodes, each may see
-another directory: there it is agreed on beforehand which is the newest attempt whose checkpoints all nodes see.
-A name that begins with a dot or ends in `.tmp` is one that is still being written: whoever died over it has left
-nothing to continue from.
+<checkpoints>/<run>/<n>/ holds those of attempt n; it is empty or missing when that one stopped before it saved any.
+Earlier attempts have ended for certain, so every rank finds the same. On several nodes, each may see another directory:
+they agree beforehand on the newest attempt whose checkpoints all nodes see. A name that begins with a dot or ends in
+`.tmp` is an unfinished checkpoint, and does not count.
 """
 
 from __future__ import annotations
@@ -21,9 +17,7 @@ AGREED = "SGPU_RESUME_FENCE"
 def newest_before(directory: str, agreed: str | None = None) -> str | None:
     """Return the directory of the newest earlier attempt that saved something, or None.
 
-    Args:
-        directory: that of this attempt; its last component is the attempt's number.
-        agreed: number of the attempt that all nodes of a gang go on from, "0" for none; None of one on one node.
+    `agreed` is the attempt that all nodes of a gang go on from ("0": none), or None on one node.
     """
     run = os.path.dirname(os.path.normpath(directory))
     for fence in saved_before(directory):
@@ -33,31 +27,19 @@ def newest_before(directory: str, agreed: str | None = None) -> str | None:
 
 
 def saved_before(directory: str) -> list[int]:
-    """Return the numbers of the earlier attempts that saved something, the newest first.
-
-    Args:
-        directory: that of this attempt.
-    """
+    """Return the numbers of the earlier attempts that saved something, the newest first."""
     run, own = os.path.split(os.path.normpath(directory))
-    earlier = [fence for fence in _attempts(run) if fence < _number(own)]
+    earlier = [fence for name in _names(run) if 0 < (fence := _number(name)) < _number(own)]
     return [
         fence for fence in sorted(earlier, reverse=True) if any(map(_is_whole, _names(os.path.join(run, str(fence)))))
     ]
 
 
 def newest_up_to(directory: str) -> int:
-    """Return the number of the newest attempt that saved something, this one or an earlier one; 0 for none.
-
-    Args:
-        directory: that of this attempt.
-    """
+    """Return the number of the newest attempt that saved something, including this one; 0 for none."""
     if any(map(_is_whole, _names(directory))):
         return _number(os.path.basename(os.path.normpath(directory)))
     return max(saved_before(directory), default=0)
-
-
-def _attempts(run: str) -> list[int]:
-    return [int(name) for name in _names(run) if _number(name)]
 
 
 def _number(name: str) -> int:

@@ -1,13 +1,13 @@
-"""A rank that runs a program: a child in a process group of its own, and an end that is the child's.
+"""A rank that runs a program: a child in a process group of its own, whose end is the rank's end.
 
     stem ──SIGTERM──▶ rank ──SIGTERM to the group──▶ sh ──▶ python train.py …
       ◀── how it ended: the same exit code, the same signal ──┘
 
 The rank stays beside its program instead of becoming it, because a script's shell dies of SIGTERM at once: the program
-it started is told too, and has the run's grace to save and to end, before the rank says that this is over.
+below it gets the signal too, and has the run's grace to save and to end, before the rank ends.
 
-Failure cases: the program is not there or cannot be run, then 127 or 126, as a shell has it, and a line on stderr; it
-leaves processes behind, then they end with the run.
+Failure cases: the program is missing or cannot be run (127 or 126, as in a shell, and a line on stderr); it leaves
+processes behind (they end with the run).
 """
 
 from __future__ import annotations
@@ -29,12 +29,7 @@ _NOT_FOUND, _NOT_RUNNABLE = 127, 126
 
 
 def run(argv: list[str], report: protocol.Report) -> int:
-    """Run a program to its end; return its exit code, or end of the signal that ended it.
-
-    Args:
-        argv: the program and its arguments.
-        report: says that user code runs.
-    """
+    """Run a program to its end; return its exit code, or end of the signal that ended it."""
     earlier = checkpoints.newest_before(os.environ.get("SGPU_CHECKPOINT_DIR", ""), os.environ.get(checkpoints.AGREED))
     if earlier is not None:
         os.environ["SGPU_RESUME_DIR"] = earlier
@@ -50,7 +45,10 @@ def run(argv: list[str], report: protocol.Report) -> int:
     relay.begin(child.pid)
     code = child.wait()
     if relay.asked:
-        _wait_for_group(child.pid)
+        with contextlib.suppress(OSError):  # until none of the group is left; the supervisor's grace bounds that
+            while True:
+                os.killpg(child.pid, 0)
+                select.select([], [], [], _LOOK_S)
     return code if code >= 0 else end_of(-code)
 
 
@@ -86,16 +84,8 @@ def _start(argv: list[str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(["/bin/sh", shutil.which(argv[0]) or argv[0], *argv[1:]], process_group=0)
 
 
-def _wait_for_group(group: int) -> None:
-    """Return when no process of the group is left; the supervisor's grace bounds that."""
-    with contextlib.suppress(OSError):
-        while True:
-            os.killpg(group, 0)
-            select.select([], [], [], _LOOK_S)
-
-
 def end_of(number: int) -> int:
-    """End of a signal as a child did, so that whoever reaps this process sees the same."""
+    """End of a signal as a child did, so that this process's parent sees the same."""
     with contextlib.suppress(OSError, ValueError):  # SIGKILL cannot be set, and need not be
         signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)

@@ -1,12 +1,12 @@
-"""Who enters the function first on a node: its first rank, and the others when rank 0's store can be reached.
+"""Order in which ranks enter the function: a node's first, then the others once the store listens.
 
-`init_process_group` has rank 0 listen on MASTER_PORT and the others connect to it. Who connects too early is refused,
-and torch tries again only after about half a second: a launch of 30 ms becomes one of 500, for one call in fifty. So
-the others of its node wait at a pipe until rank 0 has entered, and then until somebody listens on the port, 20 ms at
-most. On other nodes of a gang nobody can see that, and only the pipe is waited for.
+`init_process_group` has rank 0 listen on MASTER_PORT and the others connect to it. torch retries a refused connection
+after about half a second: a launch of 30 ms becomes one of 500, for one call in fifty. So the others of its node wait
+at a pipe until rank 0 has entered, and then until the port listens, 20 ms at most. On other nodes the port cannot be
+seen, and ranks wait only at the pipe.
 
-Whether somebody listens is asked without connecting, which would disturb the store: a port that is merely bound, as the
-supervisor keeps it, can be bound again with SO_REUSEADDR; one that listens cannot.
+The test does not connect, which would disturb the store: a port that is merely bound, as the supervisor keeps it, can
+be bound again with SO_REUSEADDR; one that listens cannot.
 """
 
 from __future__ import annotations
@@ -23,14 +23,9 @@ _LOOK_S = 0.0005
 
 
 def pass_gate(gate: int | None, local_rank: int, local_world_size: int, *, has_store: bool) -> None:
-    """Return when this rank may enter the function.
+    """Return when this rank may enter the function; `has_store` says that rank 0 is on this node.
 
-    Args:
-        gate: the pipe; the node's first rank has its writing end, the others the reading end. None where there is
-            nothing to wait for.
-        local_rank: rank on its node.
-        local_world_size: ranks there.
-        has_store: whether rank 0 is one of them.
+    `gate` is a pipe: the node's first rank has its writing end, the others the reading end; None needs no wait.
     """
     if gate is None:
         return
@@ -39,14 +34,10 @@ def pass_gate(gate: int | None, local_rank: int, local_world_size: int, *, has_s
     else:
         entered = os.read(gate, 8)  # empty when the first is gone: then there is nothing to wait for
         if entered and has_store and "torch" in sys.modules:
-            _wait_for_store(int.from_bytes(entered, "big") + _WAIT_NS)
+            until_ns, port = int.from_bytes(entered, "big") + _WAIT_NS, int(os.environ.get("MASTER_PORT", "0"))
+            while protocol.now_ns() < until_ns and not _listening(port):
+                select.select([], [], [], _LOOK_S)
     os.close(gate)
-
-
-def _wait_for_store(until_ns: int) -> None:
-    port = int(os.environ.get("MASTER_PORT", "0"))
-    while protocol.now_ns() < until_ns and not _listening(port):
-        select.select([], [], [], _LOOK_S)
 
 
 def _listening(port: int) -> bool:

@@ -1,8 +1,8 @@
-"""The rank's side of an exception: told in words for everybody, and pickled for the caller when that provably works.
+"""The rank's side of an exception: a description, and a pickle for the caller if that surely works.
 
-Failure cases: user code that fails while its exception is looked at (`__str__`, `__reduce__`, `__init__`, `__notes__`),
-also by raising what is no `Exception`, such as `SystemExit`. None of them may replace or hide the user's own error:
-words fall back to plainer words, a pickle is left out.
+Failure cases: user code that fails while its exception is examined (`__str__`, `__reduce__`, `__init__`, `__notes__`),
+also with `SystemExit`. It may not replace or hide the user's own error: descriptions fall back to plainer ones, a
+pickle is left out.
 """
 
 from __future__ import annotations
@@ -84,12 +84,11 @@ _CANCELLED_TYPE = "asyncio.exceptions.CancelledError"
 
 
 def describe(error: BaseException) -> dict[str, object]:
-    """Return what can be said about `error`, as values that JSON knows.
+    """Return a description of `error` as JSON values.
 
-    Returns:
-        `type` (qualified name within the module), `module`, `message`, `notes`, `traceback`, `kind` ("exception",
-        "system_exit", "interrupt", "cancelled" or "base"), `exit_code` (of a SystemExit, else None), and two flags:
-        `peer_lost` (the error only says that another rank went away) and `gpu_oom`.
+    `type` is the qualified name within the `module`; `kind` is "exception", "system_exit", "interrupt", "cancelled" or
+    "base"; `exit_code` is that of a SystemExit, else None; `peer_lost` means that the error only reports another rank's
+    end.
     """
     kind = type(error)
     return {
@@ -190,17 +189,16 @@ def _first_foreign(stack: traceback.StackSummary) -> int:
     index = 0
     while index < len(stack) and stack[index].filename.startswith(_HERE):
         index += 1
-    while 0 < index < len(stack) and _is_import_machinery(stack[index].filename):
+    machinery = os.path.join("", "importlib", "__init__.py")
+    while 0 < index < len(stack) and (
+        stack[index].filename.startswith("<frozen importlib") or stack[index].filename.endswith(machinery)
+    ):
         index += 1
     return index
 
 
-def _is_import_machinery(filename: str) -> bool:
-    return filename.startswith("<frozen importlib") or filename.endswith(os.path.join("", "importlib", "__init__.py"))
-
-
 def _cut(text: str, size_max: int) -> str:
-    """At most `size_max` bytes of UTF-8, the middle left out; lone surrogates, which files cannot hold, replaced."""
+    """Cut text to `size_max` bytes of UTF-8, the middle left out and lone surrogates replaced."""
     data = text.encode("utf-8", "backslashreplace")
     if len(data) <= size_max:
         return data.decode("utf-8")
@@ -213,11 +211,9 @@ def _cut(text: str, size_max: int) -> str:
 
 
 def tell_of_copies(error: BaseException, copies: Mapping[str, str]) -> None:
-    """Add a note to an error about a file that is not in the captured copy of the code, or cannot be written there.
+    """Add a note to an error about a file that a captured copy of the code lacks, or forbids to write.
 
-    Args:
-        error: what the user's code raised.
-        copies: directories of code that are captured copies, and where the originals are.
+    `copies` maps the directories of captured copies to their originals.
     """
     for link in _causes(error):
         note = ""
@@ -232,21 +228,14 @@ def tell_of_copies(error: BaseException, copies: Mapping[str, str]) -> None:
 def tell_of_joining(error: BaseException, *, by_init: bool = False) -> None:
     """Add a note to torch's error about a second process group.
 
-    Args:
-        error: the exception of user code.
-        by_init: whether `init=` made the first group, and not the captured `TrainingArguments`.
+    `by_init` says that `init=` made the first group, and not the captured `TrainingArguments`.
     """
     if any(type(link) is ValueError and _JOINED_TWICE in _text(link) for link in _causes(error)):
         _add_note(error, _MADE_NOTE if by_init else _JOINED_NOTE)
 
 
 def tell_of_torch(error: BaseException, environ: Mapping[str, str]) -> None:
-    """Add the remedy to errors about a missing process group, CUDA on declared GPUs, or the package `databricks.air`.
-
-    Args:
-        error: the exception of user code.
-        environ: the variables of the rank; they name its devices.
-    """
+    """Add the remedy to errors about a missing process group, CUDA on declared GPUs, or `databricks.air`."""
     held = environ.get("SGPU_GPU_UUIDS", "")
     without_cuda = next((why for prefix, why in _NO_CUDA_OF.items() if held.startswith(prefix)), "")
     for link in _causes(error):
@@ -263,7 +252,7 @@ def tell_of_torch(error: BaseException, environ: Mapping[str, str]) -> None:
 
 
 def _is_databricks_air(text: str, error: ModuleNotFoundError) -> bool:
-    """Return whether a missing module is `databricks.air`; Python may name `databricks` alone, as for its SDK."""
+    """Return whether a missing module is `databricks.air`; Python may name `databricks` alone."""
     if "'databricks.air" in text:
         return True
     if "'databricks'" not in text:
@@ -276,7 +265,7 @@ def _is_databricks_air(text: str, error: ModuleNotFoundError) -> bool:
 
 
 def _add_note(error: BaseException, note: str) -> None:
-    with contextlib.suppress(BaseException):  # a class of the user's may refuse it; its error is told as it is
+    with contextlib.suppress(BaseException):  # a class of the user's may refuse it; its error stays as it is
         notes = getattr(error, "__notes__", None)
         object.__setattr__(error, "__notes__", [*(notes if isinstance(notes, list) else []), note])
 
@@ -308,9 +297,8 @@ def _copy_note(error: OSError, copies: Mapping[str, str]) -> str:
 def pickle_exception(error: BaseException) -> bytes | None:
     """Return `error` as bytes if a reader is sure to get the same exception back, else None.
 
-    It is read back here first. Where the type cannot be made from its `args`, as with a constructor that takes two
-    arguments and hands one on, the exception and those inside it travel without their constructors. What is not an
-    `Exception` is left out: it would end the caller's process.
+    It is read back here first. Where the type cannot be made from its `args`, the exception and those inside it travel
+    without their constructors. What is not an `Exception` is left out: it would end the caller's process.
     """
     if not isinstance(error, Exception):
         return None
@@ -326,7 +314,7 @@ def pickle_exception(error: BaseException) -> bytes | None:
 
 
 def load_exception(path: str) -> BaseException:
-    """Return the exception of a file of what `pickle_exception` returned; raises what its classes raise on loading."""
+    """Return the exception of a file of `pickle_exception`; raises what its classes raise on loading."""
     error = payload.load(path)
     if not isinstance(error, BaseException):
         raise TypeError(f"{path} holds a {type(error).__qualname__}, not an exception")
@@ -369,7 +357,7 @@ def _set_bare_state(error: BaseException, state: dict[str, object]) -> None:
 
 
 def _is_same(one: object, other: object, depth: int = 0) -> bool:
-    """Whether `other` can stand for `one`; values that only know identity are the same when their types are."""
+    """Return whether `other` can stand for `one`; values compared by identity need the same type only."""
     if type(one) is not type(other) or depth > _COMPARE_DEPTH_MAX:
         return False
     if isinstance(one, BaseException) and isinstance(other, BaseException):

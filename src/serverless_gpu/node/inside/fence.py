@@ -1,15 +1,15 @@
-"""A rank that can signal nothing but what it has started itself: for machines on which others' processes are ours, too.
+"""Keeps a rank from signalling any process but its own descendants, on a machine shared with others.
 
 A Ray that makes a pool of several machines runs as the same user as ranks do, and `ray stop` ends every Ray it finds.
-From Linux 6.12 on, Landlock keeps signals in, and debuggers: who has entered a domain reaches those within, and what
-comes from outside (the supervisor's SIGTERM) still arrives. Nothing else changes: files, sockets and mounts stay.
+From Linux 6.12 on, Landlock confines signals and debuggers to a domain; the supervisor's SIGTERM still arrives from
+outside. Files, sockets and mounts stay as they are.
 
     root                        enters as it is
     in a user namespace         enters; setuid programs, which do nothing for it any more, are given up for good
     any other user              would have to give up setuid programs, such as the one that makes NVIDIA's devices: it
                                 does not enter, and `sgpu doctor` says so
 
-Lives here: the system calls. Failure cases: an older kernel, or Landlock switched off: why is returned, the rank runs.
+Failure cases: an older kernel, or Landlock switched off (the reason is returned, the rank runs).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Ruleset(ctypes.Structure):
 
 
 def keep_signals_in() -> str:
-    """Let this process, and all that it starts, signal nothing else; return "", or why that is not possible."""
+    """Keep this process and its descendants from signalling others; return "", or why not."""
     why = refused()
     if why:
         return why

@@ -1,8 +1,8 @@
 """Huge pages for what a zygote has loaded: a fork copies one entry where it would copy 512.
 
-Copying page tables is what a fork of a process with torch in it costs, and each call has three such forks. A process
-that writes to a huge page gets its own copy of 4 KiB of it, as without. Where the kernel cannot do it (before Linux
-6.1, no memory in one piece, transparent huge pages forbidden) nothing changes.
+Copying page tables dominates a fork of a process with torch in it, and each call has three such forks. A process that
+writes to a huge page gets its own copy of 4 KiB of it, as without. Where the kernel cannot do it (before Linux 6.1, no
+memory in one piece, transparent huge pages forbidden) nothing changes.
 """
 
 from __future__ import annotations

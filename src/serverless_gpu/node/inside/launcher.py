@@ -1,16 +1,14 @@
-"""The way to a zygote: enter its cgroups, its user namespace and its mounts, then become the user's interpreter.
+"""The way to a zygote: enter cgroups, user namespace and mounts, become the user's interpreter.
 
     agent ──▶ clean interpreter: this ── cgroups ── user namespace ── mounts ──▶ execve ──▶ the user's python, a zygote
 
-An interpreter runs code of the user's before the zygote's own first line: `.pth` files, `sitecustomize`. So everything
-that contains it is made here, by a process that has run none. Orphans of that code become children of the zygote.
-
-Namespace and mounts belong to this process and to what it turns into. What to do comes in a memory file: arguments and
-variables would be seen by everybody in a list of processes.
+An interpreter runs the user's code (`.pth` files, `sitecustomize`) before the zygote's own first line. So a process
+that has run none makes its containment. Orphans of that code become children of the zygote. The plan comes in a memory
+file, because every process can list arguments and variables.
 
 Failure cases: a cgroup does not let us in (the agent looks for descendants instead); a zygote that several runs would
-share gets no user namespace (said to the agent, which starts runs cold); the mounts are refused or the interpreter is
-not there (this process ends with a traceback in the agent's log).
+share gets no user namespace (the agent starts runs cold); the mounts are refused or the interpreter is not there (this
+process ends with a traceback in the agent's log).
 """
 
 from __future__ import annotations
@@ -24,15 +22,10 @@ from .channel import Channel
 
 
 def main(plan_fd: int, channel_fd: int) -> None:
-    """Enter what contains a zygote and execute it; does not return, except where it must not be started.
+    """Enter what contains a zygote and execute it; returns only where it must not be started.
 
-    Args:
-        plan_fd: a file with ``cgroups``, ``namespace`` (``""``, ``"wanted"``, ``"required"``), ``mounts``, ``argv``
-            (the program first) and ``environ``, as JSON.
-        channel_fd: the zygote's channel to the agent.
-
-    Raises:
-        OSError: the mounts or the program are not possible.
+    `plan_fd` is a JSON file with ``cgroups``, ``namespace`` (``""``, ``"wanted"``, ``"required"``), ``mounts``,
+    ``argv`` (the program first) and ``environ``. Raises OSError for impossible mounts or programs.
     """
     with open(plan_fd, encoding="utf-8") as file:
         plan = json.load(file)

@@ -1,6 +1,6 @@
-"""The system calls the standard library does not have: three of `prctl`, `tgkill`; and walking a process's descendants.
+"""System calls that the standard library lacks (three of `prctl`, `tgkill`), and walking descendants.
 
-Linux only; elsewhere every call here does nothing, and whoever needs the effect asks first.
+Linux only; elsewhere every call here does nothing, and a caller that needs the effect asks first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _OOM_SCORE_PROTECTED = -900  # only root may have that; without it the ranks' 50
 _OOM_SCORE_FILE = "/proc/self/oom_score_adj"
 
 
-# Loaded once, in the zygote: a rank that opened it anew would pay a millisecond.
+# Loaded once, in the zygote: a rank that opened it again would pay a millisecond.
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -34,21 +34,16 @@ def _prctl(option: int, value: int) -> None:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent dies.
-
-    Args:
-        parent_pid: the expected parent; if it is gone already the signal would never come, so this process ends itself.
-    """
+    """Have the kernel kill this process when its parent dies; end it if that parent is gone already."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         os._exit(1)
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies, also where the parent is in another pid namespace.
+    """Have the kernel kill this process when its parent dies; end it if that parent is gone already.
 
-    Args:
-        parent: a pidfd of the parent; if that is gone already this process ends itself.
+    `parent` is a pidfd, so the parent may be in another pid namespace.
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if readable([parent], 0):
@@ -58,11 +53,8 @@ def die_with(parent: int) -> None:
 def readable(fds: Iterable[int], timeout_s: float | None = None) -> set[int]:
     """Wait until descriptors can be read, or are closed at their other end, and return which.
 
-    `select` knows no descriptor above 1023, and a caller's process may have more.
-
-    Args:
-        fds: a pidfd can be read when its process has ended.
-        timeout_s: how long; None means for as long as it takes.
+    `select` knows no descriptor above 1023, and a caller's process may have more. A pidfd can be read when its process
+    has ended. `timeout_s` of None waits for ever.
     """
     poll = select.poll()
     for fd in fds:
@@ -76,11 +68,7 @@ def become_subreaper() -> None:
 
 
 def signal_main_thread(pid: int, number: int) -> None:
-    """Send a signal to a process's main thread; one to the process may go to any of its threads.
-
-    Raises:
-        OSError: there is no such process.
-    """
+    """Send a signal to a process's main thread; one to the process may go to any of its threads. OSError."""
     if not hasattr(_libc, "tgkill"):  # glibc before 2.30, musl
         os.kill(pid, number)
     elif _libc.tgkill(pid, pid, number) != 0:
@@ -98,15 +86,9 @@ def leave_descriptors() -> None:
 
 
 def allocate_behind(fd: int, offset: int, size: int) -> None:
-    """Have room on the disk for a file that will grow; its size stays what it is.
+    """Allocate disk space behind a file from `offset`, without changing its size.
 
-    Args:
-        fd: the file, open for writing.
-        offset: where the room begins.
-        size: of the room.
-
-    Raises:
-        OSError: the disk is full, or its file system cannot do that.
+    Raises OSError when the disk is full, or its file system cannot do that.
     """
     if _libc.fallocate(fd, _FALLOC_FL_KEEP_SIZE, ctypes.c_long(offset), ctypes.c_long(size)) != 0:
         code = ctypes.get_errno()
@@ -127,12 +109,12 @@ def limit_harm() -> None:
 
 
 def outlive_ranks() -> None:
-    """Be the kernel's last choice when memory runs out, where this process may say so; children inherit it."""
+    """Make this process the last victim when memory runs out, where permitted; children inherit it."""
     _change_oom_score(lambda score: min(score, _OOM_SCORE_PROTECTED))
 
 
 def be_ordinary() -> None:
-    """Be a process like any other when memory runs out: what can be started again, or runs code of the user's."""
+    """Make this process an ordinary victim when memory runs out: restartable, or running user code."""
     _change_oom_score(lambda score: max(0, score))
 
 

@@ -1,21 +1,18 @@
-"""Entering an environment that is mounted: a mount namespace of this process's own, and read-only overlays in it.
+"""Entering a mounted environment: read-only overlays in a mount namespace of this process.
 
     unshare ─ root: mount namespace · others, also root without CAP_SYS_ADMIN: user namespace too: there they may mount
       └ / becomes a slave: what is mounted here stays here
          └ overlays, in order, outer ones first
             └ capabilities of the user namespace are given up
 
-Whoever is forked or executed after `enter` sees the mounts, nobody else does, and they end with the last such process.
-The same place can be mounted over again by a later `enter`, in a child too.
+Only processes that are forked or executed after `enter` see the mounts, which end with the last one. A later `enter`
+can mount over the same place, in a child too.
 
 A mount is a mapping, as it comes out of JSON: ``at`` (where), ``layers`` (names, the top one first), ``directory``
 (where the names are). The kernel takes all names of an overlay on one page of 4 KB, so names are short, mostly links.
-
-Lives here: the system calls. Must not: know what is in a layer.
-
-Failure cases, each an OSError that says which step and at which place: user namespaces are switched off (EPERM,
-ENOSPC), more than one thread (EINVAL), a layer that is gone (ENOENT), too many layers (ENAMETOOLONG, before the kernel
-is asked). After a failure the process may be half way in: it must end, or use nothing of the environment.
+Failure cases, each an OSError that names step and place: user namespaces are switched off (EPERM, ENOSPC), more than
+one thread (EINVAL), a layer that is gone (ENOENT), too many layers (ENAMETOOLONG, before the kernel is asked). After a
+failure the process may be half way in: it must end, or use nothing of the environment.
 """
 
 from __future__ import annotations
@@ -43,17 +40,10 @@ Mount = Mapping[str, object]
 
 
 def enter(mounts: Sequence[Mount]) -> None:
-    """Mount overlays where only this process and its descendants see them.
+    """Mount overlays, outer ones first, for this process and its descendants only. Raises OSError.
 
-    Root needs no user namespace and keeps what it may do. Root of a container, without CAP_SYS_ADMIN, gets one in which
-    every id is what it was. Everybody else keeps their user and group numbers, and has no more rights afterwards than
-    before. The current directory stays.
-
-    Args:
-        mounts: in order; one below another comes after it.
-
-    Raises:
-        OSError: a step failed.
+    Root needs no user namespace and keeps its rights. Root of a container, without CAP_SYS_ADMIN, gets one in which
+    every id is what it was. Other users keep their ids, and gain no rights. The current directory stays.
     """
     wanted = [_request(mount) for mount in mounts]  # refused before anything is changed
     libc = ctypes.CDLL(None, use_errno=True)
@@ -76,14 +66,7 @@ def enter(mounts: Sequence[Mount]) -> None:
 
 
 def unshare(flags: int) -> None:
-    """Make namespaces; who may not make them gets a user namespace with them, and in it the right to mount.
-
-    Args:
-        flags: the kernel's CLONE_NEW… of those that are wanted.
-
-    Raises:
-        OSError: the kernel refuses.
-    """
+    """Make namespaces (CLONE_NEW… flags), within a user namespace if mounting needs it. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     if os.geteuid() != 0:
         _unshare_as_user(libc, flags)
@@ -92,10 +75,9 @@ def unshare(flags: int) -> None:
 
 
 def mount_proc() -> None:
-    """Mount the /proc of this process's pid namespace where only it and its descendants see it; give up capabilities.
+    """Mount the /proc of this pid namespace for this process and its descendants; give up capabilities.
 
-    Raises:
-        OSError: the kernel refuses; so it does where parts of the present /proc are hidden, as in most containers.
+    Raises OSError where the kernel refuses, as it does where parts of the present /proc are hidden (most containers).
     """
     libc = ctypes.CDLL(None, use_errno=True)
     _check(libc.unshare(_CLONE_NEWNS), "a mount namespace cannot be made")
@@ -107,10 +89,9 @@ def mount_proc() -> None:
 
 
 def probe(directory: str = "") -> str:
-    """Return why this process could not `enter` anything, or "" when it could. Nothing of it remains.
+    """Return why this process could not `enter` anything, or ""; leaves nothing behind.
 
-    Args:
-        directory: on whose file system to try; "" means that of temporary files.
+    `directory` is on the file system to try; "" means that of temporary files.
     """
     if sys.platform != "linux":
         return "only Linux can mount overlays"

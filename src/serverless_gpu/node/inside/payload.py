@@ -1,22 +1,23 @@
-"""Python values in files: the only room that unpickles.
+"""Python values in files, and the only module that unpickles.
 
 File: magic, one JSON line `{python, cloudpickle, stream, buffers}` (the last two are sizes in bytes), the pickle
 stream, then each out-of-band buffer at the next multiple of 64. Arrays and CPU tensors travel as buffers: they are
 written from the memory they live in, and read back as pages of a private mapping, so neither side copies them.
 
-What must hold, because a pickle is written in one process and read in another that knows this package by another name:
-- the vendored cloudpickle is one module per process, `_sgpu_cloudpickle`, and streams refer to it by that name;
-- functions of ours that a stream refers to are `portable`: they live in `_sgpu_portable`, whatever this file is called.
+A pickle is written in one process and read in another that knows this package by another name. So the vendored
+cloudpickle is one module per process, `_sgpu_cloudpickle`, and streams refer to it by that name; functions of ours that
+a stream refers to are `portable`: they live in `_sgpu_portable`, whatever this file is called.
 
 Failure cases: another Python or cloudpickle (`PayloadMismatch`), over the limit (`PayloadTooLarge`, nothing written),
-cut short or not ours (`PayloadDamaged`), a full disk (`PayloadNotWritten`, no file left). What the pickler itself
-raises passes through. A tensor read from a file cannot be resized beyond its storage, as any tensor on foreign memory.
+cut short or not ours (`PayloadDamaged`), a full disk (`PayloadNotWritten`, no file left). The pickler's own errors pass
+through. A tensor read from a file cannot be resized beyond its storage, as any tensor on foreign memory.
 """
 
 from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import ctypes
 import dis
 import functools
@@ -60,12 +61,7 @@ class PayloadError(Exception):
 
 
 class PayloadTooLarge(PayloadError):
-    """The value is over the size limit; nothing was written.
-
-    Attributes:
-        size: bytes it would take.
-        limit: bytes allowed.
-    """
+    """The value is over the size limit, in bytes; nothing was written."""
 
     def __init__(self, size: int, limit: int) -> None:
         super().__init__(size, limit)
@@ -111,7 +107,7 @@ _names_of_code: weakref.WeakKeyDictionary[CodeType, dict[str, None]] = weakref.W
 
 
 def _code_globals(code: CodeType) -> dict[str, None]:
-    """Return the names of globals that code may use, in order: those that the bodies of its classes read among them."""
+    """Return the names of globals that code and its class bodies may use, in order."""
     names = _names_of_code.get(code)
     if names is None:
         names = dict.fromkeys((*_cloudpickle._walk_global_ops(code), *_read_by_class_body(code)))
@@ -123,12 +119,14 @@ def _code_globals(code: CodeType) -> dict[str, None]:
 
 
 def _read_by_class_body(code: CodeType) -> Iterator[str]:
-    """Yield the names that the body of a class reads and has not surely bound before; what cannot be told is read."""
+    """Yield the names that a class body reads and may not have bound before."""
     bound: set[str] = {"__name__", "__annotations__"}  # every module has its own
     is_straight, last = True, None
     for step in dis.get_instructions(code):
         if step.opname == "LOAD_NAME" and step.argval == "__annotations__" and isinstance(last, str):
-            yield from _names_in(last)  # with `from __future__ import annotations`
+            with contextlib.suppress(SyntaxError, ValueError):  # with `from __future__ import annotations`
+                tree = ast.parse(last, mode="eval")
+                yield from [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
         last = step.argval
         if step.opname == "STORE_NAME" and is_straight:
             bound.add(str(step.argval))
@@ -136,14 +134,6 @@ def _read_by_class_body(code: CodeType) -> Iterator[str]:
             yield str(step.argval)
         elif step.opcode in _JUMPS:
             is_straight = False
-
-
-def _names_in(annotation: str) -> list[str]:
-    try:
-        tree = ast.parse(annotation, mode="eval")
-    except (SyntaxError, ValueError):
-        return []
-    return [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
 
 
 vars(_cloudpickle)["_extract_code_globals"] = _code_globals  # its own does not look into bodies of classes
@@ -170,7 +160,7 @@ class _Device(Protocol):
 
 
 class _UntypedStorage(Protocol):
-    """What we use of `torch.UntypedStorage`; torch itself may not be there."""
+    """The part of `torch.UntypedStorage` in use here; torch itself may not be there."""
 
     device: _Device
 
@@ -179,7 +169,7 @@ class _UntypedStorage(Protocol):
 
 
 class _TypedStorage(Protocol):
-    """What we use of `torch.TypedStorage`: a passing wrapper, made anew each time, of the one untyped storage."""
+    """The part of `torch.TypedStorage` in use here: a temporary wrapper of the one untyped storage."""
 
     _untyped_storage: _UntypedStorage
     dtype: object
@@ -197,20 +187,9 @@ def portable(function: _F) -> _F:
 
 
 def dump(value: object, path: str, *, limit: int | None = None, reducer: Reducer | None = None) -> int:
-    """Write `value` to `path`, whole or not at all.
+    """Write `value` to `path`, whole or not at all, and return the size of the file in bytes.
 
-    Args:
-        value: any picklable value.
-        path: file to create or replace.
-        limit: most bytes the file may take.
-        reducer: as for `dumps`.
-
-    Returns:
-        The size of the file in bytes.
-
-    Raises:
-        PayloadTooLarge: over the limit; known before anything is written.
-        PayloadNotWritten: an `OSError`: the file could not be written.
+    Raises PayloadTooLarge before anything is written, or PayloadNotWritten, an `OSError`.
     """
     parts = _serialise(value, limit, reducer)
     write_whole(path, parts)
@@ -220,10 +199,7 @@ def dump(value: object, path: str, *, limit: int | None = None, reducer: Reducer
 def dumps(value: object, *, limit: int | None = None, reducer: Reducer | None = None) -> bytes:
     """Return `value` as bytes in the file format; for small values, since everything is copied.
 
-    Args:
-        value: any picklable value.
-        limit: most bytes it may take.
-        reducer: asked first how to take each object apart, as `reducer_override` of the standard pickler is.
+    `reducer` comes first for each object, as `reducer_override` of the standard pickler does.
     """
     return b"".join(_serialise(value, limit, reducer))
 
@@ -236,7 +212,7 @@ def measure(value: object, reducer: Reducer | None = None) -> int:
 
 
 class _Sink:
-    """What the pickler writes to: keeps references, not copies; past the limit it only counts."""
+    """The pickler's output: keeps references, not copies; past the limit it only counts."""
 
     def __init__(self, limit: int | None) -> None:
         self.limit = limit
@@ -291,9 +267,15 @@ class _Pickler(_CloudPickler):
             typed = cast("_TypedStorage", value)
             return _typed_storage, (typed._untyped_storage, typed.dtype)
         if kind is self._untyped:
-            return self._reduce_storage(cast("_UntypedStorage", value))
-        if kind is FunctionType and _is_notebook_open(cast("FunctionType", value)):
-            return getattr, (builtins, "open")
+            memory = _storage_memory(cast("_UntypedStorage", value))
+            if memory is None:
+                return super().reducer_override(value)
+            return _untyped_storage, (pickle.PickleBuffer(memory),)
+        if kind is FunctionType:
+            function = cast("FunctionType", value)
+            module = function.__globals__.get("__name__")
+            if function.__name__ == "open" and module == "IPython.core.interactiveshell":
+                return getattr, (builtins, "open")  # IPython's guards the kernel; ranks get Python's
         if self._arguments is not None and isinstance(value, self._arguments):
             return _reduce_arguments(value)
         reduced = _reduce_by_value(value)
@@ -301,12 +283,6 @@ class _Pickler(_CloudPickler):
             return reduced
         reduced = super().reducer_override(value)
         return _with_slots(value, reduced) if isinstance(value, type) else reduced
-
-    def _reduce_storage(self, storage: _UntypedStorage) -> Reduced:
-        memory = _storage_memory(storage)
-        if memory is None:
-            return super().reducer_override(storage)
-        return _untyped_storage, (pickle.PickleBuffer(memory),)
 
 
 def _with_slots(kind: type, reduced: Reduced) -> Reduced:
@@ -327,7 +303,7 @@ def _with_slots(kind: type, reduced: Reduced) -> Reduced:
 
 
 def _reduce_by_value(value: object) -> Reduced:
-    """Take apart what functools makes of a function that travels by value; NotImplemented for everything else."""
+    """Reduce what functools makes of a function that travels by value; else NotImplemented."""
     if type(value) is functools._lru_cache_wrapper:
         found = _cloudpickle._lookup_module_and_qualname(value)
         if found is None or _cloudpickle._is_registered_pickle_by_value(found[0]):
@@ -349,13 +325,8 @@ def _cached_property(function: Callable[..., object], name: str | None) -> objec
     return made
 
 
-def _is_notebook_open(function: FunctionType) -> bool:
-    """Return whether it is the `open` that IPython puts before Python's: it guards the kernel, and ranks are none."""
-    return function.__name__ == "open" and function.__globals__.get("__name__") == "IPython.core.interactiveshell"
-
-
 def _storage_memory(storage: _UntypedStorage) -> Buffer | None:
-    """The bytes of a CPU storage as they lie in memory; None for other devices, which torch itself must pickle."""
+    """Return a CPU storage's bytes in memory; None for other devices, which torch itself must pickle."""
     if storage.device.type != "cpu":
         return None
     if storage.nbytes() == 0:
@@ -447,19 +418,15 @@ def write_whole(path: str, parts: Sequence[memoryview]) -> None:
 def _write_all(descriptor: int, parts: Sequence[memoryview]) -> None:
     batch: list[memoryview] = []
     size = 0
-    for piece in _pieces(parts):
-        batch.append(piece)
-        size += piece.nbytes
-        if size >= _WRITE_SIZE_MAX or len(batch) == _WRITE_COUNT_MAX:
-            _write_batch(descriptor, batch)
-            batch, size = [], 0
-    _write_batch(descriptor, batch)
-
-
-def _pieces(parts: Sequence[memoryview]) -> Iterator[memoryview]:
     for part in parts:
         for start in range(0, part.nbytes, _WRITE_SIZE_MAX):
-            yield part[start : start + _WRITE_SIZE_MAX]
+            piece = part[start : start + _WRITE_SIZE_MAX]
+            batch.append(piece)
+            size += piece.nbytes
+            if size >= _WRITE_SIZE_MAX or len(batch) == _WRITE_COUNT_MAX:
+                _write_batch(descriptor, batch)
+                batch, size = [], 0
+    _write_batch(descriptor, batch)
 
 
 def _write_batch(descriptor: int, batch: list[memoryview]) -> None:
@@ -485,7 +452,7 @@ def _reduce_arguments(value: object) -> Reduced:
 
 @portable
 def _training_arguments(make: Callable[..., object], args: tuple[object, ...]) -> object:
-    """Return arguments that look for their device and their process group when they are first asked for them."""
+    """Return arguments that look for their device and process group on first use."""
     made = make(*args)
     for kind in type(made).__mro__:
         if (kind.__module__, kind.__name__) == _ARGUMENTS and "distributed_state" not in vars(kind):
@@ -495,12 +462,9 @@ def _training_arguments(make: Callable[..., object], args: tuple[object, ...]) -
 
 
 def join_late() -> bool:
-    """Have the `TrainingArguments` of the call take their place among the ranks, as they do where they are made.
+    """Have the `TrainingArguments` of the call join the process group late; return whether there were any.
 
     transformers joins the process group when it makes them, and a Trainer relies on that.
-
-    Returns:
-        Whether there were any.
     """
     made = [value for value in (reference() for reference in _late) if value is not None]
     _late.clear()
@@ -527,15 +491,10 @@ class _LateState:
 
 
 def load(path: str) -> object:
-    """Return the value in the file at `path`.
+    """Return the value in the file at `path`; raises PayloadMismatch, PayloadDamaged or OSError.
 
     Its arrays and tensors are pages of a private mapping of the file: writable, copied by the kernel when written to,
     and good for as long as they are used, even when the file is removed.
-
-    Raises:
-        PayloadMismatch: made by another Python or cloudpickle.
-        PayloadDamaged: not a payload, or cut short.
-        OSError: the file cannot be read.
     """
     with open(path, "rb") as file:
         header = _read_header(file, os.fstat(file.fileno()).st_size, path)
@@ -578,18 +537,14 @@ def _read_header(file: IO[bytes], size: int, name: str) -> _Header:
         header = _Header(file.tell(), int(fields["stream"]), [int(entry) for entry in fields["buffers"]])
     except (ValueError, KeyError, TypeError) as error:
         raise PayloadDamaged(f"{name} has an unreadable header: {error}") from error
-    _refuse_mismatch(python, cloudpickle)
-    if header.end() != size:
-        raise PayloadDamaged(f"{name} has {size} bytes, its header says {header.end()}; it was cut short or changed")
-    return header
-
-
-def _refuse_mismatch(python: tuple[int, ...], cloudpickle: str) -> None:
     here = tuple(sys.version_info[:2])
     if python != here:
         raise PayloadMismatch(f"function made with Python {_dotted(python)}, this rank runs {_dotted(here)}")
     if cloudpickle.split(".")[:2] != _CLOUDPICKLE_VERSION.split(".")[:2]:
         raise PayloadMismatch(f"function made with cloudpickle {cloudpickle}, this rank runs {_CLOUDPICKLE_VERSION}")
+    if header.end() != size:
+        raise PayloadDamaged(f"{name} has {size} bytes, its header says {header.end()}; it was cut short or changed")
+    return header
 
 
 def _dotted(version: tuple[int, ...]) -> str:

@@ -1,4 +1,4 @@
-"""The process group of torch that a rank joins before its function begins, for calls with `init="nccl"` or `"gloo"`.
+"""torch's process group that a rank joins before its function, for `init="nccl"` or `"gloo"`.
 
     pass the gate ──▶ join() ──▶ function(*args) ──▶ store the result ──▶ others have returned ──▶ leave()
 

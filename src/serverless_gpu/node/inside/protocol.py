@@ -1,4 +1,4 @@
-"""The words zygote, stem and rank speak, and the version of their language.
+"""Messages of zygote, stem and rank, and the version of their protocol.
 
     agent ──▶ zygote   {"op": "stem", "cgroups": [path, …], "ranks": n, "mounts": plan, "apart": bool}
                                                    fork one stem, n ranks standing by; with a plan
@@ -27,7 +27,7 @@
                        {"event": "returned", "rank": n, "at": ns, "size": bytes, "alone": bool}
                        {"event": "failed", "rank": n, "at": ns, "failure": {…}}
                        {"event": "say", "rank": n, "at": ns, "text": …, "note": bool}
-                                                                       for whoever watches, and the receipt
+                                                                       for watchers, and the receipt
 
 `at` is CLOCK_BOOTTIME in nanoseconds; all processes of a node share that clock. Both sides send the version first
 thing, and a side that does not know the other's version refuses: agent and runtime may come from different installs.
@@ -51,7 +51,7 @@ PASSED = b"passed\n"
 STACK_FILE = "sgpu-stacks"
 
 UNSTORED = ("pkl", "json")
-"""What a rank that failed could not write, in the order in which it is to be: endings of its files."""
+"""Endings of the files that a failed rank could not write, in the order in which to write them."""
 UNSTORED_BYTES_MAX = 48 << 10
 
 UNSHARED = "runs get no user namespace of their own here, so none shares an interpreter with another"
@@ -78,11 +78,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(body: bytes) -> Message:
-    """Return the message in bytes.
-
-    Raises:
-        ValueError: the bytes are not a JSON object.
-    """
+    """Return the message in bytes; raises ValueError unless they are a JSON object."""
     try:
         message = json.loads(body)
     except RecursionError:
@@ -93,11 +89,7 @@ def decode(body: bytes) -> Message:
 
 
 def integer(message: Message, key: str) -> int:
-    """Return an integer field.
-
-    Raises:
-        ValueError: it is missing or of another type.
-    """
+    """Return an integer field, or raise ValueError."""
     value = message.get(key)
     if not isinstance(value, int) or not -_INTEGER_MAX <= value <= _INTEGER_MAX:
         raise ValueError(f"field {key!r} must be an integer, not {str(value)[:_SHOWN_MAX]}")
@@ -105,11 +97,7 @@ def integer(message: Message, key: str) -> int:
 
 
 def text(message: Message, key: str) -> str:
-    """Return a string field.
-
-    Raises:
-        ValueError: it is missing or of another type.
-    """
+    """Return a string field, or raise ValueError."""
     value = message.get(key)
     if not isinstance(value, str):
         raise ValueError(f"field {key!r} must be a string, not {value!r}")
@@ -117,11 +105,7 @@ def text(message: Message, key: str) -> str:
 
 
 def strings(message: Message, key: str) -> list[str]:
-    """Return a field that is a list of strings.
-
-    Raises:
-        ValueError: it is missing or of another type.
-    """
+    """Return a field that is a list of strings, or raise ValueError."""
     values = message.get(key)
     if not isinstance(values, list):
         raise ValueError(f"field {key!r} must be a list, not {values!r}")

@@ -1,4 +1,4 @@
-"""One rank: take on the caller's context, call the function, put the outcome where the caller finds it.
+"""One rank: takes on the caller's context, calls the function, stores the outcome for the caller.
 
 The same `execute` runs in a rank forked from a zygote, in one started cold, and under `torchrun <run
 directory>/_air.py`.
@@ -6,11 +6,11 @@ directory>/_air.py`.
     stand by ──▶ exec ──▶ load call.pkl ──▶ enter ──▶ function(*args) ──▶ results/<rank>.pkl  ──▶ returned
                  (user code starts here)                         └─ raises ─▶ failures/<rank>.json, .pkl ─▶ failed
 
-A rank that is to run a program does that instead (`command.py`); one that is to have a Ray cluster calls the function
-as the cluster's driver, in a child (`raycluster/task.py`).
+A rank with a program runs that instead (`command.py`); one with a Ray cluster calls the function as the cluster's
+driver, in a child (`raycluster/task.py`).
 
-What is said here is durable in the run directory before it is said: a supervisor that hears `returned` finds the whole
-file. After its outcome a rank ends as a Python process does (threads joined, `atexit` run), but without tearing the
+An outcome is durable in the run directory before the rank reports it: a supervisor that hears `returned` finds the
+whole file. Then a rank ends as a Python process does (threads joined, `atexit` run), but without tearing the
 interpreter down. Failure cases: a result that cannot be pickled, is over the limit, or does not fit on the disk is a
 failure of its own kind: the user's function did finish, and the record says so. SIGTERM keeps its default action until
 user code registers for the checkpoint contract (`serverless_gpu/runtime.py`): a Python-level handler would not run
@@ -51,7 +51,7 @@ from .raycluster.words import read_share
 from .training_evidence import trained_alone
 
 _STAY_S = 5.0  # how long a rank other than 0 waits for the others after it returned
-_SETTLE_FAILED_S = 1.0  # for the last points before a failure; the others' end waits for that
+_SETTLE_FAILED_S = 1.0  # for the last points before a failure; the end of the other ranks waits for that
 _SPARE = 4  # descriptors kept back for the files of the outcome
 _spare: list[int] = []
 _FRAMES_MAX = 100  # as faulthandler
@@ -60,10 +60,11 @@ _MESSAGE_CHARACTERS_MAX = 4_000  # in the event; the file has all of it
 
 
 class RankOutput(NamedTuple):
-    """Where a rank writes and how it is numbered.
+    """Output places and numbers of a rank.
 
     `gate` is a pipe that holds the others of its node back until the first of them has entered the function: that one
     has its writing end.
+
     `release` is a pipe that ends when every rank has returned. `stack` is where Python stacks go when the supervisor
     asks for them. `copies` are directories of code that were captured, with the originals.
     """
@@ -81,14 +82,15 @@ class RankOutput(NamedTuple):
 
 
 def main(channel: Channel, events: Channel) -> int:
-    """Be one rank in a process forked from the stem: stand by, be told which, run; return the exit code.
+    """Run one rank in a process forked from the stem: stand by, get a number, run; return the exit code.
 
-    Args:
-        channel: to the stem; one message comes, or none when this rank is not needed.
-        events: to the supervisor.
+    The stem sends one message on `channel`, or none when this rank is not needed; `events` go to the supervisor.
     """
     linux.set_name("sgpu-rank")
-    _restore_signals()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    os.setpgid(0, 0)  # `os.killpg(0, ...)` in user code reaches this rank's own processes only
     _rehearse()
     stack = _offer_stacks()
     received = channel.receive()
@@ -142,7 +144,7 @@ def _call(place: RankOutput, *, tracked: bool) -> Callable[[protocol.Report], in
 
 
 def _with_threads(call: Callable[[protocol.Report], int], count: int) -> Callable[[protocol.Report], int]:
-    """Return the call for a driver, which is a fork of the rank: libraries may only start threads in the driver.
+    """Return the call for a driver, a fork of the rank: libraries may start threads only there.
 
     A process with threads gets no user namespace, and a fork of it would wait for threads that it does not have.
     """
@@ -169,7 +171,7 @@ def _node_task(
 
 
 def execute(place: RankOutput, report: protocol.Report) -> int:
-    """Load the call, run it, store the outcome; return the exit code a process with that outcome should have."""
+    """Load the call, run it, store the outcome; return the exit code for that outcome."""
     report({"event": "exec", "stack": place.stack})
     process, joined, made_group = os.getpid(), False, False
     _spare.extend(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) for _ in range(_SPARE))
@@ -225,24 +227,25 @@ def _return(place: RankOutput, value: object, report: protocol.Report) -> int:
     except BaseException as error:  # noqa: BLE001 - pickling runs the user's __reduce__ and __getstate__
         storage = isinstance(error, PayloadNotWritten)
         kind = "result_storage" if storage else "result_unserialisable"
-        _fail(place, error, report, kind=kind, type=_type_name(value), repr=_safe_repr(value))
+        _fail(
+            place,
+            error,
+            report,
+            kind=kind,
+            type=f"{type(value).__module__}.{type(value).__qualname__}",
+            repr=_safe_repr(value),
+        )
     else:
         report({"event": "returned", "size": size, "alone": trained_alone(place.world_size)})
-        _wait_for_others(place)
+        if place.release is not None:
+            # Peers may still be talking to this rank, or waiting for it to go, so that is bounded. All depend on rank 0
+            # and its store, which stays until the last has returned, on several nodes, too.
+            with contextlib.suppress(
+                BaseException
+            ):  # a signal handler of the user's may raise here; the outcome stands
+                select.select([place.release], [], [], _STAY_S if place.rank else None)
         return 0
     return 1
-
-
-def _wait_for_others(place: RankOutput) -> None:
-    """Stay until every rank has returned: rank 0, which has the store; the others a while.
-
-    Peers may still be talking to this rank. They may also be waiting for it to go, so that is bounded. On several
-    nodes, too: what all depend on is with rank 0, which stays until the last has returned everywhere.
-    """
-    if place.release is None:
-        return
-    with contextlib.suppress(BaseException):  # a signal handler of the user's may raise here; the outcome stands
-        select.select([place.release], [], [], _STAY_S if place.rank else None)
 
 
 def _fail(place: RankOutput, error: BaseException, report: protocol.Report, **extra: object) -> int:
@@ -266,14 +269,16 @@ def _store_failure(
     if pickled is not None:
         record["pickled"] = _is_stored(pickled, f"{path}.pkl", unstored)
     _is_stored(json.dumps(record).encode(), f"{path}.json", unstored)
-    short = {key: _shortened(value) for key, value in record.items()}
+    short = {
+        key: value[-_MESSAGE_CHARACTERS_MAX:] if isinstance(value, str) else value for key, value in record.items()
+    }
     report({"event": "failed", "failure": short, "unstored": unstored})
     code = record.get("exit_code")
     return code if isinstance(code, int) and 0 < code < 256 else 1
 
 
 def _is_stored(data: bytes, path: str, unstored: dict[str, str]) -> bool:
-    """Write a file, or put what it was to say with what others may write; return whether either was possible."""
+    """Write a file, or keep its data in `unstored`, to be reported; return whether either worked."""
     try:
         write_whole(path, [memoryview(data)])
     except PayloadNotWritten:
@@ -283,14 +288,8 @@ def _is_stored(data: bytes, path: str, unstored: dict[str, str]) -> bool:
     return True
 
 
-def _shortened(value: object) -> object:
-    if isinstance(value, str) and len(value) > _MESSAGE_CHARACTERS_MAX:
-        return value[-_MESSAGE_CHARACTERS_MAX:]
-    return value
-
-
 def _finish() -> None:
-    """End as an interpreter does, up to the point where it would free its memory: the kernel is faster at that."""
+    """End as an interpreter does, except for freeing its memory: the kernel is faster at that."""
     for step in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]  # CPython's own end, not in its stubs
         try:
             step()
@@ -302,7 +301,7 @@ def _finish() -> None:
 
 
 def _rehearse() -> None:
-    """Do once what every call does: the pages it writes to are copied now, not when somebody waits."""
+    """Run once what every call runs, so that its pages are copied before a call waits for them."""
     loads(dumps((_rehearse, {"": b""})))
     protocol.decode(protocol.encode({"": 0}))
     os.environ.update(os.environ.copy())
@@ -315,36 +314,24 @@ def _take_output(stdout: int, stderr: int) -> None:
         os.close(fd)
     # As PYTHONUNBUFFERED=1 would have it: what was printed before a crash is not lost.
     for name, fd in (("stdout", 1), ("stderr", 2)):
-        stream = _unbuffered(fd)
+        raw = open(fd, "wb", 0, closefd=False)  # noqa: SIM115 - lives as long as the process
+        stream = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
 
 
-def _unbuffered(fd: int) -> io.TextIOWrapper:
-    raw = open(fd, "wb", 0, closefd=False)  # noqa: SIM115 - lives as long as the process
-    return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
-
-
-def _restore_signals() -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number in (signal.SIGTERM, signal.SIGCHLD):
-        signal.signal(number, signal.SIG_DFL)
-    os.setpgid(0, 0)  # `os.killpg(0, ...)` in user code reaches this rank's own processes only
-
-
 def _offer_stacks() -> int:
-    """Have this process say, when it is asked to by a signal, where it is: to a memfd, which is returned, or -1.
+    """Have a signal make this process write its Python stack to a memfd, which is returned, or -1.
 
-    While the main thread runs Python, it answers by a handler in Python. While it is in a call, blocked in a collective
-    say, only C can: faulthandler. That is for whoever gave no other answer: one that runs Python changes its frames,
-    and faulthandler would read them meanwhile, which has ended processes by SIGSEGV (Python 3.11). Either writes the
-    stack of the main thread alone. After either handler the kernel goes on with the call into which the signal came,
-    except for poll, select, nanosleep and the like, which it always interrupts; Python calls those again itself, but
-    for `signal.pause()`.
+    While the main thread runs Python, a handler in Python answers. While it is in a call, such as a blocked collective,
+    only faulthandler (C) can, and only as the second answer: it would read frames while Python changes them, which has
+    ended processes by SIGSEGV (Python 3.11). Either writes the stack of the main thread alone. After either handler the
+    kernel goes on with the interrupted call, except for poll, select, nanosleep and the like, which Python calls again
+    itself, but for `signal.pause()`.
     """
     try:
         fd = os.memfd_create(protocol.STACK_FILE, os.MFD_CLOEXEC)
-        fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)  # whoever reads cuts it to nothing afterwards
+        fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)  # the reader truncates it afterwards
         made = os.fstat(fd)
         faulthandler.register(protocol.STACK_SIGNAL, file=fd, all_threads=False, chain=False)
     except (OSError, AttributeError):  # a system without one of them: then there are no stacks
@@ -390,14 +377,14 @@ def _stack_on_signal(place: RankOutput):  # type: ignore[no-untyped-def]  # the 
 
 
 def _take_context(message: protocol.Message) -> None:
-    """Become what the caller's process was at the moment of the call.
-
-    Raises:
-        OSError: the caller's working directory is gone.
-    """
+    """Take on the caller's context; raises OSError when its working directory is gone."""
     os.environ.clear()
     os.environ.update(_environment(message))
-    _take_place_and_language()
+    time.tzset()
+    before = locale.setlocale(locale.LC_CTYPE)
+    with contextlib.suppress(locale.Error):  # this machine lacks it
+        if locale.setlocale(locale.LC_CTYPE, "") in ("C", "POSIX"):  # Python takes UTF-8 in place of these
+            locale.setlocale(locale.LC_CTYPE, before)
     os.umask(protocol.integer(message, "umask"))
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     soft = protocol.integer(message, "descriptors_max")
@@ -415,20 +402,11 @@ def _take_context(message: protocol.Message) -> None:
     os.chdir(protocol.text(message, "cwd"))
 
 
-def _take_place_and_language() -> None:
-    """Have C know the time zone and the encoding that the caller's variables name, as when Python starts."""
-    time.tzset()
-    before = locale.setlocale(locale.LC_CTYPE)
-    with contextlib.suppress(locale.Error):  # this machine lacks it
-        if locale.setlocale(locale.LC_CTYPE, "") in ("C", "POSIX"):  # Python takes UTF-8 in place of these
-            locale.setlocale(locale.LC_CTYPE, before)
-
-
 def _forget(callers: object) -> None:
-    """Forget modules that this runtime has imported, and that the caller imports from a file of its own.
+    """Forget modules of this runtime that the caller imports from a file of its own.
 
-    The runtime keeps those it has. An interpreter that has preloaded anything of such a name is not used in the first
-    place: what it preloaded would still hold the other module.
+    The runtime keeps its own. An interpreter that has preloaded a module of such a name is not used at all, because its
+    preloaded modules would still hold the other one.
     """
     for name, file in callers.items() if isinstance(callers, dict) else ():
         loaded = getattr(sys.modules.get(name), "__file__", None)
@@ -453,7 +431,7 @@ def _reseed() -> None:
 def _set_threads(count: int) -> None:
     """Share the cores among the node's ranks, unless the user decided.
 
-    Libraries that are loaded already read their variables long ago, so they are told through their own calls.
+    Loaded libraries have read their variables already, so their own calls set the count.
     """
     if "OMP_NUM_THREADS" in os.environ:
         return
@@ -466,7 +444,7 @@ def _set_threads(count: int) -> None:
 
 
 def _fill_main(call: Call) -> None:
-    """Put what travelled with a `__main__` function where `pickle` and `multiprocessing` look for it by name."""
+    """Put what travelled with a `__main__` function where `pickle` and `multiprocessing` look it up."""
     function = call.function
     names = getattr(function, "__globals__", None)
     if getattr(function, "__module__", None) == "__main__" and isinstance(names, dict):
@@ -479,10 +457,6 @@ def _environment(message: protocol.Message) -> dict[str, str]:
     if not isinstance(variables, dict):
         raise ValueError("a rank needs its environment")
     return variables
-
-
-def _type_name(value: object) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _safe_repr(value: object) -> str:

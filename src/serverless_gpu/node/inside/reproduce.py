@@ -1,4 +1,4 @@
-"""A rank under `torchrun <run directory>/_air.py`: the same call, by hand, results printed instead of stored."""
+"""A rank under `torchrun <run directory>/_air.py`: the same call by hand, results printed."""
 
 from __future__ import annotations
 
@@ -12,14 +12,9 @@ from .rank import RankOutput, execute
 
 
 def main(directory: str, *, world_size: int) -> int:
-    """Run the call of a run directory as the rank the environment names, and return an exit code.
+    """Run the call of a run directory as the rank the environment names, and return its exit code.
 
-    Args:
-        directory: the attempt's directory with `call.pkl`; nothing is written there.
-        world_size: ranks of the original run; another number is said on stderr and used.
-
-    Returns:
-        0 when the function returned; else what the rank's process would have ended with.
+    Nothing is written to the directory. A `world_size` that differs from the original's is reported on stderr and used.
     """
     rank = int(os.environ.get("RANK", "0"))
     here = int(os.environ.get("WORLD_SIZE", "1"))

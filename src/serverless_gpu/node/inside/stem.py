@@ -1,4 +1,4 @@
-"""The stem: parent of one attempt's ranks, forked from the zygote and standing by until a supervisor sends it work.
+"""The stem: parent of one attempt's ranks, forked from the zygote, standing by for a supervisor.
 
     supervisor ◀── channel ──▶ stem ── own channel each ──▶ rank 0 … n-1
                       ▲                                        │
@@ -47,7 +47,7 @@ class _Child(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """What one rank will be told, and the descriptors for its output."""
+    """Message for one rank, and the descriptors for its output."""
 
     message: protocol.Message
     fds: tuple[int, ...]
@@ -56,10 +56,9 @@ class _Work(NamedTuple):
 def main(channel: Channel, request: protocol.Message, zygote: socket.socket | None = None) -> NoReturn:
     """Stand by, run one attempt, end with it; never returns into the zygote's code.
 
-    Args:
-        channel: to whoever holds the stem: the agent, then a supervisor.
-        request: which cgroups to move into, how many ranks to fork ahead, and what to mount before that.
-        zygote: where it maps the ids of this process's own user namespace; None where it gets none.
+    `channel` leads to the agent, then to a supervisor. `request` names the cgroups to move into, the ranks to fork
+    ahead, and the mounts before that. `zygote` maps the ids of this process's own user namespace; None where it gets
+    none.
     """
     code = 1
     try:
@@ -77,13 +76,6 @@ def main(channel: Channel, request: protocol.Message, zygote: socket.socket | No
         os._exit(code)
 
 
-def _closed_if(child: _Child, pid: int) -> bool:
-    """Return whether this is the child that was reaped while standing by; its channel goes with it."""
-    if child.pid == pid:
-        child.channel.close()
-    return child.pid == pid
-
-
 class _Stem:
     def __init__(self, channel: Channel, cgroups: list[str]) -> None:
         self.channel = channel
@@ -97,9 +89,9 @@ class _Stem:
         self.wake_read, self.wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def mount(self, plan: object) -> bool:
-        """Put another environment in place of the zygote's, for this process and what it forks; say if that fails.
+        """Put another environment in place of the zygote's, for this process and its forks; report a failure.
 
-        Modules that the zygote has loaded stay as they are: whoever asks knows that both environments have the same.
+        Modules that the zygote has loaded stay: the agent knows that both environments have the same.
         """
         if not isinstance(plan, list) or not plan:
             return True
@@ -155,7 +147,9 @@ class _Stem:
                 except OSError as error:  # no more processes, or no more descriptors
                     self._say({"event": "problem", "detail": f"a rank could not be started: {error}"})
             case "release":
-                self._release()
+                if self.release >= 0:
+                    os.close(self.release)
+                    self.release = -1
             case "signal":
                 self._signal(protocol.integer(message, "signal"), message.get("ranks"))
             case "kill":
@@ -165,9 +159,9 @@ class _Stem:
         return True
 
     def _start_ranks(self, go: protocol.Message) -> None:
-        """Tell every rank who it is; the node's first one first, the others wait until it has entered the function.
+        """Tell every rank who it is; the others of a node wait until its first has entered the function.
 
-        Whoever connects to rank 0's store before it listens is refused and tries again only after half a second.
+        A rank that connects to rank 0's store before it listens is refused and tries again only after half a second.
         """
         while len(self.children) < len(self.work):
             self.children.append(self._fork())  # before the pipes are made: only who is given an end may have it
@@ -187,11 +181,6 @@ class _Stem:
             child.channel.close()  # not needed this time: it reads end of file and ends
         self.children.clear()
         self._say({"event": "forked", "pids": pids})
-
-    def _release(self) -> None:
-        if self.release >= 0:
-            os.close(self.release)
-            self.release = -1
 
     def _fork(self) -> _Child:
         ours, theirs = pair()
@@ -233,7 +222,10 @@ class _Stem:
                 pid, status, usage = os.wait4(-1, os.WNOHANG)
                 if not pid:
                     return
-                self.children = [child for child in self.children if not _closed_if(child, pid)]
+                for child in self.children:
+                    if child.pid == pid:  # reaped while standing by
+                        child.channel.close()
+                self.children = [child for child in self.children if child.pid != pid]
                 number = self.ranks.pop(pid, None)
                 if number is not None:
                     peak = usage.ru_maxrss * 1024

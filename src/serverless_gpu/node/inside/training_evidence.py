@@ -17,11 +17,7 @@ _MEETING = ("mpi4py.MPI", "ray", "horovod.torch", "torch_xla.core.xla_model", "h
 
 
 def trained_alone(world_size: int) -> bool:
-    """Return whether this rank of several has trained and has never met another one.
-
-    Args:
-        world_size: ranks of the gang.
-    """
+    """Return whether this rank of several has trained and has never met another one."""
     if world_size < 2 or os.environ.get(SWITCH, "1") == "0":
         return False
     try:

@@ -1,4 +1,4 @@
-"""A user namespace of one process's own: from inside, nothing outside can be traced or written to, whatever its uid.
+"""A user namespace of one process's own: from inside, no outside process can be traced or written to.
 
     child: unshare ──▶ parent: uid_map, gid_map ──▶ child: goes on, with the same ids
 
@@ -28,11 +28,7 @@ _REASON_BYTES_MAX = 4096
 def become_member(parent: socket.socket) -> None:
     """Move this process into a user namespace of its own, together with a parent that calls `admit`.
 
-    Args:
-        parent: socket to the process that writes the maps.
-
-    Raises:
-        OSError: the kernel refuses, or the parent is gone. The parent knows why.
+    Raises OSError when the kernel refuses, or the parent, which knows why, is gone.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(3, 0, 0, 0, 0) == 0:  # PR_GET_DUMPABLE: a process that came by setuid() has no /proc files of its own
@@ -51,12 +47,7 @@ def become_member(parent: socket.socket) -> None:
 
 
 def admit(child: socket.socket, pid: int) -> str:
-    """Wait for a process that calls `become_member`, and write its maps; return "", or why it has no namespace.
-
-    Args:
-        child: socket to it.
-        pid: of the process.
-    """
+    """Wait for a child that calls `become_member`, write its maps; return "", or why without namespace."""
     asked = child.recv(_REASON_BYTES_MAX)
     if asked != _DONE:
         return asked.decode("utf-8", "replace") or "the process ended while it made a user namespace"
@@ -69,11 +60,7 @@ def admit(child: socket.socket, pid: int) -> str:
 
 
 def enter() -> None:
-    """Move this process into a user namespace of its own; a child, which ends again, writes the maps.
-
-    Raises:
-        OSError: the kernel refuses.
-    """
+    """Move this process into a user namespace of its own; a short-lived child writes the maps. OSError."""
     ours, theirs = socket.socketpair()
     me = os.getpid()
     pid = os.fork()
@@ -109,11 +96,7 @@ def probe() -> str:
 
 
 def drop_capabilities() -> None:
-    """Give up every capability of this process in its user namespace.
-
-    Raises:
-        OSError: the kernel refuses.
-    """
+    """Give up every capability of this process in its user namespace; raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     none = (ctypes.c_uint32 * 6)()

@@ -49,10 +49,7 @@ from .channel import Channel, pair
 def main(channel_fd: int, version: int, preload: list[str]) -> None:
     """Preload, then fork a stem whenever the agent asks, until the agent is gone.
 
-    Args:
-        channel_fd: the inherited channel to the agent.
-        version: protocol version the agent speaks.
-        preload: modules to import before the first fork, those that are not installed left out.
+    `version` is the agent's protocol version. Modules that are not installed are left out of `preload`.
     """
     if version != protocol.VERSION:
         raise SystemExit(4)
@@ -67,22 +64,35 @@ def main(channel_fd: int, version: int, preload: list[str]) -> None:
         channel.send(protocol.encode({"event": "cold", "reason": problem}))
         return
     blas.find()
-    _trial_fork()
-    _disarm_finalizers()
+    if (pid := os.fork()) == 0:  # every library's fork handler runs before threads are counted
+        os._exit(0)
+    os.waitpid(pid, 0)
+    for finalizer in list(getattr(weakref.finalize, "_registry", {})):
+        finalizer.atexit = False  # the objects are this process's; torch's cost each rank 25 ms at its end
     sys.path_importer_cache.clear()  # each rank does: here it copies no page, and there a thousand
     gc.enable()
     gc.freeze()  # copied pages stay shared: the collector will not write to these objects in a child
     threads = os.listdir("/proc/self/task")
-    if len(threads) != 1 and preload:  # without preload this is the cold start itself: nothing better is to be had
-        names = ", ".join(_thread_name(thread) for thread in threads)
-        channel.send(protocol.encode({"event": "cold", "reason": f"preloading leaves threads behind ({names})"}))
+    if len(threads) != 1 and preload:  # without preload this is the cold start itself: the last resort
+        found = ", ".join(_name_of(f"/proc/self/task/{thread}") for thread in threads)
+        channel.send(protocol.encode({"event": "cold", "reason": f"preloading leaves threads behind ({found})"}))
         return
-    left = _children() if preload else []
+    if preload:
+        _reap()
+    left = linux.children(os.getpid()) if preload else []  # orphans have become children of this process
     if left:
-        names = ", ".join(map(_process_name, left))
-        channel.send(protocol.encode({"event": "cold", "reason": f"start-up code leaves processes behind ({names})"}))
+        found = ", ".join(_name_of(f"/proc/{pid}") for pid in left)
+        channel.send(protocol.encode({"event": "cold", "reason": f"start-up code leaves processes behind ({found})"}))
         return
-    ready = {"modules": _module_files(), "packages": _packages(), "names": _names(), "libraries": mapped_libraries()}
+    names = sorted({name.partition(".")[0] for name in list(sys.modules)})  # also of modules without a file
+    files = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
+    found_files = {name: file for name, file in files.items() if isinstance(file, str)}
+    ready = {
+        "modules": sorted(set(found_files.values())),  # the agent notices when one of them changes
+        "packages": {name: file for name, file in found_files.items() if "." not in name},  # a caller may have others
+        "names": names,
+        "libraries": mapped_libraries(),
+    }
     channel.send(protocol.encode({"event": "ready", **ready}))
     _serve(channel)
 
@@ -129,7 +139,7 @@ def _answer(channel: Channel, own_fds: tuple[int, ...]) -> bool:
         return False
     request = protocol.decode(received[0])
     if request.get("op") == "hold":
-        return True  # an environment is in use as long as somebody has this descriptor, and stems inherit it
+        return True  # an environment is in use while any process has this descriptor, and stems inherit it
     if request.get("op") == "stem":
         _fork_stem(channel, request, own_fds)
     for fd in received[1]:
@@ -152,7 +162,9 @@ def _fork_stem(channel: Channel, request: protocol.Message, own_fds: tuple[int, 
         stem.main(theirs, request, None if admission is None else admission[1])
     theirs.close()
     if admission is not None:
-        problem = _admit(admission, pid)
+        admission[1].close()
+        with admission[0]:
+            problem = user_namespace.admit(admission[0], pid)
         if problem:
             ours.close()
             channel.send(protocol.encode({"event": "cold", "reason": f"{protocol.UNSHARED} ({problem})"}))
@@ -161,80 +173,22 @@ def _fork_stem(channel: Channel, request: protocol.Message, own_fds: tuple[int, 
     ours.close()
 
 
-def _admit(admission: tuple[socket.socket, socket.socket], pid: int) -> str:
-    """Give a stem a user namespace of its own; return why that is not possible, or ""."""
-    ours, theirs = admission
-    theirs.close()
-    with ours:
-        return user_namespace.admit(ours, pid)
-
-
-def _disarm_finalizers() -> None:
-    """Keep what was preloaded from tidying up once per rank: its objects are this process's, the ranks have copies.
-
-    (torch registers hundreds that free its operator libraries: 25 ms at the end of every rank.)
-    """
-    registry = getattr(weakref.finalize, "_registry", {})
-    for finalizer in list(registry):
-        finalizer.atexit = False
-
-
-def _trial_fork() -> None:
-    """Fork once, so that every library's fork handler has run before threads are counted."""
-    pid = os.fork()
-    if pid == 0:
-        os._exit(0)
-    os.waitpid(pid, 0)
-
-
 def _reap() -> None:
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
 
 
-def _children() -> list[int]:
-    """Return the processes that are left of what was imported; orphans have become children of this process."""
-    _reap()
-    return linux.children(os.getpid())
-
-
-def _process_name(pid: int) -> str:
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
+def _name_of(process: str) -> str:
+    with contextlib.suppress(OSError), open(f"{process}/comm", encoding="utf-8", errors="replace") as file:
         return file.read().strip()
     return "?"
-
-
-def _thread_name(thread: str) -> str:
-    with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/comm", encoding="utf-8") as file:
-        return file.read().strip()
-    return "?"
-
-
-def _packages() -> dict[str, str]:
-    """Return the file of each loaded top-level module: a caller may have another one of that name."""
-    files = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items()) if "." not in name}
-    return {name: file for name, file in files.items() if isinstance(file, str)}
-
-
-def _names() -> list[str]:
-    """Return the names of all loaded top-level modules, also of those without a file."""
-    return sorted({name.partition(".")[0] for name in list(sys.modules)})
 
 
 def mapped_libraries(maps: str = "/proc/self/maps") -> list[str] | None:
-    """Return the files that are mapped into this process: shared libraries are loaded behind Python's back, too.
-
-    None where that cannot be known.
-    """
+    """Return the files mapped into this process, by libraries outside of Python, too; None if unknown."""
     try:
         with open(maps, encoding="utf-8", errors="surrogateescape") as file:
             return sorted({line.split(None, 5)[5].rstrip("\n") for line in file if line.count("/")} - {""})
     except OSError:
         return None
-
-
-def _module_files() -> list[str]:
-    """Return the file of every loaded module, for the agent to notice that one of them changed."""
-    files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
-    return sorted(file for file in files if isinstance(file, str))

@@ -1,10 +1,10 @@
-"""Containment of a zygote: the cgroups it starts in, and the end of everything that is still there after it.
+"""Containment of a zygote: the cgroups it starts in, and the end of everything that is left in them.
 
     launcher enters ──▶ zygote, its start-up code, what that starts ──▶ killed with the zygote
                           └─ stem ──▶ moves to cgroups of its own, and lives on
 
 `.pth` files, `sitecustomize` and the modules that a zygote preloads are the user's code and may start processes. Those
-belong to no run: nobody pays for them, and no supervisor ends them.
+belong to no run: no run pays for them, and no supervisor ends them.
 
 Failure cases: no cgroup can be made (the zygote's descendants are killed instead: what detached itself is one of them
 as long as the zygote lives); a stem could not leave (it and its ranks are spared).
@@ -26,11 +26,7 @@ _STEMS_MAX = 4_096
 
 
 class Containment:
-    """What one zygote is contained in.
-
-    Args:
-        paths: its cgroups, the v2 one first; none where nothing can be made.
-    """
+    """Containment of one zygote: its cgroups, the v2 one first; none where nothing can be made."""
 
     def __init__(self, paths: tuple[Path, ...]) -> None:
         self.paths = paths
@@ -56,34 +52,24 @@ class Containment:
         self._all_can_leave = self._all_can_leave and len(paths) >= len(self.paths)
 
     def end(self, now_ns: int) -> bool:
-        """Kill what is in it, except stems that have not left yet; return whether nothing is left.
+        """Kill all processes in it, except stems that have not left yet; return whether nothing is left.
 
-        Args:
-            now_ns: boottime; calls are repeated until it returns True.
+        Call it again until it returns True; `now_ns` is boottime.
         """
         self._ended_ns = self._ended_ns or now_ns
+        stems = [pid for pid, stem in self._stems.items() if stem.is_there()]
+        spared = {*stems, *(pid for stem in stems for pid in descendants(stem))}
         if not self.paths:
-            self._kill_descendants()
+            _kill(pid for pid in descendants(self._pid) if pid not in spared)
             return True
-        spared = self._spared(now_ns)
+        if self._all_can_leave and now_ns - self._ended_ns > LEAVING_S * 1e9:
+            spared = set()
         for path in self.paths:
             pids = cgroup_pids(path)
             if not spared.intersection(pids):
                 kill_cgroup(path)
             _kill(pid for pid in pids if pid not in spared)
         return all([remove_cgroup(path) for path in self.paths])
-
-    def _spared(self, now_ns: int) -> set[int]:
-        if self._all_can_leave and now_ns - self._ended_ns > LEAVING_S * 1e9:
-            return set()
-        stems = [pid for pid, stem in self._stems.items() if stem.is_there()]
-        return {*stems, *(pid for stem in stems for pid in descendants(stem))}
-
-    def _kill_descendants(self) -> None:
-        """Kill what is below the zygote and below none of its stems, while it is still their parent."""
-        stems = {pid for pid, stem in self._stems.items() if stem.is_there()}
-        spared = {*stems, *(pid for stem in stems for pid in descendants(stem))}
-        _kill(pid for pid in descendants(self._pid) if pid not in spared)
 
 
 def _kill(pids: Iterable[int]) -> None:

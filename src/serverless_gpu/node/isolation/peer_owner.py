@@ -46,11 +46,7 @@ class StemOwners:
             self._stems.pop(next(iter(self._stems)))
 
     def owner_of(self, sock: socket.socket) -> str:
-        """Return the owner of the attempt that a peer is in; "" for the user of this node, also outside of attempts.
-
-        Args:
-            sock: a Unix socket to the peer.
-        """
+        """Return the owner of the attempt that a Unix socket's peer is in; "" for the user of this node."""
         credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         pid: int = struct.unpack("3i", credentials)[0]
         if pid == 0:
@@ -72,12 +68,7 @@ class StemOwners:
 
 
 def combined(said: str, inside: str) -> str:
-    """Return the owner of a run.
-
-    Args:
-        said: by the launch.
-        inside: of the attempt from which it was launched.
-    """
+    """Return the owner of a run from its launch and from the attempt `inside` which it was launched."""
     if UNKNOWN_OWNER in (said, inside):
         return UNKNOWN_OWNER
     return f"{said}, inside a run of {inside}" if said and inside else said or inside

@@ -1,13 +1,13 @@
-"""Having an MLflow server, asking how it is, ending it. Nothing here waits for MLflow, which takes seconds to start.
+"""Starts, asks and ends MLflow servers, without waiting for MLflow, which takes seconds to start.
 
     ensure_server ──▶ lock held     ─▶ what its keeper wrote
                       free          ─▶ a keeper is started (a few milliseconds; two at once: the lock decides)
                       failed lately ─▶ why, until it is time to try again: 5 s, 10 s, … 10 min
     stop_server ────▶ SIGTERM to the keeper, which ends the server; after a while SIGKILL, and the kernel ends it
 
-Failure cases: the keeper cannot be started, or no file written: a problem in words, never an exception. The home lies
-on a network file system, and another machine's keeper has the lock: said, and nothing is started, for two servers would
-write into one database.
+Failure cases: the keeper cannot be started, or no file written (a problem in words, never an exception); the home lies
+on a network file system, and another machine's keeper has the lock (reported, and nothing is started: two servers would
+write into one database).
 """
 
 from __future__ import annotations
@@ -40,58 +40,39 @@ _started: list[tuple[Path, subprocess.Popen[bytes]]] = []  # keepers of ours: th
 
 
 class Serving(NamedTuple):
-    """How an MLflow server can be reached.
+    """Address and state of an MLflow server."""
 
-    Attributes:
-        uri: where it is, or will be.
-        ready: whether it answers.
-        problem: why it does not, or "": it is starting for the first time, or well.
-        is_restarting: whether it died, and its keeper is starting it again: `problem` will pass.
-        failures: how often in a row it could not be started, before the try that may be going on.
-    """
-
-    uri: str
-    ready: bool
-    problem: str = ""
-    is_restarting: bool = False
-    failures: int = 0
+    uri: str  # where it is, or will be
+    ready: bool  # whether it answers
+    problem: str = ""  # why it does not; "" while it starts for the first time, or is well
+    is_restarting: bool = False  # it died, and its keeper starts it again: `problem` will pass
+    failures: int = 0  # failed starts in a row, before the try that may be going on
 
 
 class MlflowServer(NamedTuple):
-    """An MLflow server of this home, as it is now.
-
-    Attributes:
-        store: whose it is; "" for the home's own.
-        stage: ``"none"`` where there never was one.
-        pid: of the server, None where it does not run.
-        memory_bytes: what it and its children occupy.
-        used_s: how long ago it was used.
-    """
+    """An MLflow server of this home, as it is now."""
 
     place: ServerFiles
     uri: str
-    store: str
-    stage: Stage
-    pid: int | None = None
+    store: str  # "" for the home's own
+    stage: Stage  # ``"none"`` before the first start
+    pid: int | None = None  # None where it does not run
     version: str = ""
     python: str = ""
     served_by: str = ""
     problem: str = ""
-    memory_bytes: int = 0
-    used_s: float = 0.0
+    memory_bytes: int = 0  # with its children
+    used_s: float = 0.0  # since its last use
 
 
 def ensure_server(
     home: Home, python: str, store: str = "", *, environ: Mapping[str, str] | None = None, now: bool = False
 ) -> Serving:
-    """Have a server in front of a store, and count as one who uses it; returns at once.
+    """Start a server in front of a store if needed, and count as its user; returns at once.
 
-    Args:
-        home: the home directory.
-        python: the interpreter whose MLflow is to serve, if there is no server yet.
-        store: of the caller; "" for the home's own.
-        environ: the caller's variables, of which those that say where Python finds modules are passed on.
-        now: try again although it failed a moment ago; waits a second at most for the keeper that did to end.
+    `python` has the MLflow of a new server; `store` is "" for the home's own. Of `environ`, the variables by which
+    Python finds modules are passed on. `now` tries again after a recent failure, and waits at most a second for the
+    failed keeper to end.
     """
     place, clock = place_of(home, store), SystemClock()
     try:
@@ -103,34 +84,31 @@ def ensure_server(
     noted = place.noted()  # after the lock: what one that has just ended wrote last
     if holder is not None:
         return _kept(place, noted, holder)
-    if _is_on_its_way(place, noted):
+    _started[:] = [each for each in _started if each[1].poll() is None]
+    if any(path == place.lock and child.pid != noted.keeper for path, child in _started):  # about to take its lock
         return Serving(place.uri(noted), False, failures=noted.failures)
     if not now and _is_too_soon(noted, python, clock):
         return Serving(place.uri(noted), False, noted.problem)
-    return Serving(place.uri(noted), False, _start(place, python, environ or {}), failures=noted.failures)
+    problem = ""
+    try:
+        start_keeper(place, python, environ or {})
+    except OSError as error:
+        problem = f"the MLflow server could not be started: {error.strerror or error}"
+    return Serving(place.uri(noted), False, problem, failures=noted.failures)
 
 
 def kept(place: ServerFiles) -> Serving | None:
-    """Return how a server is as its keeper says; None where there is no keeper, or it has not said anything yet.
-
-    Args:
-        place: the server's files.
-    """
+    """Return how a server is as its keeper says; None without a keeper, or before its first report."""
     holder, noted = _holder(place), place.noted()
     return _kept(place, noted, holder) if holder and noted.keeper == holder else None
 
 
 def look(place: ServerFiles, clock: Clock) -> MlflowServer:
-    """Return how a server is; nothing is started.
-
-    Args:
-        place: its files.
-        clock: the machine's.
-    """
+    """Return how a server is; nothing is started."""
     holder, noted = _holder(place), place.noted()
     stage, problem = noted.stage, noted.problem
     if holder is None and stage in ("starting", "ready"):
-        stage, problem = "stopped", ""  # its keeper was killed, and nobody starts it again
+        stage, problem = "stopped", ""  # its keeper was killed, and no process starts it again
     serving = _kept(place, noted, holder) if holder is not None else Serving(place.uri(noted), False, problem)
     pid = noted.server if holder is not None and noted.machine == machine() and noted.server else None
     used_s = 0.0
@@ -158,10 +136,9 @@ def servers(home: Home) -> list[MlflowServer]:
 
 
 def stop_server(place: ServerFiles) -> bool:
-    """End a server and wait until it is gone; return whether there was one.
+    """End a server and wait until it is gone; return whether it ran.
 
-    Raises:
-        AgentUnavailable: it does not end, or is on another machine.
+    Raises AgentUnavailable when it does not end, or is on another machine.
     """
     holder = _holder(place)
     if holder is None:
@@ -174,28 +151,17 @@ def stop_server(place: ServerFiles) -> bool:
 
 
 def stop_servers(home: Home) -> int:
-    """End all MLflow servers of a home, and return how many there were.
-
-    Raises:
-        AgentUnavailable: one of them does not end.
-    """
+    """End all MLflow servers of a home, and return how many ran; raises AgentUnavailable if one stays."""
     return sum(stop_server(place) for place in places(home))
 
 
 def start_keeper(
     place: ServerFiles, python: str, environ: Mapping[str, str], *, owner: int = -1, hosts: str = ""
 ) -> subprocess.Popen[bytes]:
-    """Start the process that keeps a server, and return it; another one may have the lock, then it ends.
+    """Start and return the process that keeps a server with made files; it ends if another has the lock.
 
-    Args:
-        place: the server's files, made.
-        python: the interpreter whose MLflow it is.
-        environ: variables that are passed on.
-        owner: a descriptor; the keeper ends with its last copy elsewhere, and not for want of use. -1: nobody's.
-        hosts: further names the server answers to, with commas.
-
-    Raises:
-        OSError: it cannot be started.
+    With `owner`, a descriptor (-1: none), the keeper ends with its last copy elsewhere, and not for want of use.
+    `hosts` are further names the server answers to, with commas. Raises OSError.
     """
     passed = {name: environ[name] for name in PASSED_ON if name in environ}
     log = open_log(place.directory / "keeper.log")
@@ -211,21 +177,6 @@ def start_keeper(
         return child
     finally:
         os.close(log)
-
-
-def _is_on_its_way(place: ServerFiles, noted: Noted) -> bool:
-    """Return whether a keeper that this process started is about to take its lock and say so."""
-    _started[:] = [each for each in _started if each[1].poll() is None]
-    return any(path == place.lock and child.pid != noted.keeper for path, child in _started)
-
-
-def _start(place: ServerFiles, python: str, environ: Mapping[str, str]) -> str:
-    """Have a keeper started; return why that failed, or ""."""
-    try:
-        start_keeper(place, python, environ)
-    except OSError as error:
-        return f"the MLflow server could not be started: {error.strerror or error}"
-    return ""
 
 
 def _kept(place: ServerFiles, noted: Noted, holder: int) -> Serving:
@@ -253,7 +204,7 @@ def _is_too_soon(noted: Noted, python: str, clock: Clock) -> bool:
 
 
 def _holder(place: ServerFiles) -> int | None:
-    """Return the pid of a server's keeper: 0 in the moment before it has written that down, None without one."""
+    """Return the pid of a server's keeper: 0 before it has written that down, None without one."""
     note = held_note(place.lock)
     if note is None:
         return None

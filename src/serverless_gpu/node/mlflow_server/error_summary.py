@@ -1,4 +1,4 @@
-"""What the last words of an MLflow server mean, in one sentence with what helps."""
+"""Explains the last output of an MLflow server in one sentence with a remedy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Attempted(NamedTuple):
-    """A server that was to be started: in which interpreter, for which store (as may be shown), where its log is."""
+    """A server that was to start: its interpreter, its store (as may be shown), the place of its log."""
 
     python: str
     store: str
@@ -22,12 +22,6 @@ _LACKS = re.compile(r"^ModuleNotFoundError: No module named '([^']+)'", re.MULTI
 _ERROR = re.compile(r"^(?:[\w.]*(?:Error|Exception|Exit)\b.*)$", re.MULTILINE)
 _LINE_MAX = 300
 _PAUSE_S, _PAUSE_S_MAX = 5.0, 600.0
-
-
-def _skinny(lacking: str, tried: Attempted) -> str:
-    if lacking.partition(".")[0] == "mlflow":
-        return f"{tried.python} has no MLflow; pip install mlflow"
-    return f"{tried.python} has not all of MLflow (no {lacking}; mlflow-skinny is not enough); pip install mlflow"
 
 
 _KNOWN: tuple[tuple[str, Callable[[Attempted], str]], ...] = (
@@ -61,17 +55,17 @@ _KNOWN: tuple[tuple[str, Callable[[Attempted], str]], ...] = (
 def sentence(written: str, ending: str, tried: Attempted) -> str:
     """Return why a server did not come up, or ended.
 
-    Args:
-        written: the last of what it wrote.
-        ending: how it ended, for want of anything better: "exit code 1".
-        tried: what was started.
+    `written` is the end of its output; `ending` the fallback, such as "exit code 1".
     """
     for words, say in _KNOWN:
         if words in written:
             return say(tried)
     lacking = _LACKS.findall(written)
+    if lacking and lacking[-1].partition(".")[0] == "mlflow":
+        return f"{tried.python} has no MLflow; pip install mlflow"
     if lacking:
-        return _skinny(lacking[-1], tried)
+        what = f"no {lacking[-1]}; mlflow-skinny is not enough"
+        return f"{tried.python} has not all of MLflow ({what}); pip install mlflow"
     errors = _ERROR.findall(written)
     last = errors[-1].strip()[:_LINE_MAX] if errors else ""
     return f"MLflow's server ended ({ending}){': ' + last if last else ''}; all it wrote: {tried.log}"

@@ -1,15 +1,15 @@
-"""Where an MLflow server's files lie, which port it has, and what is written down about it.
+"""Files, port and store of an MLflow server.
 
     $SERVERLESS_GPU_HOME/mlflow/<key>/     key: "default", or of a caller's own store
     ├── server.json     what its keeper says of it; 0600
     ├── store           whose server it is: the address of the store, which may hold a password; 0600
     ├── lock            held by the keeper as long as it lives, with its pid in it
-    ├── used            touched by whoever uses the server
+    ├── used            touched by users of the server
     ├── server.log      what MLflow wrote
     └── mlflow.db  artifacts/               only where the store is the home's own
 
 A server keeps its port over restarts, so that links stay good. The first one follows from the directory's name: it is
-the same even where `server.json` was lost, and lies below the ports that the kernel gives to those who do not care.
+the same even where `server.json` was lost, and lies below the kernel's ephemeral ports.
 """
 
 from __future__ import annotations
@@ -39,59 +39,34 @@ Stage = Literal["none", "starting", "ready", "failed", "stopped"]
 
 
 class Noted(msgspec.Struct, frozen=True, kw_only=True):
-    """What a keeper says of its server, in `server.json`.
-
-    Attributes:
-        keeper: pid of the keeper.
-        server: pid of the server, and the first one of its session.
-        boot_id: of the boot in which these pids mean something.
-        machine: `ambient.machine()` of both, and `host` what people call it.
-        python: the interpreter whose MLflow it is.
-        served_by: the interpreter whose MLflow answered last.
-        version: of that MLflow, as the server says.
-        problem: why it does not answer.
-        failures: how often in a row it could not be started.
-        retry_wall_ns: it is not started again before.
-    """
+    """A keeper's record of its server, in `server.json`."""
 
     stage: Stage = "none"
     port: int = 0
-    keeper: int = 0
-    server: int = 0
-    boot_id: str = ""
-    machine: str = ""
+    keeper: int = 0  # pid
+    server: int = 0  # pid, and the first one of its session
+    boot_id: str = ""  # of the boot in which these pids mean something
+    machine: str = ""  # `ambient.machine()` of both; `host` is its name for people
     host: str = ""
-    python: str = ""
-    served_by: str = ""
-    version: str = ""
-    problem: str = ""
-    failures: int = 0
-    retry_wall_ns: int = 0
+    python: str = ""  # the interpreter whose MLflow it is
+    served_by: str = ""  # the interpreter whose MLflow answered last
+    version: str = ""  # of that MLflow, as the server says
+    problem: str = ""  # why it does not answer
+    failures: int = 0  # failed starts in a row
+    retry_wall_ns: int = 0  # it is not started again before
 
 
 class Backing(NamedTuple):
-    """What a server is told about its store.
+    """A server's store, as its options describe it."""
 
-    Attributes:
-        uri: of the store, as MLflow takes it.
-        artifacts: directory of files that come through the server, and of those that clients write themselves.
-        is_files: whether the store is a directory of files, which newer MLflow wants to be asked for.
-        is_own: whether it is the home's own, so that every file goes through the server.
-    """
-
-    uri: str
-    artifacts: str
-    is_files: bool
-    is_own: bool
+    uri: str  # as MLflow takes it
+    artifacts: str  # directory of files that come through the server, and of those that clients write themselves
+    is_files: bool  # a directory of files, which newer MLflow wants to be asked for
+    is_own: bool  # the home's own, so that every file goes through the server
 
 
 class ServerFiles:
-    """The files of one server.
-
-    Args:
-        directory: of the server, made with the first file.
-        store: of the caller; "" for one that lies in the directory.
-    """
+    """The files of one server, in a directory made with the first file; `store` is "" for one in there."""
 
     def __init__(self, directory: Path, store: str = "") -> None:
         self.directory, self.store = directory, store
@@ -108,34 +83,22 @@ class ServerFiles:
 
     @property
     def used(self) -> Path:
-        """Return the file that is touched by whoever uses the server."""
+        """Return the file that users of the server touch."""
         return self.directory / "used"
 
     def make(self) -> None:
-        """Make the directory, and write down whose server it is.
-
-        Raises:
-            OSError: that is not possible.
-        """
+        """Make the directory, and write down whose server it is; raises OSError."""
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if _read(self.directory / "store") != self.store.encode():
             self._write("store", self.store.encode())
 
     def touch(self) -> None:
-        """Say that the server is used now.
-
-        Raises:
-            OSError: that is not possible.
-        """
+        """Mark the server as used now; raises OSError."""
         os.close(os.open(self.used, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
         os.utime(self.used)
 
     def note(self, noted: Noted) -> None:
-        """Write down what is to be known of the server.
-
-        Raises:
-            OSError: that is not possible.
-        """
+        """Write the server's record; raises OSError."""
         self._write("server.json", msgspec.json.encode(noted))
 
     def noted(self) -> Noted:
@@ -158,7 +121,7 @@ class ServerFiles:
         yield 0
 
     def backing(self) -> Backing:
-        """Return what the server is told about its store."""
+        """Return the description of its store for the server."""
         if not self.store:
             return Backing(f"sqlite:///{self.directory / 'mlflow.db'}", str(self.directory / "artifacts"), False, True)
         path = local_path(self.store)
@@ -183,9 +146,7 @@ class ServerFiles:
 def place_of(home: Home, store: str = "") -> ServerFiles:
     """Return the place of the server of a store.
 
-    Args:
-        home: the home directory.
-        store: of the caller (``sqlite:////…``, ``file:///…``, a directory); "" for the home's own.
+    A caller's store is ``sqlite:////…``, ``file:///…`` or a directory; "" is the home's own.
     """
     if not store:
         return ServerFiles(home.root / "mlflow" / DEFAULT)
@@ -218,13 +179,10 @@ def local_path(store: str) -> Path | None:
 
 
 def held_port(place: ServerFiles, noted: Noted) -> socket.socket:
-    """Return a socket that is bound to the server's port and does not listen.
+    """Return a socket bound to the server's port that does not listen; OSError: none is free.
 
-    The kernel gives such a port to no one who does not ask for it with SO_REUSEADDR; MLflow's server does, and is let
-    in beside us. While it is started again nobody else gets the port.
-
-    Raises:
-        OSError: no port is free.
+    The kernel gives such a port only to a process that asks for it with SO_REUSEADDR; MLflow's server does, and is let
+    in beside us. During a restart no other process gets the port.
     """
     for port in place.ports(noted):
         sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)

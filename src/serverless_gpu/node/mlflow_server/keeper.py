@@ -1,19 +1,19 @@
-"""The keeper of an MLflow server: a process of ours, one per server, nobody's child and the server's parent.
+"""The keeper of an MLflow server: a detached process of ours, one per server, and the server's parent.
 
     lock ─▶ port, held for good ─▶ what an earlier one left behind is ended ─▶ server ─▶ /health? ─▶ ready
       ▲                                                                          │
       └── pause ◀── it ended, or was silent for two minutes ◀────────────────────┘ watched: every 30 s
     SIGTERM, owner's end, 8 h without use ─▶ SIGTERM to the server, 5 s, SIGKILL to it and everything below
 
-Used is a server while somebody touches its `used`, or a connection to it is open (a browser that shows a page).
+A server is in use while clients touch its `used`, or a connection to it is open (a browser that shows a page).
 
 Failure cases:
-- MLflow lacks, is only a part, its database is of another version: one sentence, written down; the keeper ends, and who
-  asks for the server after a pause starts another. Only one that has an owner, or did answer, tries again itself;
+- MLflow is missing or only a part, or its database is of another version: one sentence, written down; the keeper ends,
+and the next request after a pause starts another. Only one that has an owner, or did answer, tries again itself;
 - the server dies or hangs: started again on the same port, after longer and longer pauses;
-- the keeper is killed: the kernel ends the server; what is left of one that had children, the next keeper ends;
-- the port of last time is taken: another one, which is said; links of before lead nowhere;
-- the disk is full: what is written down is old; whoever asks sees a keeper that has not said anything yet.
+- the keeper is killed: the kernel ends the server; the next keeper ends the children that are left of it;
+- the port of last time is taken: another one, which is reported; old links lead nowhere;
+- the disk is full: the record is old; readers see a keeper that has not reported yet.
 """
 
 from __future__ import annotations
@@ -50,19 +50,12 @@ _LAST_WORDS_BYTES = 16_000
 
 
 class KeeperLimits(NamedTuple):
-    """How long things may take, in seconds.
+    """Time limits, in seconds."""
 
-    Attributes:
-        start_s: until a server answers; a machine that is busy needs a minute where an idle one needs five seconds.
-        watch_s: between two looks at one that does.
-        answer_s: for one answer.
-        idle_s: without use, after which it ends.
-    """
-
-    start_s: float = 180.0
-    watch_s: float = 30.0
-    answer_s: float = 5.0
-    idle_s: float = 8 * 3600.0
+    start_s: float = 180.0  # until a server answers; a busy machine needs a minute where an idle one needs five seconds
+    watch_s: float = 30.0  # between two looks at a running one
+    answer_s: float = 5.0  # for one answer
+    idle_s: float = 8 * 3600.0  # without use, after which it ends
 
 
 LIMITS = KeeperLimits()
@@ -86,15 +79,7 @@ class MlflowChild(NamedTuple):
 
 
 def main(directory: str, python: str, environ: dict[str, str], owner: int, hosts: str) -> NoReturn:
-    """Keep a server until nobody needs it.
-
-    Args:
-        directory: of its files.
-        python: the interpreter whose MLflow it is.
-        environ: the caller's variables that say where Python finds modules.
-        owner: a descriptor whose end of file ends the server; -1 for none.
-        hosts: further names it answers to, with commas.
-    """
+    """Keep a server until it is not needed any more; arguments as for `start_keeper`."""
     named = tuple(name for name in hosts.split(",") if name)
     starting = program.Starting(python, {**os.environ, **environ}, named)
     keep(files.opened(Path(directory)), starting, owner=owner)
@@ -105,7 +90,7 @@ def main(directory: str, python: str, environ: dict[str, str], owner: int, hosts
 def keep(
     place: files.ServerFiles, starting: program.Starting, *, owner: int = -1, limits: KeeperLimits = LIMITS
 ) -> None:
-    """Keep a server in this process until nobody needs it, unless another process does; as `MlflowKeeper`."""
+    """Keep a server in this process until it is not needed any more, unless another process does."""
     linux.set_name("sgpu-mlflow")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     lock = hold(place.lock, str(os.getpid()))
@@ -118,14 +103,7 @@ def keep(
 
 
 class MlflowKeeper:
-    """A server and its keeper.
-
-    Args:
-        place: the server's files.
-        starting: how it is started.
-        owner: a descriptor whose end of file ends the server; -1 for none.
-        limits: how long things may take.
-    """
+    """A server and its keeper; the end of file of `owner` (-1: none) ends the server."""
 
     def __init__(
         self, place: files.ServerFiles, starting: program.Starting, *, owner: int, limits: KeeperLimits
@@ -155,7 +133,7 @@ class MlflowKeeper:
         )
 
     def serve(self) -> None:
-        """Keep the server running until somebody asks for its end, nobody uses it, or it cannot be started."""
+        """Keep the server running until its end is requested, it is idle, or it cannot be started."""
         restarts = 0
         with contextlib.closing(self._port()):
             while True:
@@ -165,7 +143,10 @@ class MlflowKeeper:
                     self._note(stage="stopped", server=0, problem="", failures=0)
                     return
                 if was_ready_s is None:
-                    self._failed()
+                    failures = self._noted.failures + 1
+                    retry_wall_ns = self._clock.wall_ns() + int(error_summary.pause_s(failures) * 1e9)
+                    self._note(stage="failed", server=0, failures=failures, retry_wall_ns=retry_wall_ns)
+                    _say(self._noted.problem)
                 restarts = 0 if was_ready_s is not None and was_ready_s >= _STEADY_S else restarts + 1
                 if self._owner < 0 and (was_ready_s is None or restarts > _RESTARTS_MAX):
                     return
@@ -173,7 +154,7 @@ class MlflowKeeper:
                     return
 
     def _once(self) -> tuple[End, float | None]:
-        """Have the server run once; return why it does not any more, and how many seconds it answered, if it did."""
+        """Run the server once; return why it ended, and how many seconds it answered, if it did."""
         self._note(stage="starting", server=0)
         child = self._start()
         if child is None:
@@ -183,9 +164,9 @@ class MlflowKeeper:
             if end is not None:
                 return end, None
             ready_ns = self._clock.boottime_ns()
-            self._note(
-                stage="ready", problem="", failures=0, retry_wall_ns=0, version=self._version(), served_by=self._python
-            )
+            text = (self._get("/version") or b"").decode("ascii", "replace").strip()
+            version = text if len(text) < 40 and text.isprintable() else ""
+            self._note(stage="ready", problem="", failures=0, retry_wall_ns=0, version=version, served_by=self._python)
             end = self._watch(child)
             answered_s = (self._clock.boottime_ns() - ready_ns) / 1e9
             if end in (End.DIED, End.SILENT):
@@ -294,12 +275,6 @@ class MlflowKeeper:
             written, ending, error_summary.Attempted(self._python, shown, str(self._place.log))
         )
 
-    def _failed(self) -> None:
-        failures = self._noted.failures + 1
-        retry_wall_ns = self._clock.wall_ns() + int(error_summary.pause_s(failures) * 1e9)
-        self._note(stage="failed", server=0, failures=failures, retry_wall_ns=retry_wall_ns)
-        _say(self._noted.problem)
-
     def _port(self) -> socket.socket:
         before = self._noted.port
         held = files.held_port(self._place, self._noted)
@@ -307,10 +282,6 @@ class MlflowKeeper:
         if before and before != self._noted.port:
             _say(f"port {before} is taken by another process; it is {self._noted.port} now, and links of before break")
         return held
-
-    def _version(self) -> str:
-        text = (self._get("/version") or b"").decode("ascii", "replace").strip()
-        return text if len(text) < 40 and text.isprintable() else ""
 
     def _get(self, path: str) -> bytes | None:
         """Return the first of what the server answers, or None."""
@@ -355,7 +326,7 @@ class MlflowKeeper:
 
 
 def has_connection(port: int) -> bool:
-    """Return whether somebody is connected to a port of loopback."""
+    """Return whether a port of loopback has a connection."""
     wanted = f":{port:04X}"
     with contextlib.suppress(OSError), open("/proc/net/tcp", encoding="ascii") as file:
         for line in file:

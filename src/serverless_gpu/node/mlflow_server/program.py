@@ -1,4 +1,4 @@
-"""What runs in the caller's interpreter: `mlflow server`, in one process that ends with its keeper.
+"""The program in the caller's interpreter: `mlflow server`, one process that ends with its keeper.
 
 MLflow's command imports everything, then starts a second process that does so again, and waits for it: 260 MB each.
 Ours becomes the second one, where MLflow still starts it as we know. The kernel ends it when the keeper is gone.
@@ -40,23 +40,12 @@ _HOSTS = ("localhost", "127.0.0.1", "[::1]")
 
 
 def server_program(parent: int, port: int) -> str:
-    """Return the program for `python -c`.
-
-    Args:
-        parent: pid of the keeper.
-        port: the server's.
-    """
+    """Return the program for `python -c`; `parent` is the pid of the keeper."""
     return _PROGRAM.format(parent=parent, host=HOST, port=port)
 
 
 class Starting(NamedTuple):
-    """How a server is started.
-
-    Attributes:
-        python: the interpreter whose MLflow it is.
-        environ: the caller's variables, of which it gets some.
-        hosts: further names it answers to.
-    """
+    """Start of a server: interpreter, the caller's variables, and further host names."""
 
     python: str
     environ: Mapping[str, str]
@@ -64,14 +53,9 @@ class Starting(NamedTuple):
 
 
 def server_variables(backing: Backing, starting: Starting) -> dict[str, str]:
-    """Return the variables of the server: none of the caller's own MLflow, which say whom a client talks to.
+    """Return the server's variables, without those of the caller's own MLflow, which configure a client.
 
-    By variables, not options: an older MLflow leaves alone what it does not know, and a password is in no list of
-    processes.
-
-    Args:
-        backing: its store.
-        starting: how it is started.
+    By variables, not options: an older MLflow ignores unknown ones, and no list of processes shows a password.
     """
     environ = starting.environ
     names = [name for host in (*_HOSTS, *starting.hosts) for name in (host, f"{host}:*")]
@@ -86,7 +70,7 @@ def server_variables(backing: Backing, starting: Starting) -> dict[str, str]:
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "MLFLOW_SERVER_ALLOWED_HOSTS": ",".join(names),
     }
-    if not backing.is_own:  # as without a server: whoever opens the store later finds files where it expects them
+    if not backing.is_own:  # as without a server: later users of the store find files where they expect them
         variables["MLFLOW_DEFAULT_ARTIFACT_ROOT"] = backing.artifacts
     if backing.is_files:
         variables["MLFLOW_ALLOW_FILE_STORE"] = "true"

@@ -1,13 +1,11 @@
-"""What is not delivered yet, on disk: a monitor may be killed at any time, and the next one goes on.
+"""Undelivered attempts on disk: a monitor may be killed at any time, and the next one goes on.
 
     <home>/tracking/<run>.<fence>.<node rank>.json     one attempt; gone once everything has arrived
 
-It is the monitor that writes it, once it has heard of the attempt; of one that was over before there was a monitor, its
-supervisor does.
-
-The lock of such a file is held by the monitor that delivers for the attempt, so that two of them (of two versions of
-this package, or one that is ending) never do. It holds nothing secret: credentials of the caller stay in memory, and a
-monitor that has none for a tracker waits until somebody's next run brings them.
+The monitor writes it once it has heard of the attempt; the supervisor does, if the attempt ended before any monitor
+ran. The monitor that delivers holds the file's lock, so that no two monitors (of two versions, or one that is ending)
+deliver the same attempt. The file holds nothing secret: credentials of the caller stay in memory, and a monitor that
+has none for a tracker waits for the next run that brings them.
 
 Failure cases: a full or read-only disk (the attempt is tracked as long as this monitor lives); a file that is half
 written or of another version (passed over, and deleted after a week); too many of them (the oldest are given up).
@@ -52,17 +50,11 @@ _SECRET = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACK
 
 
 class BacklogAttempt(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt that is to be delivered.
+    """An attempt that is to be delivered."""
 
-    Attributes:
-        observe: what its supervisor said, without what may be secret.
-        origin_ns: of the call, nanoseconds since 1970.
-        has_secrets: whether the tracker takes nothing without the caller's credentials.
-    """
-
-    observe: Observe
-    origin_ns: int
-    has_secrets: bool = False
+    observe: Observe  # its supervisor's message, without possible secrets
+    origin_ns: int  # of the call, nanoseconds since 1970
+    has_secrets: bool = False  # whether the tracker takes nothing without the caller's credentials
 
 
 class ClaimedAttempt(msgspec.Struct):
@@ -77,19 +69,14 @@ class ClaimedAttempt(msgspec.Struct):
         self.leave()
 
     def leave(self) -> None:
-        """Leave it to whoever comes next."""
+        """Leave it to the next monitor."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
 
 class Backlog:
-    """The attempts of one home that are not delivered yet.
-
-    Args:
-        directory: where they are kept; made when the first one is.
-        clock: where time comes from.
-    """
+    """The attempts of one home that are not delivered yet; makes `directory` with the first one."""
 
     def __init__(self, directory: Path, clock: Clock) -> None:
         self._directory = directory
@@ -108,11 +95,7 @@ class Backlog:
         return held
 
     def leave(self, observe: Observe, origin_ns: int) -> None:
-        """Write an attempt down for whichever monitor comes first, unless one was there already.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write an attempt down for the next monitor, unless it is there already; raises OSError."""
         path = self._directory / f"{key_of(observe)}.json"
         if path.exists():
             return
@@ -123,14 +106,13 @@ class Backlog:
     def take(
         self, known: Collection[str], limit: int, ready: Callable[[BacklogAttempt], bool] = lambda kept: True
     ) -> Iterator[tuple[BacklogAttempt, ClaimedAttempt]]:
-        """Yield attempts that no process delivers, oldest first, and hold them.
+        """Yield up to `limit` unclaimed attempts that are `ready`, oldest first, and hold them.
 
-        Args:
-            known: keys of attempts that need not be looked at: others deliver them, or they are known to wait.
-            limit: how many at most.
-            ready: whether one can be delivered now; those that cannot are left where they are.
+        Attempts in `known` are skipped: others deliver them, or they are known to wait.
         """
-        names = self._names()
+        names: list[str] = []  # oldest run first: they begin with the time of the run
+        with contextlib.suppress(OSError):
+            names = sorted(name for name in os.listdir(self._directory) if name.endswith(".json"))
         too_many = max(0, len(names) - KEPT_MAX)
         for name in names[:too_many]:
             (self._directory / name).unlink(missing_ok=True)
@@ -152,13 +134,6 @@ class Backlog:
                 limit -= 1
                 yield kept, held
 
-    def _names(self) -> list[str]:
-        """Return the files, oldest run first: their names begin with the time of the run."""
-        try:
-            return sorted(name for name in os.listdir(self._directory) if name.endswith(".json"))
-        except OSError:
-            return []
-
     def _read(self, held: ClaimedAttempt) -> BacklogAttempt | None:
         try:
             kept = from_json(os.pread(held.fd, _BYTES_MAX, 0), BacklogAttempt)
@@ -178,7 +153,7 @@ def key_of(observe: Observe) -> str:
 
 
 def origin_of(observe: Observe, clock: Clock) -> int:
-    """Return when the run was called, nanoseconds since 1970: the same on every node and for every attempt."""
+    """Return the time of the call, nanoseconds since 1970: the same for every node and attempt."""
     now_ns = clock.wall_ns()
     created_ns = created_wall_ns(observe.run_id)
     called_ns = now_ns - max(0, clock.boottime_ns() - observe.called_ns)
@@ -202,11 +177,7 @@ def _public(observe: Observe) -> Observe:
 
 
 def hold_kept(path: Path) -> ClaimedAttempt | None:
-    """Take the lock of a file; None when there is no such file, or somebody else has it.
-
-    Raises:
-        OSError: it cannot be opened.
-    """
+    """Take the lock of a file; None when it is missing, or another process has it. Raises OSError."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -216,7 +187,7 @@ def hold_kept(path: Path) -> ClaimedAttempt | None:
     except BlockingIOError:
         os.close(fd)
         return None
-    if not os.path.exists(path):  # whoever had it has just delivered everything
+    if not os.path.exists(path):  # its former holder has just delivered everything
         os.close(fd)
         return None
     return ClaimedAttempt(path, fd)

@@ -1,7 +1,7 @@
 """Starting, reaching and ending the monitor of a home.
 
     agent ──want()──▶ connected? ─▶ nothing
-                      no ─▶ somebody else's socket answers? ─▶ connected
+                      no ─▶ another process's socket answers? ─▶ connected
                             no ─▶ started, detached; its pipe says when it listens ─▶ connected
                       its end of file ─▶ started again, after longer and longer pauses, if anything runs or is left
                       undelivered
@@ -39,15 +39,7 @@ END_S = 10.0
 
 
 class Monitoring:
-    """The agent's line to the monitor of its home.
-
-    Args:
-        home: the home directory.
-        sockets: the private directory of sockets.
-        environ: start-up environment of the monitor.
-        selector: the agent's; the monitor's end is heard there.
-        clock: where time comes from.
-    """
+    """The agent's line to the monitor of its home."""
 
     def __init__(
         self, home: Home, sockets: Path, environ: Mapping[str, str], selector: selectors.BaseSelector, clock: Clock
@@ -71,11 +63,7 @@ class Monitoring:
         self._word = word if word is not None else self._word
 
     def tend(self, *, busy: bool) -> None:
-        """Start it if it is wanted and not there.
-
-        Args:
-            busy: whether anything runs, so that one that was lost is wanted back.
-        """
+        """Start it if it is wanted and not there; `busy` wants a lost one back."""
         if self._process is not None and self._process.poll() is not None:
             self._process = None
         if self._peer is not None:
@@ -96,7 +84,7 @@ class Monitoring:
         try:
             self._process, self._ready_fd = start(self._home, self._sockets, self._environ)
         except OSError:
-            return  # no process to be had now; asked for again after the pause
+            return  # no process can start now; tried again after the pause
         self._selector.register(self._ready_fd, selectors.EVENT_READ, self._started)
 
     def _started(self) -> None:
@@ -144,7 +132,7 @@ def _has_undelivered(home: Home) -> bool:
 
 
 def preparation(tracker: Tracking | None, context: Context) -> messages.Prepare | None:
-    """Return what the monitor is told before a run of this context; None where that is not going to be tracked."""
+    """Return the message that prepares the monitor for a run of this context; None without tracking."""
     if tracker is None:
         return None
     return messages.Prepare(
@@ -153,13 +141,9 @@ def preparation(tracker: Tracking | None, context: Context) -> messages.Prepare 
 
 
 def start(home: Home, sockets: Path, environ: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], int]:
-    """Start a monitor, which detaches itself; where one runs already, the new one ends.
+    """Start a monitor, which detaches itself; it ends where one runs already. Raises OSError.
 
-    Returns:
-        The process that is to be reaped, and a descriptor that is readable once one listens, or none could.
-
-    Raises:
-        OSError: no process can be started.
+    Returns the process to reap, and a descriptor that is readable once one listens, or none could.
     """
     ready_read, ready_write = os.pipe()
     log = -1
@@ -178,7 +162,7 @@ def start(home: Home, sockets: Path, environ: Mapping[str, str]) -> tuple[subpro
 
 
 def connect(sockets: Path) -> Channel | None:
-    """Return a connection to the monitor, without blocking; None when there is none that listens."""
+    """Return a connection to the monitor, without blocking; None when none listens."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     sock.setblocking(False)
     try:
@@ -192,9 +176,7 @@ def connect(sockets: Path) -> Channel | None:
 def ensure(home: Home, environ: Mapping[str, str]) -> Channel:
     """Return a connection to the monitor of a home, after starting it if needed.
 
-    Raises:
-        AgentUnavailable: it could not be started.
-        StorageError: the sockets' directory cannot be used.
+    Raises AgentUnavailable when it does not start, StorageError when the sockets' directory cannot be used.
     """
     sockets = home.sockets()
     deadline_ns = SystemClock().boottime_ns() + int(_START_S * 1e9)
@@ -224,15 +206,9 @@ def ensure(home: Home, environ: Mapping[str, str]) -> Channel:
 
 
 def stop(home: Home) -> int:
-    """End the monitors of a home that have nothing to look after; the others end with the last attempt.
+    """End the idle monitors of a home; the others end with the last attempt. Return how many have ended.
 
-    What is not delivered to MLflow yet gets a few seconds, and is otherwise taken up by the next monitor.
-
-    Returns:
-        How many have ended.
-
-    Raises:
-        AgentUnavailable: one did not end.
+    Undelivered writes to MLflow get a few seconds, then the next monitor takes them up. Raises AgentUnavailable.
     """
     count = 0
     for path in home.sockets().glob("monitor-*.lock"):

@@ -1,6 +1,6 @@
-"""All attempts on their way to MLflow: those that go on, those that have ended, those an earlier monitor left.
+"""All attempts on their way to MLflow: running, ended, and left by an earlier monitor.
 
-    Observe ─▶ Backlog.keep ─▶ Delivering ─▶ delivered, refused, given up ─▶ Held.drop
+    Observe ─▶ Backlog.keep ─▶ Delivering ─▶ delivered, refused, given up ─▶ ClaimedAttempt.drop
     every 15 s, where there is room: Backlog.take ─▶ Recorder without a supervisor ─▶ Delivering ─▶ …
 
 Threads are few: those of attempts that go on, and at most 32 of attempts that have ended. Where MLflow is away for
@@ -29,13 +29,7 @@ _SECRETS_MAX = 64
 
 
 class MlflowDeliveries:
-    """What is delivered, and what waits for it.
-
-    Args:
-        home: the home directory.
-        clock: where time comes from.
-        wake: wakes the main thread.
-    """
+    """Running and waiting deliveries."""
 
     def __init__(self, home: Home, clock: Clock, wake: Callable[[], None]) -> None:
         self._home = home
@@ -97,7 +91,7 @@ class MlflowDeliveries:
             yield recorder
 
     def _is_ready(self, kept: BacklogAttempt) -> bool:
-        """Return whether an attempt can be delivered; one without its credentials is not looked at before they come."""
+        """Return whether an attempt can be delivered; one without its credentials waits for them."""
         key, target = key_of(kept.observe), target_of(kept.observe)
         self._waiting.pop(key, None)
         if kept.has_secrets and target not in self._secrets:

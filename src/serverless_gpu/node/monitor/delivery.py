@@ -1,17 +1,16 @@
-"""One attempt on its way to MLflow: the delivery's thread, what ranks read of it, and its news for the main thread.
+"""Delivery of one attempt to MLflow: its thread, its ranks' file, and news for the main thread.
 
     thread: Delivery.run ──tracked, untracked, said──▶ tracking.json, for ranks that import mlflow
                                                     └▶ news, and the main thread is woken
-
     <attempt>/tracking.json    {"state": "pending" | "away" | "ready" | "failed", "environ": {…}, "run_id",
                                 "url", "sentence"}
 
-The file holds no credentials: where the caller's own `MLFLOW_TRACKING_URI` is used, ranks have that already. While it
-says "pending" it is touched every few seconds, so that a rank knows that somebody is at work. "away": MLflow does not
-answer now, and ranks need not wait; the home's own server that starts is "pending".
+The file holds no credentials: ranks have the caller's own `MLFLOW_TRACKING_URI` already. While its state is "pending"
+it is touched every few seconds, so that ranks see that the delivery lives. "away": MLflow does not answer now, and
+ranks need not wait; the home's own starting server is "pending".
 
 Failure cases: the file cannot be written (ranks that started with the variables have them, the others do without); a
-mistake of ours in the thread (it is logged, the attempt is not tracked any more, everything else goes on).
+bug of ours in the thread (logged; the attempt is not tracked any more, everything else goes on).
 """
 
 from __future__ import annotations
@@ -47,33 +46,20 @@ _AGAIN = "the home's MLflow server ended unexpectedly, and is starting again"
 
 
 class TrackingNote(msgspec.Struct, frozen=True, kw_only=True):
-    """What `tracking.json` holds.
-
-    Attributes:
-        environ: variables with which an MLflow in a rank finds the run.
-        sentence: why it is not known, or "".
-    """
+    """Contents of `tracking.json`."""
 
     state: Literal["pending", "away", "ready", "failed"] = "pending"
-    environ: dict[str, str] = {}
+    environ: dict[str, str] = {}  # variables with which an MLflow in a rank finds the run
     run_id: str = ""
     url: str = ""
-    sentence: str = ""
+    sentence: str = ""  # why the run is not known, or ""
 
 
 class Delivering:
     """The delivery of one attempt.
 
-    Args:
-        home: the home directory.
-        kept: the attempt; its spec has a tracker.
-        environ: the caller's variables that say how MLflow is reached, credentials among them.
-        held: its file in the backlog; None where there is none.
-        wake: called in the thread when there is news.
-
-    Attributes:
-        word: what is known of where it is tracked, or None while nothing is.
-        held: as given.
+    `environ` has the caller's variables that configure MLflow, credentials among them; the thread calls `wake` for
+    news.
     """
 
     def __init__(
@@ -85,8 +71,8 @@ class Delivering:
         wake: Callable[[], None],
     ) -> None:
         observe = self._observe = kept.observe
-        self.word: messages.TrackedNote | messages.Untracked | None = None
-        self.held = held
+        self.word: messages.TrackedNote | messages.Untracked | None = None  # where it is tracked, or None while unknown
+        self.held = held  # its file in the backlog, if any
         self._answer: messages.TrackedNote | messages.Untracked | None = None
         self._environ = environ
         self._home = home
@@ -123,7 +109,10 @@ class Delivering:
 
     def start(self) -> None:
         """Begin to deliver."""
-        if not isinstance(self.word, messages.TrackedNote) and self._noted().state != "ready":
+        noted = TrackingNote()
+        with contextlib.suppress(OSError, msgspec.MsgspecError), self._path.open("rb") as file:
+            noted = from_json(file.read(_BYTES_MAX), TrackingNote)
+        if not isinstance(self.word, messages.TrackedNote) and noted.state != "ready":
             self._note(TrackingNote())
         self._thread.start()
 
@@ -149,7 +138,7 @@ class Delivering:
         self._delivery.wake()
 
     def tend(self) -> None:
-        """Show ranks that somebody is at work, and go on at once when the home's server has come up."""
+        """Show ranks that the delivery lives; go on at once when the home's server has come up."""
         if isinstance(self.word, messages.TrackedNote) or self.is_done:
             return
         with contextlib.suppress(OSError):
@@ -157,7 +146,8 @@ class Delivering:
         with contextlib.suppress(OSError):
             os.unlink(self._asked)  # a rank has seen that MLflow answers
             self._delivery.wake()
-        if isinstance(self.word, messages.Untracked) and self._serves_here():
+        tracker = self._observe.spec.tracker
+        if isinstance(self.word, messages.Untracked) and tracker is not None and not tracker.uri:
             with contextlib.suppress(TrackerAway):
                 self._address()
                 self._delivery.wake()
@@ -179,7 +169,7 @@ class Delivering:
         self._tell(messages.TrackedNote(run_id=tracked.run_id, url=tracked.url, environ=environ))
 
     def untracked(self, sentence: str, *, final: bool) -> None:
-        """Hear that there is none, yet or for good."""
+        """Record that the run is not tracked, yet or for good."""
         is_starting = sentence in (_STARTING, _AGAIN)
         self._note(TrackingNote(state="failed" if final else "pending" if is_starting else "away", sentence=sentence))
         self._tell(messages.Untracked(sentence=sentence, final=final, is_starting=is_starting))
@@ -213,18 +203,10 @@ class Delivering:
         is_callers = split_userinfo(named)[0] == tracking.uri.rstrip("/")
         return MlflowTracker(named if is_callers else tracking.uri, self._environ)
 
-    def _serves_here(self) -> bool:
-        return self._observe.spec.tracker is not None and not self._observe.spec.tracker.uri
-
     def _address(self) -> str:
         return address_of(self._home, self._observe, self._environ)
 
     # --- tracking.json -------------------------------------------------------------------------------------------
-
-    def _noted(self) -> TrackingNote:
-        with contextlib.suppress(OSError, msgspec.MsgspecError), self._path.open("rb") as file:
-            return from_json(file.read(_BYTES_MAX), TrackingNote)
-        return TrackingNote()
 
     def _note(self, note: TrackingNote) -> None:
         with contextlib.suppress(OSError):
@@ -232,10 +214,9 @@ class Delivering:
 
 
 def address_of(home: Home, observe: messages.Observe, environ: Mapping[str, str]) -> str:
-    """Return where the home's server for an attempt's store is, and see to it that there is one.
+    """Return the address of the home's server for an attempt's store, starting it if needed.
 
-    Raises:
-        TrackerAway: it is not up yet, or cannot be.
+    Raises TrackerAway while it is not up, or cannot be.
     """
     store = observe.spec.tracker.store if observe.spec.tracker is not None else ""
     serving = ensure_server(home, observe.python, store, environ=environ)

@@ -1,15 +1,13 @@
-"""What devices do: NVIDIA GPUs through NVML, fakes through a file or their ranks, CPU slots through their ranks.
+"""Samples devices: GPUs through NVML, fakes through a file or ranks, CPU slots through ranks.
 
     sample() ── asks ──▶ thread: NVML, some ms for each GPU ──▶ the latest reading
         └────── waits 50 ms for it at most, and takes the one before where it is not ready ◀──┘
 
-Failure cases, none an exception:
-- NVML hangs (a wedged driver blocks in the kernel): after 5 s the reading does not count any more, samples say nothing
-  of GPUs and `problem` says why; the one thread waits on, and all is well again when it comes back;
-- a figure the card or driver does not have: None, asked again every time, for little;
-- a GPU that fell off the bus: an empty sample, and `problem` says which;
-- the binding fails otherwise (no memory, an answer it does not understand): an empty reading, and `problem` says how;
-- PCIe throughput is measured for 20 ms by the call that asks for it, so two GPUs at a time, in turn.
+Failure cases, none an exception: a wedged driver blocks NVML (after 5 s the reading expires, samples have no GPUs and
+`problem` says why, until the one thread comes back); a figure the card or driver does not have (None, asked again every
+time); a GPU that fell off the bus (an empty sample, and `problem` names it); another error of the binding (an empty
+reading, and `problem` says how). PCIe throughput is measured for 20 ms by the call that asks for it, so for two GPUs at
+a time, in turn.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ NVLINK_TRANSMIT, NVLINK_RECEIVE = 138, 139  # fields: KiB over all links
 
 
 class GpuReading(NamedTuple):
-    """GPUs at one moment, by uuid, and how much of their memory each process has; None where that is hidden."""
+    """GPUs at one moment, by uuid, and memory by process; None where that is hidden."""
 
     gpus: dict[str, GpuSample]
     memory_by_pid: dict[int, int] | None
@@ -52,13 +50,9 @@ class GpuReading(NamedTuple):
 
 
 class NvmlSampler:
-    """Samples NVIDIA GPUs, in a thread of its own.
+    """Samples NVIDIA GPUs, in a thread of its own; waits at most `wait_s` for a fresh reading.
 
-    Args:
-        nvml: the binding to use instead of `pynvml`.
-        clock: tells how old a reading is.
-        wait_s: how long to wait for a fresh one.
-        pids_visible: whether NVML's pids are those of this process's namespace; None finds out.
+    `pids_visible` says that NVML's pids are those of this process's namespace; None finds out.
     """
 
     def __init__(
@@ -208,21 +202,15 @@ class _NvmlReader:
 
 
 class FakeGpu(msgspec.Struct, frozen=True, kw_only=True):
-    """What the state file says of a fake; what it does not say is taken from the fake's rank.
+    """A fake's part of the state file; the fake's rank supplies the rest."""
 
-    Attributes:
-        memory_used_bytes: as the gate sees it.
-        problem: why it cannot be asked, or "".
-        sampled: figures by the names of `GpuSample`.
-    """
-
-    memory_used_bytes: int | None = None
-    problem: str = ""
-    sampled: dict[str, int | float | None] = {}
+    memory_used_bytes: int | None = None  # as the gate sees it
+    problem: str = ""  # why it cannot be asked, or ""
+    sampled: dict[str, int | float | None] = {}  # figures by the names of `GpuSample`
 
 
 def fake_state(home: Path) -> dict[str, FakeGpu]:
-    """Return what the state file of fakes says, by uuid; nothing where there is none, or it cannot be read."""
+    """Return the state file of fakes, by uuid; nothing where it is missing or unreadable."""
     try:
         with (home / FAKE_STATE_FILE).open("rb") as file:
             return from_json(file.read(_FAKE_STATE_BYTES_MAX), dict[str, FakeGpu])
@@ -231,14 +219,7 @@ def fake_state(home: Path) -> dict[str, FakeGpu]:
 
 
 def from_rank(device: Device, rank: RankSample | None, share: int, state: Mapping[str, FakeGpu]) -> GpuSample:
-    """Return the sample of a fake or a CPU slot.
-
-    Args:
-        device: the device.
-        rank: the rank that has it, or None while nobody does.
-        share: how many devices that rank has.
-        state: what the state file says of fakes.
-    """
+    """Return the sample of a fake or a CPU slot from its rank, if any, which has `share` devices."""
     busy = 0.0 if rank is None else rank.cpu_percent
     memory = 0 if rank is None else rank.memory_bytes
     derived = GpuSample(

@@ -1,7 +1,7 @@
-"""The machine itself: CPU, memory, the disk of the home, network.
+"""Samples the machine: CPU, memory, the disk of the home, network.
 
-Failure cases: a figure that cannot be read is None. The disk is asked every ten seconds only: on a network file system
-every question is a message to its server.
+A figure that cannot be read is None. The disk is asked every ten seconds only: on a network file system every question
+is a message to its server.
 """
 
 from __future__ import annotations
@@ -19,12 +19,7 @@ _NETWORKS = Path("/sys/class/net")
 
 
 class Host:
-    """Samples this machine; CPU counts between two samples, so the first one does not know it.
-
-    Args:
-        home: whose disk is meant.
-        networks: the kernel's directory of network interfaces.
-    """
+    """Samples this machine; CPU counts between two samples, so the first one does not know it."""
 
     def __init__(self, home: Path, networks: Path = _NETWORKS) -> None:
         self._home = home
@@ -34,11 +29,7 @@ class Host:
         self._disk_ns: int | None = None
 
     def sample(self, at_ns: int) -> HostSample:
-        """Return the machine now.
-
-        Args:
-            at_ns: now, of any clock.
-        """
+        """Return a sample of the machine; `at_ns` is of any clock."""
         if self._disk_ns is None or not 0 <= at_ns - self._disk_ns < _DISK_EVERY_NS:
             self._disk, self._disk_ns = _disk(self._home), at_ns
         memory = psutil.virtual_memory()

@@ -1,12 +1,12 @@
-"""The node at one moment: host, devices and ranks, put together; one look a second serves all attempts.
+"""The node at one moment: host, devices and ranks; one sample a second serves all attempts.
 
     Host ────────────┐
-    RankProcesses ───┼─▶ ThisMachine.look(wanted) ─▶ Look ─▶ a Sample for each attempt, a frame for who looks
+    RankProcesses ───┼─▶ ThisMachine.look(wanted) ─▶ NodeSample ─▶ a sample for each attempt, a frame for `sgpu top`
     NvmlSampler ─────┤
     fake_gpus.json ──┘
 
-It never waits longer than some tens of milliseconds, but for the list of GPUs when somebody looks at a node whose
-driver hangs, and never raises: what cannot be known is None, and `Look.problems` says why, so that it can be said once.
+It waits at most some tens of milliseconds, except for a list of GPUs (`sgpu top`) while the driver hangs. It never
+raises: an unknown is None, and `NodeSample.problems` says why, so that it is reported once.
 """
 
 from __future__ import annotations
@@ -31,13 +31,7 @@ _LIST_EVERY_NS = 30 * SECOND_NS
 
 
 class ThisMachine:
-    """Looks at this machine; used by one thread.
-
-    Args:
-        home: the home directory: its disk is watched, and fakes read their state from `fake_gpus.json` there.
-        nvml: what samples NVIDIA GPUs; None makes one.
-        clock: tells the time.
-    """
+    """Samples this machine; used by one thread. `nvml` of None makes a sampler."""
 
     def __init__(self, home: Path, *, nvml: NvmlSampler | None = None, clock: Clock | None = None) -> None:
         self._home = home
@@ -49,12 +43,7 @@ class ThisMachine:
         self._sources: tuple[str, tuple[GpuType, ...], tuple[Provider, ...]] | None = None
 
     def look(self, wanted: SampleRequest, at_ns: int) -> NodeSample:
-        """Return what is seen now.
-
-        Args:
-            wanted: what is to be looked at; a device nobody has does nothing, if it is made up.
-            at_ns: nanoseconds since 1970.
-        """
+        """Return a sample (nanoseconds since 1970); an unused made-up device is idle."""
         boottime_ns = self._clock.boottime_ns()
         own, problem = ((), "") if wanted.fakes is None else self._list(wanted.fakes, boottime_ns)
         devices = {device.uuid: device for device in (*own, *wanted.devices)}

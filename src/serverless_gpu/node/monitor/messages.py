@@ -1,13 +1,13 @@
-"""What is said to the monitor and what it says, one JSON object per packet (`inside/channel.py`).
+"""Messages to and from the monitor, one JSON object per packet (`inside/channel.py`).
 
-    supervisor ──Observe, Ranks, Ending, Settled──▶ monitor      its end of file: the attempt is over
-    supervisor ◀──Tracked, Untracked, Seen, Said─── monitor
+    supervisor ──Observe, Ranks, EndingNote, Settled──▶ monitor      its end of file: the attempt is over
+    supervisor ◀──TrackedNote, Untracked, AttemptSample, UserSentence─── monitor
     agent ──────Prepare──▶ monitor                               have ready what such a run will need
-    top ────────Watch──▶ monitor ──Frame──▶ top                  while somebody looks
-    `sgpu stop` ──Retire──▶ monitor                              end; it does, or says why not yet
+    top ────────WatchNode──▶ monitor ──NodeFrame──▶ top              while it runs
+    `sgpu stop` ──RetireMonitor──▶ monitor                        end; it does, or says why not yet
 
 Every supervisor, agent and `sgpu top` has a connection of its own to the socket `monitor-<PROTOCOL>-<version>.sock`.
-Nobody waits for the monitor but the start of programs, and the receipt of what was over at once, for 200 ms.
+Only the start of programs waits for the monitor, and, for 200 ms, the receipt of a very short run.
 """
 
 from __future__ import annotations
@@ -34,53 +34,35 @@ class MonitorMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"
 
 
 class Prepare(MonitorMessage, frozen=True, kw_only=True, tag="prepare"):
-    """A run with this tracking is likely to come: start the home's MLflow server if it is to be that.
-
-    Attributes:
-        python: the caller's interpreter, whose MLflow serves the home's store.
-        environ: the caller's variables, as `Observe` has them.
-    """
+    """A run with this tracking is likely to come: start the home's MLflow server if it is to be that."""
 
     tracker: Tracking
-    python: str
-    environ: dict[str, str]
+    python: str  # the caller's, whose MLflow serves the home's store
+    environ: dict[str, str]  # as in `Observe`
 
 
 class Observe(MonitorMessage, frozen=True, kw_only=True, tag="observe"):
-    """An attempt begins on this node; the first word of a supervisor, said as soon as it has the launch.
-
-    Attributes:
-        directory: of the attempt.
-        devices: those it may get; `Ranks` says which it has.
-        node_rank: number of this node in the gang.
-        environ: the caller's variables whose names begin with ``MLFLOW_``, and those of proxies and certificates.
-        environment: what ranks import, in words.
-        called_ns: boottime of the call; steps of system metrics count seconds from here.
-    """
+    """An attempt begins on this node; a supervisor's first message, as soon as it has the launch."""
 
     run_id: str
     fence: int
     directory: str
     spec: RunSpec
     world_size: int
-    node_rank: int = 0
+    node_rank: int = 0  # number of this node in the gang
     num_nodes: int = 1
     python: str
-    environ: dict[str, str]
-    environment: str = ""
-    called_ns: int
+    environ: dict[str, str]  # the caller's ``MLFLOW_…``, and those of proxies and certificates
+    environment: str = ""  # what ranks import, in words
+    called_ns: int  # boottime; steps of system metrics count seconds from here
 
 
 class Ranks(MonitorMessage, frozen=True, kw_only=True, tag="ranks"):
-    """The ranks run: their devices, in order of local rank, and their processes by global rank.
-
-    Attributes:
-        cgroup: directory of the attempt's cgroup, or "".
-    """
+    """The ranks run: their devices, in order of local rank, and their processes by global rank."""
 
     devices: tuple[Device, ...]
     pids: dict[int, int]
-    cgroup: str = ""
+    cgroup: str = ""  # directory of the attempt's cgroup, or ""
 
 
 class EndingNote(MonitorMessage, frozen=True, kw_only=True, tag="ending"):
@@ -96,71 +78,47 @@ class Settled(MonitorMessage, frozen=True, kw_only=True, tag="settled"):
 
 
 class TrackedNote(MonitorMessage, frozen=True, kw_only=True, tag="tracked"):
-    """The run is tracked.
+    """The run is tracked."""
 
-    Attributes:
-        run_id: MLflow's.
-        url: what a person opens.
-        environ: variables with which any MLflow in a rank finds it.
-    """
-
-    run_id: str
+    run_id: str  # MLflow's
     url: str
-    environ: dict[str, str]
+    environ: dict[str, str]  # variables with which any MLflow in a rank finds it
 
 
 class Untracked(MonitorMessage, frozen=True, kw_only=True, tag="untracked"):
-    """The run is not tracked, as far as is known now, and why; `TrackedNote` may come yet where `final` is not set.
-
-    Attributes:
-        is_starting: whether that is because the home's own server starts, which takes seconds.
-    """
+    """The run is not tracked, and why; `TrackedNote` may follow where `final` is not set."""
 
     sentence: str
     final: bool = False
-    is_starting: bool = False
+    is_starting: bool = False  # the home's own server starts, which takes seconds
 
 
 class AttemptSample(MonitorMessage, frozen=True, kw_only=True, tag="seen"):
-    """What was seen of the attempt, up to now; said after every sample.
+    """Telemetry of the attempt up to now; sent after every sample."""
 
-    Attributes:
-        uses: its devices, from its first to its last sample.
-        busy: whether a device, or on CPU slots a rank, did any work worth the name since the last one.
-    """
-
-    uses: tuple[DeviceUse, ...]
-    busy: bool
+    uses: tuple[DeviceUse, ...]  # its devices, from its first to its last sample
+    busy: bool  # whether a device, or on CPU slots a rank, worked noticeably since the last one
 
 
 class UserSentence(MonitorMessage, frozen=True, kw_only=True, tag="said"):
-    """A sentence for whoever watches the run, and for its receipt where it is to be kept there."""
+    """A sentence for watchers of the run, and for its receipt where it is to be kept there."""
 
     sentence: str
     note: bool = False
 
 
 class WatchNode(MonitorMessage, frozen=True, kw_only=True, tag="watch"):
-    """Show me the node, once a second, until I am gone.
+    """Request for the node's frames, once a second, until the sender is gone."""
 
-    Attributes:
-        fakes: what `SERVERLESS_GPU_FAKE` is where I am: they are shown instead of the node's GPUs.
-    """
-
-    fakes: str = ""
+    fakes: str = ""  # the sender's `SERVERLESS_GPU_FAKE`: shown instead of the node's GPUs
 
 
 class RetireMonitor(MonitorMessage, frozen=True, kw_only=True, tag="retire"):
-    """End once no attempt goes on any more; where one does, that is `UserSentence`, and nobody need wait."""
+    """End after the last attempt; while one goes on, the answer is a `UserSentence`."""
 
 
 class WatchedAttempt(msgspec.Struct, frozen=True, kw_only=True):
-    """One attempt in a frame; `devices` by uuid, `pids` by global rank.
-
-    Attributes:
-        began_ns: when its ranks began, nanoseconds since 1970; 0 before.
-        tracked: what a person opens, or "".
-    """
+    """One attempt in a frame; `devices` by uuid, `pids` by global rank."""
 
     run_id: str
     fence: int
@@ -168,12 +126,12 @@ class WatchedAttempt(msgspec.Struct, frozen=True, kw_only=True):
     state: State
     devices: tuple[str, ...]
     pids: dict[int, int]
-    began_ns: int
-    tracked: str = ""
+    began_ns: int  # when its ranks began, nanoseconds since 1970; 0 before
+    tracked: str = ""  # link for people, or ""
 
 
 class NodeFrame(MonitorMessage, frozen=True, kw_only=True, tag="frame"):
-    """The node now; `sample` has all of its devices, and the ranks of all attempts in the order of `attempts`."""
+    """The node now; `sample` has all devices, and the ranks of all attempts in the order of `attempts`."""
 
     devices: tuple[Device, ...]
     sample: Sample
@@ -215,7 +173,7 @@ _decoder: msgspec.json.Decoder[AnyWord] = msgspec.json.Decoder(AnyWord)
 
 
 def tracking_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what of a caller's variables says where MLflow is, how it is reached, and what one is started with."""
+    """Return the caller's variables by which MLflow is found, reached and started."""
     return {
         name: value
         for name, value in environ.items()
@@ -229,24 +187,18 @@ def monitor_socket(sockets: Path) -> Path:
 
 
 def say(channel: Channel, word: MonitorMessage) -> None:
-    """Send a word.
-
-    Raises:
-        OSError: the peer is gone; `BlockingIOError` when it does not read.
-    """
+    """Send a message; raises OSError if the peer is gone, BlockingIOError if it does not read."""
     channel.send(_encoder.encode(word), ())
 
 
 def hear(channel: Channel) -> AnyWord | None:
-    """Return the next word, or None when the peer is gone.
+    """Return the next message, or None when the peer is gone.
 
-    Raises:
-        msgspec.MsgspecError: the peer speaks another language.
-        OSError: nothing can be read; `BlockingIOError` when nothing is there.
+    Raises MsgspecError for another protocol, OSError for a broken connection, BlockingIOError when nothing is there.
     """
     received = channel.receive()
     if received is None:
         return None
     word = decoded(_decoder, received)
-    close_all(received[1])  # nobody gives a monitor any
+    close_all(received[1])  # a monitor takes no descriptors
     return word

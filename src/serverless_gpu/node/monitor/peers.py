@@ -1,4 +1,4 @@
-"""A connection to the monitor: what is said on it, kept for a while where the other side does not read."""
+"""A connection to the monitor; queues messages, up to a bound, while the other side does not read."""
 
 from __future__ import annotations
 
@@ -13,19 +13,12 @@ _PENDING_MAX = 64
 
 
 class Peer:
-    """A supervisor, an agent, or somebody who looks.
-
-    Args:
-        channel: the connection; made non-blocking.
-
-    Attributes:
-        watch: what it asked to see, or None.
-    """
+    """A supervisor, an agent, or `sgpu top`; makes its channel non-blocking."""
 
     def __init__(self, channel: Channel) -> None:
         channel.sock.setblocking(False)
         self.channel = channel
-        self.watch: messages.WatchNode | None = None
+        self.watch: messages.WatchNode | None = None  # what it asked to see, or None
         self._pending: deque[messages.MonitorMessage] = deque(maxlen=_PENDING_MAX)
 
     @property
@@ -34,25 +27,14 @@ class Peer:
         return bool(self._pending)
 
     def say(self, word: messages.MonitorMessage, *, passing: bool = False) -> None:
-        """Say something; what is passing is left out where something else still waits.
-
-        Raises:
-            OSError: it is gone.
-        """
+        """Send or queue a message, dropping a passing one while another waits; raises OSError if it is gone."""
         if passing and self._pending:
             return
         self._pending.append(word)
         self.flush(keep=not passing)
 
     def flush(self, *, keep: bool = True) -> None:
-        """Say what waits, as far as the other side reads.
-
-        Args:
-            keep: whether what cannot be said now is kept.
-
-        Raises:
-            OSError: it is gone.
-        """
+        """Send the queue as far as the other side reads, and `keep` the rest or not; raises OSError."""
         while self._pending:
             try:
                 messages.say(self.channel, self._pending[0])
@@ -63,11 +45,7 @@ class Peer:
             self._pending.popleft()
 
     def hear(self) -> messages.AnyWord | None:
-        """Return the next word, or None when the other side is gone or makes no sense.
-
-        Raises:
-            BlockingIOError: there is none.
-        """
+        """Return the next message, or None when the other side is gone or makes no sense; BlockingIOError."""
         try:
             return messages.hear(self.channel)
         except BlockingIOError:

@@ -1,23 +1,23 @@
-"""The monitor: samples the node while something runs on it, and sees to it that runs arrive in MLflow.
+"""The monitor: samples the node while something runs on it, and delivers runs to MLflow.
 
     supervisors ──one connection each──▶ ┌──────────── main thread ────────────┐ ──once a second──▶ Sampler (thread)
-    agent, `sgpu top` ─────────────────▶ │ Recorder per attempt, Frames        │ ◀──────Look─────
+    agent, `sgpu top` ─────────────────▶ │ Recorder per attempt, Frames        │ ◀──NodeSample───
                                          │ Deliveries                          │ ──one each──▶ Delivering (threads)
                                          └─────────────────────────────────────┘                ─▶ MLflow
 
-One process per home, nobody's child; the agent starts it when there is something to do and connects, so that it learns
-of its end. It decides nothing about a run, and nothing of a run waits for it but the start of programs.
+One detached process per home; the agent starts it on demand and connects, so that it learns of its end. It decides
+nothing about a run, and only the start of programs waits for it.
 
 Failure cases:
-- killed: runs go on; the agent starts another one, supervisors connect to that and say again what there is to know,
-  what was not delivered is found on disk (`backlog.py`);
+- killed: runs go on; the agent starts another one, supervisors connect to it and send their messages again, and the
+backlog on disk (`backlog.py`) has what was not delivered;
 - MLflow refuses, hangs, fails: its threads wait, samples lie on disk until it is back;
 - two started at once: the lock decides, the loser ends;
-- a driver hangs: its samples stop (`sampler.py`), words are still heard;
-- a peer does not read: what is passing is left out for it, the rest waits, up to a bound;
+- a driver hangs: its samples stop (`sampler.py`), messages are still read;
+- a peer does not read: passing messages are dropped for it, the rest waits, up to a bound;
 - the home, or its socket, is deleted: it ends;
-- nobody needs it: it ends a few seconds after the last connection, once everything has arrived in MLflow;
-- it is told to end (`sgpu stop`): what has not arrived gets three seconds, and is otherwise the next one's.
+- it is idle: it ends a few seconds after the last connection, once everything has arrived in MLflow;
+- `sgpu stop` ends it: undelivered writes get three seconds, and are otherwise the next one's.
 """
 
 from __future__ import annotations
@@ -62,15 +62,9 @@ _BREATH_S = 0.05
 
 
 def main(home: str, sockets: str, ready_fd: int) -> NoReturn:
-    """Be the monitor until nobody needs one.
-
-    Args:
-        home: the home directory.
-        sockets: the private directory of sockets.
-        ready_fd: closed when connections are accepted, or when another monitor already does that.
-    """
+    """Run the monitor until it is idle; `ready_fd` is closed once this or another one accepts connections."""
     if os.fork():
-        os._exit(0)  # nobody's child: whoever starts it may end first, and need not reap it
+        os._exit(0)  # reparented: its starter may end first, and need not reap it
     linux.set_name("sgpu-monitor")
     linux.be_ordinary()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -88,13 +82,7 @@ def main(home: str, sockets: str, ready_fd: int) -> NoReturn:
 
 
 class Monitor:
-    """The monitor's loop and what it looks after.
-
-    Args:
-        home: the home directory.
-        path: where it listens.
-        clock: where time comes from.
-    """
+    """The monitor's loop; listens at `path`."""
 
     def __init__(self, home: Home, path: Path, clock: Clock) -> None:
         self._home = home
@@ -114,9 +102,12 @@ class Monitor:
         self._listener = self._listen()
 
     def serve(self) -> None:
-        """Serve until nobody needs it."""
+        """Serve until it is idle."""
         while not self._is_done():
-            for key, _ in self._selector.select(self._pause_s()):
+            pause_s = _LOOK_S if self._recorders else _TURN_S
+            if self._is_needed():
+                pause_s = max(0.0, (self._due_ns - self._clock.boottime_ns()) / 1e9)
+            for key, _ in self._selector.select(pause_s):
                 callback: Callable[[], None] = key.data
                 callback()
             self._tend()
@@ -145,7 +136,7 @@ class Monitor:
         try:
             sock, _ = self._listener.accept()
         except OSError:
-            select.select([], [], [], _BREATH_S)  # no descriptors: whoever knocks would be heard again at once
+            select.select([], [], [], _BREATH_S)  # no descriptors: a pending connection would wake it at once
             return
         if len(self._peers) >= PEERS_MAX:
             sock.close()
@@ -170,7 +161,10 @@ class Monitor:
                 peer.watch = word
                 self._due_ns = 0
             case messages.RetireMonitor():
-                self._retire(peer)
+                self._retiring_ns = self._clock.boottime_ns()
+                if self._is_observing():
+                    with contextlib.suppress(OSError):
+                        peer.say(messages.UserSentence(sentence="it ends with the last attempt that goes on"))
             case messages.Ranks() | messages.EndingNote() | messages.Settled() if peer in self._of_peer:
                 if not self._is_needed():
                     self._due_ns = self._clock.boottime_ns() + _FIRST_NS
@@ -196,12 +190,6 @@ class Monitor:
             self._deliveries.begin(recorder)
         self._of_peer[peer] = recorder
         recorder.join(peer)
-
-    def _retire(self, peer: Peer) -> None:
-        self._retiring_ns = self._clock.boottime_ns()
-        if self._is_observing():
-            with contextlib.suppress(OSError):
-                peer.say(messages.UserSentence(sentence="it ends with the last attempt that goes on"))
 
     # --- every turn ----------------------------------------------------------------------------------------------
 
@@ -272,11 +260,6 @@ class Monitor:
         if self._is_observing():
             self._retiring_ns = now_ns
         return not self._recorders or now_ns - self._retiring_ns > GRACE_S * 1e9
-
-    def _pause_s(self) -> float:
-        if self._is_needed():
-            return max(0.0, (self._due_ns - self._clock.boottime_ns()) / 1e9)
-        return _LOOK_S if self._recorders else _TURN_S
 
 
 def say(line: str) -> None:

@@ -1,9 +1,9 @@
-"""What ranks use of the host: CPU and memory of each rank's process and of everything it started.
+"""Samples what ranks use of the host: CPU and memory of each rank's process and of its descendants.
 
     /proc ─ every pid once ─▶ whose descendant is it? ─▶ for those of ranks, every second: stat
 
-Whose a process is, is found out when it is first seen: asking every process of a large machine every second would cost
-more than all else. A process whose parent has ended stays its rank's.
+A process gets its rank when it is first seen: asking every process of a large machine every second would cost more than
+all else. A process whose parent has ended stays its rank's.
 
 Failure cases: a process that ends while it is looked at counts no more (its CPU time is its parent's by then, if that
 one waited for it); memory that processes share is counted in each, as in any list of processes.
@@ -48,14 +48,9 @@ class RankProcesses:
         self._before: dict[Key, tuple[int, float]] = {}
 
     def look(self, at_ns: int, roots: Mapping[int, Key]) -> dict[Key, RankLook]:
-        """Return what each rank uses.
-
-        Args:
-            at_ns: now, of a clock that does not jump.
-            roots: whose process a pid is.
-        """
+        """Return the usage of each rank; `at_ns` is of a clock that does not jump, `roots` maps pids to ranks."""
         if roots != self._roots:
-            # Ranks were forked before it was known that they would be: their children may be somebody else's yet.
+            # Ranks were forked before it was known that they would be: their children may belong to another rank yet.
             self._roots, self._owners = dict(roots), dict(roots)
         self._find_owners()
         sums: dict[Key, tuple[float, int, tuple[int, ...]]] = {key: (0.0, 0, ()) for key in roots.values()}

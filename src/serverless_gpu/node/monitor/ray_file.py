@@ -1,7 +1,7 @@
-"""What a run's Ray cluster tells of this node, as its node task's monitor (`inside/raycluster/monitor.py`) leaves it.
+"""Reads the metrics of a Ray cluster on this node, written by `inside/raycluster/monitor.py`.
 
-Failure cases: no file yet, or none any more; a file that is old, because Ray hangs or is gone; one that is none of
-ours, whatever user code has put there (a pipe, a directory, a gigabyte): all of them are "nothing told".
+Failure cases: no file; an old file, because Ray hangs or is gone; a file that is none of ours (a pipe, a directory, a
+gigabyte): each counts as no metrics.
 """
 
 from __future__ import annotations
@@ -14,12 +14,7 @@ from serverless_gpu.node.inside.raycluster.words import metrics_file
 
 
 class RayFile:
-    """The reader of one node's file: it is opened again only when it was written again.
-
-    Args:
-        directory: of the attempt.
-        node_rank: number of the node.
-    """
+    """The reader of one node's file: it is opened again only when it was written again."""
 
     def __init__(self, directory: Path, node_rank: int) -> None:
         self._path = Path(metrics_file(str(directory), node_rank))
@@ -27,26 +22,18 @@ class RayFile:
         self._data = b""
 
     def latest(self, now_ns: int) -> RaySample | None:
-        """Return what was told last; None where that is nothing, or too long ago.
-
-        Args:
-            now_ns: boottime.
-        """
+        """Return the latest metrics; None if they are missing or too old. `now_ns` is boottime."""
         try:
             found = os.stat(self._path)
             seen = (found.st_ino, found.st_mtime_ns)
             if seen != self._seen:
-                self._data = _read(self._path)
+                # A pipe has nothing and does not block. A byte above the limit shows that the file is too large.
+                fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+                try:
+                    self._data = os.read(fd, RAY_BYTES_MAX + 1)
+                finally:
+                    os.close(fd)
                 self._seen = seen
         except OSError:
             return None
         return read_ray(self._data, now_ns)
-
-
-def _read(path: Path) -> bytes:
-    """Return what is in a file, a byte too many of one that is too large; a pipe has nothing and waits for nothing."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
-    try:
-        return os.read(fd, RAY_BYTES_MAX + 1)
-    finally:
-        os.close(fd)

@@ -1,12 +1,12 @@
-"""One attempt as the monitor sees it: its samples go into its file of telemetry, what they add up to to its supervisor.
+"""One attempt in the monitor: writes samples to its telemetry file, sends sums to its supervisor.
 
     Observe ─▶ known │ Ranks ─▶ sampled, once a second │ Ending ─▶ no more samples │ Settled, end of file ─▶ over
-       │                    └─ with what its Ray cluster told last, where it has one (`ray_file.py`)
+       │                    └─ with the latest metrics of its Ray cluster, if any (`ray_file.py`)
        └─▶ Delivering (`delivery.py`), where it is tracked; what that says goes to the supervisor, too
 
-Failure cases: the supervisor's connection ends without `Settled` (it was killed, or this process was: the attempt is
-followed by its files until those say that it is over); the home is full (samples are lost, and that is said once); the
-run's directory is deleted (nothing is written any more).
+Failure cases: the supervisor's connection ends without `Settled` (it was killed, or this process was: the recorder
+follows the attempt's files until they show its end); the home is full (samples are lost, reported once); the run's
+directory is deleted (nothing is written any more).
 """
 
 from __future__ import annotations
@@ -35,27 +35,15 @@ _LOST_NS = 10 * 10**9
 
 
 class Recorder:
-    """One attempt.
-
-    Args:
-        observe: its supervisor's first word.
-        origin_ns: of the call, nanoseconds since 1970.
-        clock: where time comes from.
-
-    Attributes:
-        peer: its supervisor; None when that is gone.
-        delivering: its way to MLflow; None where it is not tracked.
-        state: where it is, as far as is known here.
-        ranks: its processes and devices; None before they run.
-    """
+    """One attempt; `origin_ns` is the time of the call, nanoseconds since 1970."""
 
     def __init__(self, observe: messages.Observe, origin_ns: int, clock: Clock) -> None:
         self.observe = observe
         self.origin_ns = origin_ns
-        self.peer: Peer | None = None
-        self.delivering: Delivering | None = None
+        self.peer: Peer | None = None  # its supervisor; None when that is gone
+        self.delivering: Delivering | None = None  # None where it is not tracked
         self.state = State.QUEUED
-        self.ranks: messages.Ranks | None = None
+        self.ranks: messages.Ranks | None = None  # its processes and devices; None before they run
         self._clock = clock
         self._began_ns = 0
         self._lost_ns = clock.boottime_ns()
@@ -128,7 +116,7 @@ class Recorder:
     # --- what its delivery says, and its files -------------------------------------------------------------------
 
     def tend(self) -> None:
-        """Pass on what is new about where it is tracked; follow its files where there is no supervisor to tell."""
+        """Pass on news of its tracking; follow its files where no supervisor is left."""
         if self.delivering is None:
             return
         for word in self.delivering.news():
@@ -200,7 +188,7 @@ class Recorder:
                 self._say_once(f"what the GPUs do is not known: {problem}")
 
     def used_by(self) -> dict[str, tuple[str, int]]:
-        """Return which rank, by attempt and number, has a device: one each, or one process of a node all of them."""
+        """Return which rank, by attempt and number, has a device: one each, or one process all of a node's."""
         ranks = sorted(self.ranks.pids) if self.ranks is not None else []
         if len(ranks) == 1:
             ranks *= len(self.devices)

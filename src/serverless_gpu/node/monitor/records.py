@@ -31,22 +31,12 @@ _EARLY_NS = SECOND_NS // 2  # a sampler's seconds are not exact
 
 
 class Recording:
-    """The writer of one file; it goes on with a file that an earlier monitor left.
-
-    Args:
-        path: the file; its directory is there.
-        header: what its samples are of.
-
-    Attributes:
-        rows: how many the file has.
-        lost: how many could not be written.
-        uses: what every device of it did, summed up.
-    """
+    """The writer of one file; it goes on with a file that an earlier monitor left."""
 
     def __init__(self, path: Path, header: Header) -> None:
-        self.rows = 0
-        self.lost = 0
-        self.uses: dict[str, DeviceTotals] = {}
+        self.rows = 0  # in the file
+        self.lost = 0  # rows that could not be written
+        self.uses: dict[str, DeviceTotals] = {}  # sums per device
         self._path = path
         self._header = header
         self._headed = False
@@ -68,7 +58,7 @@ class Recording:
             self._header, self._headed = header, False
 
     def append(self, sample: Sample) -> bool:
-        """Take a sample; return whether a row was written: not every one is one when a run has gone on for long."""
+        """Take a sample; return whether a row was written: later in a run, not every sample is one."""
         self._pending.append(self._counted(sample))
         self.uses = add(self.uses, self._header, sample)
         if self._last is not None:

@@ -1,9 +1,9 @@
-"""Looking at the node once a second, in a thread of its own: a driver that hangs stops samples, and nothing else.
+"""Samples the node once a second, in a thread of its own: a driver that hangs stops only samples.
 
-    main thread ──ask(wanted)──▶ thread: Machine.sample ──▶ Look, and the main thread is woken ──take()──▶ main thread
+    main thread ──ask(wanted)──▶ thread: NodeReader ──▶ NodeSample, and the main thread is woken ──take()──▶ main thread
 
-One question at a time: while one is not answered the next ones are left out, so nothing piles up. A look that fails
-(no descriptors, no memory, a mistake of ours) is left out, too, and logged once as long as it fails alike.
+One question at a time: until it is answered the next ones are left out, so nothing piles up. A failed sample (no
+descriptors, no memory, a bug of ours) is left out, too; a repeated failure is logged once.
 """
 
 from __future__ import annotations
@@ -23,39 +23,27 @@ from serverless_gpu.model.telemetry.samples import GpuSample, HostSample, RankSa
 
 
 class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be looked at.
+    """Devices and ranks to sample."""
 
-    Attributes:
-        devices: of all attempts, each once.
-        ranks: pids by global rank, for each attempt by its key.
-        used_by: which rank, as attempt and global rank, has a device.
-        fakes: what declares devices in place of the node's own, where somebody looks; None where nobody does.
-    """
-
-    devices: tuple[Device, ...] = ()
-    ranks: Mapping[str, Mapping[int, int]] = {}
-    used_by: Mapping[str, tuple[str, int]] = {}
-    fakes: str | None = None
+    devices: tuple[Device, ...] = ()  # of all attempts, each once
+    ranks: Mapping[str, Mapping[int, int]] = {}  # pids by global rank, by key of the attempt
+    used_by: Mapping[str, tuple[str, int]] = {}  # device to attempt and global rank
+    fakes: str | None = None  # devices declared by `sgpu top`, in place of the node's own; None while it does not run
 
 
 class NodeSample(msgspec.Struct, frozen=True, kw_only=True):
-    """The node at one moment: devices by uuid, ranks by attempt.
+    """The node at one moment: devices by uuid, ranks by attempt."""
 
-    Attributes:
-        at_ns: nanoseconds since 1970.
-        problems: what could not be looked at, in words; said once each by whoever gets this.
-    """
-
-    at_ns: int
+    at_ns: int  # nanoseconds since 1970
     devices: tuple[Device, ...]
     host: HostSample
     gpus: Mapping[str, GpuSample]
     ranks: Mapping[str, tuple[RankSample, ...]]
-    problems: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()  # sentences about what could not be sampled; the receiver reports each once
 
 
 class NodeReader(Protocol):
-    """What looks at a node."""
+    """Protocol of a node's sampler."""
 
     def look(self, wanted: SampleRequest, at_ns: int) -> NodeSample:
         """Return what is seen now."""
@@ -63,13 +51,7 @@ class NodeReader(Protocol):
 
 
 class Sampler:
-    """The thread that looks.
-
-    Args:
-        machine: called for the first time in the thread, so that its own start keeps nobody waiting.
-        clock: where time comes from.
-        wake: called in the thread when a look is there.
-    """
+    """The sampling thread; makes `machine` and calls `wake` there, so that no start-up delays a loop."""
 
     def __init__(self, machine: Callable[[], NodeReader], clock: Clock, wake: Callable[[], None]) -> None:
         self._make = machine
@@ -110,7 +92,7 @@ class Sampler:
                 machine = machine or self._make()
                 look = machine.look(wanted, self._clock.wall_ns())
                 logged = ""
-            except Exception as error:  # noqa: BLE001 - the next look may succeed, and nobody else would begin it
+            except Exception as error:  # noqa: BLE001 - the next look may succeed, and no other thread would begin it
                 if repr(error) != logged:
                     logged = repr(error)
                     traceback.print_exc()
@@ -119,19 +101,15 @@ class Sampler:
 
 
 class Bell:
-    """Wakes a loop from other threads.
-
-    Attributes:
-        fd: readable while somebody has rung.
-    """
+    """Wakes a loop from other threads."""
 
     def __init__(self) -> None:
-        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # readable after a ring
 
     def ring(self) -> None:
         """Wake the loop."""
         os.eventfd_write(self.fd, 1)
 
     def hush(self) -> None:
-        """Be silent until somebody rings again."""
+        """Be silent until the next ring."""
         os.eventfd_read(self.fd)

@@ -1,10 +1,10 @@
-"""What whoever watches is shown of one rank while it writes: all of it, as long as that is no flood.
+"""Live output of one rank for its watchers: all of it, unless it is a flood.
 
-    chunk ─▶ nobody watches? done ─▶ bucket ─┬─ passes: decoded, in small pieces ──▶ viewer.output
-                                             └─ too much: counted, not decoded ────▶ viewer.skipped, once the bucket
-                                                                                     opens again, then the last lines
+    chunk ─▶ no watcher? done ──▶ bucket ──┬─ passes: decoded, in small pieces ──▶ viewer.output
+                                           └─ too much: counted, not decoded ────▶ viewer.skipped, once the bucket
+                                                                                   opens again, then the last lines
 
-What is left out is always said, at the place where it is missing, also when the rank falls silent in the middle of it.
+A notice always stands where output is missing, also when the rank falls silent in the middle of it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LAST_LINES_BYTES = 4 << 10
 
 
 class Viewer(Protocol):
-    """Whoever watches."""
+    """Receiver of live output."""
 
     @property
     def watching(self) -> bool:
@@ -40,23 +40,12 @@ class Viewer(Protocol):
 
 
 class Live:
-    """The live view of one rank.
-
-    Args:
-        rank: global rank.
-        streams: names of its streams.
-        viewer: who gets it.
-        last: returns the last bytes of a stream, up to a number.
-        now_ns: the time now.
-
-    Attributes:
-        skipped_bytes: what was left out so far.
-    """
+    """The live view of one rank; `last` returns the last bytes of a stream, up to a number."""
 
     def __init__(
         self, rank: int, streams: Sequence[str], viewer: Viewer, last: Callable[[str, int], bytes], now_ns: int
     ) -> None:
-        self.skipped_bytes = 0
+        self.skipped_bytes = 0  # what was left out so far
         self._rank = rank
         self._viewer = viewer
         self._last = last
@@ -69,14 +58,7 @@ class Live:
         return any(view.size for view in self._views.values())
 
     def take(self, stream: str, data: bytes, kept: int, now_ns: int) -> None:
-        """Show a chunk, or a part of it.
-
-        Args:
-            stream: who wrote it.
-            data: the chunk.
-            kept: how much of its beginning is in the rank's file.
-            now_ns: the time now.
-        """
+        """Show a chunk, or a part of it; the rank's file has the first `kept` bytes."""
         view = self._views[stream]
         if not self._viewer.watching:
             view.forget()
@@ -95,12 +77,7 @@ class Live:
         view.miss(len(data) - given, max(0, kept - given))
 
     def tend(self, now_ns: int, *, closing: bool = False) -> None:
-        """Say what was left out if the flood is over, and show how it ended.
-
-        Args:
-            now_ns: the time now.
-            closing: nothing more will come.
-        """
+        """Report what was left out if the flood is over or the stream is `closing`, and show how it ended."""
         for stream, view in self._views.items():
             if not view.size or not (closing or self._bucket.is_open(now_ns)):
                 continue
@@ -147,7 +124,7 @@ class _View:
         self.lost = 0
 
     def miss(self, size: int, kept: int) -> None:
-        """Leave bytes out, `kept` of which are in the file."""
+        """Leave bytes out; the file has `kept` of them."""
         if size:
             self.size += size
             self.lost += size - kept

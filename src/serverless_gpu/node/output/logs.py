@@ -1,8 +1,8 @@
-"""What ranks write: read from pipes, stored byte-exact up to a bound, passed on to whoever watches.
+"""Output of ranks: read from pipes, stored byte-exact up to a bound, passed on to watchers.
 
     rank's fd 1, 2 ──pipe──▶ RankLog ─┬▶ logs/<rank>.stdout, .stderr   (every byte, up to a rate and a size per rank)
                                       ├▶ Tail                          (last bytes as they came, for exceptions)
-                                      └▶ Live                          (text, if somebody watches this rank)
+                                      └▶ Live                          (text, while this rank is watched)
 
 A flood costs one read per chunk and nothing else: what is over the bounds is counted, not looked at. In the file a line
 stands where bytes are missing, and the last bytes before the end are always there:
@@ -10,8 +10,8 @@ stands where bytes are missing, and the last bytes before the end are always the
     head (byte-exact) ── "— 41.2 GB dropped until 12:01:03 (limit …) —" ── what came after, or the last 256 KiB
 
 A pipe is drained until it would block or a bound per turn is reached, so that one rank's flood does not starve the
-others. The end of file is not waited for: a grandchild may hold the pipe open for ever. A full disk loses log bytes,
-not the run.
+others. The supervisor does not wait for the end of file: a grandchild may hold the pipe open for ever. A full disk
+loses log bytes, not the run.
 """
 
 from __future__ import annotations
@@ -46,14 +46,7 @@ _HIDDEN_LINE_CHARACTERS_MAX = 500
 
 
 class RankLog:
-    """The output of one rank.
-
-    Args:
-        rank: global rank.
-        directory: where the files go.
-        viewer: who is shown it live, if this rank is to be shown.
-        clock: where time comes from.
-    """
+    """The output of one rank, shown live to `viewer` if there is one."""
 
     def __init__(self, rank: int, directory: Path, viewer: Viewer | None, clock: Clock) -> None:
         self.rank = rank
@@ -70,7 +63,7 @@ class RankLog:
 
     @property
     def unshown_bytes(self) -> int:
-        """Return how much was not shown live to anybody, though somebody watched this rank."""
+        """Return how much live output was not shown, though this rank was watched."""
         return 0 if self._live is None else self._live.skipped_bytes
 
     @property
@@ -97,12 +90,7 @@ class RankLog:
         return [(stream.read_fd, lambda s=stream: self._drain(s)) for stream in self._streams.values()]  # type: ignore[misc]  # mypy does not type a lambda's default
 
     def tail(self, lines: int = _TAIL_LINES, characters: int = _TAIL_LINE_CHARACTERS_MAX) -> str:
-        """Return the last lines of both streams in order of arrival.
-
-        Args:
-            lines: how many.
-            characters: of a longer line, this many at its end.
-        """
+        """Return the last lines of both streams in order of arrival, each cut to its last `characters`."""
         return self._tail.text(lines, characters)
 
     def tend(self) -> None:
@@ -114,7 +102,7 @@ class RankLog:
         """Take what is in the pipes now and close everything."""
         for stream in self._streams.values():
             with contextlib.suppress(OSError):
-                for _ in range(_CLOSING_TURNS_MAX):  # whoever writes on may write faster than we read
+                for _ in range(_CLOSING_TURNS_MAX):  # a remaining writer may write faster than we read
                     if not self._drain(stream) or not stream.more:
                         break
             stream.file.end(self._tail.last(stream.name, min(KEPT_BYTES, stream.file.missing)), self._clock.wall_ns())
@@ -152,12 +140,7 @@ class RankLog:
 
 
 def hidden_tails(logs: Mapping[int, RankLog], first: Sequence[int]) -> dict[int, str]:
-    """Return the last output of a few ranks that were not shown live, for when a run has failed.
-
-    Args:
-        logs: all of them, by rank.
-        first: ranks to begin with, whose story it is.
-    """
+    """Return the last output of a few ranks not shown live, `first` ones first, for a failed run."""
     tails: dict[int, str] = {}
     for rank in dict.fromkeys([*first, *logs]):
         if rank in logs and not logs[rank].shown and len(tails) < _HIDDEN_RANKS_MAX:
@@ -167,11 +150,9 @@ def hidden_tails(logs: Mapping[int, RankLog], first: Sequence[int]) -> dict[int,
 
 
 def cut_output(logs: Sequence[RankLog], dropped_bytes: int | None) -> list[str]:
-    """Return what a receipt says about output that was not shown, or not kept.
+    """Return the receipt's notes about output that was not shown, or not kept.
 
-    Args:
-        logs: of all ranks.
-        dropped_bytes: what watchers were not shown because they did not read; None where a server shows it.
+    `dropped_bytes` is what watchers missed because they did not read; None where a server shows it.
     """
     notes = []
     unshown = 0 if dropped_bytes is None else dropped_bytes + sum(log.unshown_bytes for log in logs)
@@ -185,7 +166,7 @@ def cut_output(logs: Sequence[RankLog], dropped_bytes: int | None) -> list[str]:
 
 
 class _Allowance:
-    """How much one rank may still store, both streams together."""
+    """Storage quota that a rank has left, both streams together."""
 
     def __init__(self, now_ns: int) -> None:
         self.stored = 0
@@ -223,7 +204,7 @@ class _File:
         return kept
 
     def end(self, last: bytes, wall_ns: int) -> None:
-        """Let the file end as the stream did: what was written last, after a line about what is missing before."""
+        """Complete the file with a line about missing output, then the last output of the stream."""
         if not self.missing:
             return
         missing = self.missing - len(last)
@@ -267,7 +248,7 @@ class _Stream:
         self.file = _File(path)
 
     def expect_more(self) -> None:
-        """Read in larger pieces from a larger pipe; pipes nobody floods stay small, for a user's share is limited."""
+        """Read in larger pieces from a larger pipe; other pipes stay small, for a user's share is limited."""
         self.read_bytes = _FLOOD_BYTES
         with contextlib.suppress(OSError):
             fcntl.fcntl(self.read_fd, fcntl.F_SETPIPE_SZ, _FLOOD_BYTES)

@@ -1,4 +1,4 @@
-"""What one watcher still has to be told, while it reads more slowly than ranks write. Pure.
+"""The queue of one watcher that reads more slowly than ranks write. Pure.
 
     say  ──────────────────────────▶ ┌───────────────────────────────┐
     show ──▶ the rank has room? yes ▶ │ Started · rank 0 · rank 1 · … │ ──▶ first, sent
@@ -36,7 +36,7 @@ class _Piece:
 
 @dataclass
 class _Gap:
-    """What one stream misses at this point, and how that ended."""
+    """Missing output of one stream at this point, and how that ended."""
 
     size: int = 0
     lost: int = 0
@@ -58,14 +58,10 @@ class _Gap:
 
 
 class Outbox:
-    """The queue of one watcher.
-
-    Attributes:
-        dropped_bytes: output that was left out for good.
-    """
+    """The queue of one watcher."""
 
     def __init__(self) -> None:
-        self.dropped_bytes = 0
+        self.dropped_bytes = 0  # output that was left out for good
         self._queue: deque[protocol.Sendable | _Piece] = deque()
         self._growing: dict[int, _Piece] = {}  # the last piece of each rank, if more may be added to it
         self._used: Counter[int] = Counter()  # characters, by rank
@@ -84,7 +80,7 @@ class Outbox:
         self._gaps.clear()
 
     def say(self, message: protocol.Sendable) -> None:
-        """Queue what is no output, after everything that is said about output before it."""
+        """Queue a message that is no output, after every notice about output before it."""
         if isinstance(message, protocol.Waiting) and len(self._queue) >= WAITING_MAX:
             return
         for rank in dict.fromkeys(rank for rank, _ in self._gaps):
@@ -93,13 +89,7 @@ class Outbox:
         self._queue.append(message)
 
     def show(self, message: protocol.Output, size: int, lost: bool) -> None:
-        """Queue output, or leave it out.
-
-        Args:
-            message: the text.
-            size: its size in bytes.
-            lost: whether it is not in the rank's file.
-        """
+        """Queue output of `size` bytes, or leave it out; `lost` means that it is not in the rank's file."""
         if self._has_room(message.rank):
             self._add(message.rank, message.stream, message.text)
         else:

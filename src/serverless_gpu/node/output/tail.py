@@ -1,4 +1,4 @@
-"""The last bytes a rank wrote, kept as they came and looked at only when somebody asks.
+"""The last bytes a rank wrote, kept as they came and decoded on demand.
 
     stdout  [chunk 1]      [chunk 4][chunk 5]     each stream has its own bound, so that a flood on one does not push
     stderr        [chunk 2][chunk 3]              the other's last words out; the numbers are the order of arrival
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import codecs
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 KEPT_BYTES = 256 << 10
 _PIECES_MAX = 512
@@ -18,11 +18,7 @@ _SMALL_BYTES = 4096  # a piece below this grows instead of getting neighbours
 
 
 class Tail:
-    """What was written last.
-
-    Args:
-        streams: their names.
-    """
+    """The last output of some streams."""
 
     def __init__(self, streams: Sequence[str]) -> None:
         self._pieces = {stream: _Pieces() for stream in streams}
@@ -42,25 +38,20 @@ class Tail:
         return b"".join(data for _, data in self._pieces[stream].kept)[-size:] if size > 0 else b""
 
     def text(self, lines: int, characters: int) -> str:
-        """Return the last lines of all streams in the order in which they were completed, then unfinished ones.
+        """Return the last lines of all streams in order of completion, then unfinished ones.
 
-        Args:
-            lines: how many; one unfinished line per stream comes on top.
-            characters: of a longer line, this many at its end.
+        One unfinished line per stream comes on top of `lines`; a longer line is cut to its last `characters`.
         """
         whole: deque[str] = deque(maxlen=lines)
         unfinished = dict.fromkeys(self._pieces, "")
-        for stream, text in self._decoded():
-            *ended, unfinished[stream] = (unfinished[stream] + text).split("\n")
-            whole.extend(ended[-lines:])
-        found = [*whole, *(line for line in unfinished.values() if line)]
-        return "\n".join(_final(line)[-characters:] for line in found)
-
-    def _decoded(self) -> Iterator[tuple[str, str]]:
         decoders = {stream: codecs.getincrementaldecoder("utf-8")("replace") for stream in self._pieces}
         numbered = ((number, stream, data) for stream, pieces in self._pieces.items() for number, data in pieces.kept)
         for _, stream, data in sorted(numbered, key=lambda piece: piece[0]):
-            yield stream, decoders[stream].decode(data)
+            *ended, unfinished[stream] = (unfinished[stream] + decoders[stream].decode(data)).split("\n")
+            whole.extend(ended[-lines:])
+        found = [*whole, *(line for line in unfinished.values() if line)]
+        # What is left to see of a line that was rewritten with carriage returns, as progress bars do.
+        return "\n".join(line.rstrip("\r").rpartition("\r")[2][-characters:] for line in found)
 
 
 class _Pieces:
@@ -86,8 +77,3 @@ class _Pieces:
         # The last one stays, whatever its size; its reader bounds that.
         while len(self.kept) > 1 and (len(self.kept) > _PIECES_MAX or self._size - len(self.kept[0][1]) >= KEPT_BYTES):
             self._size -= len(self.kept.popleft()[1])
-
-
-def _final(line: str) -> str:
-    """Return what is left to see of a line that was rewritten with carriage returns, as progress bars do."""
-    return line.rstrip("\r").rpartition("\r")[2]

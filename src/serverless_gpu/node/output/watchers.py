@@ -1,12 +1,12 @@
-"""Whoever watches an attempt: the client that launched it, others that attached.
+"""Watchers of an attempt: the client that launched it, others that attached.
 
     first client ──┐
     attach ────────┼──▶ Audience ──▶ one Watcher each
     a new agent ───┘    (listens on <sockets>/<run>.sock)
 
-A watcher that does not read costs nothing but its own output: messages queue up to a bound (`outbox.py`), output is
-left out first, everything else is kept, there is little of it. A watcher that goes away is forgotten; the run goes on.
-One too many is refused in words.
+A watcher that does not read loses output only: messages queue up to a bound (`outbox.py`), output is left out first,
+everything else is kept, there is little of it. A watcher that goes away is forgotten; the run goes on. One too many is
+refused with a sentence.
 """
 
 from __future__ import annotations
@@ -59,13 +59,7 @@ class Watcher:
             self.flush()
 
     def show(self, message: protocol.Output, size: int, lost: bool) -> None:
-        """Send output, queue it, or leave it out.
-
-        Args:
-            message: the text.
-            size: its size in bytes.
-            lost: whether it is not in the rank's file.
-        """
+        """Send output, queue it, or leave it out; `lost` means that it is not in the rank's file."""
         if not self._deaf:
             self._outbox.show(message, size, lost)
             self.flush()
@@ -105,19 +99,15 @@ class Watcher:
             return False
         if received is None:
             return False
-        close_all(received[1])  # nobody gives a supervisor any
+        close_all(received[1])  # a supervisor takes no descriptors
         obey(received[0])
         return True
 
 
 class Audience:
-    """All watchers of one attempt, and the socket on which more of them come.
+    """All watchers of one attempt, and the socket on which more of them connect.
 
-    Args:
-        path: where to listen.
-        selector: the supervisor's; what watchers say is heard there.
-        greet: returns the first words for whoever comes by the socket.
-        obey: called with what a watcher says, and the watcher.
+    `greet` returns the first messages for those that connect; `obey` gets each message and its watcher.
     """
 
     def __init__(
@@ -201,7 +191,7 @@ class Audience:
             watcher.drain(_LAST_WORDS_S)
 
     def close(self) -> None:
-        """Let nobody attach any more."""
+        """Refuse further watchers."""
         if self._listener is not None:
             with contextlib.suppress(OSError):
                 os.unlink(self._path)
@@ -211,7 +201,7 @@ class Audience:
         try:
             sock, _ = self._listener.accept()
         except OSError:
-            select.select([], [], [], _BREATH_S)  # no descriptors: whoever knocks would be heard again at once
+            select.select([], [], [], _BREATH_S)  # no descriptors: a pending connection would wake it at once
             return
         channel = Channel(sock)
         if len(self._watchers) < WATCHERS_MAX:

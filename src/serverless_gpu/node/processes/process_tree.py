@@ -40,30 +40,19 @@ _NO_LIMIT_BYTES = 1 << 60  # what v1 says for none is the largest number of page
 
 
 class CgroupRoot:
-    """The directories below which one agent makes cgroups for each stem.
-
-    Args:
-        path: the v2 directory, or None where cgroup v2 cannot be used.
-        pids: a v1 directory of the pids controller on hosts that have it there, or None.
-        tasks_max: bound on processes and threads of one attempt.
-        problem: why there is no v2 directory, in words, else "".
-    """
+    """The directories below which one agent makes cgroups for each stem."""
 
     def __init__(
         self, path: Path | None, pids: Path | None = None, tasks_max: int = TASKS_MAX, problem: str = ""
     ) -> None:
-        self.path = path
-        self.problem = problem
-        self._pids = pids
-        self._tasks_max = tasks_max
+        self.path = path  # the v2 directory, or None where cgroup v2 cannot be used
+        self.problem = problem  # why there is no v2 directory, or ""
+        self._pids = pids  # a v1 directory of the pids controller on hosts that have it there, or None
+        self._tasks_max = tasks_max  # bound on processes and threads of one attempt
         self._count = 0
 
     def make(self, mark: str = "") -> tuple[Path, ...]:
-        """Make the cgroups for one stem to move into, the v2 one first; none where nothing can be made.
-
-        Args:
-            mark: of the name; `ZYGOTE` for a zygote's.
-        """
+        """Make the cgroups of one stem, or with `ZYGOTE` of a zygote, the v2 one first; none if impossible."""
         self._count += 1
         made: list[Path] = []
         for parent in (self.path, self._pids):
@@ -79,7 +68,7 @@ class CgroupRoot:
         return tuple(made)
 
     def sweep(self) -> None:
-        """Remove cgroups that are empty: what earlier agents' stems left. Only at start: later one may be coming.
+        """Remove empty cgroups of earlier agents' stems. Only at start: later a stem may be coming.
 
         What is left in the cgroup of a zygote whose agent is gone belongs to no run, and is killed.
         """
@@ -93,7 +82,7 @@ class CgroupRoot:
                     remove_cgroup(entry)
 
     def close(self) -> None:
-        """Remove everything once the last stems have ended, waiting a moment for that; what stays is swept later."""
+        """Remove all cgroups once the last stems have ended, after a short wait; the rest is swept later."""
         for _ in range(_CLOSING_LOOKS):
             self.sweep()
             if all([remove_cgroup(path) for path in (self.path, self._pids) if path is not None]):
@@ -102,11 +91,9 @@ class CgroupRoot:
 
 
 def find_cgroup_root(name: str, environ: Mapping[str, str]) -> CgroupRoot:
-    """Return where this process may make cgroups.
+    """Return where this process may make cgroups; `name` is unique to one user's home.
 
-    Args:
-        name: directory name below our own place, unique to one user's home.
-        environ: `SERVERLESS_GPU_CGROUPS=0` goes without; `SERVERLESS_GPU_TASKS_MAX` bounds an attempt's processes.
+    `SERVERLESS_GPU_CGROUPS=0` goes without; `SERVERLESS_GPU_TASKS_MAX` bounds an attempt's processes.
     """
     if environ.get("SERVERLESS_GPU_CGROUPS") == "0":
         return CgroupRoot(None, problem="switched off by SERVERLESS_GPU_CGROUPS=0")
@@ -137,11 +124,7 @@ def _directory(kind: str, controller: str, name: str) -> Path | None:
 
 
 def controllers(path: Path | None) -> tuple[str, ...]:
-    """Return which limits can be set on stems: ``memory`` and ``pids`` of v2, ``memory (v1)`` and ``pids (v1)``.
-
-    Args:
-        path: the v2 directory of a `CgroupRoot`, or None.
-    """
+    """Return which limits can be set on stems: ``memory`` and ``pids`` of v2, and those of v1."""
     found: list[str] = []
     if path is not None:
         with contextlib.suppress(OSError):
@@ -197,7 +180,7 @@ def cgroup_empty(path: Path) -> bool:
 
 
 class Left(msgspec.Struct, frozen=True):
-    """A process that did not end when it was killed, so that it is known again: `started` is in ticks since boot."""
+    """Identity of a process that outlived its SIGKILL: `started` is in ticks since boot."""
 
     pid: int
     started: int
@@ -210,12 +193,7 @@ class Left(msgspec.Struct, frozen=True):
 
 
 def left_in(cgroup: Path | None, pids: Iterable[int]) -> tuple[Left, ...]:
-    """Return the processes of an attempt that are still there, a few of them.
-
-    Args:
-        cgroup: which has all of them, or None.
-        pids: those that are known without one.
-    """
+    """Return a few processes of an attempt that are still there: in its cgroup, else of the known `pids`."""
     known = list(pids)
     if cgroup is not None:
         known += cgroup_pids(cgroup)
@@ -224,7 +202,7 @@ def left_in(cgroup: Path | None, pids: Iterable[int]) -> tuple[Left, ...]:
 
 
 def look_at(pid: int) -> Left | None:
-    """Return a process as it is known again, or None where there is none, or a zombie."""
+    """Return the identity of a process, or None for a missing one or a zombie."""
     try:
         line = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -265,13 +243,7 @@ def memory_limit_bytes() -> int | None:
 
 
 class MemoryWatch:
-    """The memory limit of one attempt and the kernel's word on whether it was hit.
-
-    Args:
-        cgroup: the stem's v2 cgroup, or None.
-        stem_pid: the stem, for the v1 controller.
-        limit_bytes: the limit, or None for none.
-    """
+    """The memory limit of one attempt (None: no limit), and the kernel's counters that show a hit."""
 
     def __init__(self, cgroup: Path | None, stem_pid: int, limit_bytes: int | None) -> None:
         self.limit_bytes = limit_bytes

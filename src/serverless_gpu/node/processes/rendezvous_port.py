@@ -1,9 +1,8 @@
-"""A port for the gang's rendezvous that nobody else can take before rank 0 listens on it.
+"""A port for the gang's rendezvous that no other process can take before rank 0 listens on it.
 
-A socket that is bound but does not listen keeps the port: the kernel gives it to no one who lets it choose, and refuses
-everyone who does not set SO_REUSEADDR. torch's store does set it, and the kernel lets it bind and listen beside us.
-Choosing a port by binding and closing, as launchers usually do, leaves a gap in which another launcher is given the
-same one.
+A socket that is bound but does not listen keeps the port: the kernel gives it to no process that lets it choose, and
+refuses those that do not set SO_REUSEADDR. torch's store sets it, and the kernel lets it bind and listen beside us.
+Launchers usually bind and close, which leaves a gap in which another launcher gets the same port.
 """
 
 from __future__ import annotations
@@ -19,13 +18,9 @@ class NoPort(Exception):
 
 
 def reserve_port(candidates: Iterable[int] = (0,) * _TRIES) -> socket.socket:
-    """Return a bound, non-listening socket; closing it gives the port up.
+    """Return a bound, non-listening socket for the first free candidate (0: any); closing frees it.
 
-    Args:
-        candidates: ports to try in turn; 0 lets the kernel choose.
-
-    Raises:
-        NoPort: each was taken; the message names them.
+    Raises NoPort, which names the candidates.
     """
     tried: list[str] = []
     for port in candidates:

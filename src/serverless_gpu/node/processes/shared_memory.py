@@ -1,14 +1,14 @@
 """Removes shared memory that an ended attempt left in /dev/shm.
 
-Libraries give segments names there, and remove them at the end of their process. A process that is killed does not: the
-memory stays taken until somebody removes the file, and in the end /dev/shm is full.
+Libraries make named segments there, and remove them at the end of their process. A killed process does not, and in the
+end /dev/shm is full.
 
     while it runs     candidates ─▶ those that the attempt's processes have open or mapped are its own
     after its end     its own, not in use by any process ─▶ removed
 
 A candidate has a name that a library makes (never one that a user chose: files in /dev/shm may be theirs to keep), is
-owned by this user, and was made while the attempt ran. What cannot be told is left alone: a segment that no process of
-the attempt was seen with, one that any process has, and one whose maker still lives.
+owned by this user, and was made while the attempt ran. In doubt it stays: a segment that no process of the attempt was
+seen with, one that any process has, and one whose maker still lives.
 """
 
 from __future__ import annotations
@@ -31,16 +31,12 @@ _NAME = re.compile(
     r"|nccl-[A-Za-z0-9]{6}"
 )
 _LOOK_NS = 1_000_000_000
-_LOOKS_MAX = 3  # at one name: nobody of the attempt has it by then, so it is somebody else's
+_LOOKS_MAX = 3  # at one name: no process of the attempt has it by then, so it is not the attempt's
 _COARSE_NS = 50_000_000  # the clock of file systems is behind by a tick
 
 
 class LeftSegments:
-    """The segments of one attempt.
-
-    Args:
-        place: the directory of shared memory.
-    """
+    """The shared-memory segments of one attempt."""
 
     def __init__(self, place: Path = _PLACE) -> None:
         self._place = place
@@ -49,22 +45,16 @@ class LeftSegments:
         self._due_ns = 0
 
     def is_due(self, now_ns: int) -> bool:
-        """Return whether it is time to look; that is once a second.
-
-        Args:
-            now_ns: by any clock, always the same.
-        """
+        """Return whether it is time to look, once a second; `now_ns` is always of the same clock."""
         if now_ns < self._due_ns:
             return False
         self._due_ns = now_ns + _LOOK_NS
         return True
 
     def look(self, since_ns: int, pids: Callable[[], Collection[int]]) -> None:
-        """Note which segments are the attempt's: those that its processes have, or are named after.
+        """Note the attempt's segments: those that its processes have, or that are named after them.
 
-        Args:
-            since_ns: wall time at which user code began.
-            pids: returns the attempt's processes; not asked where there is nothing new.
+        `since_ns` is the wall time at which user code began; `pids` is called only for new segments.
         """
         there = set(self._candidates(since_ns))
         self._own &= there
@@ -78,15 +68,14 @@ class LeftSegments:
             self._own |= _used(pid, self._place, names)
 
     def remove(self, since_ns: int) -> tuple[str, ...]:
-        """Remove what the attempt left, after its last process has ended; return the names.
-
-        Args:
-            since_ns: wall time at which user code began.
-        """
+        """Remove the attempt's segments after its last process has ended; return their names."""
         names = self._own.intersection(self._candidates(since_ns)) if self._own else set()
-        names -= {name for name in names if _is_alive(_maker(name))}
+        names -= {name for name in names if (maker := _maker(name)) is not None and (_PROC / str(maker)).exists()}
+        in_use: set[str] = set()  # as far as processes can be looked into
+        for pid in [int(name) for name in os.listdir(_PROC) if name.isdigit()] if names else ():
+            in_use |= _used(pid, self._place, names)
         removed = []
-        for name in sorted(names - self._in_use(names)):
+        for name in sorted(names - in_use):
             with contextlib.suppress(OSError):
                 (self._place / name).unlink()
                 removed.append(name)
@@ -104,13 +93,6 @@ class LeftSegments:
                     is_young = min(found.st_ctime_ns, found.st_mtime_ns) >= since_ns - _COARSE_NS
                     if stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid() and is_young:
                         yield name
-
-    def _in_use(self, names: set[str]) -> set[str]:
-        """Return which segments processes have, as far as processes can be looked into."""
-        found: set[str] = set()
-        for pid in _pids() if names else ():
-            found |= _used(pid, self._place, names)
-        return found
 
 
 def _used(pid: int, place: Path, names: set[str]) -> set[str]:
@@ -131,11 +113,3 @@ def _maker(name: str) -> int | None:
     """Return the process in a segment's name, or None where its name has none."""
     found = _NAME.fullmatch(name)
     return next((int(pid) for pid in found.groupdict().values() if pid), None) if found else None
-
-
-def _pids() -> list[int]:
-    return [int(name) for name in os.listdir(_PROC) if name.isdigit()]
-
-
-def _is_alive(pid: int | None) -> bool:
-    return pid is not None and (_PROC / str(pid)).exists()

@@ -1,5 +1,4 @@
-"""Starting our own processes: clean interpreters that see nothing of the user's environment, and zygotes that see all
-of it.
+"""Starts our own processes: clean interpreters, and zygotes in the user's environment.
 
 Agent and supervisor run under `-I -S`: no `PYTHON*` variables, no user site, and no `.pth` files, which execute code at
 start even under `-I`. Their search path is the standard library, then the directories our own few dependencies lie in.
@@ -90,17 +89,9 @@ without it serves the caller as well. Ranks have it, as all variables of the cal
 def clean_process(
     module: str, arguments: Sequence[object], *, fds: Sequence[int], log: int, environ: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Start `main(*arguments)` of one of our modules in a clean interpreter and a session of its own.
+    """Start `main(*arguments)` of one of our modules in a clean interpreter and a new session; OSError.
 
-    Args:
-        module: full name of the module.
-        arguments: literals passed to its `main`.
-        fds: descriptors it inherits under the same numbers.
-        log: descriptor for its stdout and stderr.
-        environ: the caller's variables, of which a few are passed on.
-
-    Raises:
-        OSError: no process can be started.
+    It inherits `fds` under the same numbers, writes to `log`, and gets a few of the caller's variables.
     """
     paths = search_path()
     program = f"import sys; sys.path += {paths!r}; from {module} import main; main(*{list(arguments)!r})"
@@ -117,10 +108,9 @@ def clean_process(
 
 
 def preload(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return what zygotes import before they are forked, of what is installed.
+    """Return the installed modules that zygotes import before they are forked.
 
-    Args:
-        environ: `SERVERLESS_GPU_PRELOAD` names the modules, separated by commas; others than `PRELOAD` do not count.
+    `SERVERLESS_GPU_PRELOAD` selects from `PRELOAD`, separated by commas.
     """
     wanted = environ.get("SERVERLESS_GPU_PRELOAD", "").replace(" ", "").split(",")
     return tuple(name for name in PRELOAD if name in wanted) or PRELOAD
@@ -155,14 +145,14 @@ def startup_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def separating_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the start-up variables that two callers of one zygote have in common: all but what libraries set."""
+    """Return the start-up variables that callers of one zygote share: all but those set by libraries."""
     found = startup_variables(environ)
-    return {name: value for name, value in found.items() if not _is_set_by_library(name, value)}
-
-
-def _is_set_by_library(name: str, value: str) -> bool:
-    values = SET_BY_LIBRARIES.get(name)
-    return values is not None and (not values or value in values)
+    libraries = {name: SET_BY_LIBRARIES.get(name) for name in found}  # no values: any value
+    return {
+        name: value
+        for name, value in found.items()
+        if (values := libraries[name]) is None or (values and value not in values)
+    }
 
 
 def one_name(python: str) -> str:
@@ -179,45 +169,31 @@ def one_name(python: str) -> str:
 
 
 class CallerInterpreter(NamedTuple):
-    """An interpreter as a caller has it.
-
-    Attributes:
-        python: its path.
-        flags: its options.
-        environ: the caller's variables; those read at start, and a few every program expects, are passed on.
-        mounts: what it lies in, as `inside/mounts.py` takes it; none where its path is there anyway.
-        cgroups: directories of those that it starts in.
-        namespace: whether it has a user namespace of its own: not at all, where that is possible, or else it is not
-            started.
-    """
+    """An interpreter as a caller has it."""
 
     python: str
     flags: Sequence[str]
+    # the caller's variables; those read at start, and a few every program expects, are passed on
     environ: Mapping[str, str]
-    mounts: Sequence[Mapping[str, object]] = ()
-    cgroups: Sequence[str] = ()
-    namespace: Literal["", "wanted", "required"] = ""
+    mounts: Sequence[Mapping[str, object]] = ()  # of its environment, for `inside/mounts.py`
+    cgroups: Sequence[str] = ()  # directories of those that it starts in
+    namespace: Literal["", "wanted", "required"] = ""  # a user namespace: not at all, where possible, or required
 
 
 def zygote_process(
     interpreter: CallerInterpreter, preload: Sequence[str], *, channel_fd: int, log: int
 ) -> subprocess.Popen[bytes]:
-    """Start a zygote in the user's interpreter.
+    """Start a zygote in the user's interpreter; raises OSError.
 
-    The launcher that enters what contains it is ours alone: of the user's variables it gets none, since the loader of
+    The launcher that enters its containment is ours alone: it gets none of the user's variables, since the loader of
     libraries would read them.
-
-    Args:
-        interpreter: the user's.
-        preload: modules to import ahead.
-        channel_fd: its end of the channel to the agent.
-        log: descriptor for its stdout and stderr.
-
-    Raises:
-        OSError: the interpreter cannot be started.
     """
     if not interpreter.mounts:
-        _check_program(interpreter.python)  # the launcher could only say it in the log
+        python = interpreter.python  # checked here, because the launcher could only say it in the log
+        if not stat.S_ISREG(os.stat(python).st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), python)
+        if not os.access(python, os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), python)
     arguments = [interpreter.python, *interpreter.flags, "-c", zygote_program(channel_fd, preload)]
     environ = {**clean_variables(interpreter.environ), **startup_variables(interpreter.environ)}
     plan = os.memfd_create("sgpu-plan", os.MFD_CLOEXEC)
@@ -248,13 +224,6 @@ def zygote_process(
         os.close(plan)
 
 
-def _check_program(python: str) -> None:
-    if not stat.S_ISREG(os.stat(python).st_mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), python)
-    if not os.access(python, os.X_OK):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), python)
-
-
 def open_log(path: Path) -> int:
     """Return a descriptor that appends to a log file of bounded size."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -263,6 +232,6 @@ def open_log(path: Path) -> int:
 
 
 def bound_log(fd: int) -> None:
-    """Start a log file anew when it has grown over 10 MB."""
+    """Truncate a log file that has grown over 10 MB."""
     if os.fstat(fd).st_size > LOG_BYTES_MAX:
         os.ftruncate(fd, 0)

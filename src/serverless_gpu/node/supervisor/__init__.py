@@ -1,4 +1,4 @@
-"""The supervisor: one process per attempt that starts ranks, watches them, ends them and writes the receipt.
+"""The supervisor: one process per attempt that starts, watches and ends ranks, and writes the receipt.
 
 It drives `model/lifecycle/attempt_lifecycle.py`. Start with `supervisor.py`; its docstring has the picture and the
 failure cases. `watchdogs.py` runs hang and idle detection, `process_drain.py` and `attempt_result.py` the end.

@@ -1,4 +1,4 @@
-"""How an attempt ended: what its client is told, and whether its devices are free."""
+"""End of an attempt: the client's message, and the verdicts on its devices."""
 
 from __future__ import annotations
 
@@ -20,25 +20,22 @@ _LEFT_NAMED = 3
 def make_stopped(
     attempt: Attempt, logs: Mapping[int, RankLog], hang: Hang | None, hint: str = "", *, proven: bool = True
 ) -> Stopped:
-    """Return what a client is told once no rank runs any more.
+    """Return the client's message once no rank runs any more.
 
-    Args:
-        attempt: as it ended.
-        logs: what its ranks wrote, by rank.
-        hang: who waited for whom, as it was last found.
-        hint: what the driver said of user code that failed.
-        proven: whether it is known that no process of the attempt is left.
+    `hint` is the driver's explanation of failed user code; `proven` means that no process of the attempt is left.
     """
     assert attempt.reason is not None
     cause = attempt.cause
     blamed = logs.get(cause.rank) if cause is not None and cause.rank is not None else None
+    failed = (failure.rank for failure in (cause, *attempt.failures) if failure is not None)
+    first = [rank for rank in failed if rank is not None]
     return Stopped(
         state=attempt.state,
         reason=attempt.reason,
         cause=cause,
         consequences=tuple(failure for failure in attempt.failures if failure is not cause),
         log_tail=blamed.tail() if blamed is not None else "",
-        tails=_hidden_tails(attempt, logs),
+        tails=hidden_tails(logs, first) if attempt.state is State.FAILED else {},
         hang=hang if attempt.reason is Reason.COLLECTIVE_HANG else None,
         proven=proven,
         hint=hint if attempt.state is State.FAILED and attempt.reason is not Reason.GPU_LOST else "",
@@ -57,13 +54,9 @@ def stopped_sentence(stopped: Stopped) -> str:
 def verdicts_of(
     reservation: Reservation | Borrowed, known: Mapping[str, Verdict], *, proven: bool, left: Sequence[Left] = ()
 ) -> dict[str, Verdict]:
-    """Return whether each device is free, and by what evidence.
+    """Return a verdict for each device; failed devices, in `known`, need no look.
 
-    Args:
-        reservation: whose devices.
-        known: what needs no look: devices that failed.
-        proven: whether it is known that no process of the attempt is left.
-        left: those that are.
+    `proven` means that no process of the attempt is left; else `left` are some of them.
     """
     uuids = [device.uuid for device in reservation.devices]
     if not proven:
@@ -85,11 +78,3 @@ def left_text(left: Sequence[Left]) -> str:
     names = [f"{each.pid} ({each.name})" for each in left[:_LEFT_NAMED]]
     more = f" and {len(left) - _LEFT_NAMED} more" if len(left) > _LEFT_NAMED else ""
     return f"process{'es' if len(left) > 1 else ''} {', '.join(names)}{more}"
-
-
-def _hidden_tails(attempt: Attempt, logs: Mapping[int, RankLog]) -> dict[int, str]:
-    if attempt.state is not State.FAILED:
-        return {}
-    blamed = (attempt.cause, *attempt.failures)
-    first = [failure.rank for failure in blamed if failure is not None and failure.rank is not None]
-    return hidden_tails(logs, first)

@@ -1,7 +1,6 @@
-"""The supervisor's side of a stem: starting ranks, stopping them, and turning what stem and ranks say into lifecycle
-events.
+"""Runs the ranks of a stem: starts and stops them, turns their messages into lifecycle events.
 
-Thin: it holds descriptors and sends messages; what to do when is decided in `model/lifecycle/attempt_lifecycle.py`.
+It holds descriptors and sends messages; `model/lifecycle/attempt_lifecycle.py` decides.
 """
 
 from __future__ import annotations
@@ -77,12 +76,7 @@ _OF_A_CLUSTER = frozenset({Reason.ENGINE_HEAD_LOST, Reason.START_FAILED})
 class LocalGang:
     """All ranks of one attempt on this node.
 
-    Args:
-        launch: what to run.
-        channel: the socket to the stem.
-        account: where peaks and marks go.
-        context: what ranks take on, where that is not the caller's own.
-        checkpoints: directory of all runs' checkpoints.
+    `context` replaces the caller's where it differs.
     """
 
     def __init__(
@@ -108,7 +102,7 @@ class LocalGang:
         self.pids: dict[int, int] = {}
         self.devices: tuple[Device, ...] = ()  # by rank, once they are started
         self.stacks: dict[int, int] = {}  # the descriptor in each rank that it writes its stacks to
-        self.on_said: Callable[[str], None] = lambda sentence: None  # a rank's own word for whoever watches
+        self.on_said: Callable[[str], None] = lambda sentence: None  # a rank's own sentence for watchers
         self._sentences_left = _SENTENCES_MAX
         self._cluster: AttemptCluster | None = None  # of Ray's
         self.stem_pid = 0
@@ -129,11 +123,9 @@ class LocalGang:
         return self.stem_pidfd >= 0
 
     def hear(self) -> list[Event] | None:
-        """Take one message from the stem or a rank and return what it means; None when nobody is left to speak.
+        """Return the meaning of one message from the stem or a rank; None when all have hung up.
 
-        Raises:
-            OSError: the message cannot be taken.
-            ValueError: it cannot be understood.
+        Raises OSError when the message cannot be read, ValueError when it makes no sense.
         """
         received = self.channel.receive()
         if received is None:
@@ -178,21 +170,15 @@ class LocalGang:
                 self.proven = True
 
     def start(self, devices: Sequence[Device], network: Network, holds: tuple[int, ...], viewer: Viewer) -> None:
-        """Fork all ranks.
+        """Fork all ranks, on one device each in LOCAL_RANK order; the stem keeps `holds` until it ends.
 
-        Args:
-            devices: one per rank of this node, in LOCAL_RANK order.
-            network: how they reach each other, and those on other nodes.
-            holds: lock descriptors the stem keeps until it ends.
-            viewer: who is shown what the ranks to be shown live write.
-
-        Raises:
-            NoDirectory: none can be made for the files of Ray.
-            OSError: the stem is gone, or no descriptors are left.
+        Raises NoDirectory (none for the files of Ray) or OSError (the stem is gone, or no descriptors are left).
         """
         spec, directory = self.launch.spec, Path(self.launch.directory)
         self.devices = tuple(devices)
-        self._cgroup_memory()
+        self.memory = MemoryWatch(self._cgroup, self.stem_pid, spec.resources.memory_bytes)
+        if self.memory.note:
+            self.account.notes.append(self.memory.note)
         if spec.ray is not None:
             self._cluster = AttemptCluster(self.launch, devices, network)
             holds = (*holds, self._cluster.fd)
@@ -235,11 +221,10 @@ class LocalGang:
             self._say({"op": "release"})
 
     def terminate(self, why: str) -> None:
-        """Ask every rank to end; one that returns after that, its checkpoint saved, need not wait for the others.
+        """Ask every rank to end; one that returns after that, having saved, need not wait for the others.
 
-        Args:
-            why: what ranks are told, durable enough for them before the signal comes: a file, for a variable cannot be
-                set in a process that runs, and commands read it, too.
+        Ranks read `why` from a file that is written before the signal: commands read it, too, and no variable can be
+        set in a running process.
         """
         try:
             write_text(self._stop_file, f"{why}\n")
@@ -249,7 +234,7 @@ class LocalGang:
         self.signal(signal.SIGTERM, self.numbers)
 
     def signal(self, number: int, ranks: Collection[int]) -> None:
-        """Have a signal sent to those of some ranks that have not ended; nothing where there are none."""
+        """Have a signal sent to those of some ranks that have not ended."""
         with contextlib.suppress(OSError):
             if ranks:
                 self._say({"op": "signal", "signal": int(number), "ranks": list(ranks)})
@@ -263,14 +248,20 @@ class LocalGang:
             self._say({"op": "kill"})
 
     def empty(self) -> bool:
-        """Return whether there is nothing left to wait for; `proven` says whether it is known that nothing is left."""
+        """Return whether the wait is over; `proven` says whether surely no process is left."""
         if not self.standby:
             self.proven = True
         elif self._cgroup is not None:
             self.proven = cgroup_empty(self._cgroup)
-        elif self._stem_gone():
-            self._hear_the_rest()
-            return True
+        else:
+            poll = select.poll()
+            poll.register(self.stem_pidfd, select.POLLIN)
+            if poll.poll(0):  # an escaped process may hold the socket open: the last messages, without waiting
+                self.channel.sock.setblocking(False)
+                with contextlib.suppress(OSError, ValueError):
+                    while self.hear() is not None:
+                        pass
+                return True
         return self.proven
 
     def left(self) -> tuple[Left, ...]:
@@ -328,17 +319,12 @@ class LocalGang:
         self.account.mark("stem")
 
     def _pass_on(self, text: str, *, note: bool) -> None:
-        """Tell whoever watches what a rank says of the run, in a line; with a note the receipt says it, too."""
+        """Send a rank's sentence about the run to watchers; with a note the receipt has it, too."""
         if self._sentences_left > 0:
             self._sentences_left -= 1
             sentence = "".join(c if c.isprintable() else " " for c in text[:_SENTENCE_CHARACTERS_MAX]).strip()
             self.on_said(sentence)
             self.account.notes += [sentence] if note else []
-
-    def _cgroup_memory(self) -> None:
-        self.memory = MemoryWatch(self._cgroup, self.stem_pid, self.launch.spec.resources.memory_bytes)
-        if self.memory.note:
-            self.account.notes.append(self.memory.note)
 
     def _argv(self, command: Command) -> list[str]:
         """Return the program; the caller's interpreter is that of a restored environment, where there is one."""
@@ -349,7 +335,7 @@ class LocalGang:
     def _threads(self) -> int:
         launch = self.launch
         share = share_of_cores(len(os.sched_getaffinity(0)), launch.world_size, launch.of_type)
-        # Whoever drives Ray waits for it mostly; what it computes itself may use what the run has.
+        # A driver of Ray mostly waits; its own computation may use what the run has.
         return threads_per_rank(launch.spec.resources.cpus or share, 1 if launch.spec.ray else launch.world_size)
 
     def _exited(self, message: inside.Message) -> RankExited:
@@ -363,11 +349,7 @@ class LocalGang:
         return RankExited(rank=rank, signal=number, out_of_memory=killed_for_memory, detail=detail)
 
     def _rank(self, message: inside.Message) -> int:
-        """Return which of the run's ranks a message is about.
-
-        Raises:
-            ValueError: it is none of them.
-        """
+        """Return which of the run's ranks a message is about, or raise ValueError."""
         rank = inside.integer(message, "rank")
         if rank not in self.numbers:
             raise ValueError(f"there is no rank {rank}")
@@ -397,18 +379,6 @@ class LocalGang:
         parts = [f"limit {format_bytes(limit)}"] if limit is not None else []
         parts += [f"peak {format_bytes(peak)}"] if peak is not None else []
         return f"ended by the kernel because host memory ran out{' (' + ', '.join(parts) + ')' if parts else ''}"
-
-    def _hear_the_rest(self) -> None:
-        """Take what the stem said last; somebody who got away may hold the socket open, so without waiting."""
-        self.channel.sock.setblocking(False)
-        with contextlib.suppress(OSError, ValueError):
-            while self.hear() is not None:
-                pass
-
-    def _stem_gone(self) -> bool:
-        poll = select.poll()
-        poll.register(self.stem_pidfd, select.POLLIN)
-        return bool(poll.poll(0))
 
     def _say(self, message: inside.Message, fds: tuple[int, ...] = ()) -> None:
         self.channel.send(inside.encode(message), fds)

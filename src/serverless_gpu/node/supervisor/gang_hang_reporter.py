@@ -1,4 +1,4 @@
-"""Reports what one crew of a gang on several nodes does; the server judges (`model/hangs/gang_hang_detection.py`).
+"""Reports the ranks of one crew of a gang on several nodes; the server judges their hangs.
 
     output, events ──heard──▶ HangWitness ──silent since──▶ server ◀── the other crews
     the loop ────────look───▶    │  ▲  └────what it saw───▶   │
@@ -6,12 +6,12 @@
     hang-<node>-<n>.txt, ◀───────┴──────who waits for whom────┘
     HangConfirmed
 
-A crew alone cannot tell a hang from ranks that rightly wait for those on another node. So it only tells how long
-nothing was heard of its own; once that is so on all nodes, each is asked to look at its ranks, over the same time.
+A crew alone cannot tell a hang from ranks that rightly wait for those on another node. So it reports only how long its
+ranks were silent; once all nodes are silent, the server asks each to inspect its ranks, over the same time.
 
-Failure cases: no word of the server, then nothing is judged; a sign of progress during a look makes it void; a full
+Failure cases: the server does not answer (no judgement); a sign of progress during an inspection makes it void; a full
 disk loses the file, not the sentence. The node that is judged first ends its ranks, and those of this one fail for it
-before its own word is there: what was seen of them is written all the same.
+before its own judgement arrives: the inspection is written all the same.
 """
 
 from __future__ import annotations
@@ -46,28 +46,15 @@ TellServer = Callable[..., None]
 
 
 class HangWitness:
-    """What one crew sees of its ranks.
-
-    Args:
-        directory: where the files with stacks go.
-        place: where the crew stands in its gang.
-        clock: where time comes from.
-        tell: called with a sentence for whoever watches the run.
-        notes: sentences for the receipt; added to.
-
-    Attributes:
-        said: the last sentence, "" once the ranks get on again.
-        hang: who waits for whom, as the server says.
-        wake_ns: when it is next worth a look, or None.
-        tell_server: called with what changed: `silent`, `silent_since_ns`, `seen`.
-    """
+    """Observes the ranks of one crew; writes files with stacks to `directory`, and adds to `notes`."""
 
     def __init__(
         self, directory: Path, place: CrewPlace, clock: Clock, tell: Callable[[str], None], notes: list[str]
     ) -> None:
-        self.said = ""
-        self.hang: Hang | None = None
-        self.wake_ns: int | None = None
+        self.said = ""  # the last sentence for watchers, "" once the ranks make progress again
+        self.hang: Hang | None = None  # the ranks that wait, and for which, as the server says
+        self.wake_ns: int | None = None  # when it is next worth a look, or None
+        # called with changes: `silent`, `silent_since_ns`, `seen`
         self.tell_server: TellServer = lambda **changes: None
         self._directory = directory
         self._place = place
@@ -92,7 +79,7 @@ class HangWitness:
         self._early_said = False
 
     def heard(self, event: Event | None = None) -> None:
-        """Take note of a sign of progress: an event, or output where there is none."""
+        """Record a sign of progress: an event, or output where that is None."""
         self._heard = True
         if isinstance(event, RankReturned):
             self._returned_ns = self._clock.boottime_ns()
@@ -123,14 +110,14 @@ class HangWitness:
         self.hang = msgspec.structs.replace(who, file=where)
         path, problem = self._write(self._files, who, judgement.sentence)
         told = f"{path.name}{problem}" if problem else f"{where} have the stacks of all ranks"
-        self._notes.append(f"{told}: {judgement.sentence}")  # the same on all nodes, so that it is told once
+        self._notes.append(f"{told}: {judgement.sentence}")  # the same on all nodes, so that the receipt has it once
         if judgement.ends:
             return HangConfirmed(detail=judgement.sentence)
         self._say(f"{judgement.sentence}; stacks of all ranks: {self._directory}/{where}{problem}")
         return None
 
     def ended(self) -> None:
-        """Write what was seen of ranks that stood still until the end, where the server's word was not here by then."""
+        """Write the inspection of ranks that hung until the end, where the server's judgement is late."""
         moved_ns, now_ns = self._moved_ns, self._clock.boottime_ns()
         has_returned = self._attempt is not None and self._attempt.phase is Phase.RETURNED
         has_moved = moved_ns is not None and now_ns - moved_ns >= _LAST_WORDS_NS
@@ -139,17 +126,13 @@ class HangWitness:
         self._awaits_word = False
 
     def look(self, attempt: Attempt, gang: LocalGang | None) -> None:
-        """Do what is due now.
-
-        Args:
-            attempt: as it is.
-            gang: its ranks on this node.
-        """
+        """Do the work that is due."""
         self.wake_ns = None
         self._attempt = attempt
         now_ns = self._clock.boottime_ns()
         self._say_early_return(attempt, now_ns)
-        quiet_ns = _quiet_ns(attempt.limits)
+        due = hang_detection.due_of(hang_detection.begin(0), attempt.limits)
+        quiet_ns = None if due is None else due.at_ns - due.window_ns  # the silence before an inspection, if any
         if attempt.state is not State.RUNNING or attempt.phase is Phase.RETURNED or gang is None or quiet_ns is None:
             self._leave()
             if attempt.state is not State.RUNNING:
@@ -251,7 +234,7 @@ class HangWitness:
             self.wake_ns = at_ns if self.wake_ns is None else min(self.wake_ns, at_ns)
 
     def _say_early_return(self, attempt: Attempt, now_ns: int) -> None:
-        """F05: nothing is ended for it, but nobody has to guess why nothing happens on a node."""
+        """Explain to watchers (F05) why nothing happens on a node; this ends nothing."""
         if self._early_said or not hang_detection.returned_early(attempt, self._returned_ns, now_ns):
             return
         self._early_said = True
@@ -264,9 +247,3 @@ class HangWitness:
     def _say(self, told: str) -> None:
         self.said = told
         self._tell(told)
-
-
-def _quiet_ns(limits: Limits) -> int | None:
-    """Return after how long a silence ranks are to be looked at, or None where nothing ever follows of one."""
-    due = hang_detection.due_of(hang_detection.begin(0), limits)
-    return None if due is None else due.at_ns - due.window_ns

@@ -1,24 +1,21 @@
-"""GPUs that fail, as the kernel's log tells of them: what is done on this node, at once.
+"""Reacts at once to failing GPUs of this node, as the kernel's log reports them.
 
     kernel_log ─▶ model/xid ─▶ Fault ─┬─ ends the attempt that has the GPU     AttemptFaults, in its supervisor
                                       ├─ quarantine, kept over a restart of ours, not lifted before the next boot
                                       └─ a hit, where it is the user's own code: principals are counted
+    NodeFaults, in agent and uplink, reads the whole log: an unused GPU that fails is not lent either.
 
-    NodeFaults, in agent and uplink, reads the whole log: what fails while nobody has it is not lent either.
+Both may see the same line; the second finds the note written and leaves it. A note that was lifted after the line was
+written (a GPU that was reset) stays lifted.
 
-Both may see the same line; who comes second finds the note written and leaves it. A note that somebody has lifted since
-the line was written (a GPU that was reset) stays lifted.
-
-Failure cases: the log cannot be read (nothing is known: `problem`, said by the doctor); the lock directory cannot be
-written (the attempt ends all the same, and the GPU is refused by whoever looks at it next, if it does not answer).
+Failure cases: the log cannot be read (nothing is known: `problem`, reported by the doctor); the lock directory cannot
+be written (the attempt ends all the same, and the next look at the GPU refuses it, if it does not answer).
 """
 
 from __future__ import annotations
 
 import contextlib
-import getpass
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -35,6 +32,7 @@ from serverless_gpu.node.base.protocol import Launch
 from serverless_gpu.node.devices.gpu_gate import Verdict
 from serverless_gpu.node.devices.kernel_log import AGAIN_S, KernelLog, KernelLogLine, log_of
 from serverless_gpu.node.devices.locks import DeviceLocks, lock_directory
+from serverless_gpu.node.devices.reservation import user_name
 from serverless_gpu.node.devices.xid_history import note_hit, read_hits
 
 _USERS_OWN = frozenset(
@@ -43,20 +41,10 @@ _USERS_OWN = frozenset(
 
 
 class AttemptFaults:
-    """What the driver says of the GPUs of one attempt.
-
-    Args:
-        launch: the attempt.
-        home: the home directory.
-        clock: where time comes from.
-        notes: sentences for the receipt; added to.
-
-    Attributes:
-        hint: what a failure of user code is most likely about, or "".
-    """
+    """The driver's reports about the GPUs of one attempt; adds to `notes` of the receipt."""
 
     def __init__(self, launch: Launch, home: Home, clock: Clock, notes: list[str]) -> None:
-        self.hint = ""
+        self.hint = ""  # probable cause of a failure of user code, or ""
         self._launch = launch
         self._home = home
         self._clock = clock
@@ -78,15 +66,7 @@ class AttemptFaults:
         return AGAIN_S if self._kind is DeviceKind.FAKE else math.inf
 
     def hear(self, attempt: Attempt, devices: Sequence[Device]) -> list[GpuFailed]:
-        """Take everything that is new; what cannot wait is done.
-
-        Args:
-            attempt: as it is.
-            devices: those that it has.
-
-        Returns:
-            What ends it.
-        """
+        """Read and act on new reports about the attempt's devices; return the event that ends it, if any."""
         if self._log is None:
             return []
         events: list[GpuFailed] = []
@@ -114,25 +94,20 @@ class AttemptFaults:
             self._log.close()
 
     def _hit(self, attempt: Attempt, fault: Fault) -> None:
-        """Note that user code failed on a GPU; what comes while ranks are ended for something else says nothing."""
+        """Note that user code failed on a GPU, unless ranks are already being ended for another reason."""
         if attempt.state is not State.RUNNING and attempt.reason not in _USERS_OWN:
             return
         self.hint = self.hint or f"{fault.sentence}: {xid.HINT}"
         self._notes.append(f"{fault.sentence}: {xid.HINT}")
         remote = read_remote(Path(self._launch.directory))
-        who = (remote.owner if remote is not None else "") or _user()
+        who = (remote.owner if remote is not None else "") or user_name()
         with contextlib.suppress(StorageError):
             hit = Hit(principal=who, number=fault.number, at_ns=self._clock.wall_ns())
             note_hit(lock_directory(self._kind, self._home.root), fault.uuid, hit)
 
 
 class NodeFaults:
-    """What the driver says of any GPU of this node, since its boot.
-
-    Args:
-        home: the home directory.
-        clock: where time comes from.
-    """
+    """The driver's reports about any GPU of this node, since its boot."""
 
     def __init__(self, home: Home, clock: Clock) -> None:
         self._home = home
@@ -141,11 +116,7 @@ class NodeFaults:
         self._known: dict[str, Device] = {}
 
     def look(self, devices: Iterable[Device]) -> None:
-        """Have GPUs that failed not be lent any more.
-
-        Args:
-            devices: those that are there now; one that fell off the bus is known by what it was.
-        """
+        """Quarantine GPUs that failed; one that fell off the bus is known from an earlier look."""
         self._known |= {device.uuid: device for device in devices if device.kind is not DeviceKind.CPU}
         for kind in {device.kind for device in self._known.values()}:
             if kind not in self._logs:
@@ -164,15 +135,9 @@ class NodeFaults:
 
 
 def suspects(directory: Path, uuids: Iterable[str], now_ns: int) -> list[str]:
-    """Return which GPUs are suspected of being broken though nothing but user code failed on them, a sentence each.
+    """Return a sentence for each GPU that may be broken though only user code failed on it.
 
-    Args:
-        directory: of the locks.
-        uuids: the GPUs.
-        now_ns: nanoseconds since 1970.
-
-    Raises:
-        StorageError: the lock directory cannot be used.
+    `now_ns` is since 1970. Raises StorageError when the lock directory cannot be used.
     """
     hits = read_hits(directory, uuids)
     said = {uuid: xid.suspicion(of_one, now_ns) for uuid, of_one in hits.items()}
@@ -182,13 +147,7 @@ def suspects(directory: Path, uuids: Iterable[str], now_ns: int) -> list[str]:
 def faults_of(
     lines: Iterable[KernelLogLine], devices: Sequence[Device], home: Home
 ) -> Iterable[tuple[KernelLogLine, Fault]]:
-    """Yield the Xids of these devices, as this node takes them.
-
-    Args:
-        lines: of the kernel's log.
-        devices: the devices.
-        home: where the node's own table of Xids is.
-    """
+    """Yield the Xids of these devices, as this node takes them."""
     by_address = {device.pci: device.uuid for device in devices if device.pci}
     own: Mapping[int, XidKind] | None = None
     for line in lines:
@@ -197,7 +156,7 @@ def faults_of(
             continue
         if own is None:
             own = {}
-            with contextlib.suppress(InvalidValue):  # whoever asks for devices is told what is wrong with it
+            with contextlib.suppress(InvalidValue):  # a request for devices reports what is wrong with it
                 own = read_configuration(home).xids
         yield line, xid.fault(said, by_address[said.pci], own)
 
@@ -207,17 +166,6 @@ def quarantine(kind: DeviceKind, home: Home, fault: Fault, line: KernelLogLine, 
     if fault.kind not in QUARANTINES:
         return
     with contextlib.suppress(StorageError):
-        locks = _locks(kind, home, clock)
+        locks = DeviceLocks(lock_directory(kind, home.root), clock=clock)
         if locks.noted_ns(fault.uuid) < line.at_ns:
             locks.quarantine(fault.uuid, fault.what, fault=fault.kind)
-
-
-def _locks(kind: DeviceKind, home: Home, clock: Clock) -> DeviceLocks:
-    return DeviceLocks(lock_directory(kind, home.root), clock=clock)
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return f"uid {os.getuid()}"

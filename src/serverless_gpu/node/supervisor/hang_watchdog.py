@@ -1,14 +1,13 @@
-"""The supervisor's eye on a run that may stand still: asks `model/hangs/hang_detection.py` what to do, and does it.
+"""Watchdog of one attempt on one node: asks `model/hangs/hang_detection.py` what to do, and does it.
 
-Of a gang on one node; on several, `gang_hang_reporter.py`.
+For gangs on several nodes see `gang_hang_reporter.py`.
 
     output, events ──heard──▶ HangWatch ──tell──▶ watchers, receipt, hang-<n>.txt
     the loop ────────look───▶     │ └────────────▶ HangConfirmed, where `hang_timeout` was asked for
                                   └── a look at the ranks (`rank_inspection.py`), polled until it is complete
 
-It never blocks: a look takes several turns of the loop, and output goes on meanwhile.
-
-Failure cases: a full disk loses the file, not the sentence; a sign of progress during a look makes it void.
+It never blocks: an inspection takes several turns of the loop, and output goes on meanwhile. Failure cases: a full disk
+loses the file, not the sentence; a sign of progress during an inspection makes it void.
 """
 
 from __future__ import annotations
@@ -28,19 +27,7 @@ from serverless_gpu.units import format_duration_ms
 
 
 class HangWatch:
-    """Whether one attempt gets on.
-
-    Args:
-        directory: where the files with stacks go.
-        clock: where time comes from.
-        tell: called with a sentence for whoever watches the run.
-        notes: sentences for the receipt; added to.
-
-    Attributes:
-        said: the last sentence, "" once the ranks get on again.
-        hang: who waits for whom, as it was last found.
-        wake_ns: when it is next worth a look, or None.
-    """
+    """Detects a hang of one attempt; writes files with stacks to `directory`, and adds to `notes`."""
 
     def __init__(
         self,
@@ -49,9 +36,9 @@ class HangWatch:
         tell: Callable[[str], None],
         notes: list[str],
     ) -> None:
-        self.said = ""
-        self.hang: Hang | None = None
-        self.wake_ns: int | None = None
+        self.said = ""  # the last sentence for watchers, "" once the ranks make progress again
+        self.hang: Hang | None = None  # the ranks that wait, and for which
+        self.wake_ns: int | None = None  # when it is next worth a look, or None
         self._directory = directory
         self._clock = clock
         self._tell = tell
@@ -67,22 +54,14 @@ class HangWatch:
         self._early_said = False
 
     def heard(self, event: Event | None = None) -> None:
-        """Take note of a sign of progress: an event, or output where there is none."""
+        """Record a sign of progress: an event, or output where that is None."""
         self._heard = True
         if isinstance(event, RankReturned) and self._returned_ns is None:
             self._returned_ns = self._clock.boottime_ns()
             self._returned_at = format_clock(self._clock.wall_ns())
 
     def look(self, attempt: Attempt, gang: LocalGang | None) -> HangConfirmed | None:
-        """Do what is due now.
-
-        Args:
-            attempt: as it is.
-            gang: its ranks.
-
-        Returns:
-            The event that ends the run, if it has stood still for too long.
-        """
+        """Do the work that is due; return the event that ends a run that hangs for too long, if any."""
         self.wake_ns = None
         if attempt.state is not State.RUNNING or attempt.phase is Phase.RETURNED or gang is None:
             self._leave()
@@ -170,7 +149,7 @@ class HangWatch:
         return path, ""
 
     def _say_progress(self, now_ns: int) -> None:
-        """Say that a run of which was warned gets on, and take the warning back: it is no news from then on."""
+        """Report progress after a warning, and take the warning back."""
         if self._silent_ns is None:
             return
         silent_ms = (now_ns - self._silent_ns) // 1_000_000
@@ -184,7 +163,7 @@ class HangWatch:
             self._looking = None
 
     def _say_early_return(self, attempt: Attempt, now_ns: int) -> None:
-        """F05: nothing is ended for it, for a long evaluation in one rank looks the same, but nobody has to guess."""
+        """Explain an early return (F05); the run goes on, because a long evaluation looks the same."""
         if self._early_said or not hang_detection.returned_early(attempt, self._returned_ns, now_ns):
             return
         self._early_said = True

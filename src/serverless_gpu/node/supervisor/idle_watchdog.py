@@ -1,10 +1,10 @@
-"""The supervisor's watchdog of idle devices: asks `model/telemetry/idleness.py` what to do, and does it.
+"""The watchdog of idle devices: asks `model/telemetry/idleness.py` what to do, and does it.
 
     telemetry ───────seen──▶ IdleWatch ──tell──▶ watchers          at four fifths of the limit
     output, events ─heard──▶     └────────────▶ StopRequested      at the limit: ranks may save first, as at any stop
-    somebody attaches ─heard─┘
+    a client attaches heard──┘
 
-Nothing is stopped where no limit was asked for, or where no telemetry comes: what nobody sees is not idle.
+Without a limit, or without telemetry, nothing is stopped: unobserved devices do not count as idle.
 """
 
 from __future__ import annotations
@@ -20,22 +20,11 @@ from serverless_gpu.units import format_duration_ms
 
 
 class IdleWatch:
-    """Whether one attempt uses what it has.
-
-    Args:
-        spec: the run as it was asked for.
-        clock: where time comes from.
-        tell: called with a sentence for whoever watches the run.
-        notes: sentences for the receipt; added to.
-
-    Attributes:
-        said: the warning, as long as it stands.
-        tell_server: of a gang on several nodes, called with how far this crew is (`idle`); None of one on one node,
-            where that decides.
-    """
+    """Detects that one attempt does not use its devices; adds to `notes` of the receipt."""
 
     def __init__(self, spec: RunSpec, clock: Clock, tell: Callable[[str], None], notes: list[str]) -> None:
-        self.said = ""
+        self.said = ""  # the warning, as long as it stands
+        # of a gang on several nodes, called with this crew's `idle`; None on one node, which decides itself
         self.tell_server: Callable[..., None] | None = None
         self._level = IdleVerdict.GO_ON
         self._spec = spec
@@ -46,7 +35,7 @@ class IdleWatch:
         self._begun = False
 
     def heard(self) -> None:
-        """Take note that somebody needs the run: output, an event, a client that attached."""
+        """Record that the run is in use: output, an event, a client that attached."""
         if self._idle is not None:
             self._idle = idleness.used(self._idle, self._clock.boottime_ns())
             self._take_back("the run gets on again")
@@ -59,14 +48,7 @@ class IdleWatch:
                 self._take_back("the devices work again")
 
     def look(self, attempt: Attempt) -> StopRequested | None:
-        """Do what is due now.
-
-        Args:
-            attempt: as it is.
-
-        Returns:
-            The event that stops the run, if its devices have done nothing for too long.
-        """
+        """Do the work that is due; return the event that stops a run with idle devices, if any."""
         if attempt.state is not State.RUNNING or attempt.phase is Phase.RETURNED:  # it waits for other nodes
             self._idle = None
             return None

@@ -1,18 +1,17 @@
-"""The supervisor's line to the node's monitor: what it is told of an attempt, and what it says.
+"""The supervisor's connection to the node's monitor.
 
-    supervisor ──Observe, Ranks, Ending, Settled──▶ monitor      said again, in this order, to one that was started anew
-               ◀──Tracked, Untracked, Seen, Said───
+    supervisor ──Observe, Ranks, EndingNote, Settled──▶ monitor      sent again, in this order, to a restarted one
+               ◀──TrackedNote, Untracked, AttemptSample, UserSentence──
 
-Nothing here blocks: a monitor that is not there yet, hangs or dies costs an attempt what it would have seen, nothing
-else. The start of a function's ranks waits for nothing: one that imports `mlflow` finds out by itself where the run is
-tracked (`inside/`). A program, in which nothing of ours runs, waits for that a little, since its environment cannot be
-changed later, and longer while the home's own MLflow server starts; so does a Ray cluster, for its workers' sake. The
-receipt of a run that was over before it was known waits for a blink: outcome and devices are with their owners by then.
+Nothing here blocks: a missing, hanging or dead monitor costs an attempt its observations, nothing else. The start of a
+function's ranks waits for nothing: one that imports `mlflow` finds its run itself (`inside/`). A program runs nothing
+of ours and its environment cannot be changed later, so its start waits a little for the tracking variables, and longer
+while the home's own MLflow server starts; so does a Ray cluster, for its workers' sake. The receipt of a very short run
+waits for a blink, when outcome and devices are already with their owners.
 
-Failure cases: no monitor (asked for again, at most every two seconds; an attempt that is over before it is there, as
-the first one of a home may be, is left in its backlog); it dies (the next one hears everything again,
-and writes on in the same files); it does not read (what is to be said is kept, it is little); it talks nonsense (left
-alone for two seconds).
+Failure cases: no monitor (tried again, at most every two seconds; an attempt that ends before it is there, as the first
+one of a home may be, is left in its backlog); it dies (the next one gets everything again, and writes on in the same
+files); it does not read (messages are kept, they are few); it talks nonsense (left alone for two seconds).
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ from serverless_gpu.node.monitor.backlog import Backlog, origin_of
 _FIRST_NS = 100_000_000
 _AGAIN_NS = 2_000_000_000
 LINK_NS = 200_000_000
-"""How long after an attempt began its receipt waits for where it is tracked."""
+"""Wait of a receipt, from the attempt's beginning, for where it is tracked."""
 COMMAND_NS = 2_000_000_000
-"""How long a program or a Ray cluster does, unless it is known that the tracker does not answer."""
+"""Wait of a program or a Ray cluster, unless the tracker is known not to answer."""
 SERVER_NS = 10_000_000_000
-"""How long a program does while the home's own MLflow server starts."""
+"""Wait of a program while the home's own MLflow server starts."""
 _STARTING = "the home's MLflow server starts; {} waits for it up to 10 s"
 _STARTED_LATE = "the home's MLflow server was still starting: the run will be in it, see `sgpu mlflow`"
 _FOR_GOOD = "; this run is not tracked"
@@ -56,21 +55,7 @@ _SILENT = "MLflow had not answered yet: the run will be in it once it does, see 
 
 
 class Observation:
-    """One attempt, as the monitor sees it.
-
-    Args:
-        launch: the attempt.
-        sockets: where the monitor listens.
-        clock: where time comes from.
-        selector: the supervisor's; what the monitor says is heard there.
-        tell: takes a message for whoever watches the run.
-
-    Attributes:
-        tracked: where the run is tracked, once that is known.
-        uses: what the devices did, as far as was seen.
-        notes: sentences for the receipt.
-        on_seen: called with whether any device worked, whenever that was looked at.
-    """
+    """One attempt's connection to the monitor."""
 
     def __init__(
         self,
@@ -80,9 +65,10 @@ class Observation:
         selector: selectors.BaseSelector,
         tell: Callable[[protocol.Message], None],
     ) -> None:
-        self.tracked: messages.TrackedNote | None = None
-        self.uses: tuple[DeviceUse, ...] = ()
-        self.notes: list[str] = []
+        self.tracked: messages.TrackedNote | None = None  # where the run is tracked, once known
+        self.uses: tuple[DeviceUse, ...] = ()  # of the devices, as far as observed
+        self.notes: list[str] = []  # for the receipt
+        # called with whether any device worked, after each sample
         self.on_seen: Callable[[bool], None] = lambda busy: None
         self._launch = launch
         self._path = messages.monitor_socket(sockets)
@@ -139,11 +125,7 @@ class Observation:
         self._say(messages.EndingNote(state=state, reason=reason, sentence=sentence))
 
     def settled(self, backlog: Path) -> None:
-        """Say that the receipt is written, and hang up.
-
-        Args:
-            backlog: where it is left for the next monitor that the attempt is to be tracked, if none has heard of it.
-        """
+        """Report that the receipt is written, and hang up; leave an unheard attempt in the `backlog`."""
         self._say(messages.Settled())
         self.close()
         observe = self._said[0]
@@ -196,7 +178,7 @@ class Observation:
         return [*self.notes, missing] if missing else self.notes
 
     def _missing(self) -> str:
-        """Return why there is no link, and what becomes of the run; "" where there is one, or is to be none."""
+        """Return why there is no link, and what this means for the run; "" if there is, or need be, none."""
         untracked = self._untracked
         if self.tracked is not None or self._launch.spec.tracker is None:
             return ""
@@ -217,7 +199,7 @@ class Observation:
         tracker, untracked = self._launch.spec.tracker, self._untracked
         if tracker is None or self.tracked is not None or (untracked is not None and untracked.final):
             return 0
-        # Processes in which nothing of ours finds out by itself: what they are told at their start is all they know.
+        # Processes in which nothing of ours runs: the variables of their start are all they know.
         is_told_once = isinstance(self._launch.spec.payload, Command) or self._launch.spec.ray is not None
         if untracked is not None:
             return SERVER_NS if is_told_once and untracked.is_starting else 0

@@ -1,13 +1,13 @@
-"""The others of a gang on several nodes, as one crew's supervisor deals with them: through the server, but for the
-meeting. Of a gang on one node there are none, and only a rendezvous port is had here.
+"""One crew's side of a gang on several nodes: through the server, but for the rendezvous.
+
+A gang on one node has no other crews, and reserves a rendezvous port only.
 
     devices, stem ─▶ offer ─▶ (offers) ─▶ reach ─▶ (chosen) ─▶ ranks begin          in brackets: what the server says
     all ranks returned ─▶ returned ─▶ (release) ─▶ they may exit
     it stops before its end ─▶ halt, at once                ◀─ (peer_failed): the same, of another one
 
-What is said is said whole each time, to whoever listens now and to an uplink that comes later; what is heard may come
-twice. Nothing here has a deadline: the server ends a meeting that does not come about, and the lease says how long this
-crew goes on without it.
+Messages are sent whole each time, to the present uplink and to a later one; they may arrive twice. Nothing here has a
+deadline: the server ends a failed rendezvous, and the lease bounds how long this crew goes on without it.
 """
 
 from __future__ import annotations
@@ -33,18 +33,7 @@ _DETAIL_CHARACTERS_MAX = 1_000
 
 
 class Peers:
-    """What one crew has to do with the others.
-
-    Args:
-        launch: the attempt.
-        checkpoints: directory of all runs' checkpoints, or "".
-        clock: where time comes from.
-        selector: the supervisor's.
-        tell: takes a message for whoever watches the run.
-
-    Attributes:
-        judge: called with what the server says; returns what follows from what it makes of all nodes together.
-    """
+    """One crew's dealings with the others."""
 
     def __init__(
         self,
@@ -54,6 +43,7 @@ class Peers:
         selector: selectors.BaseSelector,
         tell: Callable[[protocol.Message], None],
     ) -> None:
+        # called with the server's news; returns the event that follows from its judgement of all nodes
         self.judge: Callable[[protocol.GangNews], list[Event]] = lambda news: []
         self._launch = launch
         self._checkpoints = f"{checkpoints}/{launch.run_id}/{launch.fence}" if checkpoints else ""
@@ -67,7 +57,7 @@ class Peers:
 
     @property
     def news(self) -> protocol.CrewNews | None:
-        """Return what there is to say to the others; None where there are none."""
+        """Return the news for the others; None without others."""
         return None if self._meeting is None else self._news
 
     @property
@@ -76,18 +66,20 @@ class Peers:
         return self._news.offer is not None and self._chosen is None
 
     def met(self) -> bool:
-        """Return whether they have met, as there is nobody to be met on one node; the first call begins the meeting.
+        """Return whether all crews have met (at once on one node); the first call begins the rendezvous.
 
-        Raises:
-            NoPort: none can be reserved for the rendezvous, or there is none to listen on.
+        Raises NoPort when no port can be reserved, or listened on.
         """
         if self._meeting is None:
             return True
         if self._news.offer is None:
             port = self._reserved() if self._launch.crew == 0 else 0
+            saved: tuple[int, ...] = ()  # visible checkpoints: ranks of all nodes go on from the same
+            with contextlib.suppress(OSError):
+                saved = tuple(saved_before(self._checkpoints))[:SAVED_MAX] if self._checkpoints else ()
             try:
                 offer = self._meeting.offer(port)
-                self._say(offer=msgspec.structs.replace(offer, saved=self._saved()))
+                self._say(offer=msgspec.structs.replace(offer, saved=saved))
             except OSError as error:
                 raise NoPort(
                     f"there is no port on which the run's other nodes could reach this one: {error}"
@@ -95,11 +87,7 @@ class Peers:
         return self._chosen is not None
 
     def network(self) -> Network:
-        """Return how ranks reach each other, once all have met.
-
-        Raises:
-            NoPort: none can be reserved for the rendezvous.
-        """
+        """Return how ranks reach each other, once all have met; raises NoPort."""
         if self._chosen is None:
             return Network(master=("127.0.0.1", self._reserved()))
         crew = self._launch.crew
@@ -126,11 +114,7 @@ class Peers:
             self._say(**changes)
 
     def watch(self, attempt: Attempt) -> None:
-        """Say what is new of this crew.
-
-        Args:
-            attempt: as it is now.
-        """
+        """Report changes of this crew."""
         if self._meeting is None:
             return
         halt = self._news.halt
@@ -157,12 +141,6 @@ class Peers:
             self._meeting.close()
         if self._port is not None:
             self._port.close()
-
-    def _saved(self) -> tuple[int, ...]:
-        """Return the earlier attempts whose checkpoints are seen here; ranks of all nodes go on from the same."""
-        with contextlib.suppress(OSError):
-            return tuple(saved_before(self._checkpoints))[:SAVED_MAX] if self._checkpoints else ()
-        return ()
 
     def _reserved(self) -> int:
         if self._port is None:

@@ -1,7 +1,7 @@
-"""The wait for the last process of an attempt that was killed: told when it takes long, and over in any case.
+"""The wait for the last process of a killed attempt: bounded, and reported when it takes long.
 
-A process that the kernel cannot end (D state) must not keep a run from its end; its devices are another matter, and who
-gives them back looks at what is left.
+A process that the kernel cannot end (D state) must not keep a run from its end; the code that gives back its devices
+looks at what is left.
 """
 
 from __future__ import annotations
@@ -19,18 +19,10 @@ _TOLD_S = 10.0
 
 
 class Emptying:
-    """Whether anything is left of an attempt.
-
-    Args:
-        clock: where time comes from.
-        say: called with a sentence for whoever watches the run.
-
-    Attributes:
-        since_ns: when it was killed, or None.
-    """
+    """Wait for the processes of a killed attempt."""
 
     def __init__(self, clock: Clock, say: Callable[[str], None]) -> None:
-        self.since_ns: int | None = None
+        self.since_ns: int | None = None  # when it was killed, or None
         self._clock = clock
         self._say = say
         self._told = False
@@ -43,11 +35,7 @@ class Emptying:
         return self.since_ns
 
     def is_over(self, gang: LocalGang | None) -> bool:
-        """Return whether nothing is left that would be waited for.
-
-        Args:
-            gang: what was killed.
-        """
+        """Return whether the wait is over."""
         assert self.since_ns is not None
         waited_s = (self._clock.boottime_ns() - self.since_ns) / 1e9
         if gang is None or gang.empty() or waited_s > _LIMIT_S:

@@ -1,5 +1,4 @@
-"""What is in a rank's environment, from the weakest to the strongest: presets, the caller's variables and secrets,
-where the run is tracked, and who the rank is.
+"""A rank's environment, weakest first: presets, caller's variables, secrets, tracking, its place.
 
 Secrets go from their files to the ranks, and are kept nowhere else.
 """
@@ -21,7 +20,7 @@ from serverless_gpu.model.placement import (
     node_variables,
     rank_variables,
 )
-from serverless_gpu.model.secrets import DIRECTORY, DeliveredSecrets
+from serverless_gpu.model.secrets import DIRECTORY
 from serverless_gpu.model.spec import Command
 from serverless_gpu.node.base.protocol import Context, Launch, original
 
@@ -30,27 +29,17 @@ PROCESS_GROUP = "SGPU_PROCESS_GROUP"
 
 
 class Network(NamedTuple):
-    """How the ranks of a node reach those of the others.
+    """Addresses by which the ranks of a node reach those of the others."""
 
-    Attributes:
-        master: address and port of rank 0's rendezvous.
-        address: where the others reach this node.
-        variables: what says by which interface, unless the caller did.
-    """
-
-    master: tuple[str, int]
-    address: str = "127.0.0.1"
-    variables: Mapping[str, str] = {}
+    master: tuple[str, int]  # address and port of rank 0's rendezvous
+    address: str = "127.0.0.1"  # where the others reach this node
+    variables: Mapping[str, str] = {}  # by which libraries choose an interface, unless the caller did
 
 
 def place_of(launch: Launch, local: int) -> RankPlace:
-    """Return where a process of the user's stands in its gang.
+    """Return the place in its gang of the node's process `local` (0 for one command per node).
 
     A driver of Ray is alone: no other process of the gang has a rank.
-
-    Args:
-        launch: the attempt.
-        local: the process's number among the node's; of a command that runs once per node, 0.
     """
     if launch.spec.ray is None:
         return rank_places(launch.all_crews, launch.crew)[local]
@@ -59,34 +48,19 @@ def place_of(launch: Launch, local: int) -> RankPlace:
 
 
 class RankEnvironment:
-    """The variables of one attempt's ranks on this node.
-
-    Args:
-        launch: what to run.
-        context: what ranks take on.
-        checkpoints: directory of all runs' checkpoints, or "".
-
-    Attributes:
-        tracked: variables with which an MLflow in a rank finds its run.
-    """
+    """The variables of one attempt's ranks on this node."""
 
     def __init__(self, launch: Launch, context: Context, checkpoints: str = "") -> None:
-        self.tracked: Mapping[str, str] = {}
+        self.tracked: Mapping[str, str] = {}  # variables with which an MLflow in a rank finds its run
         self._launch = launch
         self._context = context
         self._checkpoints = checkpoints
         self._command = launch.spec.payload if isinstance(launch.spec.payload, Command) else None
 
     def of(self, local: int, devices: Sequence[Device], network: Network) -> dict[str, str]:
-        """Return the variables of one rank.
+        """Return the variables of one rank; `devices` are those of the node, in LOCAL_RANK order.
 
-        Args:
-            local: its number among the node's.
-            devices: all of the attempt's on this node, in LOCAL_RANK order.
-            network: how it reaches the others.
-
-        Raises:
-            OSError: a secret cannot be read.
+        Raises OSError when a secret cannot be read.
         """
         launch = self._launch
         per_node = self._command is not None and self._command.per == "node"
@@ -108,7 +82,7 @@ class RankEnvironment:
         )
 
     def _places(self) -> dict[str, str]:
-        """Return where a rank finds what is the attempt's: why it is to stop, checkpoints, process group, secrets."""
+        """Return where a rank finds its attempt's files: stop reason, checkpoints, process group, secrets."""
         launch = self._launch
         places = {"SGPU_STOP_FILE": str(Path(launch.directory) / STOP_FILE)}
         if self._checkpoints:
@@ -124,20 +98,17 @@ class RankEnvironment:
     def _callers(self) -> dict[str, str]:
         caller = {original(name): original(value) for name, value in self._context.environ.items()}
         caller.pop(PROCESS_GROUP, None)  # of the rank that makes this call
-        caller |= _secret_variables(self._launch.secrets)
+        if (secrets := self._launch.secrets) is not None:
+            place = Path(secrets.directory)
+            caller |= {
+                variable: os.fsdecode((place / name).read_bytes()) for name, variable in secrets.variables.items()
+            }
         if self._command is not None:
             caller["PATH"] = program_path(caller.get("PATH", os.defpath), original(self._context.python))
         return caller
 
 
-def _secret_variables(secrets: DeliveredSecrets | None) -> dict[str, str]:
-    if secrets is None:
-        return {}
-    place = Path(secrets.directory)
-    return {variable: os.fsdecode((place / name).read_bytes()) for name, variable in secrets.variables.items()}
-
-
 def program_path(path: str, python: str) -> str:
-    """Return a PATH on which the environment's own programs are found, activated or not: `python`, `torchrun`."""
+    """Return a PATH with the environment's own programs (`python`, `torchrun`), activated or not."""
     own = os.path.dirname(python)
     return path if own in path.split(os.pathsep) else f"{own}{os.pathsep}{path}"

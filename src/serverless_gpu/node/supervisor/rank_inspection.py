@@ -1,22 +1,20 @@
-"""A look at the ranks: what the kernel says about each, and its Python stacks.
+"""Inspection of ranks: the kernel's view of each, and its Python stacks.
 
     supervisor ──{"op": "signal", "ranks": …}──▶ stem ──PASS──▶ rank: a handler in Python writes to its memfd
         │                        no answer, and it is in a call ──STACK──▶ faulthandler, in C, does
         └── /proc/<pid>/fd/<n> ◀──────────────────────────────────────────────┘
 
 A rank that runs Python answers the first signal. One that is blocked in a collective cannot, and answers the second,
-for that needs neither the interpreter nor the lock. Nobody else gets it: in C, frames that change are read as garbage.
-So it is sent to a rank that has taken the first signal, did not answer, and sleeps, or has run for a while since: it is
-inside of a call. Whether the answer to the first is there at the next look says whether the main thread came back from
-that call. The signals go by way of the stem, which knows which ranks it has not reaped yet, so that it never reaches
-another process. A rank that does not catch them (it has become another program, or user code took them back), or whose
-memfd is gone, is not asked: the signal would end it, or the stack would land in a file of the user's.
+which needs neither the interpreter nor its lock. Only such a rank gets it, because C reads frames that change as
+garbage: it has taken the first signal, did not answer, and sleeps, or has run for a while since, so it is inside of a
+call. An answer to the first at the next look shows that the main thread came back from that call. The signals go by way
+of the stem, which knows which ranks it has not reaped yet, so that they never reach another process. A rank that does
+not catch them (it has become another program, or user code took them back), or whose memfd is gone, is not asked: the
+signal would end it, or the stack would land in a file of the user's.
 
-Nothing here waits: a look is begun, and then polled from the supervisor's loop, which goes on passing output.
-
-Failure cases: a rank that does not answer in time (frozen, uninterruptible, without a core all the while) is a look
-without a stack. A rank that is stopped is only asked where `wake` allows it: it is let run until its stack is written,
-and stopped again.
+Nothing here waits: the supervisor's loop polls an inspection, and goes on passing output. Failure cases: a rank that
+does not answer in time (frozen, uninterruptible, without a core all the while) has no stack. A stopped rank is only
+asked where `wake` allows it: it runs until its stack is written, and is stopped again.
 """
 
 from __future__ import annotations
@@ -47,14 +45,7 @@ _OWN = f"{INSIDE}/"
 
 
 class Looking:
-    """One look at some ranks.
-
-    Args:
-        gang: whose.
-        ranks: which.
-        wake: whether ranks that are stopped are let run for a moment.
-        now_ns: the time.
-    """
+    """One inspection of some ranks; `wake` lets stopped ranks run for a moment."""
 
     def __init__(self, gang: LocalGang, ranks: Iterable[int], wake: bool, now_ns: int) -> None:
         self.began_ns = now_ns
@@ -128,12 +119,7 @@ class Looking:
 
 
 class _Asked:
-    """A rank that is about to write its stack.
-
-    Args:
-        fd: the file into which it does.
-        look: what the kernel said of it before.
-    """
+    """A rank that is about to write its stack to `fd`."""
 
     def __init__(self, fd: int, look: RankInspection) -> None:
         left = os.fstat(fd).st_size - len(inside.PASSED)
@@ -146,7 +132,7 @@ class _Asked:
         os.ftruncate(fd, 0)
 
     def is_found_in_call(self) -> bool:
-        """Return whether it is seen for the first time that its main thread took the first signal inside of a call."""
+        """Return whether this look is the first to show that the main thread was signalled inside a call."""
         pid = self._before.pid
         if self._in_call or os.fstat(self._fd).st_size or _is_in_set(pid, "SigPnd", inside.PASS_SIGNAL):
             return False
@@ -180,7 +166,7 @@ def _ask(look: RankInspection, number: int) -> _Asked | None:
 
 
 def _is_in_set(pid: int, signals: str, number: int) -> bool:
-    """Return whether a signal is in a set that the kernel tells of a process's main thread: `SigCgt`, `SigPnd`."""
+    """Return whether a signal is in a set of a process's main thread: `SigCgt`, `SigPnd`."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
         for line in file:
             if line.startswith(f"{signals}:"):
@@ -206,14 +192,14 @@ def _look(rank: int, pid: int) -> RankInspection:
 
 
 def _main_us(pid: int, otherwise: int = 0) -> int:
-    """Return the microseconds of CPU that a process's main thread has used; another number where that is not known."""
+    """Return the CPU microseconds of a process's main thread; `otherwise` where unknown."""
     with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/schedstat", encoding="ascii") as file:
         return int(file.read().split()[0]) // 1_000
     return otherwise
 
 
 def _stat(pid: int) -> tuple[str, int]:
-    """Return the kernel's letter for a process's main thread, and the milliseconds of CPU the process has used."""
+    """Return the kernel's letter for a process's main thread, and the process's CPU milliseconds."""
     with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/stat", "rb") as file:
         fields = file.read().rpartition(b") ")[2].split()
         return fields[0].decode(), (int(fields[11]) + int(fields[12])) * _TICK_MS

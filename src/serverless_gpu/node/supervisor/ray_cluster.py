@@ -1,16 +1,16 @@
-"""The supervisor's part of a run's private Ray cluster: what a node offers to it, and a directory that goes with it.
+"""The supervisor's part of a run's private Ray cluster: what a node offers to it, and its directory.
 
-    supervisor ─ Cluster ─▶ /tmp/sgpu-ray-<8 hex>, 0700, and its flock ─▶ stem (`inside/raycluster/directory.py`)
+    supervisor ─ AttemptCluster ─▶ /tmp/sgpu-ray-<8 hex>, 0700, and its flock ─▶ stem (`inside/raycluster/directory.py`)
                ├─ share ─▶ "go" ─▶ the rank that makes the node's part of the cluster (`inside/raycluster/`)
                └─ close, when no process is left: logs kept in the attempt (`ray_logs.py`), directory removed
-    agent ─ Sweeper ─▶ what nobody holds: a clean process removes it
+    agent ─ ClusterSweeper ─▶ a clean process removes what no process holds
 
-The flock says that the run goes on, whoever of it is left: supervisor and stem hold it, nothing of the user's does. It
-also keeps systemd-tmpfiles away from a run of many days.
+The flock says that the run goes on: supervisor and stem hold it, no process of the user's does. It also keeps
+systemd-tmpfiles away from a run of many days.
 
-Failure cases: no room in /tmp (the run does not start, and says so); supervisor and stem are killed at once (the agent
-sweeps, at its next look, the next agent, or another home's of the same user); the sweeper is faster than a supervisor
-that has just made its directory (another name is tried); a directory that cannot be removed (left after a few tries).
+Failure cases: no room in /tmp (the run does not start, and says so); supervisor and stem are killed at once (this
+agent, the next one, or another home's of the same user sweeps); the sweeper is faster than a supervisor that has just
+made its directory (another name is tried); a directory that cannot be removed (left after a few tries).
 """
 
 from __future__ import annotations
@@ -54,22 +54,9 @@ class NoDirectory(OSError):
 
 
 class AttemptCluster:
-    """One attempt's cluster on this node, as far as it has to be there before and after its processes.
+    """One attempt's cluster on this node: what outlives its processes.
 
-    Args:
-        launch: the run.
-        devices: its devices on this node.
-        network: how its nodes reach each other.
-        clock: bounds how long its logs are copied.
-
-    Attributes:
-        path: its directory.
-        fd: holds the directory's flock.
-        note: what the caller is told of its share, once that was asked for; or "".
-
-    Raises:
-        NoDirectory: its directory cannot be made.
-        OSError: there is no room in the attempt's.
+    Raises NoDirectory for its directory, OSError when the attempt's has no room.
     """
 
     def __init__(
@@ -81,14 +68,14 @@ class AttemptCluster:
         self._devices = tuple(devices)
         files = Path(files_of(launch.directory))
         files.mkdir(mode=0o700, exist_ok=True)
-        self.note = ""
+        self.note = ""  # about its share, for the caller, once computed; or ""
         self.path, self.fd = _make()
         _make_spill(self.path, files)
         with contextlib.suppress(OSError):  # for people
             write_text(files / "directory", f"{self.path}\n")
 
     def share(self) -> dict[str, object]:
-        """Return what this node is told of its share."""
+        """Return this node's share of the cluster."""
         spec, count = self._launch.spec, len(self._devices)
         asked = spec.ray or RayCluster()
         of_type = max(count, self._launch.of_type)
@@ -99,6 +86,7 @@ class AttemptCluster:
         shared = part_of_shared(*shared_memory_bytes(), count, of_type)
         store = object_store_bytes(min(memory, available), shared, asked.object_store_bytes)
         self.note = store_note(store, shared, asked.object_store_bytes)
+        nonce = self._launch.nonce  # makes the secret the same on all nodes
         return ClusterShare(
             directory=self.path,
             devices=0 if kind == CPU else count,
@@ -111,26 +99,15 @@ class AttemptCluster:
             host=socket.gethostname(),
             address=self._network.address,
             head=self._network.master,
-            secret=_secret(self._launch),
+            secret=hashlib.sha256(f"{nonce}:ray".encode()).hexdigest() if nonce else secrets.token_hex(32),
         )._asdict()
 
     def close(self) -> str:
-        """Keep Ray's logs, now that no process of the attempt is left, remove the directory, and let go of it.
-
-        Returns:
-            What the receipt says about it, or "".
-        """
+        """Keep Ray's logs and remove the directory, no process being left; return the receipt's note, or ""."""
         note = save_logs(self.path, logs_of(self._launch.directory, self._launch.crew), self._clock)
         directory.remove(self.path)
         os.close(self.fd)
         return note
-
-
-def _secret(launch: Launch) -> str:
-    """Return what the nodes of one cluster know and nobody else: the same on all of them."""
-    if not launch.nonce:
-        return secrets.token_hex(32)
-    return hashlib.sha256(f"{launch.nonce}:ray".encode()).hexdigest()
 
 
 class Process(Protocol):
@@ -140,12 +117,7 @@ class Process(Protocol):
 
 
 class ClusterSweeper:
-    """The agent's look for directories of clusters that nobody holds: now and then, and when an attempt has ended.
-
-    Args:
-        clock: where time comes from.
-        start: starts the process that removes them.
-    """
+    """The agent's removal of abandoned cluster directories: now and then, and when an attempt has `ended`."""
 
     def __init__(self, clock: Clock, start: Callable[[], Process]) -> None:
         self._clock = clock
@@ -155,11 +127,7 @@ class ClusterSweeper:
         self._tries: Counter[str] = Counter()  # directories that no look of ours has removed yet
 
     def tend(self, *, ended: bool) -> None:
-        """Look if it is time to.
-
-        Args:
-            ended: an attempt has just ended, and may have left something.
-        """
+        """Start a sweep if it is time to."""
         if self._process is not None and self._process.poll() is not None:
             self._process = None
         now_ns = self._clock.boottime_ns()
@@ -169,31 +137,31 @@ class ClusterSweeper:
         left = [path for path in _directories() if self._tries[path] < _SWEEPS_MAX and is_left(path)]
         if left:
             self._tries.update(left)
-            with contextlib.suppress(OSError):  # no process to be had now
+            with contextlib.suppress(OSError):  # no process can start now
                 self._process = self._start()
 
 
 def main() -> None:
-    """Remove the directories of this user's clusters that nobody holds."""
+    """Remove the abandoned directories of this user's clusters."""
     os.nice(10)
     linux.be_ordinary()
     sweep()
 
 
 def sweep() -> None:
-    """Remove the directories of this user's clusters that nobody holds; who makes one now is left alone."""
+    """Remove the directories of this user's clusters that are not held; one being made is left alone."""
     for path in _directories():
         fd = _open(path)
         if fd is None:
             continue
-        with contextlib.suppress(OSError):  # somebody holds it
+        with contextlib.suppress(OSError):  # it is held
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             directory.remove(path)
         os.close(fd)
 
 
 def is_left(path: str) -> bool:
-    """Return whether a directory is of a cluster that nobody looks after any more."""
+    """Return whether a cluster's directory is abandoned."""
     fd = _open(path)
     if fd is None:
         return False
@@ -206,7 +174,7 @@ def is_left(path: str) -> bool:
 
 
 def memory_bytes() -> tuple[int, int]:
-    """Return the host memory there is for processes of ours, and what of it is available; 0 where nothing says it."""
+    """Return the host memory for our processes, and how much of it is available; 0 where unknown."""
     found = {"MemTotal": 0, "MemAvailable": 0}
     with contextlib.suppress(OSError, ValueError):
         for line in MEMORY_FIGURES.read_text(encoding="ascii").splitlines():
@@ -218,11 +186,7 @@ def memory_bytes() -> tuple[int, int]:
 
 
 def _make() -> tuple[str, int]:
-    """Make a directory of a name that nobody has, and take its lock.
-
-    Raises:
-        NoDirectory: no room, or no name is free.
-    """
+    """Make a directory of a free name, and take its lock; raises NoDirectory."""
     for _ in range(_NAMES_TRIED):
         path = f"{directory.PARENT}/{directory.PREFIX}{secrets.token_hex(4)}"
         try:
@@ -241,12 +205,7 @@ def _make() -> tuple[str, int]:
 
 
 def _make_spill(path: str, files: Path) -> None:
-    """Make the place where Ray spills objects: in the directory, or on the home's disk where that has more room.
-
-    Args:
-        path: the directory.
-        files: what is kept of the cluster, in the home.
-    """
+    """Make the directory for Ray's spilled objects: in `path`, or on the home's disk if roomier."""
     spill = os.path.join(path, directory.SPILL)
     elsewhere = files / os.path.basename(path)
     with contextlib.suppress(OSError):

@@ -1,19 +1,19 @@
-"""One crew meets the others of its gang: it listens, tries their addresses, and says what it reached.
+"""Rendezvous of a gang's crews: each listens, tries the addresses of others, reports the results.
 
     this crew   ── connects ─▶ word(this, other) ─▶                              another crew
                 ◀─ word(other, this) ─┘          who it is, and how long that took
                 ── FILL_BYTES ─▶ ◀─ FILL_BYTES ──  full packets get through, both ways
 
-What is decided of that is `model/gangs/rendezvous.py`'s. The connections are those that ranks will make: any crew to
-any other, as NCCL and Gloo do, on ports that the kernel gave, with packets as large as the network takes; and to the
-very port of the rendezvous on rank 0's node. So a pair that could not work together is named before user code begins.
+`model/gangs/rendezvous.py` decides. The connections are those that ranks will make: any crew to any other, as NCCL and
+Gloo do, on ports that the kernel gave, with packets as large as the network takes; and to the very port of the
+rendezvous on rank 0's node. So a pair that could not work together is named before user code begins.
 
-Lives here: sockets, in the supervisor's loop; nothing blocks. Strangers may connect: they are told nothing before they
-have said a word that only a crew of the gang knows, and who says none is hung up on.
+Nothing blocks the supervisor's loop. Strangers may connect: they hear nothing before they have sent a word that only a
+crew of the gang knows, and are hung up on otherwise.
 
-Failure cases: an address where nobody answers costs `PROBE_S`, or `SETTLE_S` where every crew was reached at another
-one; a port on which somebody else answers counts as not reached; a flood of connections ends the oldest of those that
-have not said who they are; no descriptors (the address was not tried, and says so).
+Failure cases: an address without an answer costs `PROBE_S`, or `SETTLE_S` where every crew was reached at another one;
+a port on which a stranger answers counts as not reached; a flood of connections ends the oldest strangers; no
+descriptors (the address was not tried, and says so).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from serverless_gpu.node.base.addresses import is_loopback, own_addresses
 FILL_BYTES = 16 << 10
 """More than a packet of any network: what is lost of that is lost for its size."""
 SETTLE_S = 0.25
-"""How long addresses are waited for when every crew was reached at another one."""
+"""Wait for further addresses once every crew was reached at another one."""
 CALLS_MAX = 256
 GUESTS_MAX = 256
 _ACCEPTED_AT_ONCE = 64
@@ -68,22 +68,14 @@ class _Wire:
             self._selector.modify(self._sock, events, callback)
 
     def say(self, data: bytes) -> None:
-        """Send what the kernel takes, and keep the rest.
-
-        Raises:
-            OSError: the peer is gone.
-        """
+        """Send what the kernel takes, and keep the rest; raises OSError when the peer is gone."""
         self._left += data
         with contextlib.suppress(BlockingIOError):
             while self._left:
                 self._left = self._left[self._sock.send(self._left) :]
 
     def hear(self) -> bool:
-        """Take what has come, and go on sending; return False when the peer has hung up.
-
-        Raises:
-            OSError: the peer is gone.
-        """
+        """Read, and go on sending; return False when the peer has hung up, raise OSError when it is gone."""
         self.say(b"")
         try:
             data = self._sock.recv(_RECEIVE_BYTES)
@@ -112,7 +104,7 @@ class _Wire:
 
 
 class _Guest:
-    """Somebody who has connected, a stranger until it says otherwise."""
+    """An accepted connection, a stranger until it proves otherwise."""
 
     def __init__(self, wire: _Wire, answers: dict[bytes, bytes]) -> None:
         self.wire = wire
@@ -193,7 +185,7 @@ class _Call:
         self.end(_TOO_LARGE if self.answered_ns is not None else f"no answer in {waited_s:.2g} s")
 
     def end(self, problem: str = "") -> None:
-        """Note what came of it."""
+        """Record its outcome."""
         if self._wire is not None:
             self._wire.close()
         took_us = None if self.answered_ns is None or problem else (self.answered_ns - self.began_ns) // 1000
@@ -244,21 +236,10 @@ class _Call:
 
 
 class Meeting:
-    """One crew's part of a meeting.
-
-    Args:
-        nonce: of the gang.
-        crew: this one's number.
-        crews: how many there are.
-        selector: the supervisor's.
-        clock: where time comes from.
-
-    Attributes:
-        reach: what it reached of the others, once that is known.
-    """
+    """One crew's part of a rendezvous."""
 
     def __init__(self, nonce: str, crew: int, crews: int, selector: selectors.BaseSelector, clock: Clock) -> None:
-        self.reach: CrewReach | None = None
+        self.reach: CrewReach | None = None  # what it reached of the others, once known
         self._nonce = nonce
         self._crew = crew
         self._crews = crews
@@ -273,13 +254,9 @@ class Meeting:
         self._look_ns = 0  # when it is next worth a look whether that is so
 
     def offer(self, rendezvous_port: int = 0) -> Offer:
-        """Listen, and return where the others can try this crew.
+        """Listen, and return where the others can try this crew; raises OSError without a port.
 
-        Args:
-            rendezvous_port: held for rank 0, on its node.
-
-        Raises:
-            OSError: no port is to be had.
+        `rendezvous_port` is held for rank 0, on its node.
         """
         listeners = [listener()]
         self._listeners = listeners
@@ -364,7 +341,7 @@ class Meeting:
             call.begin(words, self._selector, self._clock)
 
     def _outcomes(self) -> list[tuple[Address, Tried]]:
-        """Return what came of each address whose ports have all been tried."""
+        """Return the outcome of each address whose ports have all been tried."""
         calls: dict[tuple[int, Address], list[_Call]] = {}
         for call in (*self._calls, *self._waiting):
             calls.setdefault((call.crew, call.address), []).append(call)
@@ -404,7 +381,7 @@ class Meeting:
                 sock, _ = listening.accept()
             except BlockingIOError:
                 return
-            except OSError:  # gone already; or no descriptors: whoever knocks would be heard again at once
+            except OSError:  # gone already; or no descriptors: a pending connection would wake it at once
                 select.select([], [], [], _BREATH_S)
                 return
             until_ns = self._clock.boottime_ns() + round(PROBE_S * 1e9)
@@ -424,11 +401,7 @@ class Meeting:
 
 
 def listener(port: int = 0) -> socket.socket:
-    """Return a socket that listens on every address of this node, on a port that the kernel chose, or this one.
-
-    Raises:
-        OSError: there is none, or somebody else has it.
-    """
+    """Return a socket that listens on every address, on this port or (0) the kernel's choice; OSError."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
     return socket.create_server(("", port), backlog=_BACKLOG)

@@ -3,18 +3,18 @@
     owner (notebook, script) ──Launch──▶ agent ──▶ this process ◀──Borrow── supervisor of a run
                              ◀──Held, Waiting, Finished──┘      ──Lent───▶
 
-Forked from the nursery like a supervisor, and like one it is independent of the agent. One thread, one loop; who gets
-what when is decided in `model/lifecycle/session.py`.
+Forked from the nursery like a supervisor, and independent of the agent. One thread runs one loop;
+`model/lifecycle/session.py` decides.
 
 Failure cases:
 - the owner goes away (its notebook's kernel was killed): the session ends at once, also where a process that the owner
-  forked lives on with a copy of its socket. Runs that still wait are cancelled; those that use devices of it go
-  on and keep those locked: their supervisors and stems have copies of the lock descriptors;
-- a supervisor is killed: its loan ends when its stem, too, is gone (the pipe's end of file), and the devices are looked
-  at before anyone else gets them;
+forked lives on with a copy of its socket. Waiting runs are cancelled; those that use devices of it go on and keep those
+locked: their supervisors and stems have copies of the lock descriptors;
+- a supervisor is killed: its loan ends when its stem, too, is gone (the pipe's end of file), and the devices are
+verified before anyone else gets them;
 - this process is killed: idle devices are free at once, lent ones with the end of their runs; the owner's next call
-  says that the session has ended;
-- nobody needs the session: a warning at four fifths of the idle limit, then it ends.
+says that the session has ended;
+- the session is idle: a warning at four fifths of the idle limit, then it ends.
 """
 
 from __future__ import annotations
@@ -63,15 +63,7 @@ _LEAVING_S = 1.0  # for the stem of a run that has given its devices back
 
 
 class SessionHolder:
-    """One session's holder of devices.
-
-    Args:
-        assign: the session.
-        agent: the channel to the agent; its end means nothing here.
-        home: the home directory.
-        sockets: where its own socket is made.
-        machine: the provider of this machine's GPUs.
-    """
+    """One session's holder of devices; the end of `agent`, a channel, means nothing here."""
 
     def __init__(self, assign: protocol.Assign, agent: Channel, home: Home, sockets: Path, machine: Provider) -> None:
         self._launch = assign.launch
@@ -101,22 +93,25 @@ class SessionHolder:
         self._done = False
 
     def serve(self, client: Channel) -> None:
-        """See the session through.
-
-        Args:
-            client: its owner; the session ends with this connection.
-        """
+        """Serve the session; it ends with its owner's connection."""
         lock = os.open(self._directory / "supervisor.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)  # held as long as this process lives, as a supervisor does
         self._account.prepare()
         self._owner = self._audience.add(client)
-        self._watch_owner(client)
+        # The owner's end shows even where something it forked keeps a copy of its socket.
+        credentials = client.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        with contextlib.suppress(OSError):  # gone already, which its socket says; or of another pid namespace
+            process = os.pidfd_open(struct.unpack("3i", credentials)[0])
+            self._selector.register(process, selectors.EVENT_READ, lambda: self._owner_ended(process))
         self._audience.tell(protocol.Accepted(pid=os.getpid()))
         problem = self._audience.listen()
         if problem:
-            self._fail(problem)  # nobody could borrow
+            self._fail(problem)  # no run could borrow
         else:
-            self._reserve()
+            try:
+                self._reservation = Reservation(self._launch, self._home, self._clock, self._machine)
+            except ServerlessGpuError as error:
+                self._fail(error.message)
         while not self._done:
             for key, _ in self._selector.select(self._pause_s()):
                 key.data()
@@ -124,26 +119,12 @@ class SessionHolder:
                 self._end("its owner is gone")
             self._look()
 
-    def _watch_owner(self, client: Channel) -> None:
-        """Notice the owner's end even where something it forked keeps a copy of its socket."""
-        credentials = client.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        pid: int = struct.unpack("3i", credentials)[0]
-        with contextlib.suppress(OSError):  # gone already, which its socket says; or of another pid namespace
-            process = os.pidfd_open(pid)
-            self._selector.register(process, selectors.EVENT_READ, lambda: self._owner_ended(process))
-
     def _owner_ended(self, process: int) -> None:
         self._selector.unregister(process)
         os.close(process)
         self._end("its owner is gone")
 
     # --- devices -------------------------------------------------------------------------------------------------
-
-    def _reserve(self) -> None:
-        try:
-            self._reservation = Reservation(self._launch, self._home, self._clock, self._machine)
-        except ServerlessGpuError as error:
-            self._fail(error.message)
 
     def _try_devices(self, reservation: Reservation) -> None:
         try:
@@ -268,8 +249,11 @@ class SessionHolder:
         elif self._reservation is not None and self._ending is None:
             self._try_devices(self._reservation)
         self._audience.tend()
-        if self._ending is not None and not self._leaving():
-            self._conclude(None)
+        if self._ending is not None:
+            loans = self._book.loans if self._book is not None else {}
+            is_leaving = bool(loans.keys() & self._reported.keys())  # given back, but its stem still has the devices
+            if not is_leaving or self._clock.boottime_ns() >= self._leave_by_ns:
+                self._conclude(None)
 
     def _after_turn(self, book: Book) -> Book:
         """Return the book without those who gave back, or went away while they waited."""
@@ -283,7 +267,7 @@ class SessionHolder:
         return book
 
     def _retested(self, book: Book) -> Book:
-        """Look again at unfit devices while somebody waits for them."""
+        """Look again at unfit devices while a run waits for them."""
         now_ns = self._clock.boottime_ns()
         if not (book.unfit and book.queue and self._reservation is not None) or now_ns < self._look_again_ns:
             return book
@@ -339,11 +323,6 @@ class SessionHolder:
         if sentence:
             self._audience.tell(protocol.Waiting(sentence=sentence))
             self._account.notes.append(sentence)
-
-    def _leaving(self) -> bool:
-        """Return whether a run has given its devices back and its stem still has to let go of them."""
-        loans = self._book.loans if self._book is not None else {}
-        return bool(loans.keys() & self._reported.keys()) and self._clock.boottime_ns() < self._leave_by_ns
 
     def _conclude(self, failure: Failure | None) -> None:
         """Tell how the session ended, prove what it still has free, give it back, tell that."""

@@ -90,15 +90,7 @@ Callback = Callable[[], None]
 
 
 class Supervisor:
-    """One attempt's guardian.
-
-    Args:
-        assign: the attempt.
-        agent: the channel to the agent, on which the stem comes.
-        home: the home directory.
-        sockets: where its own socket is made.
-        machine: the provider of this machine's GPUs.
-    """
+    """Control of one attempt; the stem comes on `agent`, a channel."""
 
     def __init__(self, assign: protocol.Assign, agent: Channel, home: Home, sockets: Path, machine: Provider) -> None:
         launch = self._launch = assign.launch
@@ -132,12 +124,13 @@ class Supervisor:
         self._done = False
 
     def serve(self, client: Channel) -> None:
-        """See the attempt through.
-
-        Args:
-            client: whoever launched it; the first watcher.
-        """
-        refused = self._refusal()
+        """Serve the attempt; `client` is the first watcher."""
+        refused: protocol.Refused | None = None
+        try:
+            if problem := take_attempt(self._directory):
+                refused = protocol.Refused(code=AgentUnavailable.code, message=problem)
+        except StorageError as error:
+            refused = protocol.Refused(code=error.code, message=error.message, hint=error.hint)
         if refused is not None:
             for channel in (self._agent, client):
                 with contextlib.suppress(OSError):
@@ -161,14 +154,6 @@ class Supervisor:
             if not self._done:
                 self._look()
 
-    def _refusal(self) -> protocol.Refused | None:
-        """Take the attempt; return why that is not possible."""
-        try:
-            problem = take_attempt(self._directory)
-        except StorageError as error:
-            return protocol.Refused(code=error.code, message=error.message, hint=error.hint)
-        return protocol.Refused(code=AgentUnavailable.code, message=problem) if problem else None
-
     # --- the agent -----------------------------------------------------------------------------------------------
 
     def _hear_agent(self) -> None:
@@ -180,7 +165,10 @@ class Supervisor:
             self._unwatch(self._agent.fileno())
             self._agent.close()
             if self._gang is None and self._attempt.state in (State.QUEUED, State.STARTING):
-                self._withdraw()
+                if self._reservation is not None:  # not accepted yet, so the client takes it to the next agent
+                    self._reservation.close()
+                (self._directory / "facts.jsonl").unlink(missing_ok=True)
+                self._leave()
         elif isinstance(received[0], protocol.Stem):
             self._meet_stem(received[0], received[1])
         elif isinstance(received[0], protocol.PreparingNote):
@@ -200,13 +188,6 @@ class Supervisor:
         )
         self._gang.on_said = lambda said: self._audience.tell(protocol.Waiting(sentence=said, lasting=True))
         self._watch(fds[0], self._hear_gang)
-
-    def _withdraw(self) -> None:
-        """Leave an attempt that no stem will come for: not accepted yet, so its client takes it to the next agent."""
-        if self._reservation is not None:
-            self._reservation.close()
-        (self._directory / "facts.jsonl").unlink(missing_ok=True)
-        self._leave()
 
     # --- devices and start ---------------------------------------------------------------------------------------
 
@@ -244,7 +225,7 @@ class Supervisor:
             self._audience.tell(protocol.Waiting(sentence=sentence, queued_ns=created_wall_ns(self._launch.run_id)))
 
     def _begin(self) -> None:
-        """Start the ranks once devices, stem and other nodes are there, and the environment is known to be right."""
+        """Start the ranks once devices, stem and other nodes are ready, and the environment is right."""
         if not self._begin_pending or self._gang is None or not self._gang.standby or self._reservation is None:
             return
         try:
@@ -337,13 +318,13 @@ class Supervisor:
             self._account.notes.append(killed_text(self._attempt, kill_ns))
 
     def _hear_gpus(self) -> None:
-        """Take what the driver says of the devices; before a rank's death is judged, for it may be what it died of."""
+        """Read the driver's reports, before a rank's death is judged: they may explain it."""
         for event in self._eyes.faults(self._attempt, self._devices):
             if self._attempt.state not in TERMINAL:
                 self._apply(event)
 
     def _look(self) -> None:
-        """What has to be looked at because no descriptor announces it."""
+        """Do the periodic work that no descriptor announces."""
         if not self._confirmed and self._client is not None and self._client.gone:
             self._leave_unconfirmed()
         self._audience.tend()
@@ -447,7 +428,7 @@ class Supervisor:
     # --- watchers and output -------------------------------------------------------------------------------------
 
     def _greet(self) -> protocol.Snapshot:
-        self._eyes.idleness.heard()  # somebody looks at the run
+        self._eyes.idleness.heard()  # a client looks at the run
         return protocol.Snapshot(
             run_id=self._launch.run_id,
             fence=self._launch.fence,

@@ -1,9 +1,7 @@
-"""The supervisor's eyes on a run that goes on: whether it stands still, uses its devices, and has GPUs that work.
+"""Runs the watchdogs of an attempt: hang detection, idle devices, failing GPUs.
 
-    output, events ──heard──▶ HangWatch, IdleWatch      no descriptor announces what they are about: `look`
-    kernel's log ──────────▶ AttemptFaults ──faults──▶ GpuFailed, at once
-
-Lives here: asking each of them in its turn. Must not: decide anything.
+output, events ──heard──▶ HangWatch, IdleWatch      no descriptor announces what they are about: `look`
+kernel's log ──────────▶ AttemptFaults ──faults──▶ GpuFailed, at once
 """
 
 from __future__ import annotations
@@ -25,20 +23,12 @@ from serverless_gpu.node.supervisor.peers import Peers
 
 
 class Eyes:
-    """What is looked at while one attempt goes on.
-
-    Args:
-        launch: the attempt.
-        home: the home directory.
-        clock: where time comes from.
-        say: called with a sentence for whoever watches the run.
-        notes: sentences for the receipt; added to.
-    """
+    """Watchdogs of one attempt; they add to `notes` of the receipt."""
 
     def __init__(self, launch: Launch, home: Home, clock: Clock, say: Callable[[str], None], notes: list[str]) -> None:
         directory = Path(launch.directory)
         self.hangs: HangWatch | HangWitness = HangWatch(directory, clock, say, notes)
-        if len(launch.all_crews) > 1:  # a rank may rightly wait for one on another node, which nobody sees from here
+        if len(launch.all_crews) > 1:  # a rank may rightly wait for one on another node, which this node does not see
             self.hangs = HangWitness(directory, launch.crews[launch.crew], clock, say, notes)
         self.idleness = IdleWatch(launch.spec, clock, say, notes)
         self.gpus = AttemptFaults(launch, home, clock, notes)
@@ -49,13 +39,13 @@ class Eyes:
         return self.hangs.said or self.idleness.said
 
     def judged_by(self, peers: Peers) -> None:
-        """Say what is seen to the others of the gang, and do what comes of that; on one node there are none."""
+        """Send observations to the other crews, and act on their judgement; does nothing on one node."""
         if isinstance(self.hangs, HangWitness):
             self.hangs.tell_server = self.idleness.tell_server = peers.tell
             peers.judge = self._judged
 
     def heard(self, event: Event | None = None) -> None:
-        """Take note that the run gets on, or that somebody needs it: an event, or output where there is none."""
+        """Record progress or use of the run: an event, or output where that is None."""
         self.hangs.heard(event)
         self.idleness.heard()
 

@@ -1,1 +1,1 @@
-"""The uplink: what makes a node of a server out of this machine. A local client that acts for the server."""
+"""The uplink: makes this machine a node of a server. A local client that acts for the server."""

@@ -1,13 +1,13 @@
-"""One attempt, as this node looks after it for its server: started, listened to, reported, stopped.
+"""One attempt, controlled by this node for its server: started, listened to, reported, stopped.
 
     order ──▶ Minder ──Launch──▶ agent ──▶ supervisor        one thread listens: Started, Stopped, Finished …
                 │ ▲                           │
                 │ └──── the socket ───────────┘
                 └─ News ─▶ Reporter ─▶ server                another one reports; answers become Lease, Confirm, Cancel
 
-An uplink that was started anew has the directory and `remote.json`: it connects to the supervisor's socket and goes on.
-Where no supervisor is to be found, the attempt's lock says whether one lives; if none does, what is missing is written
-(`orphans.py`). So each attempt ends with an ending and a receipt, whoever was killed.
+A restarted uplink has the directory and `remote.json`: it connects to the supervisor's socket and goes on. Without a
+supervisor's socket, the attempt's lock shows whether one lives; if none does, the uplink writes what is missing
+(`orphans.py`). So each attempt gets an ending and a receipt.
 
 Failure cases: the node cannot start the attempt (an ending `refused`, nothing of the user's ran); the agent dies with
 the launch in its queue (launched again, three times at most: no facts, so nothing has run); the supervisor is killed
@@ -62,16 +62,7 @@ _RESTARTED = "the node's uplink ended before the run was launched"
 
 
 class Minder:
-    """What the uplink does for one attempt.
-
-    Args:
-        home: the home directory.
-        directory: of the attempt.
-        remote: whose it is.
-        server: the server.
-        clock: where time comes from.
-        say: takes a line for the log.
-    """
+    """The uplink's control of one attempt; `say` takes a line for the log."""
 
     def __init__(
         self,
@@ -126,7 +117,7 @@ class Minder:
             self._tell(protocol.Cancel(reason=reason))
 
     def look(self, order: ReportNow) -> None:
-        """Pass on what comes with the order, and have the attempt reported: at once where the answer has the news."""
+        """Pass on the order's news, and have the attempt reported: at once if the answer brings the news."""
         news = protocol.GangNews(
             offers=order.offers, chosen=order.chosen, release=order.release, peer_failed=order.peer_failed
         )
@@ -155,12 +146,7 @@ class Minder:
     # --- answers of the server -----------------------------------------------------------------------------------
 
     def renew(self, deadline_ns: int, stop: StopReason | None) -> None:
-        """Let the attempt go on until then; the first answer lets user code start.
-
-        Args:
-            deadline_ns: boottime.
-            stop: why the server wants it stopped, or None.
-        """
+        """Extend the lease (boottime), and stop the attempt if asked; the first call lets user code start."""
         if not self._confirmed:
             faults.reach("after_answer_before_confirm")
         self._tell(protocol.Lease(deadline_ns=deadline_ns))
@@ -224,8 +210,10 @@ class Minder:
             profile = self._server.profile
             store = Where(f"sgpu+{profile.url}", profile.token, profile.ca)
             try:
+                now_ns = self._server.time.wall_ns(self._clock.boottime_ns()) or self._clock.wall_ns()
+                waited_ns = now_ns - order.submitted_ns if order.submitted_ns else 0  # both by the server's clock
                 launch = attempt_launch.make_launch(
-                    order, self.directory, greeting, clock=self._clock, waited_ns=self._waited_ns(order), store=store
+                    order, self.directory, greeting, clock=self._clock, waited_ns=waited_ns, store=store
                 )
                 launch = attempt_launch.with_secrets(order, launch)
                 if order.secrets:
@@ -240,11 +228,6 @@ class Minder:
         except (ServerlessGpuError, OSError) as error:
             self._detail = str(error)
 
-    def _waited_ns(self, order: Start) -> int:
-        """Return how long ago the client asked: by the server's clock, which wrote that down, if it is known."""
-        now_ns = self._server.time.wall_ns(self._clock.boottime_ns()) or self._clock.wall_ns()
-        return now_ns - order.submitted_ns if order.submitted_ns else 0
-
     def _send(self, channel: Channel) -> None:
         assert self._launch is not None
         self._launches += 1
@@ -256,7 +239,7 @@ class Minder:
         self._take(channel)
 
     def _take(self, channel: Channel) -> None:
-        """Have a connection to whoever looks after the attempt; tell what was to be told before there was one."""
+        """Adopt a connection to the attempt's supervisor or agent; send the messages that wait for one."""
         with self._lock:
             self._channel = channel
         if self._confirmed:
@@ -275,13 +258,13 @@ class Minder:
             if not self._look():
                 break
             self._connections += 1
-        secret_files.remove(self.directory)  # whoever was killed before it could
+        secret_files.remove(self.directory)  # a killed process may have left them
         self._write_stale()
 
     def _write_stale(self) -> None:
-        """Note that nothing of an abandoned attempt is reported any more.
+        """Record that nothing of an abandoned attempt is reported any more.
 
-        Once it has ended, or the next uplink would not end it; and once what is true of it was told.
+        Only once it has ended, or the next uplink would not end it, and once its facts were reported.
         """
         if self._abandoned and self.news.known.finished and self._reported.is_set():
             self._write_down(standing="stale")
@@ -344,7 +327,7 @@ class Minder:
         return self._launch is not None and len(self._launch.crews) > 1 and self._launch.crew == 0
 
     def _look(self) -> bool:
-        """Find whoever looks after the attempt now; return False once nobody needs to."""
+        """Find the process that controls the attempt now; return False once none needs to."""
         pause_s = _LOOK_S
         if self._connections and not self._is_finished():
             self._pause(pause_s)  # who answers and hangs up at once is not asked again at once
@@ -408,7 +391,7 @@ class Minder:
     def write_ending(self) -> None:
         """Write what is missing, once none of the attempt's processes holds a device; its lock is held.
 
-        However long that takes: that it is over is what the server is told, and it may begin another attempt then.
+        However long that takes: the server may begin another attempt as soon as it learns of the ending.
         """
         pause_s = _LOOK_S
         while still_held(self._home, self.directory):

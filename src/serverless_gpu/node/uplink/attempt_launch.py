@@ -2,8 +2,8 @@
 
     Start ─▶ directory + remote.json (then the order is taken) ─▶ call.pkl ─▶ spec.json … ─▶ Launch
 
-The launch is not confirmed: user code waits until the server has answered a report about this attempt. An order may
-have lain somewhere for an hour, and another attempt may run by now.
+The launch is not confirmed: user code waits until the server has answered a report about this attempt. An order may be
+an hour old, and another attempt may run by now.
 """
 
 from __future__ import annotations
@@ -35,25 +35,17 @@ from serverless_gpu.wire.connection import Connection
 
 _FAKE = "SERVERLESS_GPU_FAKE"
 _OF_THE_NODE = ("HOME", "LANG", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "SHELL", "TMPDIR", "TZ", "USER")
-"""What a captured environment's ranks have of this node where the caller sent none: another machine's would mislead."""
+"""Variables of this node for a captured environment's ranks, where the caller sent none."""
 
 
 def take(home: Home, order: Start, profile: Path) -> tuple[Path, Remote] | None:
     """Make the attempt's directory, or return None when it was made before; the order need not come again.
 
-    What a process that was killed in the middle of this has left is made anew: nothing can have been launched. A server
-    names a directory of this node's by its run, so only what can be an identifier is taken, and no run of the node's
-    own is touched.
+    The rest of an interrupted earlier call is made again: nothing can have been launched. A server names a directory of
+    this node's by its run, so only an identifier is taken, and no run of the node's own is touched.
 
-    Args:
-        home: the home directory.
-        order: the order.
-        profile: of the server.
-
-    Raises:
-        InvalidValue: it is no run's identifier, or that of a run of this node's own; or its gang cannot be.
-        StorageError: the disk is full, or the home is not writable.
-        OSError: whether it was made before cannot be said now; nothing follows from that.
+    Raises InvalidValue (a bad identifier or gang), StorageError, or OSError when it is unknown whether it was made
+    before.
     """
     if created_wall_ns(order.run_id) is None or order.fence < 1:
         raise InvalidValue(f"{order.run_id[:64]!r} (fence {order.fence}) is no attempt's name")
@@ -85,19 +77,9 @@ def take(home: Home, order: Start, profile: Path) -> tuple[Path, Remote] | None:
 def make_launch(
     order: Start, directory: Path, greeting: protocol.Greeting, *, clock: Clock, waited_ns: int, store: Where
 ) -> protocol.Launch:
-    """Return the launch for an order.
+    """Return the launch for an order; raises HardwareError or InvalidValue if this node cannot run it.
 
-    Args:
-        order: the order.
-        directory: of the attempt.
-        greeting: what the agent offers.
-        clock: where time comes from.
-        waited_ns: how long ago the client asked, by the server's clock.
-        store: in which environments lie.
-
-    Raises:
-        HardwareError: this node has not what the order needs.
-        InvalidValue: the node's configuration, or the order, cannot be used.
+    `waited_ns` is how long ago the client asked, by the server's clock; `store` has the environments.
     """
     devices = offered(greeting, os.environ)
     there = restrict(devices, os.environ.get("CUDA_VISIBLE_DEVICES"))
@@ -128,9 +110,7 @@ def make_launch(
 def write_call(order: Start, directory: Path, connection: Connection) -> None:
     """Write `call.pkl`, which came with the order or lies on the server; a command has none.
 
-    Raises:
-        StorageError: the disk is full.
-        ServerProblem: the server does not have it, or does not answer.
+    Raises StorageError for a full disk, ServerProblem when the server does not have it, or does not answer.
     """
     reference = order.spec.payload.call if isinstance(order.spec.payload, Function) else None
     try:
@@ -145,10 +125,7 @@ def write_call(order: Start, directory: Path, connection: Connection) -> None:
 def with_secrets(order: Start, launch: protocol.Launch) -> protocol.Launch:
     """Return the launch with its secrets, which are written where its ranks find them.
 
-    Raises:
-        SecretMissing: one was deleted since the attempt was placed; nothing of it may start.
-        InvalidValue: one is to be a variable, and cannot.
-        StorageError: there is no room.
+    Raises SecretMissing (deleted since placement; nothing may start), InvalidValue (a bad variable) or StorageError.
     """
     if not order.secrets:
         return launch
@@ -174,11 +151,7 @@ def write_run(launch: protocol.Launch) -> None:
 
 
 def _check_crews(order: Start) -> None:
-    """Refuse an order whose gang cannot be.
-
-    Raises:
-        InvalidValue: it is no list of crews with this one among them, or they have nothing to know each other by.
-    """
+    """Refuse (InvalidValue) an order whose gang is no list of crews with this one and a nonce."""
     if not order.crews:
         return
     numbers = [crew.number for crew in order.crews]
@@ -204,7 +177,7 @@ def _fetch(reference: BlobReference, path: Path, route: str, connection: Connect
 
 
 def _context(order: Start) -> protocol.Context:
-    """Return what ranks take on; which devices are declared, and where its user lives, is this node's own matter."""
+    """Return the context of ranks; declared devices and the user's home are this node's own matter."""
     try:
         context = from_json(order.context, protocol.Context)
     except msgspec.MsgspecError as error:

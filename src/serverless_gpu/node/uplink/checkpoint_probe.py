@@ -1,10 +1,8 @@
-"""Finds the newest attempt of a run that saved a checkpoint: the evidence that a run with `resume` makes progress.
+"""Finds the newest attempt of a run that saved a checkpoint: evidence that `resume` makes progress.
 
-The look is made by a short-lived process of its own. Checkpoints often lie on a shared file system, and a call into one
-that hangs blocks the thread that made it for good.
-
-Failure cases, each answered with 0, "not known": the file system does not answer within a few seconds, the directory
-cannot be read, or too many earlier looks still hang. The server then counts the attempt as one that saved nothing.
+A short-lived process looks, because a call into a hanging shared file system blocks its thread for good. Failure cases,
+each answered with 0, "not known": no answer within a few seconds, an unreadable directory, or too many hanging looks.
+The server then counts the attempt as one that saved nothing.
 """
 
 from __future__ import annotations
@@ -30,11 +28,8 @@ _stuck: list[subprocess.Popen[bytes]] = []
 class CheckpointProbe:
     """Looks at the checkpoints of one attempt and of those before it.
 
-    Args:
-        directory: of the attempt, in a home whose configuration names where checkpoints lie.
-        remote: whose it is.
-        program: looks, and prints what it found.
-        limit_s: seconds to wait for it.
+    `directory` lies in a home whose configuration names where checkpoints lie; `program` looks, and prints what it
+    found.
     """
 
     def __init__(
@@ -44,18 +39,15 @@ class CheckpointProbe:
         self._program, self._limit_s = program, limit_s
 
     def newest(self) -> int:
-        """Return the number of the newest attempt that saved something, up to this one; 0 for none, or not known."""
+        """Return the number of the newest attempt that saved something, up to this one; 0 if unknown."""
         spec = spec_of(self._directory)
         if spec is None or not spec.resume:
             return 0
-        found = self._ask(self._checkpoints() / self._remote.run_id / str(self._remote.fence))
-        return found if 0 < found <= self._remote.fence else 0
-
-    def _checkpoints(self) -> Path:
-        configured = ""
+        checkpoints = self._home.checkpoints
         with contextlib.suppress(InvalidValue):
-            configured = read_configuration(self._home).checkpoints
-        return Path(configured) if configured else self._home.checkpoints
+            checkpoints = Path(read_configuration(self._home).checkpoints or checkpoints)
+        found = self._ask(checkpoints / self._remote.run_id / str(self._remote.fence))
+        return found if 0 < found <= self._remote.fence else 0
 
     def _ask(self, directory: Path) -> int:
         _stuck[:] = [process for process in _stuck if process.poll() is None]

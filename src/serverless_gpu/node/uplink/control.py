@@ -1,10 +1,10 @@
-"""Starting and ending the uplink of a home, and asking whether it runs.
+"""Starts and ends the uplink of a home, and tests whether it runs.
 
     engine ──ensure──▶ lock held, same version? ─▶ nothing
                        lock held, another one's ─▶ ended, and started: attempts do not notice
                        free                     ─▶ started, detached
 
-One uplink per home and profile: the lock decides, the loser ends. Whoever started it may die; it stays.
+One uplink per home and profile: the lock decides, the loser ends. It outlives its starter.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from serverless_gpu.version import __version__
 _START_S = 30.0
 END_S = 10.0
 _TRIES = 100
-_PAUSE_S = 0.01  # whoever asks whether the lock is held holds it for a moment
+_PAUSE_S = 0.01  # a process that tests the lock holds it for a moment
 PASSED_ON = ("SERVERLESS_GPU_FAKE", "CUDA_VISIBLE_DEVICES", faults.VARIABLE, CLOCK_FAULT)
-"""What says which devices the node offers, and where a test has it die."""
+"""Variables that declare the node's devices, and where a test has it die."""
 
 
 class RunningUplink(NamedTuple):
@@ -50,22 +50,15 @@ def lock_path(home: Home, profile: Path) -> Path:
 
 
 def running(home: Home, profile: Path) -> RunningUplink | None:
-    """Return the uplink of a home and profile, or None when there is none."""
+    """Return the uplink of a home and profile, or None when it does not run."""
     return _noted(lock_path(home, profile))
 
 
 def ensure(home: Home, profile: Path, environ: Mapping[str, str]) -> bool:
     """Have an uplink of this version running; return whether one was started.
 
-    Args:
-        home: the home directory.
-        profile: how the server is reached (`profile.py`).
-        environ: variables; those that say what the node offers, and a few that every process needs, are passed on.
-
-    Raises:
-        AgentUnavailable: it could not be started.
-        HardwareError: processes cannot be followed on this machine.
-        StorageError: the sockets' directory cannot be used, or the home's file system refuses locks.
+    Of `environ`, the variables that declare the node's devices, and a few that every process needs, are passed on.
+    Raises AgentUnavailable, HardwareError or StorageError.
     """
     found = running(home, profile)
     if found is not None and found.version == __version__:
@@ -103,7 +96,7 @@ def start(home: Home, profile: Path, environ: Mapping[str, str]) -> None:
 
 
 def stop(home: Home, profile: Path) -> bool:
-    """End the uplink of a home and profile; its attempts go on. Return whether there was one; raises as `stop_all`."""
+    """End the uplink of a home and profile, not its attempts; return whether it ran. As `stop_all`."""
     found = running(home, profile)
     if found is not None:
         _end(found.pid)
@@ -113,8 +106,7 @@ def stop(home: Home, profile: Path) -> bool:
 def stop_all(home: Home) -> int:
     """End every uplink of a home; their attempts go on. Return how many there were.
 
-    Raises:
-        AgentUnavailable: one did not end.
+    Raises AgentUnavailable when one did not end.
     """
     count = 0
     for path in home.sockets().glob("uplink-*.lock"):

@@ -1,4 +1,4 @@
-"""The tokens of attempts on this node: each ends soon, and is replaced before that as long as the server answers.
+"""The tokens of attempts on this node: short-lived, and replaced while the server answers.
 
 report ─▶ answer with the next token ─▶ take ─▶ every line of the attempt uses it, and its directory has it
    └─ refused ─▶ wanted ─▶ the node's next heartbeat, with the node's own token ─▶ take
@@ -15,12 +15,7 @@ _AT_ONCE = 1_000
 
 
 class Credential:
-    """The token of one attempt, as it is by now.
-
-    Args:
-        token: as it was.
-        keep: writes the next one down, where an uplink that is started anew finds it.
-    """
+    """The current token of one attempt; `keep` writes the next one down, for a restarted uplink."""
 
     def __init__(self, token: str, keep: Callable[[str], None]) -> None:
         self._token = token
@@ -32,7 +27,7 @@ class Credential:
         return self._token
 
     def take(self, token: str) -> None:
-        """Use another one from now on; "" means that there is none."""
+        """Replace the token; "" means that it has ended."""
         if token and token != self._token:
             self._token = token
             faults.reach("before_token_is_written")
@@ -50,15 +45,11 @@ class Credential:
 
 
 class Credentials:
-    """Those of all attempts, by gang. Every method may be called from any thread.
-
-    Attributes:
-        wanted: set when a heartbeat should not wait for its time.
-    """
+    """The tokens of all attempts, by gang; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.wanted = threading.Event()
+        self.wanted = threading.Event()  # set when a heartbeat should not wait for its time
         self._by_gang: dict[str, Credential] = {}
 
     def add(self, gang: str, credential: Credential) -> None:

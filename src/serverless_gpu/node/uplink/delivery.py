@@ -1,9 +1,9 @@
 """Outputs of one attempt on their way into reports: small ones inside, large ones as blobs first.
 
-Results that cannot be delivered are no success: once the server has answered everything but the upload for long enough,
-the attempt ends as `result_upload`, and its sentence says where the files are. Until then whoever waits is told what is
-in the way, and a cancel gives the results up at once. What a run that failed anyway has left
-besides its message is not worth that: it ends as it did, without the file.
+A run whose results cannot be delivered is no success: once the server has answered everything but the upload for long
+enough, the attempt ends as `result_upload`, and its sentence says where the files are. Until then the client hears what
+is in the way, and a cancel gives the results up at once. A failed run is not held up: it ends as it did, without the
+file.
 """
 
 from __future__ import annotations
@@ -25,29 +25,16 @@ from serverless_gpu.wire.attempts import NOT_SENT, File
 
 
 class Delivered(NamedTuple):
-    """What of the outputs goes into a report.
-
-    Attributes:
-        is_last: whether the server has everything it will ever have once it has these.
-        stopped: how the attempt ended, which may be that its results did not arrive.
-        sentence: how far it is.
-    """
+    """Outputs for a report."""
 
     files: tuple[File, ...]
-    is_last: bool
-    stopped: Stopped
-    sentence: str
+    is_last: bool  # whether the server then has everything it will ever have
+    stopped: Stopped  # how the attempt ended, which may be that its results did not arrive
+    sentence: str  # progress
 
 
 class OutputDelivery:
-    """The outputs of one attempt.
-
-    Args:
-        directory: of the attempt.
-        server: where they are to be.
-        token: returns the attempt's.
-        clock: where time comes from.
-    """
+    """The outputs of one attempt; `token` returns its token."""
 
     def __init__(self, directory: Path, server: UplinkServer, token: Callable[[], str], clock: Clock) -> None:
         self._directory = directory
@@ -65,20 +52,13 @@ class OutputDelivery:
         return self._upload is not None and not self._upload.done
 
     def before_the_end(self, failed: int | None = None) -> tuple[File, ...]:
-        """Return what a run that goes on has to show: stacks of ranks that stand still, and how one failed.
-
-        Args:
-            failed: a rank whose failure is told before the end.
-        """
+        """Return outputs of a running attempt: stacks of a hang, and the failure of rank `failed`."""
         return self._outputs.inline(self._outputs.unsent(ended=False, failed=failed))
 
     def deliver(self, stopped: Stopped, upload_s: float, *, cancelled: bool) -> Delivered:
-        """Return what goes into the next report.
+        """Return the outputs for the next report.
 
-        Args:
-            stopped: how the attempt ended.
-            upload_s: for how long large outputs are tried to be sent.
-            cancelled: whether nobody wants them any more.
+        Large outputs are tried for `upload_s`; `cancelled` gives them up.
         """
         unsent = self._outputs.unsent(ended=True)
         files = self._outputs.inline(unsent) + self._uploaded(unsent)
@@ -106,12 +86,7 @@ class OutputDelivery:
         self._tried_ns = None
 
     def refused(self, error: ServerlessGpuError, *, ended: bool) -> None:
-        """Note that a report was refused.
-
-        Args:
-            error: why.
-            ended: whether it told how the attempt ended, with the last of its outputs.
-        """
+        """Record that the server refused a report; `ended` says that it held the ending with the last outputs."""
         if isinstance(error, NotFound) and self._upload is not None:  # parts of a blob are gone: once more
             self._upload.close()
             self._upload = None

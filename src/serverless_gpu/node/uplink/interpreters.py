@@ -1,9 +1,7 @@
-"""Interpreters that a client of a server may name: which program a node starts for it, with which options.
+"""Rules for interpreters that a client of a server may name, and for their options.
 
-A node starts the interpreter before the run's ranks exist. So a client names one that is there and that others cannot
-replace. Its options change how an interpreter behaves; those that name code or a file (`-c`, `-m`) are refused.
-
-Lives here: the rules and their sentences. Must not: start anything.
+A node starts the interpreter before the run's ranks exist. So a client names an existing one that others cannot
+replace. Options change how it behaves; those that name code or a file (`-c`, `-m`) are refused.
 """
 
 from __future__ import annotations
@@ -46,11 +44,7 @@ _MEND = "start the client with an interpreter like that, or use env='snapshot'"
 
 
 def check_python(python: str) -> None:
-    """Refuse an interpreter that a client may not name.
-
-    Raises:
-        InvalidValue: it is not the absolute path of a Python that is there, or everybody may replace it.
-    """
+    """Refuse (InvalidValue) all but the absolute path of a Python that others cannot replace."""
     shown = python[:FLAG_CHARACTERS_MAX]
     if not python.startswith("/") or "\0" in python or os.path.normpath(python) != python:
         raise InvalidValue(f"the interpreter {shown!r} is not an absolute path without `..`", hint=_MEND)
@@ -72,11 +66,7 @@ def check_python(python: str) -> None:
 
 
 def check_flags(flags: Sequence[str]) -> None:
-    """Refuse options of an interpreter that a client may not name.
-
-    Raises:
-        InvalidValue: one names code to run, or is not known.
-    """
+    """Refuse (InvalidValue) options that name code to run, or are unknown."""
     if len(flags) > FLAGS_MAX or any(len(flag) > FLAG_CHARACTERS_MAX for flag in flags):
         raise InvalidValue(f"an interpreter takes at most {FLAGS_MAX} options of {FLAG_CHARACTERS_MAX} characters")
     rest = iter(flags)
@@ -101,7 +91,7 @@ def _places(path: str) -> list[str]:
 
 
 def _anybody_may_change(path: str) -> bool:
-    """Return whether others may replace what is there; what links lead to is looked at by its own name."""
+    """Return whether others may replace a path; targets of links are checked by their own names."""
     status = os.lstat(path)
     if stat.S_ISLNK(status.st_mode) or not status.st_mode & stat.S_IWOTH:
         return False

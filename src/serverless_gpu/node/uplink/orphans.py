@@ -1,21 +1,17 @@
-"""What becomes of an attempt that no supervisor looks after: decided under the attempt's own lock, so that none can
-come and begin it meanwhile.
+"""Settles an attempt without a supervisor under its own lock, so that none can begin it meanwhile.
 
-    nobody ever had it (no facts)   refused: nothing of the user's ran, and nothing will
+    no facts                        refused: nothing of the user's ran, and nothing will
     facts, even damaged ones        its supervisor was lost; its devices' locks say when its processes are gone
     an ending, and no receipt       a receipt that says what is known
 
-Written like a supervisor would have written it, so that whoever reads the directory need not know.
+The files are what a supervisor would have written.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
-
 from serverless_gpu.ambient import Clock
-from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Failure, Reason
 from serverless_gpu.node.attempt.history import first_facts
 from serverless_gpu.node.attempt.server_attempt import Remote
@@ -23,16 +19,11 @@ from serverless_gpu.node.attempt.supervisor_loss import Lost, settle_loss
 from serverless_gpu.node.base import protocol
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.lock_files import held_note
-from serverless_gpu.node.devices.locks import MACHINE_DIRECTORIES, LockHolder
+from serverless_gpu.node.devices.locks import MACHINE_DIRECTORIES, holder_run_id
 
 
 def refusal(detail: str, clock: Clock) -> protocol.Stopped:
-    """Return the ending of an attempt that this node has not started.
-
-    Args:
-        detail: why.
-        clock: where time comes from.
-    """
+    """Return the ending of an attempt that this node has not started; `detail` is why."""
     return _stopped(Reason.REFUSED, detail, clock)
 
 
@@ -53,7 +44,7 @@ def still_held(home: Home, directory: Path) -> bool:
     for base in (home.locks, *MACHINE_DIRECTORIES):
         for uuid in uuids:
             note = held_note(base / f"{uuid}.lock")
-            if note is not None and _holder(note) in (run_id, ""):
+            if note is not None and holder_run_id(note) in (run_id, ""):
                 return True
     return False
 
@@ -61,17 +52,10 @@ def still_held(home: Home, directory: Path) -> bool:
 def settle(
     directory: Path, remote: Remote, detail: str, clock: Clock, *, seen_ns: int | None = None
 ) -> protocol.Stopped:
-    """Write the ending and the receipt that are missing; the attempt's lock is held.
+    """Write the missing ending and receipt, the attempt's lock being held; return how it ended.
 
-    Args:
-        directory: of the attempt.
-        remote: whose it is.
-        detail: why it was never started, if it was not.
-        clock: where time comes from.
-        seen_ns: boottime at which something of it was seen last; None where nobody watched.
-
-    Returns:
-        How it ended.
+    `detail` is why it never started, if so. `seen_ns` is the boottime at which something of it was seen last; None if
+    unwatched.
     """
     # A damaged record, or a file of facts without one, is no proof that nothing began.
     may_have_begun = first_facts(directory) or remote.recovered or (directory / "facts.jsonl").exists()
@@ -89,10 +73,3 @@ def settle(
 def _stopped(reason: Reason, detail: str, clock: Clock) -> protocol.Stopped:
     cause = Failure(rank=None, reason=reason, at_ns=clock.boottime_ns(), detail=detail) if detail else None
     return protocol.Stopped(state=MEANINGS[reason].state, reason=reason, cause=cause, consequences=())
-
-
-def _holder(note: bytes) -> str:
-    try:
-        return from_json(note, LockHolder).run_id
-    except msgspec.MsgspecError:
-        return ""

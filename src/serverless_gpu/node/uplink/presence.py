@@ -1,11 +1,11 @@
-"""What the node says of itself: who it is, what it offers, which of that others have, what it looks after.
+"""The node's messages about itself: identity, offer, devices in use, attempts.
 
     AgentHello   at the start, after every silence, and when the server does not know the node
     Heartbeat    every few seconds
 
 Devices are offered as a local client of this node would see them: declared ones in place of real ones, and nothing that
 `CUDA_VISIBLE_DEVICES` hides. Those that other runs, other users or a quarantine have are named, so that the server does
-not count on them; what this uplink's own attempts hold is the server's own knowledge.
+not count on them; it knows what this uplink's own attempts hold.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import msgspec
 from serverless_gpu.ambient import SystemClock, machine, new_run_id
 from serverless_gpu.environment.restore.pythons import minors
 from serverless_gpu.errors import ServerlessGpuError, StorageError
-from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.hardware import Device, DeviceKind, GpuType
 from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.placement import restrict
@@ -34,7 +33,7 @@ from serverless_gpu.node.base.usages import Usage, unknown_usage
 from serverless_gpu.node.devices.gpu_gate import foreign
 from serverless_gpu.node.devices.gpus import NvmlProvider
 from serverless_gpu.node.devices.inventory import Inventory, offered
-from serverless_gpu.node.devices.locks import DeviceLocks, LockHolder, Quarantine, lock_directory
+from serverless_gpu.node.devices.locks import DeviceLocks, Quarantine, holder_run_id, lock_directory
 from serverless_gpu.node.devices.reservation import find_provider, retest_quarantined
 from serverless_gpu.node.supervisor.gpu_faults import NodeFaults
 from serverless_gpu.node.uplink.profile import UplinkProfile
@@ -43,50 +42,31 @@ from serverless_gpu.wire.agents import AgentHello, AttemptSeen, ClockReading, He
 from serverless_gpu.wire.base import PROTOCOL
 
 TAKES = ("renewal", "secrets", "without", "max_run", "crews")
-"""What this version understands beyond the first of its protocol."""
+"""Capabilities of this version beyond the first of its protocol."""
 LEFT = "left"
 """File in a home's `ray/`: the machine has left its pool, and what runs there goes on."""
 PYTHONS_S = 30.0
-"""How long it may take until an interpreter that was installed is offered."""
+"""Longest time until a newly installed interpreter is offered."""
 
 
 class NodeOffer(msgspec.Struct, frozen=True, kw_only=True):
-    """What the node has now.
-
-    Attributes:
-        unavailable: uuids of devices that somebody else has, or that are in quarantine.
-        draining: why it is to be given nothing new, or "".
-        degraded: why nobody knows how its devices are, or "".
-        findings: what else a person should know of its devices, a sentence each.
-        problem: why it can run nothing, or "".
-    """
+    """Current offer of the node."""
 
     devices: tuple[Device, ...] = ()
     own_types: tuple[GpuType, ...] = ()
-    unavailable: tuple[str, ...] = ()
-    draining: str = ""
-    degraded: str = ""
-    findings: tuple[str, ...] = ()
-    problem: str = ""
+    unavailable: tuple[str, ...] = ()  # uuids of devices that others have, or that are in quarantine
+    draining: str = ""  # why it takes nothing new, or ""
+    degraded: str = ""  # why the state of its devices is unknown, or ""
+    findings: tuple[str, ...] = ()  # further sentences about its devices
+    problem: str = ""  # why it can run nothing, or ""
 
 
 class NodePresence:
-    """This node.
-
-    Args:
-        home: the home directory.
-
-    Attributes:
-        instance: what tells this home from another one under the same name.
-        process: what tells this uplink from another one of the same home.
-
-    Raises:
-        StorageError: the home cannot be written.
-    """
+    """This node; raises StorageError when the home cannot be written."""
 
     def __init__(self, home: Home) -> None:
-        self.instance = instance_of(home)
-        self.process = new_run_id()
+        self.instance = instance_of(home)  # distinguishes this home from another one under the same name
+        self.process = new_run_id()  # distinguishes this uplink from another one of the same home
         self._home = home
         self._inventory = Inventory(home)
         self._machine = NvmlProvider()
@@ -96,12 +76,7 @@ class NodePresence:
         self._found: tuple[str, ...] = ()
 
     def hello(self, profile: UplinkProfile, attempts: tuple[AttemptSeen, ...]) -> AgentHello:
-        """Return the node as it introduces itself.
-
-        Args:
-            profile: what it calls itself, and the pool it asks to be in.
-            attempts: what it looks after.
-        """
+        """Return the introduction of the node, with its profile's name and pool."""
         offer = self.offer(attempts)
         return AgentHello(
             name=profile.name or socket.gethostname(),
@@ -133,13 +108,7 @@ class NodePresence:
         renew: tuple[str, ...] = (),
         clock: ClockReading | None = None,
     ) -> Heartbeat:
-        """Return a sign of life.
-
-        Args:
-            attempts: what the node looks after.
-            renew: gangs that want another token.
-            clock: how far its clock is off; None while that is not known.
-        """
+        """Return a heartbeat; `renew` are gangs that want another token, `clock` the clock's error if known."""
         offer = self.offer(attempts)
         return Heartbeat(
             devices=offer.devices,
@@ -157,11 +126,7 @@ class NodePresence:
         )
 
     def offer(self, attempts: Collection[AttemptSeen]) -> NodeOffer:
-        """Return what the node has now.
-
-        Args:
-            attempts: what it looks after: devices that these hold are not somebody else's.
-        """
+        """Return the current offer; devices that `attempts` hold do not count as taken by others."""
         self._inventory.refresh()
         greeting = self._inventory.greeting(__version__)
         try:
@@ -178,7 +143,7 @@ class NodePresence:
             return NodeOffer(problem=str(error))
 
     def _pythons(self) -> tuple[str, ...]:
-        """Return which interpreters there are, looked for now and then: somebody may install one."""
+        """Return the interpreters on this node, searched now and then: a user may install one."""
         now_ns = self._clock.boottime_ns()
         if self._looked_ns is None or now_ns - self._looked_ns > PYTHONS_S * 1e9:
             self._looked_ns, self._found = now_ns, minors(os.environ)
@@ -200,7 +165,7 @@ class NodePresence:
             degraded = degraded or next((used.problem for used in usage.values() if used.silent), "")
             for uuid in uuids:
                 note = holders[uuid]
-                if uuid in quarantined or uuid in busy or (note is not None and _run_of(note) not in own):
+                if uuid in quarantined or uuid in busy or (note is not None and holder_run_id(note) not in own):
                     found.append(uuid)
         return NodeOffer(unavailable=tuple(found), draining=draining, degraded=degraded)
 
@@ -215,16 +180,15 @@ class NodePresence:
             return {}
 
     def _usage(self, kind: DeviceKind, uuids: list[str]) -> dict[str, Usage]:
-        """Return what uses devices: also those that nobody has locked, processes may."""
+        """Return the usage of devices, unlocked ones included, because processes may use those, too."""
         usage = find_provider(kind, os.environ, self._home, self._machine).usage(uuids)
         return {uuid: usage.get(uuid, unknown_usage("it did not answer")) for uuid in uuids}
 
 
 def instance_of(home: Home) -> str:
-    """Return what tells a home from others, made when it is asked for first, or where a disk that failed emptied it.
+    """Return the identity of a home, made on first use, or where a disk that failed emptied it.
 
-    Raises:
-        StorageError: the home cannot be written.
+    Raises StorageError when the home cannot be written.
     """
     path = home.root / "instance"
     try:
@@ -242,10 +206,3 @@ def _drains(uuid: str, note: Quarantine) -> str:
     if note.left:
         return f"unkillable: {note.reason}"
     return f"{Reason.GPU_LOST.value}: {uuid}: {note.reason}" if note.fault == XidKind.LOST else ""
-
-
-def _run_of(note: bytes) -> str:
-    try:
-        return from_json(note, LockHolder).run_id
-    except msgspec.MsgspecError:
-        return ""

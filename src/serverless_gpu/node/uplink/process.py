@@ -1,12 +1,12 @@
-"""The uplink process: one per home and server. It joins with an agent's token, dials out, and listens on nothing.
+"""The uplink process: one per home and server. It joins with an agent's token and dials out only.
 
     main thread      hello ─▶ heartbeat, heartbeat …   (again hello after a silence)
     orders           stream ─▶ Start: directory, Minder │ Stop: to its Minder   (again after a break)
     acknowledging    what was taken, together
     two per attempt  one listens to the supervisor, one reports (`attempt_controller.py`, `reporter.py`)
 
-It decides nothing about a run: the server says what is to be done, the supervisor does it. Whoever starts it may die
-(`control.py`); runs do not need it but for the server to hear of them, and for the lease.
+It decides nothing about a run: the server orders, the supervisor acts. It outlives its starter (`control.py`); runs
+need it only for their reports and the lease.
 
 Failure cases:
 - killed: runs go on; the next uplink finds them by `remote.json` and their sockets, and sends what the server has not;
@@ -15,9 +15,9 @@ Failure cases:
 - an attempt's token has ended while the server was out of reach: the next heartbeat brings another (`credentials.py`);
 - two started at once: the lock decides, the loser ends;
 - an administrator has not approved the node yet, or another process speaks as it: the log says what to do, and the
-  hello is sent again;
-- an order that was refused comes again before the server has heard of that: it is refused again, not started;
-- nobody needs it: it ends when it looks after nothing and the server has not answered for ten minutes.
+hello is sent again;
+- a refused order comes again before the server has heard of that: it is refused again, not started;
+- it is idle: it ends without attempts after ten minutes without an answer of the server.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ from serverless_gpu.node.uplink.server import Backoff, UplinkServer
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.agents import (
     AgentWelcome,
-    AttemptSeen,
     HeartbeatAnswer,
     Order,
     OrdersTaken,
@@ -68,15 +67,9 @@ _ACKNOWLEDGED_AFTER_S = 0.25
 
 
 def main(home: str, profile: str, environ: dict[str, str]) -> NoReturn:
-    """Be the uplink until nobody needs one.
-
-    Args:
-        home: the home directory.
-        profile: path of the file that says how the server is reached.
-        environ: variables that say which devices the node offers.
-    """
+    """Run the uplink until it is idle; `environ` may declare the devices that the node offers."""
     if os.fork():
-        os._exit(0)  # nobody's child: who starts it may live longer, and may end first
+        os._exit(0)  # reparented: its starter may live longer, or end first
     os.setsid()
     linux.set_name("sgpu-uplink")
     linux.outlive_ranks()
@@ -97,15 +90,7 @@ def main(home: str, profile: str, environ: dict[str, str]) -> NoReturn:
 
 
 class Uplink:
-    """The uplink's threads and what they share.
-
-    Args:
-        home: the home directory.
-        profile: path of the file that says how the server is reached.
-
-    Raises:
-        InvalidValue: the profile cannot be read.
-    """
+    """The uplink's threads and their shared state; raises InvalidValue for an unreadable profile."""
 
     def __init__(self, home: Home, profile: Path) -> None:
         self._home = home
@@ -124,7 +109,7 @@ class Uplink:
         self._refusing: set[str] = set()
 
     def serve(self) -> None:
-        """Do the work until nobody needs it."""
+        """Work until it is idle."""
         for directory, remote in open_attempts(self._home.runs, str(self._server.path)):
             minder = Minder(self._home, directory, remote, server=self._server, clock=self._clock, say=say)
             self._minders[remote.gang] = minder
@@ -151,7 +136,11 @@ class Uplink:
     # --- presence ------------------------------------------------------------------------------------------------
 
     def _be_present(self, connection: Connection) -> None:
-        seen = self._tend()
+        with self._lock:
+            for gang in [gang for gang, minder in self._minders.items() if minder.is_over()]:
+                del self._minders[gang]
+                self._server.credentials.remove(gang)
+            seen = tuple(minder.seen() for minder in self._minders.values())
         if not self._joined.is_set():
             hello = self._presence.hello(self._server.profile, seen)
             asked_ns = self._clock.boottime_ns()
@@ -172,14 +161,6 @@ class Uplink:
         self._server.time.heard(answer.at_ns, asked_ns=asked_ns, answered_ns=self._clock.boottime_ns())
         self._server.credentials.take(answer.tokens)
         self._abandon(answer.stale)
-
-    def _tend(self) -> tuple[AttemptSeen, ...]:
-        """Forget attempts that are over; return the others."""
-        with self._lock:
-            for gang in [gang for gang, minder in self._minders.items() if minder.is_over()]:
-                del self._minders[gang]
-                self._server.credentials.remove(gang)
-            return tuple(minder.seen() for minder in self._minders.values())
 
     def _abandon(self, gangs: tuple[str, ...]) -> None:
         for gang in gangs:
@@ -303,7 +284,7 @@ class Uplink:
                 self._refusing.discard(gang)
 
     def _acknowledge(self) -> None:
-        """Tell the server what need not come again; what does not get there comes again, and is told again."""
+        """Acknowledge orders to the server; a lost acknowledgement brings the order again."""
         line = self._server.line()
         while True:
             taken = [self._taken.get()]

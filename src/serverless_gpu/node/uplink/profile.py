@@ -1,7 +1,7 @@
-"""How a server is reached from this node: one small file, 0600, that whoever starts an uplink writes.
+"""A server's address and token for this node: one small file, 0600, written by the uplink's starter.
 
-It is read again whenever the server does not answer: a server that was started again on another port, or with another
-token, writes the same file.
+The uplink reads it again whenever the server does not answer: a server that was started again on another port, or with
+another token, writes the same file.
 """
 
 from __future__ import annotations
@@ -16,31 +16,18 @@ from serverless_gpu.json_codec import from_json
 
 
 class UplinkProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """How this node reaches a server.
-
-    Attributes:
-        url: for example ``http://127.0.0.1:7878``.
-        token: an agent's.
-        ca: file with certificates to trust; "" for the system's.
-        name: what the node calls itself; "" for the host name.
-        pool: the pool it asks to be in; "" leaves that to the server.
-        upload_s: how long outputs are tried to be sent while the server answers, in seconds.
-    """
+    """Address and token of a server for this node."""
 
     url: str
-    token: str
-    ca: str = ""
-    name: str = ""
-    pool: str = ""
-    upload_s: float = 3600.0
+    token: str  # an agent's
+    ca: str = ""  # file with certificates to trust; "" for the system's
+    name: str = ""  # what the node calls itself; "" for the host name
+    pool: str = ""  # the pool it asks to be in; "" leaves that to the server
+    upload_s: float = 3600.0  # how long outputs are tried while the server answers
 
 
 def read_profile(path: Path) -> UplinkProfile:
-    """Return what the file says.
-
-    Raises:
-        InvalidValue: it cannot be read.
-    """
+    """Return what the file says; raises InvalidValue."""
     try:
         return from_json(path.read_bytes(), UplinkProfile)
     except (OSError, msgspec.MsgspecError) as error:
@@ -48,11 +35,7 @@ def read_profile(path: Path) -> UplinkProfile:
 
 
 def write_profile(path: Path, profile: UplinkProfile) -> None:
-    """Write the file, readable by this user alone.
-
-    Raises:
-        OSError: it could not be written.
-    """
+    """Write the file, readable by this user alone; raises OSError."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     with os.fdopen(fd, "wb") as file:

@@ -1,7 +1,7 @@
-"""What is known about one attempt and not yet told: written by who listens to its supervisor, read by who reports.
+"""Unreported news of one attempt: its listener writes it, its reporter reads it.
 
-Each piece of news says how soon the server should have it. What comes meanwhile goes with it: a run of ten milliseconds
-is one report, and lines that a rank prints one by one are not one request each.
+Each piece of news has its own urgency, and takes later ones along: a run of ten milliseconds is one report, and lines
+that a rank prints one by one are not one request each.
 """
 
 from __future__ import annotations
@@ -19,40 +19,27 @@ RECEIPT_S = 0.005
 """An ending waits so long for the receipt, which mostly follows at once: then both are one report."""
 SOON_S = 0.02
 BEGUN_S = 0.1
-"""That user code began may wait so long for an ending: a short run needs no report of its own for it."""
+"""Wait of the beginning of user code for an ending: a short run needs no report of its own for it."""
 SOME_TIME_S = 0.2
 FIRST_OF_GANG_S = 0.1
 """The first report of a crew of several waits so long for its offer. Where all stands by, both are one report."""
 
 
 class AttemptState(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt as it is seen from its supervisor's socket.
-
-    Attributes:
-        begun: whether user code began.
-        ending: how it ended, once it has.
-        finished: whether the receipt is written.
-        stop: why it is to be stopped, once somebody asked.
-        tracked: link to the run in MLflow, once known.
-        crew: what it has to say to the others of its gang; None on one node.
-    """
+    """An attempt as it is seen from its supervisor's socket."""
 
     state: State = State.STARTING
     sentence: str = ""
-    begun: bool = False
-    ending: Stopped | None = None
-    finished: bool = False
-    stop: StopReason | None = None
-    tracked: str = ""
-    crew: CrewNews | None = None
+    begun: bool = False  # user code began
+    ending: Stopped | None = None  # None while it goes on
+    finished: bool = False  # the receipt is written
+    stop: StopReason | None = None  # why it is to be stopped, if so
+    tracked: str = ""  # link to the run in MLflow, once known
+    crew: CrewNews | None = None  # its message to the others of its gang; None on one node
 
 
 class News:
-    """The newest, and when it is due.
-
-    Args:
-        clock: where time comes from.
-    """
+    """The newest state, and when it is due."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -66,12 +53,7 @@ class News:
         return self._known
 
     def learn(self, within_s: float, **changes: object) -> None:
-        """Take note of something.
-
-        Args:
-            within_s: how soon it is to be told, in seconds.
-            changes: fields of `AttemptState`.
-        """
+        """Change fields of `AttemptState`, to be reported within `within_s` seconds."""
         with self._condition:
             if changes:
                 self._known = msgspec.structs.replace(self._known, **changes)
@@ -81,7 +63,7 @@ class News:
                 self._condition.notify_all()
 
     def wait(self, limit_s: float) -> bool:
-        """Wait until something is due, at most so long; count it as told, and return whether there was something."""
+        """Wait until something is due, at most so long; count it as reported, and return whether it was."""
         limit_ns = self._clock.boottime_ns() + round(limit_s * 1e9)
         with self._condition:
             while True:

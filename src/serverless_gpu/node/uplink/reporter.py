@@ -1,23 +1,20 @@
-"""Reporting one attempt: what is new, whenever it is due, and at least every few seconds.
+"""Reports one attempt: what is new, whenever it is due, and at least every few seconds.
 
     news, logs, facts, outputs ─▶ Report ─▶ server ─▶ ReportAnswer ─▶ lease, stop, where logs go on
                                     │
           ending ◀── once all logs and outputs are there, in the same report if they fit
           receipt ◀─ with the ending or after it; then the attempt is settled
 
-A report that was not answered is made again, with whatever is new meanwhile: the server takes everything by name or
-offset, so twice is as good as once. What was not answered stays on this node's disk, which is the buffer.
-
-The lease: the server's answer lets the attempt go on for `partition_grace_s` from the *start* of the request, for the
-server counts from when it heard, which is later.
+An unanswered report is made again, with later news: the server takes everything by name or offset, so repetition is
+harmless. The data stays on this node's disk, which is the buffer. The server's answer lets the attempt go on for
+`partition_grace_s` from the *start* of the request, for the server counts from when it heard, which is later.
 
 Failure cases: the server is away or answers with errors (longer and longer pauses, up to 5 s; the supervisor ends the
-run when the lease is over); the attempt is over for the server (stopped; its facts, what it printed and how it ended
-are still reported, for they are true, its results are not);
-the attempt's token has ended (the node's next heartbeat brings another);
-the database of the server is full (it has heard of the attempt all the same, so that goes on: no run ends for that;
-unless the server may have given it up meanwhile, for which nobody had room to say so);
-results cannot be sent for an hour in which the server does answer (the run ends as `result_upload`, its files stay).
+run when the lease is over); the attempt is over for the server (stopped; its facts, output and ending are still
+reported, its results are not); the attempt's token has ended (the node's next heartbeat brings another); the database
+of the server is full (the server has heard of the attempt, so it goes on, unless the server may have given it up
+meanwhile without room to say so); results cannot be sent for an hour in which the server does answer (the run ends as
+`result_upload`, its files stay).
 """
 
 from __future__ import annotations
@@ -46,7 +43,7 @@ from serverless_gpu.wire.attempts import Ending, LogPiece, Report, ReportAnswer
 from serverless_gpu.wire.base import Json
 
 _HEARTBEAT_S = 5.0
-_LOOK_S = 1.0  # at logs of ranks that are not shown live, which nobody announces
+_LOOK_S = 1.0  # at logs of ranks that are not shown live, which no message announces
 _UPLOAD_LOOK_S = 0.1
 _LOGS_AGAIN_S = 5.0
 _LEFT_MAX = 256
@@ -55,7 +52,7 @@ _NO_ROOM = "the server's disk is full: what ranks print stays on the node, and i
 
 
 class Attended(Protocol):
-    """Who acts on what the server answers: the minder of the attempt."""
+    """The attempt's controller, which acts on the server's answers."""
 
     def renew(self, deadline_ns: int, stop: StopReason | None) -> None:
         """The server has answered."""
@@ -79,7 +76,7 @@ class Attended(Protocol):
 
 
 class _Shown(NamedTuple):
-    """What of a report is said again only when it has changed."""
+    """Parts of a report that are repeated only after a change."""
 
     state: State
     sentence: str
@@ -88,16 +85,7 @@ class _Shown(NamedTuple):
 
 
 class Reporter:
-    """Reports of one attempt.
-
-    Args:
-        directory: of the attempt.
-        remote: whose it is.
-        news: what its listener hears.
-        server: where to report; it has the attempt's token.
-        clock: where time comes from.
-        say: takes a line for the log.
-    """
+    """Reports of one attempt."""
 
     def __init__(
         self,
@@ -139,13 +127,7 @@ class Reporter:
         self._saved, self._looks = 0, set[str]()
 
     def run(self, minder: Attended, *, fresh: bool, first_s: float = AT_ONCE_S) -> None:
-        """Report until the attempt is settled, or over for the server.
-
-        Args:
-            minder: acts on answers.
-            fresh: whether nothing of the attempt was reported before.
-            first_s: how soon the first report is due, in seconds.
-        """
+        """Report until the attempt is settled, or over for the server; `fresh` means never reported before."""
         self._logs = LogShipment(self._directory / "logs", known=fresh)
         self._said_ns = self._clock.boottime_ns() + round((first_s - self._heartbeat_s) * 1e9)
         self._news.learn(first_s)  # the first answer is what user code waits for
@@ -196,7 +178,9 @@ class Reporter:
             if text != self._error:  # the first of a row
                 self._say(text)
             self._error = text
-            self._was_heard = isinstance(error, ServerStorageFull) and self._is_held()
+            # The server heard of the attempt within the lease, so cannot have given it up by now.
+            is_held = not self._over and self._clock.boottime_ns() < self._until_ns
+            self._was_heard = isinstance(error, ServerStorageFull) and is_held
             self._delivery.refused(error, ended=report.ending is not None)
             self._server.look_again()
             if error.retryable:
@@ -209,13 +193,6 @@ class Reporter:
         self._server.answered()
         self._credential.take(answer.token)
         return answer
-
-    def _is_held(self) -> bool:
-        """Return whether the server cannot have given the attempt up by now: it heard of it within the lease.
-
-        One that was frozen, or cut off, for longer than its lease finds out by an answer that says so, or ends.
-        """
-        return not self._over and self._clock.boottime_ns() < self._until_ns
 
     # --- what ----------------------------------------------------------------------------------------------------
 
@@ -247,6 +224,10 @@ class Reporter:
         facts = self._learn_from(self._facts.unsent())
         if known.begun and self._remote.fence > 1:  # the attempt before may have been lost, and not said what it saved
             self._look_at_checkpoints("start")
+        silence = None
+        if crew.silent:  # a duration, as the server has another clock
+            silent_ns = self._clock.boottime_ns() - crew.silent_since_ns
+            silence = Silence(number=crew.silent, ms=max(0, silent_ns // 1_000_000))
         return Report(
             state=state,
             sentence=known.sentence or (_NO_ROOM if self._has_no_room() else ""),
@@ -261,21 +242,14 @@ class Reporter:
             reach=None if known.begun else crew.reach,
             returned=crew.returned,
             halt=crew.halt,
-            silence=self._silence(crew),
+            silence=silence,
             seen=crew.seen,
             idle=crew.idle,
             saved=self._saved,
         )
 
-    def _silence(self, crew: CrewNews) -> Silence | None:
-        """Return how long its ranks have said nothing: a duration, as the server has another clock."""
-        if not crew.silent:
-            return None
-        ms = (self._clock.boottime_ns() - crew.silent_since_ns) // 1_000_000
-        return Silence(number=crew.silent, ms=max(0, ms))
-
     def _ended(self, known: AttemptState, stopped: Stopped) -> Report:
-        """Return the report of an attempt whose ranks are gone: the ending goes with the last of everything else."""
+        """Return the report of an attempt whose ranks are gone: the ending goes with the last of the rest."""
         facts = self._learn_from(self._facts.unsent())
         logs = self._pieces()
         cancelled = known.stop is StopReason.CANCEL
@@ -341,8 +315,12 @@ class Reporter:
             freed=known.finished,
         )
 
+    def _has_no_receipt(self) -> bool:
+        """Return whether there will never be one: its directory is gone."""
+        return self._news.known.finished and read_receipt(self._directory) is None
+
     def _has_more_to_say(self, report: Report) -> bool:
-        """Return whether an attempt that is over for the server goes on to report; one that had no devices does not."""
+        """Return whether an attempt that is over for the server still reports; never without devices."""
         if report.logs or report.facts:
             self._left -= 1
         return not self._refused and self._left > 0 and (self._directory / "facts.jsonl").exists()
@@ -368,13 +346,9 @@ class Reporter:
         if receipt is None:
             return msgspec.UNSET
         self._tracked = receipt.tracked
-        if receipt.state != stopped.state.value:  # its supervisor did not know what becomes of the results
+        if receipt.state != stopped.state.value:  # its supervisor did not know the fate of the results
             receipt = msgspec.structs.replace(receipt, state=stopped.state.value, reason=stopped.reason.value)
         return msgspec.Raw(msgspec.json.encode(receipt))
-
-    def _has_no_receipt(self) -> bool:
-        """Return whether there will never be one: its directory is gone."""
-        return self._news.known.finished and read_receipt(self._directory) is None
 
     # --- what the server has -------------------------------------------------------------------------------------
 
@@ -411,7 +385,7 @@ def _of_the_gang(answer: ReportAnswer) -> GangNews:
 
 
 def _ending(stopped: Stopped, *, began: bool, log_ends: dict[str, int]) -> Ending:
-    lost = stopped.reason in SUPERVISOR_GONE and stopped.cause is None  # it has nothing to say; evidence is told
+    lost = stopped.reason in SUPERVISOR_GONE and stopped.cause is None  # it has nothing to say; evidence is reported
     word: Json = msgspec.UNSET if lost else msgspec.Raw(msgspec.json.encode(stopped))
     return Ending(
         state=stopped.state,

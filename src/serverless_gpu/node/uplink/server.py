@@ -1,7 +1,6 @@
 """The server as this node sees it: connections with the node's own token and with those of attempts.
 
-A connection is made anew when the profile's file has become another one: the server was started on another port, or
-its tokens were changed.
+A changed profile file makes a new connection: the server was started on another port, or its tokens were changed.
 """
 
 from __future__ import annotations
@@ -23,27 +22,14 @@ PAUSE_S_MAX = 5.0
 
 
 class UplinkServer:
-    """One server.
-
-    Args:
-        path: of the profile.
-        clock: where time comes from.
-
-    Attributes:
-        credentials: tokens of attempts.
-        path: of the profile.
-        time: what time it is there.
-
-    Raises:
-        InvalidValue: the profile cannot be read.
-    """
+    """One server; raises InvalidValue when its profile cannot be read."""
 
     def __init__(self, path: Path, clock: Clock) -> None:
-        self.path = path
+        self.path = path  # of the profile
         self._clock = clock
         self._profile = read_profile(path)
         self._answered_ns = clock.boottime_ns()
-        self.credentials = Credentials()
+        self.credentials = Credentials()  # tokens of attempts
         self.time = ServerTime()
 
     @property
@@ -56,8 +42,8 @@ class UplinkServer:
         return ServerConnection(self, token)
 
     def look_again(self) -> None:
-        """Read the profile again; whoever has a line is connected to what it says then."""
-        with contextlib.suppress(InvalidValue):  # gone, or somebody is at it: what we know is the best there is
+        """Read the profile again; all connections follow it."""
+        with contextlib.suppress(InvalidValue):  # gone, or being written: keep the known one
             self._profile = read_profile(self.path)
 
     def answered(self) -> None:
@@ -70,11 +56,9 @@ class UplinkServer:
 
 
 class ServerConnection:
-    """A connection that is always to where the profile says.
+    """A connection that always leads to where the profile says.
 
-    Args:
-        server: the server.
-        token: an attempt's, or what returns it as it is by now; "" for the node's own.
+    `token` is an attempt's, or returns its current one; "" for the node's own.
     """
 
     def __init__(self, server: UplinkServer, token: str | Callable[[], str]) -> None:

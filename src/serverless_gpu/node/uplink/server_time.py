@@ -1,11 +1,10 @@
-"""What time it is on the server, as far as this node can know: its own wall clock decides nothing.
+"""Estimates the server's time: this node's own wall clock decides nothing.
 
     asked ────────▶ server says `at_ns` ────────▶ answered        boottime of this node
       └── at_ns is somewhere in between: server = boottime + K, K in [at_ns − answered, at_ns − asked] ──┘
 
-The answer that took the shortest time is kept: it says it best. One that contradicts it says that the server's clock
-was set, and takes its place; so does any other once it is old, for clocks drift. This node's wall clock may jump as it
-likes: it takes no part.
+The fastest answer is kept, as the most precise. One that contradicts it shows that the server's clock was set, and
+replaces it; so does any other once it is old, for clocks drift. This node's wall clock may jump: it plays no part.
 """
 
 from __future__ import annotations
@@ -28,13 +27,7 @@ class ServerTime:
         self._known = False
 
     def heard(self, at_ns: int, *, asked_ns: int, answered_ns: int) -> None:
-        """Take note of an answer.
-
-        Args:
-            at_ns: what the server said, nanoseconds since 1970; 0 where it did not.
-            asked_ns: boottime before the request.
-            answered_ns: boottime after the answer.
-        """
+        """Take an answer with the server's time (1970; 0: none) and boottimes before and after the request."""
         if not at_ns:
             return
         low_ns, high_ns = at_ns - answered_ns, at_ns - asked_ns
@@ -45,7 +38,7 @@ class ServerTime:
                 self._low_ns, self._high_ns, self._measured_ns, self._known = low_ns, high_ns, answered_ns, True
 
     def wall_ns(self, boottime_ns: int) -> int | None:
-        """Return what the server's clock said at a boottime of this node, nanoseconds since 1970; None if not known."""
+        """Return the server's clock at a boottime of this node, nanoseconds since 1970; None if unknown."""
         with self._lock:
             return boottime_ns + (self._low_ns + self._high_ns) // 2 if self._known else None
 

@@ -1,13 +1,13 @@
-"""What an attempt has on disk and the server has not: bytes of logs by offset, facts, small outputs.
+"""Data of an attempt that the server lacks: bytes of logs by offset, facts, small outputs.
 
     logs/<rank>.<stream>, logs/<node>.telemetry
                           ── pieces, fair among streams, 1 MiB a report ──▶ answered ─▶ offset moves
-    facts.jsonl           ── lines not told yet ──▶
-    results/, failures/, hang-<n>.txt ── small ones inside of reports, large ones as blobs first (`upload.py`)
+    facts.jsonl           ── new lines ──▶
+    results/, failures/, hang-<n>.txt ─ small ones inside of reports, large ones as blobs first (`upload.py`)
 
-An uplink that was started anew knows no offsets: it asks with an empty piece for each log, and the server says where to
-go on. Where the server wants a piece again, for its own disk lost it, it gets it. With the ending it is asked for each
-log once more, so that what was lost and is followed by nothing is seen, too.
+A restarted uplink knows no offsets: it asks with an empty piece for each log, and the server says where to go on. It
+sends a piece again when the server wants it, because its own disk lost it. The ending asks for each log once more, so
+that a lost last piece shows, too.
 """
 
 from __future__ import annotations
@@ -36,17 +36,10 @@ Stream = tuple[int, str]
 
 
 class LogShipment:
-    """The logs of one attempt.
-
-    Args:
-        directory: where they lie.
-        known: whether nothing of them has been sent before.
-
-    Attributes:
-        samples: whether those of telemetry are to be sent, too, and counted; they come every second, and nobody waits.
-    """
+    """The logs of one attempt; `known` means that nothing of them has been sent before."""
 
     def __init__(self, directory: Path, *, known: bool) -> None:
+        # whether telemetry is sent and counted, too; it comes every second, and no client waits for it
         self.samples = False
         self._directory = directory
         self._asks = not known
@@ -73,7 +66,7 @@ class LogShipment:
         return tuple(found)
 
     def closing(self, pieces: Sequence[LogPiece]) -> tuple[LogPiece, ...]:
-        """Return an empty piece at the end of each stream of which there is none among these.
+        """Return an empty piece at the end of each stream that has none among these.
 
         They go with the ending: the server answers where it wants a stream to go on, if its disk has lost what it had.
         """
@@ -82,16 +75,11 @@ class LogShipment:
         return tuple(_piece(stream, size, b"") for stream, size in sizes.items() if size and stream not in named)
 
     def taken(self, pieces: Sequence[LogPiece], wanted: Mapping[str, int]) -> bool:
-        """Note what the server has; return whether it had room for these.
-
-        Args:
-            pieces: of the report that was answered.
-            wanted: `ReportAnswer.offsets`.
-        """
+        """Note the answer (`ReportAnswer.offsets`) to these pieces; return whether the server had room."""
         has_room = True
         for piece in pieces:
             end = self._offsets[piece.rank, piece.stream] = piece.offset + len(piece.data)
-            # It fits on to what is there, and not all of it was taken: nothing but a full disk does that.
+            # It fits on to the stored bytes, and not all of it was taken: only a full disk does that.
             has_room = has_room and not piece.offset <= wanted.get(_key(piece.rank, piece.stream), end) < end
         for key, offset in wanted.items():
             rank, _, stream = key.partition(".")
@@ -120,7 +108,7 @@ class LogShipment:
                     match = _LOG_NAME.fullmatch(entry.name)
                     if match is not None and (self.samples or self._asks or match[2] != _SAMPLES):
                         found[int(match[1]), match[2]] = entry.stat(follow_symlinks=False).st_size
-        except OSError:  # somebody has deleted them: there is nothing to be sent
+        except OSError:  # deleted: nothing to send
             return found
         return dict(sorted(found.items()))
 
@@ -134,11 +122,7 @@ class LogShipment:
 
 
 class FactsFile:
-    """The facts of one attempt, those that were told and those that were not.
-
-    Args:
-        path: of the file.
-    """
+    """Facts of one attempt, reported and unreported ones."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -190,23 +174,14 @@ class OutputFile(NamedTuple):
 
 
 class Outputs:
-    """The outputs of one attempt.
-
-    Args:
-        directory: of the attempt.
-    """
+    """The outputs of one attempt."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._sent: set[str] = set()
 
     def unsent(self, *, ended: bool, failed: int | None = None) -> list[OutputFile]:
-        """Return what the server has not, by name; before the end only stacks of ranks that stand still.
-
-        Args:
-            ended: whether nothing writes to them any more.
-            failed: a rank whose failure is told before the end, and is to be there then.
-        """
+        """Return unreported outputs by name; before the end only stacks of a hang, and a rank's failure."""
         found = []
         early = set() if failed is None else {f"failures/{failed}.json", f"failures/{failed}.pkl"}
         for place in (".", "results", "failures") if ended else (".", "failures") if early else (".",):

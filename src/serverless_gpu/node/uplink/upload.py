@@ -2,10 +2,9 @@
 
     hash in parts ─▶ which of them are missing? ─▶ send these ─▶ the file is named by its parts in the next report
 
-What breaks off goes on with the parts that are missing. The node's copy stays until the attempt is settled.
-
-Failure cases: the server's store answers with errors, or slowly (tried again for `upload_s`, then `failed` says what
-was in the way); the file is gone or changes while it is read (said at once: no part of it may be believed).
+An interrupted upload goes on with the missing parts. The node's copy stays until the attempt is settled. Failure cases:
+the server's store answers with errors, or slowly (tried again for `upload_s`, then `failed` says what was in the way);
+the file is gone or changes while it is read (reported at once: no part of it is reliable).
 """
 
 from __future__ import annotations
@@ -29,23 +28,12 @@ _ASKED_AT_ONCE = 1_000
 
 
 class Upload:
-    """The large outputs of one attempt.
-
-    Args:
-        outputs: what is to be sent.
-        server: where they are to be.
-        token: the attempt's.
-
-    Attributes:
-        files: what is on the server, whole.
-        problem: what was in the way last, or "".
-        lost: why it can never be sent, or "".
-    """
+    """The large outputs of one attempt."""
 
     def __init__(self, outputs: Sequence[OutputFile], server: UplinkServer, token: Callable[[], str]) -> None:
-        self.files: dict[str, File] = {}
-        self.problem = ""
-        self.lost = ""
+        self.files: dict[str, File] = {}  # whole on the server
+        self.problem = ""  # what was in the way last, or ""
+        self.lost = ""  # why it can never be sent, or ""
         self._outputs = outputs
         self._server = server
         self._line = server.line(token)
@@ -112,11 +100,7 @@ class Upload:
 
 
 def _digests(path: Path, size: int) -> tuple[str, ...]:
-    """Return the digest of each part.
-
-    Raises:
-        OSError: the file cannot be read, or has another size by now.
-    """
+    """Return the digest of each part; raises OSError for an unreadable or changed file."""
     parts, read = [], 0
     with path.open("rb") as file:
         while data := file.read(BLOB_PART_BYTES):

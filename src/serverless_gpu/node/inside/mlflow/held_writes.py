@@ -1,13 +1,13 @@
-"""What a rank has logged while MLflow does not answer: held in its memory, and sent once it does.
+"""Writes that a rank holds in memory while MLflow does not answer, and sends once it does.
 
     keep ─▶ the newest `HELD_MAX` points and values ─▶ a thread: the oldest batch first, a try every second ─▶ MLflow
                                                                                     settle: wait ─▶ give_up
 
-Order does not matter to MLflow, points carry their step and time; a batch that did arrive, although no answer came, is
-the same when it comes again. What is dropped, because there is too much of it or at the end, is counted.
+Order does not matter to MLflow, because points carry their step and time; a batch that arrives twice is the same.
+Dropped points (too many, or at the end) are counted.
 
-Failure cases: no thread can be started (kept until `wait`, then given up); the process forks (the child has nothing of
-this: what the parent holds is the parent's to send).
+Failure cases: no thread can be started (kept until `wait`, then given up); the process forks (the child starts empty:
+the parent sends what it holds).
 """
 
 from __future__ import annotations
@@ -25,25 +25,19 @@ _AGAIN_S = 1.0
 
 
 class Batch(NamedTuple):
-    """What is sent together: `size` points and values. `send` returns whether MLflow has answered, and never raises."""
+    """Writes sent together: `size` points and values. `send` returns whether MLflow has answered."""
 
     size: int
     send: Callable[[], bool]
 
 
 class HeldWrites:
-    """What is held.
-
-    Args:
-        on_back: called when everything that was held has been sent.
-        limit: how many points and values there may be.
-        again_s: how long to wait between two tries.
-    """
+    """Queue of writes to send; `on_back` is called once it is empty again."""
 
     def __init__(self, on_back: Callable[[], None], limit: int = HELD_MAX, again_s: float = _AGAIN_S) -> None:
         self._on_back = on_back
-        self._limit = limit
-        self._again_s = again_s
+        self._limit = limit  # most points and values
+        self._again_s = again_s  # between two tries
         self._reset()
         os.register_at_fork(after_in_child=self._reset)
 

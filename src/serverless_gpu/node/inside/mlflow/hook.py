@@ -1,23 +1,19 @@
-"""A rank's MLflow: whatever user code logs lands in the job's run, without a line that says so.
+"""A rank's MLflow: everything that user code logs lands in the job's run, without a line that says so.
 
     rank: install ── a finder on sys.meta_path ──▶ user code's `import mlflow` ──▶ attach
-                                                       ├ Job.resolve    which run it is (`job.py`)
+                                                       ├ MlflowJob.resolve  which run it is (`job.py`)
                                                        ├ start_run …    resume it, as often as asked
                                                        └ Writes         what ranks may log (`writes.py`)
 
 MLflow resumes the run of `MLFLOW_RUN_ID` once and then deletes the variable, marks it as finished with every `end_run`
 and at the end of every process, and refuses it after `set_experiment`. In a rank
-
-- `start_run` and whatever calls it (`log_metric`, `autolog`, Trainer, Lightning) resume the job's run, every time;
-- `run_name` of the first rank names the job's run, that of others is left out: it has one name;
-- a run of another experiment or of another server, one that is named by its identifier, and one below another are what
-  they are elsewhere;
-- the job's run is not ended by ranks: others may still be training, and the node knows how the job ended.
-
-Nothing happens where MLflow is never imported. It is the user's MLflow, of any version: every name of it that is taken
-here is looked for first, and what cannot be taken leaves it as it is, said once. Failure cases: the run is not known
-(`job.py`); the server does not answer (`writes.py`), then `settle` waits for it and for asynchronous
-logging for a bounded time, and says what was lost.
+- `start_run` and its callers (`log_metric`, `autolog`, Trainer, Lightning) resume the job's run, every time;
+- `run_name` of the first rank names the job's run; that of others is left out;
+- a run of another experiment or server, one named by its identifier, and one below another are as elsewhere;
+- ranks do not end the job's run: others may still be training, and the node knows how the job ended.
+Nothing happens where MLflow is never imported. It is the user's MLflow, of any version: a name that is missing stays
+unpatched, reported once. Failure cases: the run is not known (`job.py`); the server does not answer (`writes.py`;
+`settle` waits for it and for asynchronous logging for a bounded time, and reports what was lost).
 """
 
 from __future__ import annotations
@@ -53,12 +49,7 @@ _attached: list[MlflowHook] = []
 
 
 def install(directory: str, rank: int) -> None:
-    """Have MLflow know the job's run when user code imports it.
-
-    Args:
-        directory: of the attempt.
-        rank: of this process.
-    """
+    """Have MLflow know the job's run when user code imports it."""
     job = MlflowJob(directory, rank)
     sys.meta_path.insert(0, Finder(job))
     if _MLFLOW in sys.modules:  # the zygote has it: nothing is waited for before the first line of user code
@@ -66,11 +57,7 @@ def install(directory: str, rank: int) -> None:
 
 
 def settle(limit_s: float = SETTLE_S) -> None:
-    """Have what was logged asynchronously arrive before this process ends, as far as that is possible in a time.
-
-    Args:
-        limit_s: after so many seconds the rest is given up, and that is said.
-    """
+    """Wait at most `limit_s` for asynchronous logging before this process ends; report what was lost."""
     with contextlib.suppress(BaseException):  # a signal handler of the user's may raise here; the outcome stands
         for attached in _attached:
             attached.settle(limit_s)
@@ -100,7 +87,7 @@ class Finder:
         return spec
 
     def _listen(self, loader: Any, fullname: str) -> None:
-        """Learn that a module is imported; its loader may be that of others, too, and whoever looks may not import."""
+        """Notice the import of a module whose loader may be foreign; a finder's caller may not import it."""
         awaited: set[str] = vars(loader).setdefault("_sgpu_awaited", set())
         awaited.add(fullname)
         if "exec_module" in vars(loader):
@@ -118,7 +105,7 @@ class Finder:
 
 
 def attach(job: MlflowJob, module: types.ModuleType, wait_s: float = WAIT_S) -> None:
-    """Take MLflow's names over; never fails, for it happens inside of somebody's import."""
+    """Patch MLflow; never fails, because it happens inside a user's import."""
     if _attached:
         return
     try:
@@ -180,20 +167,14 @@ class MlflowHook:
     def take_variables(self) -> None:
         """Set what MLflow reads from the environment, below what the caller has set."""
         os.environ.setdefault(_BUFFER, "1")  # else every point is a request
-        self._log_in_background()
-        if self.job.run_id and os.environ.get(EXPERIMENT_NAME) and os.environ.get(EXPERIMENT) == self._experiment_id():
-            with contextlib.suppress(Exception):  # no answer: they agree, as far as we know
-                self.job.renamed(self.client().get_experiment(self._experiment_id()).name)
-
-    def _log_in_background(self) -> None:
-        """Have this process log asynchronously unless its user decides otherwise; those that it starts do not.
-
-        Nobody would wait for theirs: what they log last would be lost. So it is no variable, which they would inherit.
-        """
+        # No variable, which this process's children would inherit: their last writes would be lost, unawaited.
         with contextlib.suppress(ImportError, AttributeError):
             default = importlib.import_module("mlflow.environment_variables").MLFLOW_ENABLE_ASYNC_LOGGING
             default.default = True
             os.register_at_fork(after_in_child=functools.partial(setattr, default, "default", False))
+        if self.job.run_id and os.environ.get(EXPERIMENT_NAME) and os.environ.get(EXPERIMENT) == self._experiment_id():
+            with contextlib.suppress(Exception):  # no answer: they agree, as far as we know
+                self.job.renamed(self.client().get_experiment(self._experiment_id()).name)
 
     def settle(self, limit_s: float) -> None:
         """Wait for asynchronous logging; say what could not be written."""
@@ -227,7 +208,7 @@ class MlflowHook:
         return False
 
     def start_run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Start the job's run where that is meant; a run of its own, or below the job's, is started as MLflow does."""
+        """Start the job's run where it is meant; runs of their own, or below it, start as in MLflow."""
         self._started = True
         names = ("run_id", "experiment_id", "run_name", "nested", "parent_run_id")
         asked = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -255,7 +236,7 @@ class MlflowHook:
         return run
 
     def patiently(self, start: Callable[[], Any]) -> Any:
-        """Start the job's run. It is known, so its server has answered; one that is started again is back soon."""
+        """Start the job's run, patiently: its server has answered before, so a restarting one is back soon."""
         deadline = max(time.monotonic(), min(time.monotonic() + _PATIENCE_S, self._patience_until))
         while True:
             try:
@@ -299,7 +280,7 @@ class MlflowHook:
         return self._our_server() and self._our_experiment(asked.get("experiment_id"))
 
     def _probe(self) -> None:
-        """Raise what MLflow raises where its server does not answer, and for some time the same without asking it."""
+        """Raise MLflow's error where its server does not answer, and for some time again without asking."""
         at, error = self._probed
         if time.monotonic() - at < _PROBE_S:
             raise error

@@ -1,17 +1,17 @@
 """The job's MLflow run, as a rank learns of it.
 
-    monitor ──▶ <attempt>/tracking.json ──▶ Job.resolve ──▶ MLFLOW_TRACKING_URI, _RUN_ID, _EXPERIMENT_ID of this process
+    monitor ──▶ <attempt>/tracking.json ──▶ MlflowJob.resolve ──▶ MLFLOW_TRACKING_URI, _RUN_ID, _EXPERIMENT_ID
     supervisor ── the same variables, where it heard of them in time ──┘
 
-Which run that is may not be known when a rank starts: then whoever imports MLflow waits for the file, as long as
-somebody writes to it and MLflow may answer yet, and at most `WAIT_S`; a wait that is felt is said. What user code has
-changed meanwhile is not touched.
+The run may be unknown when a rank starts. Then an import of MLflow waits for the file, as long as a monitor writes to
+it and MLflow may answer yet, and at most `WAIT_S`; a noticeable wait is reported. Variables that user code has changed
+meanwhile stay.
 
-Failure cases: the tracking server is known not to answer ("away": nothing is waited for); the file never comes (the
-monitor is gone). Either is said once. Where the caller has named a server, MLflow stays as it is configured, every
-later `start_run` looks again, and once the server answers the node is asked to find the run (`ask`). Where nobody has
-named one, MLflow would make a database in the working directory, all ranks the same one at once: each gets one of its
-own beside the attempt instead, and stays with it.
+Failure cases: the tracking server is known not to answer ("away": no wait); the file never comes (the monitor is gone).
+Either is reported once. Where the caller has named a server, MLflow stays as it is configured, every later `start_run`
+looks again, and once the server answers the rank asks the node to find the run (`ask`). Without a named server, MLflow
+would make one database in the working directory for all ranks: each rank gets its own beside the attempt instead, and
+stays with it.
 """
 
 from __future__ import annotations
@@ -35,19 +35,14 @@ ASKED = "tracking.asked"
 BACK_S = 15.0
 _ASK_AGAIN_S = 60.0
 _ARTIFACTS = "_MLFLOW_SERVER_ARTIFACT_ROOT"  # where MLflow puts files of runs in a database of its own
-_FELT_S = 1.0  # from then on a wait is said
+_FELT_S = 1.0  # from then on a wait is reported
 APPEARS_S = 2.0  # the file of a monitor that was just told of the attempt
 _LOOK_S = 0.02
 _FILE_BYTES_MAX = 64 << 10
 
 
 class MlflowJob:
-    """What this process knows of the job's MLflow run.
-
-    Args:
-        directory: of the attempt.
-        rank: of this process.
-    """
+    """A rank's knowledge of the job's MLflow run."""
 
     def __init__(self, directory: str, rank: int) -> None:
         self.directory = directory
@@ -62,11 +57,7 @@ class MlflowJob:
         self._before = {name: os.environ.get(name) for name in (URI, RUN, EXPERIMENT, EXPERIMENT_NAME)}
 
     def resolve(self, wait_s: float = 0.0) -> bool:
-        """Return whether the job's run is known; takes on its variables when it first is.
-
-        Args:
-            wait_s: how long to wait for it where it is still being made.
-        """
+        """Return whether the job's run is known, taking on its variables; wait for one still being made."""
         if self.run_id:
             return True
         given = self._look(wait_s)
@@ -77,7 +68,7 @@ class MlflowJob:
         return bool(self.run_id)
 
     def resolve_in_use(self) -> bool:
-        """Return as `resolve` whether the job's run is known, now that MLflow is used; the first time it waits."""
+        """Return as `resolve` whether the job's run is known, once MLflow is used; the first call waits."""
         return self.resolve(0.0 if self._has_waited else WAIT_S)
 
     @property
@@ -99,7 +90,7 @@ class MlflowJob:
         return bool(self.run_id)
 
     def changed(self, name: str) -> bool:
-        """Return whether user code has given one of the variables another value than this process started with."""
+        """Return whether user code has changed one of the variables since this process started."""
         return os.environ.get(name) != self._before[name]
 
     def renamed(self, name: str) -> None:
@@ -108,7 +99,7 @@ class MlflowJob:
             self._before[EXPERIMENT_NAME] = os.environ[EXPERIMENT_NAME] = name
 
     def say_once(self, key: str, sentence: str) -> None:
-        """Write a sentence to stderr: the first rank, whose lines are shown, and one of the others on a node, once."""
+        """Write a sentence to stderr, once: from the first rank, and from one of the others on a node."""
         whose = "" if self.rank == 0 else ".others"
         try:
             os.close(os.open(f"{self.directory}/said.{key}{whose}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
@@ -136,7 +127,7 @@ class MlflowJob:
         self.say_once("unknown", unknown)
 
     def _apart(self) -> str:
-        """Have MLflow write to a database of this rank's own, unless somebody has said where to; return which one.
+        """Have MLflow use a database of this rank's own, unless the user configured another; return it.
 
         The number of a run or an experiment says so, too: the caller's MLflow has it in its default place.
         """
@@ -180,7 +171,7 @@ class MlflowJob:
         return said if isinstance(said, dict) else {}
 
     def _awaited(self) -> bool:
-        """Return whether somebody seems to be at work on the file: one that is old is left behind, not pending."""
+        """Return whether a monitor still works on the file: an old one is abandoned, not pending."""
         try:
             written = os.stat(f"{self.directory}/{FILE}").st_mtime
         except OSError:
@@ -199,7 +190,7 @@ class MlflowJob:
 
 
 def _now_in(directory: str, otherwise: float) -> float:
-    """Return the time as a directory's file system has it: that of a network may be ahead of this machine's."""
+    """Return the time by a directory's file system: a network's may be ahead of this machine's."""
     try:
         fd = os.open(directory, os.O_TMPFILE | os.O_WRONLY, 0o600)
     except OSError:  # it has no such files

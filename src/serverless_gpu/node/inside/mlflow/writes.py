@@ -1,19 +1,17 @@
-"""What ranks write to the job's MLflow run: all of them may, with any key and step, for as long as they like.
+"""Writes of ranks to the job's MLflow run: from every rank, with any key and step, without an end.
 
     log_metric, log_params … ─▶ MLflow's client ─▶ RestStore.log_batch, log_metric, log_param ─▶ server
                                                           └ Writes: only for the job's run
 
-- **Parameters that differ between ranks** are refused by MLflow. The one that came first keeps the key, another one is
-  kept as `<key>.rank<r>`, and this is said once. A rank that contradicts itself within one `start_run` gets MLflow's
-  own error, as everywhere.
-- **What is refused takes nothing with it**: asynchronous logging puts calls of a second into one batch, which MLflow
-  takes or refuses as a whole. A refused one is written in halves; what is refused by itself is MLflow's to complain of.
+- **Parameters that differ between ranks** are refused by MLflow. The first one keeps the key, another one is kept as
+`<key>.rank<r>`, with one notice. A rank that contradicts itself within one `start_run` gets MLflow's own error.
+- **A refused value takes no others with it**: asynchronous logging puts calls of a second into one batch, which MLflow
+takes or refuses as a whole. A refused one is written in halves; MLflow reports the values it refuses alone.
 - **Points are counted**, those of all ranks of a node together, in files of the attempts' directories: MLflow takes ten
-  million a run, of which two are the node's. At four fifths there is a warning; beyond, points are dropped, and that is
-  said.
-- **A server that does not answer** does not cost what is logged asynchronously meanwhile: that is held, up to a bound,
-  and sent once it answers (`held_writes.py`); MLflow's own queue would work it off at one time-out each. Calls that the
-  user has made synchronous are bounded by their time-out alone.
+million a run, two of them from the node. At four fifths comes a warning; points beyond are dropped, with a notice.
+- **A server that does not answer** does not cost asynchronous logging: up to a bound it is held, and sent once the
+server answers (`held_writes.py`); MLflow's own queue would need a time-out each. Synchronous calls are bounded by their
+time-out alone.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ _POINTS = "points"
 
 
 class Items(NamedTuple):
-    """What a batch has."""
+    """Contents of a batch."""
 
     metrics: Sequence[Any]
     params: Sequence[Any]
@@ -68,12 +66,7 @@ _NOTHING = Items((), (), ())
 
 
 class PointCount:
-    """How many points a run has got, as far as it can be seen from this node.
-
-    Args:
-        job: whose.
-        limit: how many it may have.
-    """
+    """Number of points of a run, as far as this node sees it, and its limit."""
 
     def __init__(self, job: MlflowJob, limit: int = POINTS_MAX) -> None:
         self._job = job
@@ -87,7 +80,7 @@ class PointCount:
         os.register_at_fork(after_in_child=self._unlock)
 
     def _unlock(self) -> None:
-        self._lock = threading.Lock()  # in a child nobody is left who would give the parent's back
+        self._lock = threading.Lock()  # in a child no thread is left to release the parent's
 
     def admit(self, count: int) -> bool:
         """Return whether so many more points may be written, and count them."""
@@ -145,9 +138,7 @@ def _number_in(path: str) -> int:
 class Writes:
     """Stands between MLflow's client and its REST store, for the job's run.
 
-    Args:
-        job: whose.
-        refused: MLflow's exception; one with the error code of a bad request is an answer, others are none.
+    `refused` is MLflow's exception; one with the error code of a bad request is an answer, others are none.
     """
 
     def __init__(self, job: MlflowJob, refused: type[Exception]) -> None:
@@ -250,7 +241,7 @@ class Writes:
         return self._with_params(store, items, lambda items: [original(store, run_id, each) for each in items.params])
 
     def _without_twins(self, params: Sequence[Any]) -> Sequence[Any]:
-        """Return each parameter once: MLflow refuses twins in one batch, where it takes them one after the other."""
+        """Return each parameter once: MLflow refuses twins in one batch, but not one after the other."""
         first: dict[str, Any] = {}
         for param in params:
             if first.setdefault(param.key, param).value != param.value:
@@ -263,7 +254,7 @@ class Writes:
     def _in_parts(
         self, store: Any, items: Items, write: Callable[[Items], Any], tries: list[None] | None = None
     ) -> Any:
-        """Write a batch; where it is refused, its parts, so that one bad value does not take the others with it."""
+        """Write a batch; a refused one in parts, so that a bad value does not take the others with it."""
         tries = [] if tries is None else tries
         tries.append(None)
         try:
@@ -299,7 +290,7 @@ class Writes:
         return answer
 
     def _renamed(self, store: Any, params: Sequence[Any]) -> list[Any] | None:
-        """Return parameters under names that are free for them; None where that is not what was wrong with them."""
+        """Return parameters under names that are free for them; None where another thing was wrong."""
         there: dict[str, str] = store.get_run(self._job.run_id).data.params
         result, differing = [], []
         for param in params:
@@ -340,7 +331,7 @@ def _wrapped(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable
 
 
 def is_answer(error: Exception) -> bool:
-    """Return whether the server has refused: MLflow raises the same when there was no answer, or a broken one."""
+    """Return whether the server refused; MLflow raises the same for a missing or broken answer."""
     return _is_about_values(error) or getattr(error, "error_code", "") == "RESOURCE_DOES_NOT_EXIST"
 
 

@@ -1,10 +1,10 @@
-"""All of Ray that a driver needs: the processes of its own node and, through the link, the other nodes.
+"""All of Ray that a driver needs: processes of its own node and, by the link, of other nodes.
 
     this node: ray start, gcs_server, raylet ── pidfds ──┐
     node 1, 2, … ── link: "joined", "lost", end of file ──┴─▶ gone(): a sentence that names the node and what ended
 
-Failure cases: more than one of them is lost (the first is told: the others follow from it); a stranger knocks at the
-link (`link.py` turns it away, and nothing is gone).
+Failure cases: several are lost (the first is reported, because the others follow from it); a stranger connects to the
+link (`link.py` refuses it, and nothing is gone).
 """
 
 from __future__ import annotations
@@ -18,12 +18,7 @@ from .words import ClusterShare
 
 
 class RunCluster:
-    """What is known, on node 0, of all nodes of the run's cluster.
-
-    Args:
-        share: this node's share.
-        kept: where the logs of this node's Ray will be found.
-    """
+    """Knowledge of node 0 about all nodes of the run's cluster; `kept` will hold this node's logs."""
 
     def __init__(self, share: ClusterShare, kept: str) -> None:
         self._share = share
@@ -34,11 +29,7 @@ class RunCluster:
         self._lost = ""
 
     def listen(self) -> None:
-        """Let the other nodes come, where there are others. To be called after the driver was forked.
-
-        Raises:
-            OSError: the address that they were told cannot be had.
-        """
+        """Let the other nodes join, if any; call it after forking the driver. OSError: the address is taken."""
         share = self._share
         if share.num_nodes > 1:
             self._head = link.HeadLink(share.head, share.secret, share.num_nodes, share.host)
@@ -63,11 +54,7 @@ class RunCluster:
         return [*(self._engine.watched if self._engine is not None else ()), *sockets]
 
     def gone(self, timeout_s: float = 0.0) -> str:
-        """Return a sentence about what has been lost, or "" when nothing has.
-
-        Args:
-            timeout_s: how long to wait for that.
-        """
+        """Return a sentence about the first loss, or "", after waiting for it for `timeout_s`."""
         until = time.monotonic() + timeout_s
         while not (lost := self._look()) and (left_s := until - time.monotonic()) > 0:
             linux.readable(self.fds(), left_s)
@@ -98,11 +85,7 @@ class RunCluster:
 def lost_engine(share: ClusterShare, engine: RayProcesses, name: str, kept: str) -> str:
     """Return the sentence about a node whose Ray is gone.
 
-    Args:
-        share: the node's.
-        engine: its Ray.
-        name: which process has ended.
-        kept: where its logs will be found.
+    `name` is the process that has ended, `kept` the place of the logs.
     """
     text = f"Ray on node {share.host} is gone: its {name} ended while the run needed it. Its logs: {kept}"
     words = engine.last_words()

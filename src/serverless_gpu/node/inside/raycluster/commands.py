@@ -1,7 +1,7 @@
-"""A node's share of the cluster → the arguments of `ray start`; pure.
+"""Converts a node's share of the cluster to the arguments of `ray start`; pure.
 
 Every port is named (see `ports.py`), usage statistics are off, the dashboard is off unless asked for. `--block` keeps
-the program there as the parent of Ray's processes: whoever waits for it sees the cluster end.
+the program there as the parent of Ray's processes, so that its end shows the end of the cluster.
 """
 
 from __future__ import annotations
@@ -19,12 +19,8 @@ from .words import ClusterShare
 def head_arguments(share: ClusterShare, ports: Ports, temporary: str, *, client: bool) -> list[str]:
     """Return the arguments that start the head, which is a node with devices, too.
 
-    Args:
-        share: this node's share.
-        ports: free ones.
-        temporary: Ray's directory for sessions.
-        client: whether this Ray can serve `ray://` connections: then it does so at a fixed port unless it is told
-            another one, and where it cannot it refuses to be told.
+    `temporary` is Ray's directory for sessions. `client` says that this Ray can serve `ray://` connections: it then
+    uses a fixed port unless it gets another one; a Ray that cannot refuses the option.
     """
     arguments = [
         "--head",
@@ -38,13 +34,9 @@ def head_arguments(share: ClusterShare, ports: Ports, temporary: str, *, client:
 
 
 def worker_arguments(share: ClusterShare, ports: Ports, temporary: str, address: str) -> list[str]:
-    """Return the arguments that start a node which joins a head.
+    """Return the arguments that start a node which joins the head at `address`.
 
-    Args:
-        share: this node's share.
-        ports: free ones.
-        temporary: Ray's directory for sessions.
-        address: the cluster's, as the head's node told it.
+    `temporary` is Ray's directory for sessions.
     """
     return [f"--address={address}", *_common(share, ports, temporary)]
 
@@ -60,14 +52,7 @@ def listens_at(share: ClusterShare) -> str:
 
 
 def ready_sentence(share: ClusterShare, shares: Sequence[ClusterShare], version: str, page: str) -> str:
-    """Return what is said once the cluster is there.
-
-    Args:
-        share: the head's share.
-        shares: those of all nodes.
-        version: of Ray.
-        page: the dashboard's address, or "".
-    """
+    """Return the sentence for a ready cluster; `page` is the dashboard's address, or ""."""
     devices, cpus = sum(one.devices for one in shares), sum(one.cpus for one in shares)
     nodes = "1 node" if len(shares) == 1 else f"{len(shares)} nodes"
     gpus = f"{devices} {share.accelerator}, " if share.accelerator and devices else ""
@@ -85,7 +70,7 @@ def _common(share: ClusterShare, ports: Ports, temporary: str) -> list[str]:
         f"--dashboard-agent-grpc-port={ports.agent_grpc}",
         f"--dashboard-agent-listen-port={ports.agent_http}",
         f"--metrics-export-port={ports.metrics}",
-        "--min-worker-port=0",  # the kernel's choice: it gives nobody a port that somebody has
+        "--min-worker-port=0",  # the kernel's choice: it gives out only free ports
         "--max-worker-port=0",
         f"--num-cpus={share.cpus}",
         f"--num-gpus={share.devices if share.accelerator else 0}",

@@ -1,19 +1,17 @@
-"""The private directory below which the Ray of one run has its files: what it is called, and removing it.
+"""The private directory below which the Ray of one run has its files: its name, and its removal.
 
     supervisor ── makes it, holds its flock ──▶ stem, which holds it, too ──▶ rank, which has its cluster there
         │                                        └─ removes it when the supervisor has died
         ├─ keeps logs and removes it when no process of the attempt is left
-        └─ the agent removes what nobody holds any more (`node/supervisor/ray_cluster.py`)
+        └─ the agent removes abandoned ones (`node/supervisor/ray_cluster.py`)
 
-Ray spills objects below `<directory>/spill`. That is a directory, or leads to one of the same name as this one on a
-disk with more room, which goes first: as long as it is there, what leads to it is.
-
-Its path is short, since Ray makes sockets of 62 more bytes below it. Ray gives its own directory to everybody, so that
-one lies within this one, which only its owner can enter.
+Ray spills objects below `<directory>/spill`: a directory, or a link to one of the same name on a disk with more room.
+The target goes first, because the link is the only way to it. The path is short, since Ray makes sockets of 62 more
+bytes below it. Ray opens its own directory to all users, so that one lies within this one, which only its owner can
+enter.
 
 Failure cases: something of that name that is no directory of ours (left alone); a directory in it that its owner may
-not write to (its mode is changed); somebody writes there still (tried again a few times, then left to the next who
-looks).
+not write to (its mode is changed); a process still writes there (a few more tries, then the next look).
 """
 
 from __future__ import annotations
@@ -41,8 +39,7 @@ def is_name(name: str) -> bool:
 def remove(path: str) -> bool:
     """Remove the directory of a cluster with everything in it; return whether it is gone.
 
-    Args:
-        path: as the supervisor has named it; anything else is left alone.
+    A path that is not named as the supervisor names them is left alone.
     """
     parent, name = os.path.split(path)
     if parent != PARENT or not is_name(name):
@@ -60,7 +57,7 @@ def remove(path: str) -> bool:
 
 
 def _remove_spilled(path: str) -> bool:
-    """Remove what lies elsewhere; return whether nothing of it is left. Anything of another name is not ours."""
+    """Remove spilled objects elsewhere; return whether none is left. Other names are not ours."""
     try:
         elsewhere = os.readlink(os.path.join(path, SPILL))
     except OSError:  # a directory, or nothing

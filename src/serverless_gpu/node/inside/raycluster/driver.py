@@ -1,15 +1,15 @@
-"""The driver: a fork of the node task that imports Ray while the head starts, then runs the caller's function.
+"""The driver: a fork of the node task that imports Ray early, then runs the caller's function.
 
     node task ── fork ─▶ driver   import ray … waits
               ── {"env": {…}} ─▶  the function, as in any rank
               ◀── exec enter returned failed ──  passed on to the supervisor by the node task
 
-What it says goes through the node task because only that one knows whether Ray died first. Its end is the node task's:
-the same exit code, the same signal. SIGTERM is the run's, not Ray's: it ends the driver at once, unless the function
-has asked whether it is to stop.
+Its events go through the node task because only that one knows whether Ray died first. The node task ends as the driver
+did: the same exit code, the same signal. SIGTERM is the run's, not Ray's: it ends the driver at once, unless the
+function has asked whether it is to stop.
 
-Failure cases: Ray cannot be imported (the function's own import says so); the node task dies (so does the driver); it
-ends before it was told to begin (the node task sees that it ended).
+Failure cases: Ray cannot be imported (the function's own import says so); the node task dies (so does the driver); the
+driver ends before it got its start (the node task sees that).
 """
 
 from __future__ import annotations
@@ -30,21 +30,14 @@ from .namespace import Family
 # of `ray_launch` needs no `ray.init()`, whatever it does first.
 _ASKED_FIRST = ("available_resources", "cluster_resources", "nodes", "timeline")
 
-_KILLED_S = 1.0  # a process in the middle of a device call may take longer: nobody waits for that
+_KILLED_S = 1.0  # a process in the middle of a device call may take longer, and is left
 
 
 class Driver:
     """The process the function runs in.
 
-    Args:
-        family: who it belongs to.
-        variables: its environment when it imports Ray, which reads some of it then.
-        drive: runs the function with a way to report, returns the exit code.
-
-    Attributes:
-        pid: in the node task's namespace.
-        pidfd: readable when it has ended.
-        channel: where its events come.
+    `variables` is its environment while it imports Ray, which reads some of it then. `drive` runs the function with a
+    way to report, and returns the exit code.
     """
 
     def __init__(self, family: Family, variables: Mapping[str, str], drive: Callable[[protocol.Report], int]) -> None:
@@ -54,13 +47,13 @@ class Driver:
             self.channel.close()
             return _be_driver(theirs, variables, drive)
 
-        self.pid = family.fork(be)
+        self.pid = family.fork(be)  # in the node task's namespace
         theirs.close()
-        self.pidfd = os.pidfd_open(self.pid)
+        self.pidfd = os.pidfd_open(self.pid)  # readable when it has ended
 
     def begin(self, variables: Mapping[str, str]) -> None:
         """Let it run the function, with some more variables."""
-        with contextlib.suppress(OSError):  # it has ended: whoever watches it says so
+        with contextlib.suppress(OSError):  # it has ended: its watcher reports that
             self.channel.send(protocol.encode({"env": dict(variables)}))
 
     def hear(self) -> protocol.Message | None:
@@ -76,7 +69,7 @@ class Driver:
         return bool(linux.readable([self.pidfd], 0))
 
     def end(self, number: int) -> None:
-        """Send it a signal; nothing where it has ended, also when its pid is somebody else's by now."""
+        """Send it a signal, unless it has ended; a reused pid is never signalled."""
         with contextlib.suppress(OSError):
             signal.pidfd_send_signal(self.pidfd, number)
 
@@ -102,8 +95,16 @@ def _be_driver(channel: Channel, variables: Mapping[str, str], drive: Callable[[
     os.environ.clear()
     os.environ.update(variables)
     with contextlib.suppress(Exception):
-        _connect_when_asked(importlib.import_module("ray"))
-        _leave_sigterm(importlib.import_module("ray._private.utils"))
+        ray = importlib.import_module("ray")
+        for name in _ASKED_FIRST:  # functions that would otherwise ask for a `ray.init()` first
+            if (function := getattr(ray, name, None)) is not None:
+                setattr(ray, name, _connected(ray, function))
+        # SIGTERM is to a driver what it is to any rank. Ray would have it raise SystemExit, also in a function that has
+        # asked whether it is to stop: before `ray.init`, whose handler would take that one's place, or after that, when
+        # the later handler calls the one before.
+        utilities = importlib.import_module("ray._private.utils")
+        if hasattr(utilities, "set_sigterm_handler"):
+            vars(utilities)["set_sigterm_handler"] = lambda _handler: None
     received = channel.receive()
     if received is None:
         return 1
@@ -115,23 +116,6 @@ def _be_driver(channel: Channel, variables: Mapping[str, str], drive: Callable[[
             channel.send(protocol.encode({**event, "at": protocol.now_ns()}))
 
     return drive(report)
-
-
-def _leave_sigterm(utilities: types.ModuleType) -> None:
-    """Have `ray.init` leave SIGTERM alone, so that it is to a driver what it is to any rank.
-
-    Ray would have it raise SystemExit, also in a function that has asked whether it is to stop: before `ray.init`,
-    whose handler would take that one's place, or after that, when the later handler calls the one before.
-    """
-    if hasattr(utilities, "set_sigterm_handler"):
-        vars(utilities)["set_sigterm_handler"] = lambda _handler: None
-
-
-def _connect_when_asked(ray: types.ModuleType) -> None:
-    """Have those functions of Ray connect, too, that would otherwise ask for a `ray.init()` first."""
-    for name in _ASKED_FIRST:
-        if (function := getattr(ray, name, None)) is not None:
-            setattr(ray, name, _connected(ray, function))
 
 
 def _connected(ray: types.ModuleType, function: Callable[..., object]) -> Callable[..., object]:

@@ -1,14 +1,14 @@
-"""Ray's metrics as few figures: a reader of Prometheus' text for the lines that are wanted, and the table of those.
+"""Reads Ray's metrics as few figures: a filter over Prometheus' text, and the table of wanted metrics.
 
     ray_tasks{Name="g",Source="executor",State="RUNNING",…} 1.0 ─┐
     ray_tasks{Name="h",Source="executor",State="RUNNING",…} 2.0 ─┴─▶ {"tasks_running": 3.0}
 
 Ray has a line for every task's name, every process and every bucket: 400 kB on an idle node, megabytes on a busy one.
-So lines are taken one by one, and only sums are kept. What Ray does not tell has no figure: that is not 0.
+So lines are taken one by one, and only sums are kept. A metric that Ray lacks has no figure, not 0.
 
-Failure cases: a line that is no metric, or longer than any of Ray's: left out. Labels hold what users write (names of
-tasks), with anything in them: they are read by their quotes. A gauge that Ray keeps as a difference between processes
-falls below 0 when one of them is gone: 0 is said.
+Failure cases: a line that is no metric, or longer than any of Ray's (left out); labels hold users' names of tasks, with
+anything in them (parsed by their quotes); a gauge that Ray keeps as a difference between processes falls below 0 when
+one of them is gone (0 is reported).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import NamedTuple
 _NAME_BYTES_MAX = 128
 _LABEL = re.compile(r'\s*([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"\s*,?')
 _DRIVER = "f" * 24
-"""How the identifier of a driver's worker ends: it is the job's, filled up."""
+"""End of the identifier of a driver's worker: it is the job's, filled up."""
 
 
 class _Rule(NamedTuple):
-    """A figure: the sum of a metric's lines with such labels, or how many different values `distinct` has in them."""
+    """A figure: the sum of a metric's matching lines, or the number of different `distinct` values."""
 
     figure: str
     metric: str
@@ -114,18 +114,13 @@ class RayFigures:
         return found
 
 
-def _by_metric() -> dict[bytes, list[_Rule]]:
-    found: dict[bytes, list[_Rule]] = {}
-    for rule in _RULES:
-        found.setdefault(rule.metric.encode(), []).append(rule)
-    return found
-
-
-_BY_METRIC = _by_metric()
+_BY_METRIC: dict[bytes, list[_Rule]] = {}
+for _each in _RULES:
+    _BY_METRIC.setdefault(_each.metric.encode(), []).append(_each)
 
 
 def _read(text: str) -> tuple[dict[str, str], float] | None:
-    """Return the labels and the value of what follows a metric's name; None where that is not a line of a metric."""
+    """Return labels and value of the text behind a metric's name; None if it is no metric's line."""
     labels: dict[str, str] = {}
     at = 0
     if text.startswith("{"):

@@ -1,4 +1,4 @@
-"""Nodes of one cluster find each other: node 0 listens, the others prove that they know the run's secret, and stay.
+"""Link between the nodes of one cluster: node 0 listens, the others prove the run's secret, and stay.
 
     node n                                            node 0
       │ ── connects, tries again until it may ──────────▶ │
@@ -11,15 +11,15 @@
       │ ◀── {"done"} ───────────────────────────────────  │  the driver has ended: end Ray, return
 
 A frame is four bytes of length and a JSON object. The secret never travels; neither does Ray's token, which every node
-derives from it (`variables.py`). What is said after the proofs is not signed: whoever can write into another's
-connection can write into Ray's, too, which are not encrypted either.
+derives from it (`variables.py`). Frames after the proofs are not signed: an attacker who can write into this connection
+can write into Ray's, too, which are not encrypted either.
 
-Failure cases. A connection that does not prove itself in time, sends too much or nonsense, claims node 0, a number that
-is taken or none of the run's, is closed, and nobody else notices. One that is hung up on before it was welcomed tries
-again (something else may listen at that port for a moment), until its patience ends. End of file after the welcome and
-without "done" means that the other end's node task is gone; a machine that vanished is noticed by the kernel's
-keep-alives within `_SILENCE_S`. Whoever forks while a link is open has the child close its copy (`close`): the other
-end reads end of file when the last copy is closed.
+Failure cases. A connection that does not prove itself in time, sends too much or nonsense, or claims node 0, a taken
+number or an unknown one, is closed; other nodes do not notice. One that ends before its welcome tries again (something
+else may listen at that port for a moment), until its patience ends. End of file after the welcome and without "done"
+means that the other end's node task is gone; the kernel's keep-alives notice a vanished machine within `_SILENCE_S`. A
+process that forks while a link is open has the child close its copy (`close`): the other end reads end of file when the
+last copy is closed.
 """
 
 from __future__ import annotations
@@ -52,48 +52,31 @@ JOINED, LOST, ADDRESS, DONE = "joined", "lost", "address", "done"
 
 
 class LinkState(NamedTuple):
-    """What one end of a link has heard.
+    """News from one end of a link."""
 
-    Attributes:
-        kind: `JOINED` or `LOST` (of a node), `ADDRESS` or `DONE` (from the head).
-        node: number of the node it is about; 0 is the head's.
-        host: that node's name; its address where the name is not known yet.
-        text: Ray's address, or a sentence about what was lost.
-        devices: what a node that joined offers.
-        cpus: the same.
-    """
-
-    kind: str
-    node: int
-    host: str = ""
-    text: str = ""
-    devices: int = 0
+    kind: str  # `JOINED` or `LOST` (of a node), `ADDRESS` or `DONE` (from the head)
+    node: int  # 0 is the head's
+    host: str = ""  # that node's name; its address while unknown
+    text: str = ""  # Ray's address, or a sentence about a loss
+    devices: int = 0  # of a node that joined
     cpus: int = 0
 
 
 class NonsenseError(Exception):
-    """What came is not what was agreed upon."""
+    """A peer sent something outside of the protocol."""
 
 
 def proof(secret: str, role: str, node: int, nonces: tuple[str, str]) -> str:
-    """Return what shows that its sender knows the secret.
+    """Return the proof that its sender knows the secret, for node number `node` and both ends' nonces.
 
-    Args:
-        secret: the run's.
-        role: "head" or "node": one end's proof cannot be sent back as the other's.
-        node: number of the node that joins.
-        nonces: the head's and the node's.
+    `role` is "head" or "node": one end's proof cannot be sent back as the other's.
     """
     spoken = json.dumps(["sgpu-link", role, node, *nonces])
     return hmac.new(secret.encode(), spoken.encode(), hashlib.sha256).hexdigest()
 
 
 def pack(message: protocol.Message) -> bytes:
-    """Return a message as a frame.
-
-    Raises:
-        ValueError: it is too long.
-    """
+    """Return a message as a frame; raises ValueError if it is too long."""
     body = protocol.encode(message)
     if len(body) > FRAME_BYTES_MAX:
         raise ValueError(f"a frame of {len(body)} bytes is over the limit of {FRAME_BYTES_MAX}")
@@ -103,8 +86,7 @@ def pack(message: protocol.Message) -> bytes:
 def unpack(buffer: bytearray) -> list[protocol.Message]:
     """Take the whole frames off the front of a buffer.
 
-    Raises:
-        NonsenseError: a frame is too long or holds no JSON object.
+    Raises NonsenseError for a frame that is too long or holds no JSON object.
     """
     messages = []
     while len(buffer) >= _HEADER:
@@ -137,22 +119,13 @@ class _Wire:
         self._buffer = bytearray()
 
     def send(self, **message: object) -> None:
-        """Send one frame; a buffer that is full after the few we send means nobody reads.
-
-        Raises:
-            OSError: the other end is gone.
-        """
+        """Send one frame; raises OSError when the other end is gone, or its buffer full."""
         frame = pack(message)
         if self.sock.send(frame) != len(frame):
             raise OSError("the other end does not read")
 
     def receive(self) -> list[protocol.Message] | None:
-        """Return what has come, or None at end of file with nothing before it.
-
-        Raises:
-            OSError: the connection broke.
-            NonsenseError: what came is no frame.
-        """
+        """Return what has come, or None at end of file with nothing before it; raises OSError, NonsenseError."""
         messages: list[protocol.Message] = []
         while True:
             try:
@@ -160,7 +133,7 @@ class _Wire:
             except BlockingIOError:
                 return messages
             if not piece:
-                return messages or None  # end of file is said again at the next look
+                return messages or None  # end of file shows again at the next look
             self._buffer += piece
             messages += unpack(self._buffer)
             if len(messages) > _FRAMES_MAX:
@@ -180,16 +153,9 @@ class _Guest(NamedTuple):
 
 
 class HeadLink:
-    """Node 0's end: takes in the others and hears of them. Every call returns at once.
+    """Node 0's end: accepts the others and receives from them. Every call returns at once.
 
-    Args:
-        address: where to listen.
-        secret: the run's.
-        num_nodes: nodes of the cluster, this one among them.
-        host: this node's name.
-
-    Raises:
-        OSError: nothing can listen there.
+    Raises OSError when nothing can listen at `address`; `num_nodes` counts this node, too.
     """
 
     def __init__(self, address: tuple[str, int], secret: str, num_nodes: int, host: str) -> None:
@@ -221,7 +187,7 @@ class HeadLink:
     def done(self) -> None:
         """Tell all nodes that the driver has ended, and hang up.
 
-        Said before Ray's head ends: a node takes Ray's end for a loss unless it has heard this.
+        Call it before Ray's head ends: a node takes Ray's end for a loss unless it has heard this.
         """
         for guest in self._guests:
             if guest.node:
@@ -236,11 +202,7 @@ class HeadLink:
         self._guests.clear()
 
     def take(self, now: float) -> list[LinkState]:
-        """Return what was heard since the last call.
-
-        Args:
-            now: seconds of a clock that only goes forward.
-        """
+        """Return the news since the last call; `now` is monotonic seconds."""
         words: list[LinkState] = []
         self._accept(now)
         for guest in list(self._guests):
@@ -257,7 +219,7 @@ class HeadLink:
         while True:
             try:
                 sock, _ = self._listener.accept()
-            except OSError:  # nobody more, or gone already
+            except OSError:  # no further connection, or gone already
                 return
             try:
                 wire = _Wire(sock, now)
@@ -319,14 +281,9 @@ class HeadLink:
 
 
 class MemberLink:
-    """Another node's end. Every call returns at once, but for an address where nobody answers: `_CONNECT_S`.
+    """Another node's end. Calls return at once, but for an address that does not answer: `_CONNECT_S`.
 
-    Args:
-        head: where node 0 listens.
-        secret: the run's.
-        node: this node's number.
-        host: this node's name.
-        until: when to give up, in seconds of the clock that `take` is given.
+    It connects to node 0 at `head`, until `until` in monotonic seconds.
     """
 
     def __init__(self, head: tuple[str, int], secret: str, node: int, host: str, until: float) -> None:
@@ -360,11 +317,7 @@ class MemberLink:
         self._hang_up()
 
     def take(self, now: float) -> list[LinkState]:
-        """Return what was heard since the last call, connecting first where that is to be done.
-
-        Args:
-            now: seconds of a clock that only goes forward.
-        """
+        """Return the news since the last call, connecting first if needed; `now` is monotonic seconds."""
         if self._closed:
             return []
         if self._wire is None and now >= self._again:
@@ -388,7 +341,7 @@ class MemberLink:
         self._nonce = ""
         try:
             sock = socket.create_connection(self._head, timeout=_CONNECT_S)
-            # Where nobody listens yet, on one machine, the kernel may choose the very port that is called.
+            # Before the head listens, on one machine, the kernel may choose the very port that is called.
             if sock.getsockname() == sock.getpeername():
                 sock.close()
                 raise OSError("nobody listens there")

@@ -1,4 +1,4 @@
-"""A node other than the driver's: it waits for the head, joins it, and stays until the driver has ended.
+"""A node other than the driver's: waits for the head, joins it, stays until the driver has ended.
 
     node task of node n                                     node task of node 0
       ├─ link ── hears where Ray's head is ◀──────────────    …
@@ -38,14 +38,7 @@ class _Stopped(BaseException):
 
 
 class TaskNode(NamedTuple):
-    """What a node task has of its node.
-
-    Attributes:
-        share: of the cluster.
-        family: whom the processes belong to.
-        environment: that of all processes of the cluster.
-        kept: where the logs of this node's Ray will be found.
-    """
+    """A node task's view of its node; `kept` will hold the logs of this node's Ray."""
 
     share: ClusterShare
     family: Family
@@ -54,13 +47,10 @@ class TaskNode(NamedTuple):
 
 
 def until_stopped(act: Callable[[], str]) -> str | None:
-    """Return what a function returns, or None when SIGTERM came before it was through.
+    """Return what `act` returns, or None when SIGTERM interrupted it with a `BaseException`.
 
-    From then on SIGTERM is ignored: what is left to do is bounded. It is to be expected, too: when a node has said
-    that the cluster is lost, the others are sent it while they say so themselves.
-
-    Args:
-        act: called; SIGTERM raises a `BaseException` in it.
+    From then on SIGTERM is ignored, because the rest is bounded. It is to be expected: when one node reports a lost
+    cluster, the others get SIGTERM while they report it, too.
     """
     try:
         signal.signal(signal.SIGTERM, _stop)
@@ -73,15 +63,9 @@ def until_stopped(act: Callable[[], str]) -> str | None:
 
 
 def take_part(node: TaskNode, say: Callable[[str], None], record: Callable[[Ports, Callable[[], None]], None]) -> str:
-    """Have this node's part of the cluster until the driver has ended.
+    """Run this node's part of the cluster until the driver has ended; return a sentence of a loss, or "".
 
-    Args:
-        node: this node.
-        say: tells the caller something.
-        record: has Ray's metrics recorded once it is there; a process that is forked for it calls the function first.
-
-    Returns:
-        A sentence about what was lost, or "" when the driver has ended.
+    `record` has Ray's metrics recorded once it is up; a process that is forked for it calls its argument first.
     """
     part = _Part(node.share)
     try:
@@ -97,21 +81,14 @@ def take_part(node: TaskNode, say: Callable[[str], None], record: Callable[[Port
 
 
 class _Part:
-    """What this node has heard from node 0.
-
-    Attributes:
-        link: to node 0.
-        address: of Ray's head, once it is told.
-        over: whether there is nothing more to do.
-        lost: why, or "" when the driver has ended.
-    """
+    """News from node 0."""
 
     def __init__(self, share: ClusterShare) -> None:
         until = time.monotonic() + _REACH_S
         self.link = link.MemberLink(share.head, share.secret, share.node_rank, share.host, until)
-        self.address = ""
-        self.over = False
-        self.lost = ""
+        self.address = ""  # of Ray's head
+        self.over = False  # nothing more to do
+        self.lost = ""  # why, or "" when the driver has ended
 
     def is_over(self) -> bool:
         """Hear what node 0 says, and return whether there is nothing more to do."""

@@ -3,12 +3,12 @@
     node task ── fork ──▶ monitor.run ── GET /metrics, every 10 s ──▶ Ray's agent of this node
                              └─▶ <attempt>/ray/<node rank>.metrics.json ──▶ the home's monitor: into the run's samples
 
-It speaks HTTP/1.0 by itself: no proxy of the user's environment is asked, no redirection followed, and a server that
-sends a byte now and then is left after five seconds. The text is read as it comes and never kept (`figures.py`).
+It speaks HTTP/1.0 by itself: without proxies and redirections, for five seconds at most. It parses the text as it comes
+and never keeps it (`figures.py`).
 
-Failure cases: Ray is not up yet, or hangs, or is gone: tried again, and the file grows old, which its reader sees by
-the moment in it; half a text, or one that does not end: nothing is written of it; the disk is full: the file before
-stays. The process ends with its parent.
+Failure cases: Ray is not up yet, or hangs, or is gone (tried again; the file grows old, which its reader sees by the
+time in it); half a text, or one that does not end (not written); the disk is full (the file before stays). The process
+ends with its parent.
 """
 
 from __future__ import annotations
@@ -47,14 +47,7 @@ def missing() -> str:
 
 
 def run(address: str, port: int, path: str, *, every_s: float = EVERY_S) -> NoReturn:
-    """Look for ever; the whole life of a forked process, which needs nothing of its parent's.
-
-    Args:
-        address: of this node's Ray.
-        port: its `--metrics-export-port`.
-        path: of the file; its directory is made.
-        every_s: between two looks.
-    """
+    """Poll `address`:`port` for ever, every `every_s`; the whole life of a forked process."""
     linux.set_name("sgpu-raymetrics")
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver
@@ -71,13 +64,7 @@ def run(address: str, port: int, path: str, *, every_s: float = EVERY_S) -> NoRe
 
 
 def scrape(address: str, port: int, limit_s: float = _LIMIT_S) -> dict[str, float]:
-    """Return the figures a node's Ray tells now; none where it does not, or not all of its text arrived.
-
-    Args:
-        address: of the node.
-        port: where it listens.
-        limit_s: for all of it.
-    """
+    """Return the figures of a node's Ray; none where it does not answer whole within `limit_s`."""
     until = time.monotonic() + limit_s
     try:
         with socket.create_connection((address, port), timeout=limit_s) as sock:
@@ -93,12 +80,7 @@ class _Answer:
         self._until = until
 
     def figures(self) -> dict[str, float]:
-        """Return what the answer says.
-
-        Raises:
-            OSError: it does not come, or not in time.
-            ValueError: it is no answer of Ray's, or not whole.
-        """
+        """Return the figures in the answer; raises OSError (late) or ValueError (not Ray's, or not whole)."""
         buffer = self._head()
         figures = RayFigures()
         got, skipping = len(buffer), False

@@ -1,18 +1,18 @@
-"""The processes of a cluster on one node: a family, which lives in a pid namespace of its own and ends at once.
+"""A cluster's processes on one node: a family in a pid namespace of its own, which ends at once.
 
     node task (namespace of the rank)
       ├─ init       pid 1 in there: reaps; when it dies the kernel ends everything in there
       ├─ ray start, driver, …   each with a /proc of the namespace: `ray stop`, which looks for everything that is
       └─                        called like Ray, finds this cluster's processes and no other's
 
-Two keep this from being needed for an end: whatever is below the node task dies with it (PR_SET_PDEATHSIG), and the
-stem ends all of the run.
+The end does not depend on it: everything below the node task dies with it (PR_SET_PDEATHSIG), and the stem ends all of
+the run.
 
-Failure cases: the kernel refuses (containers often do): then there is no namespace, the node task becomes the
-sub-reaper of all it starts, and ends its descendants one by one. Half a namespace, without a /proc of its own, would
-be worse than none: Ray would look up its own pids in a list in which they are somebody else's. So it is tried out
-first, in a process that goes away. That one has a single thread, and this one may have more, of a library or a
-profiler: who is not root gets no namespace then (EINVAL, nothing has changed).
+Failure cases: the kernel refuses (containers often do): without a namespace, the node task becomes the sub-reaper of
+all it starts, and ends its descendants one by one. A namespace without a /proc of its own would be worse than none: Ray
+would look up its own pids in a foreign list. So a process that goes away tries it first. That one has a single thread,
+and this one may have more, of a library or a profiler: other users than root get no namespace then (EINVAL, nothing has
+changed).
 """
 
 from __future__ import annotations
@@ -35,13 +35,9 @@ _REASON_BYTES_MAX = 1_024
 
 
 class Family:
-    """What was started here, ends together, and is reaped by this process.
+    """Processes that start here, end together, and are reaped here; `refused`: why without namespace.
 
-    Attributes:
-        refused: why there is no namespace, or "".
-
-    Raises:
-        OSError: no process can be had, or this one is half in a namespace: it must end.
+    Raises OSError when no process can start, or this one is half in a namespace: it must end.
     """
 
     def __init__(self) -> None:
@@ -54,13 +50,9 @@ class Family:
             self._fork(_be_init)
 
     def fork(self, run: Callable[[], int]) -> int:
-        """Start a process of the family and return its pid in this process's namespace.
+        """Start a process of the family and return its pid in this process's namespace; raises OSError.
 
-        Args:
-            run: called there, with every descriptor and signal action of this process; returns the exit code.
-
-        Raises:
-            OSError: no process can be had.
+        `run` is called there, with every descriptor and signal action of this process; it returns the exit code.
         """
         return self._fork(run if self.refused else _with_own_proc(run))
 
@@ -76,7 +68,7 @@ class Family:
         return _REAP_S if self.refused else None
 
     def end(self) -> None:
-        """End every process of the family, and reap it; bounded: a process in the middle of a device call may stay."""
+        """End and reap every process of the family; bounded, as one in the middle of a device call may stay."""
         pause = select.poll()
         for _ in range(_END_TRIES_MAX):
             linux.kill_descendants(os.getpid())
@@ -142,8 +134,7 @@ def _probe() -> str:
 def _enter() -> str:
     """Have the children of this process live in a namespace; return why they cannot, or "".
 
-    Raises:
-        OSError: this process is half in.
+    Raises OSError when this process is half in.
     """
     try:
         mounts.unshare(_CLONE_NEWPID)

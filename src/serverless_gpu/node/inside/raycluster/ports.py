@@ -1,9 +1,8 @@
 """Ports for one node's Ray processes: all named, so that clusters on one machine do not meet.
 
-Ray's defaults are fixed numbers, or numbers one of its processes chooses and tells the others. Here each is tried out
-by binding it, outside of the range from which the kernel takes ports for everybody who asks for none: in there
-anybody's connection could take it between the look and Ray's start. Somebody may still be faster: then Ray does not
-start, and `ray_start.py` tries others.
+Ray's defaults are fixed numbers, or numbers one of its processes chooses. Here each is tested by binding it, outside of
+the kernel's ephemeral range, in which any connection could take it between the test and Ray's start. If another process
+is faster, Ray does not start, and `ray_start.py` tries other ports.
 """
 
 from __future__ import annotations
@@ -21,44 +20,25 @@ _TRIES_MAX = 2_000
 
 
 class Ports(NamedTuple):
-    """The ports of the Ray processes of one node.
+    """The ports of the Ray processes of one node; some are used on the head only."""
 
-    Attributes:
-        gcs: the head's, which is what is called the cluster's address; unused on other nodes.
-        object_manager: the raylet's, for objects.
-        node_manager: the raylet's, for work.
-        runtime_env_agent: of the agent that makes environments of tasks.
-        agent_grpc: of the node's agent.
-        agent_http: of the node's agent.
-        metrics: where Ray's metrics of this node are read, with ``ray[default]``.
-        client_server: for `ray://` connections; the head's.
-        autoscaler_metrics: the head's.
-        dashboard_metrics: the head's.
-        dashboard: the web page, where asked for; the head's.
-    """
-
-    gcs: int
-    object_manager: int
-    node_manager: int
-    runtime_env_agent: int
+    gcs: int  # the head's, the address of the cluster
+    object_manager: int  # the raylet's, for objects
+    node_manager: int  # the raylet's, for work
+    runtime_env_agent: int  # of the agent that makes environments of tasks
     agent_grpc: int
     agent_http: int
-    metrics: int
-    client_server: int
+    metrics: int  # of this node, with ``ray[default]``
+    client_server: int  # the head's, for `ray://` connections
     autoscaler_metrics: int
     dashboard_metrics: int
-    dashboard: int
+    dashboard: int  # the head's web page, where asked for
 
 
 def find(address: str = _LOOPBACK, range_file: str = _RANGE_FILE) -> Ports:
-    """Return ports nobody listens on.
+    """Return free ports at `address` ("" for all addresses of this machine); raises OSError.
 
-    Args:
-        address: which Ray listens at; "" for all of this machine's, and then nobody may listen there on any of them.
-        range_file: where the kernel says which ports it gives to everybody.
-
-    Raises:
-        OSError: there are not enough.
+    `range_file` holds the kernel's ephemeral range.
     """
     lowest, highest = _span(range_file)
     chosen: list[int] = []
@@ -67,7 +47,7 @@ def find(address: str = _LOOPBACK, range_file: str = _RANGE_FILE) -> Ports:
             port = random.SystemRandom().randint(lowest, highest)
             sock = held.enter_context(socket.socket())
             with contextlib.suppress(OSError):
-                sock.bind((address, port))  # also refused where somebody listens on all addresses
+                sock.bind((address, port))  # also refused where a process listens on all addresses
                 chosen.append(port)
             if len(chosen) == len(Ports._fields):
                 return Ports(*chosen)

@@ -1,7 +1,7 @@
-"""What of Ray is installed here, without importing it: that takes a second.
+"""Finds the installed Ray without importing it, which takes a second.
 
-Failure cases: there is no Ray; one without metadata, as a source tree has none (its own file says the version); one of
-that many nodes cannot share directories.
+Failure cases: no Ray; one without metadata, as a source tree (its own file says the version); one of that many nodes
+cannot share directories.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import site
 from collections.abc import Mapping
 
 OLDEST = (2, 49)
-"""What was tried; older ones have other options of `ray start`."""
+"""Oldest tested version; older ones have other options of `ray start`."""
 TOKENS_SINCE = (2, 52)
 DIRECTORIES_SINCE = (2, 55)
 
@@ -30,7 +30,7 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def origin() -> str:
-    """Return the file that `import ray` would load, "" where there is none or none is known."""
+    """Return the file that `import ray` would load, or ""."""
     try:
         spec = importlib.util.find_spec("ray")
     except Exception:  # noqa: BLE001 - finders of the user's may raise anything; ValueError: a module without a spec
@@ -39,7 +39,7 @@ def origin() -> str:
 
 
 def version() -> str:
-    """Return the version of the Ray that is installed, "" where there is none or none is known."""
+    """Return the version of the installed Ray, or ""."""
     try:
         # Not at the top: it imports `random`, `bisect` and more, which a file beside the caller's script may hide.
         return str(importlib.import_module("importlib.metadata").version("ray"))
@@ -48,14 +48,9 @@ def version() -> str:
 
 
 def ray_version(num_nodes: int = 1) -> str:
-    """Return the version of the Ray in this environment; a cluster of one node needs none to be known.
+    """Return the version of the Ray in this environment; a cluster of one node may have an unknown one.
 
-    Args:
-        num_nodes: nodes of the cluster.
-
-    Raises:
-        ModuleNotFoundError: there is no Ray.
-        RuntimeError: it has every node of a cluster write to the directory of the head.
+    Raises ModuleNotFoundError, or RuntimeError for a Ray whose nodes all write to the head's directory.
     """
     known = version()
     if not origin():
@@ -83,12 +78,9 @@ def missing_parts() -> list[str]:
 
 
 def python_path(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return what a new interpreter has to be told so that it finds the Ray which this one would import.
+    """Return the variable by which a new interpreter finds the Ray that this one would import.
 
     A caller's `sys.path` may know more than the environment says.
-
-    Args:
-        variables: those of the new one.
     """
     directory = os.path.dirname(os.path.dirname(origin()))
     told = [path for path in variables.get("PYTHONPATH", "").split(os.pathsep) if path]
@@ -109,5 +101,5 @@ def _own_version(file: str) -> str:
 def _is_there(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ValueError:  # somebody has put a module there that does not know where it is from
+    except ValueError:  # an injected module without an origin
         return True

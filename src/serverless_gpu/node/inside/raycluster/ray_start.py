@@ -1,4 +1,4 @@
-"""Having `ray start` run on this node until Ray is there, and knowing when it is gone.
+"""Runs `ray start` on this node until Ray is ready, and detects when it is gone.
 
     node task ── fork, exec ─▶ ray start --block ─┬─ gcs_server   the head's: without it the cluster is lost
                   output: ray-start.log           ├─ raylet       without it this node is
@@ -9,9 +9,9 @@ after that. Rays that leave none say so in the output of `ray start`. It is gone
 head's gcs_server is: all three are watched by pidfd, for `ray start --block` looks once a second, and takes a SIGTERM
 to one of them for a wish.
 
-Failure cases: one of the three ends before Ray is ready, because somebody was faster at a port, or because agents took
-longer than the 15 s that a raylet gives them (tried again, `_TRIES_MAX` times in all); Ray is not ready in `START_S`;
-both are a `RayStartFailed` with what Ray wrote last.
+Failure cases: one of the three ends before Ray is ready, because another process took a port, or agents took longer
+than the 15 s that a raylet gives them (tried again, `_TRIES_MAX` times in all); Ray is not ready in `START_S`; both are
+a `RayStartFailed` with what Ray wrote last.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _SLOW = "it was not ready"
 _LOGS = ("raylet.err", "raylet.out", "gcs_server.err", "gcs_server.out")
 _FATAL = re.compile(r"^\[[^\]]* C \d+ \d+\].*", re.M)
 _FATAL_CHARACTERS_MAX = 600
-# What `ray start` says to somebody at a terminal: how to connect and how to stop.
+# What `ray start` prints for a user at a terminal: how to connect and how to stop.
 _PLAIN = re.compile(r"^\S+ \S+\s+(INFO|SUCC)\s")
 
 
@@ -54,26 +54,15 @@ class RayStartFailed(Exception):
 
 
 class RayProcesses(NamedTuple):
-    """Ray's processes on this node, once they are there.
+    """Ray's processes on this node, once they are ready."""
 
-    Attributes:
-        pid: of `ray start`.
-        watched: pidfd → name, of everything without which this node's Ray is gone.
-        ports: theirs.
-        temporary: Ray's directory for sessions.
-    """
-
-    pid: int
-    watched: dict[int, str]
+    pid: int  # of `ray start`
+    watched: dict[int, str]  # pidfd → name, of all processes that this node's Ray depends on
     ports: Ports
-    temporary: str
+    temporary: str  # Ray's directory for sessions
 
     def gone(self, timeout_s: float = 0.0) -> str:
-        """Return the name of what has ended, or "" when nothing has.
-
-        Args:
-            timeout_s: how long to wait for that.
-        """
+        """Return the name of what has ended, or "", after waiting for it for `timeout_s`."""
         ended = linux.readable(self.watched, timeout_s)
         # `ray start` ends because of another: that one is to be named.
         names = sorted((self.watched[fd] for fd in ended), key=lambda name: name not in _WATCHED)
@@ -85,35 +74,18 @@ class RayProcesses(NamedTuple):
 
 
 class RayStartPlan(NamedTuple):
-    """How Ray is started on this node.
+    """Start parameters of Ray on this node."""
 
-    Attributes:
-        directory: a private one; each try has a directory of its own in it.
-        find: finds ports for a try.
-        variables: the whole environment, for ports.
-        arguments: those of `ray start`, for ports and a directory of sessions.
-    """
-
-    directory: str
-    find: Callable[[], Ports]
-    variables: Callable[[Ports], Mapping[str, str]]
-    arguments: Callable[[Ports, str], list[str]]
+    directory: str  # a private one; each try has a directory of its own in it
+    find: Callable[[], Ports]  # finds ports for a try
+    variables: Callable[[Ports], Mapping[str, str]]  # the whole environment, for ports
+    arguments: Callable[[Ports, str], list[str]]  # of `ray start`, for ports and a directory of sessions
 
 
 def start(
     family: Family, plan: RayStartPlan, stop: Callable[[], bool], say: Callable[[str], None]
 ) -> RayProcesses | None:
-    """Start Ray on this node and return when it is ready; None when it is to stop before.
-
-    Args:
-        family: who the processes belong to.
-        plan: how.
-        stop: whether to give up.
-        say: tells the caller that it takes longer.
-
-    Raises:
-        StartFailed: it did not come up.
-    """
+    """Start Ray on this node and return when it is ready; None when `stop` says so. RayStartFailed."""
     problem = ""
     for number in range(1, _TRIES_MAX + 1):
         engine = _begin(family, plan, os.path.join(plan.directory, str(number)))
@@ -133,21 +105,13 @@ def start(
 
 
 def last_words(temporary: str) -> str:
-    """Return what Ray wrote last that says why it ended, "" where it wrote nothing.
-
-    Args:
-        temporary: a directory of sessions.
-    """
+    """Return Ray's last output that says why it ended, or ""."""
     logs = os.path.join(temporary, "session_latest", "logs")
     for name in _LOGS:
         if fatal := _FATAL.findall(_tail(os.path.join(logs, name))):
             return str(fatal[-1])[:_FATAL_CHARACTERS_MAX]
-    return _last_lines(os.path.join(temporary, OUTPUT_FILE))
-
-
-def _last_lines(path: str) -> str:
-    lines = [line for line in _tail(path).splitlines() if line.strip() and not _PLAIN.match(line)]
-    return "\n".join(lines[-_LAST_LINES:])
+    written = _tail(os.path.join(temporary, OUTPUT_FILE)).splitlines()
+    return "\n".join([line for line in written if line.strip() and not _PLAIN.match(line)][-_LAST_LINES:])
 
 
 def _tail(path: str) -> str:

@@ -1,4 +1,4 @@
-"""The node task: one process per node that has a Ray cluster made, and on node 0 runs the function in it as its driver.
+"""The node task: one process per node of a Ray cluster; on node 0 it runs the function as driver.
 
     supervisor ── "go" with "ray" ─▶ stem ─▶ rank process: the node task (one thread)
                                                ├─ init       of the family's pid namespace (`namespace.py`)
@@ -54,34 +54,20 @@ _GATHER_S = 300.0  # for the other nodes to join once Ray's head is up
 
 
 class RayTaskWork(NamedTuple):
-    """What a node task does for its rank.
-
-    Attributes:
-        directory: of the attempt.
-        environment: the rank's variables, the caller's and ours.
-        report: says something to the supervisor.
-        drive: runs the function, given a way to report; returns the exit code. Called in the driver.
-        finish: stores and reports None as what the rank returned; returns the exit code.
-        fail: stores and reports an exception as the rank's failure; returns the exit code.
-        lose: the same for a failure that is not an exception, from its record.
-    """
+    """Work of a node task for its rank."""
 
     directory: str
-    environment: dict[str, str]
-    report: protocol.Report
+    environment: dict[str, str]  # the rank's variables, the caller's and ours
+    report: protocol.Report  # sends an event to the supervisor
+    # called in the driver: runs the function, given a way to report; returns the exit code
     drive: Callable[[protocol.Report], int]
-    finish: Callable[[], int]
-    fail: Callable[[BaseException], int]
-    lose: Callable[[protocol.Message], int]
+    finish: Callable[[], int]  # stores and reports None as what the rank returned; returns the exit code
+    fail: Callable[[BaseException], int]  # stores and reports an exception as the rank's failure; returns the exit code
+    lose: Callable[[protocol.Message], int]  # the same for a failure that is not an exception, from its record
 
 
 def run(share: ClusterShare, work: RayTaskWork) -> int:
-    """Have this node's part of the cluster, until the driver has ended; return the exit code.
-
-    Args:
-        share: this node's part.
-        work: what there is to do.
-    """
+    """Run this node's part of the cluster until the driver has ended; return the exit code."""
     try:
         version = ray_installation.ray_version(share.num_nodes)
     except (ModuleNotFoundError, RuntimeError) as error:
@@ -106,7 +92,10 @@ class _Task:
         self.tokens = ray_installation.knows_tokens(version)
         os.makedirs(share.directory, 0o700, exist_ok=True)
         if self.tokens:
-            self._write_token()
+            path = os.path.join(self.share.directory, variables.TOKEN_FILE)
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with open(fd, "w", encoding="ascii") as file:
+                file.write(variables.token_of(self.share.secret))
         self.kept = logs_of(work.directory, share.node_rank)
         self.cluster = RunCluster(share, self.kept)
         kept = {**variables.defaults(share), **variables.stripped(work.environment)}
@@ -143,9 +132,9 @@ class _Task:
         return self._attend(driver)
 
     def member(self) -> int:
-        """Have a node without a driver until the driver has ended; return how this ends.
+        """Run a node without a driver until the driver has ended; return how this ends.
 
-        It says that it runs once it has joined: before that, nothing of the user's has begun anywhere.
+        It reports that it runs once it has joined: before that, none of the user's code has begun anywhere.
         """
         node = member.TaskNode(self.share, self.family, self.environment, self.kept)
 
@@ -196,9 +185,7 @@ class _Task:
     def _record_metrics(self, found: Ports, leave: Callable[[], None]) -> None:
         """Have this node's metrics read (`monitor.py`) for as long as the family lives.
 
-        Args:
-            found: Ray's ports on this node.
-            leave: closes what the process that reads them must not hold.
+        `leave` closes what the process that reads them must not hold.
         """
         path = metrics_file(self.work.directory, self.share.node_rank)
 
@@ -247,7 +234,7 @@ class _Task:
         return code
 
     def _cluster_gone(self, driver: Driver, gone: str) -> int:
-        """Let the driver say what came of it, end it, and tell the failure."""
+        """Let the driver report its outcome, end it, and report the failure."""
         until = time.monotonic() + _CONSEQUENCE_S
         consequence: protocol.Message | None = None
         while (left_s := until - time.monotonic()) > 0 and linux.readable([driver.channel.fileno()], left_s):
@@ -292,12 +279,6 @@ class _Task:
         for number in protocol.LOOK_SIGNALS:
             signal.signal(number, look)
 
-    def _write_token(self) -> None:
-        path = os.path.join(self.share.directory, variables.TOKEN_FILE)
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with open(fd, "w", encoding="ascii") as file:
-            file.write(variables.token_of(self.share.secret))
-
     def _say_what_is_missing(self) -> None:
         if not self.tokens:
             self._say(
@@ -321,7 +302,7 @@ def _not_started(share: ClusterShare, error: Exception) -> str:
 
 
 def _record(text: str, consequence: protocol.Message | None, kind: str) -> protocol.Message:
-    """Return the record of a failure that is not the function's, with what the function raised because of it."""
+    """Return the record of a failure that is not the function's, with the function's consequent error."""
     record: protocol.Message = {
         "type": "EngineHeadLost" if kind == _KIND else "RunError",
         "module": "serverless_gpu.errors",

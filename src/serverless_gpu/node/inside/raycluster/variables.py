@@ -1,8 +1,8 @@
-"""Which environment variables Ray's processes and the driver have; pure.
+"""Environment variables of Ray's processes and the driver; pure.
 
-The caller's shell may belong to another Ray: an address, a token, a temporary directory of it would tie this cluster to
-that one. So everything that begins with ``RAY_`` goes, but for what only tunes a library; and torch's world, which the
-run's supervisor announces to every rank, goes too: a driver is in none, and Ray Train makes worlds of its own.
+The caller's shell may belong to another Ray, whose address, token or temporary directory would tie this cluster to it.
+So everything that begins with ``RAY_`` goes, except tuning of libraries. torch's world goes too, which the supervisor
+announces to every rank: a driver is in none, and Ray Train makes worlds of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .words import ClusterShare
 
 TOKEN_FILE = "token"
 START_S = 180
-"""How long Ray may take to start: its first import from a slow disk takes most of it."""
+"""Time for Ray to start: its first import from a slow disk takes most of it."""
 LOOPBACK = "127.0.0.1"
 
 _WORLD = frozenset(
@@ -62,26 +62,24 @@ _METRIC_PORTS = frozenset({"AUTOSCALER_METRIC_PORT", "DASHBOARD_METRIC_PORT"})
 
 def stripped(variables: Mapping[str, str]) -> dict[str, str]:
     """Return variables without those of another Ray cluster and of torch's world."""
-    return {name: value for name, value in variables.items() if _stays(name)}
+    return {
+        name: value
+        for name, value in variables.items()
+        if name not in _WORLD
+        and name not in _METRIC_PORTS
+        and (not name.startswith("RAY_") or name in _KEPT or name.startswith(_KEPT_PREFIXES))
+    }
 
 
 def defaults(share: ClusterShare) -> dict[str, str]:
-    """Return what is set unless the caller's variables say otherwise.
-
-    Args:
-        share: this node's share.
-    """
+    """Return what is set unless the caller's variables say otherwise."""
     return {} if share.dashboard else {"RAY_DEDUP_LOGS_SKIP_REGEX": _REPEATED}
 
 
 def cluster_variables(share: ClusterShare, *, token: bool) -> dict[str, str]:
-    """Return what every process of the cluster has in its environment: Ray's own, workers, driver.
+    """Return the environment of every process of the cluster: Ray's own, workers, driver.
 
-    Ray reads some of it when it is imported.
-
-    Args:
-        share: this node's share.
-        token: whether this Ray knows tokens.
+    Ray reads some of it when it is imported. `token` says that this Ray knows tokens.
     """
     variables = {
         "RAY_USAGE_STATS_ENABLED": "0",  # they are on by default, and would call out
@@ -99,9 +97,7 @@ def cluster_variables(share: ClusterShare, *, token: bool) -> dict[str, str]:
 def port_variables(ports: Ports, address: str) -> dict[str, str]:
     """Return what is known of a cluster once its ports are, for all of its processes.
 
-    Args:
-        ports: those of the processes here.
-        address: of the cluster. A task asks for it, too: Ray Train's actors do.
+    A task asks for the address, too: Ray Train's actors do.
     """
     return {
         "RAY_ADDRESS": address,
@@ -114,9 +110,3 @@ def port_variables(ports: Ports, address: str) -> dict[str, str]:
 def token_of(secret: str) -> str:
     """Return the token of a run's cluster, the same on all its nodes and of no use for anything else."""
     return hmac.new(secret.encode(), b"the token of the run's Ray cluster", hashlib.sha256).hexdigest()
-
-
-def _stays(name: str) -> bool:
-    if name in _WORLD or name in _METRIC_PORTS:
-        return False
-    return not name.startswith("RAY_") or name in _KEPT or name.startswith(_KEPT_PREFIXES)

@@ -1,4 +1,4 @@
-"""What a node is told of the Ray cluster it makes with the others of its run, and what its files are called."""
+"""A node's share of the run's Ray cluster, and the names of its files."""
 
 from __future__ import annotations
 
@@ -12,36 +12,21 @@ FILES = "ray"
 
 
 class ClusterShare(NamedTuple):
-    """One node's share of the cluster; travels as the dictionary ``"ray"`` of the supervisor's "go".
+    """One node's share of the cluster; travels as the dictionary ``"ray"`` of the supervisor's "go"."""
 
-    Attributes:
-        directory: short, private, ours alone: Ray's temporary files, sockets and token live below it. The supervisor
-            makes it and removes it.
-        devices: devices of the run on this node, offered as Ray's GPUs.
-        accelerator: their type, as in ``accelerator_type:H100``; "" for CPU slots.
-        cpus: CPUs offered.
-        object_store_bytes: size of the object store.
-        dashboard: whether the head starts its web page.
-        node_rank: number of this node; 0 has the head and the driver.
-        num_nodes: nodes of the cluster.
-        host: this node's name, for sentences.
-        address: the address other nodes reach this one at; 127.0.0.1 where there is only one node.
-        head: address and port at which node 0 tells the others where to join; unused where there is only one node.
-        secret: what the nodes of one run know and nobody else, 64 hexadecimal digits.
-    """
-
+    # short, private, ours alone, made and removed by the supervisor: Ray's temporary files, sockets and token
     directory: str
-    devices: int
-    accelerator: str
+    devices: int  # of the run on this node, offered as Ray's GPUs
+    accelerator: str  # as in ``accelerator_type:H100``; "" for CPU slots
     cpus: int
     object_store_bytes: int
-    dashboard: bool
-    node_rank: int
+    dashboard: bool  # whether the head starts its web page
+    node_rank: int  # 0 has the head and the driver
     num_nodes: int
-    host: str
-    address: str
-    head: tuple[str, int]
-    secret: str
+    host: str  # this node's name, for sentences
+    address: str  # where other nodes reach this one; 127.0.0.1 on one node
+    head: tuple[str, int]  # where node 0 tells the others where to join; unused on one node
+    secret: str  # of the nodes of one run, 64 hexadecimal digits
 
 
 def files_of(attempt: str) -> str:
@@ -60,11 +45,7 @@ def metrics_file(attempt: str, node_rank: int) -> str:
 
 
 def read_share(message: protocol.Message) -> ClusterShare:
-    """Return the share a message holds.
-
-    Raises:
-        ValueError: something is missing, or not of its type.
-    """
+    """Return the share a message holds; raises ValueError."""
     head = message.get("head")
     if not isinstance(head, list) or len(head) != 2:
         raise ValueError(f"no address of a head: {head!r}")
