@@ -28,7 +28,7 @@ from serverless_gpu.server.billing.usage_rollup import fold
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.records import usage_sums
-from serverless_gpu.server.records.usage_sums import Wanted
+from serverless_gpu.server.records.usage_sums import ReportRequest
 
 CHARGES, ACCOUNTS, QUICK = 1_000_000, 2_000, 50_000
 _DAY, _DAYS = 20_770, 30
@@ -59,7 +59,7 @@ def report(kind: str, quick: bool) -> Row:
 
 
 def _timed(database: Database, by: tuple[str, ...], rounds: int, prefix: str = "") -> Timing:
-    wanted = Wanted(by=by, window=DayRange(_DAY, _DAY + _DAYS), limit=_LIMIT)
+    wanted = ReportRequest(by=by, window=DayRange(_DAY, _DAY + _DAYS), limit=_LIMIT)
     found = []
     for _ in range(rounds):
         began = time.perf_counter()

@@ -52,10 +52,10 @@ from serverless_gpu.environment.scan.scan import Recogniser, Scan
 from serverless_gpu.environment.service_messages import (
     Abandon,
     Answer,
-    Ask,
     CapturedEnvironment,
     CaptureFailed,
-    Checked,
+    EnvironmentQuestion,
+    FilesChecked,
     Taken,
     Taking,
     Unchanged,
@@ -99,7 +99,7 @@ class _Task(msgspec.Struct, kw_only=True):
     described: dict[str, object]
     pid: int
     sock: socket.socket
-    asks: list[Ask]
+    asks: list[EnvironmentQuestion]
     checks: bool
     found: CapturedEnvironment | None = None
     over: bool = False
@@ -119,8 +119,12 @@ class Service:
         self._index = index
         self._recogniser = Recogniser(index)
         self._tasks: list[_Task] = []
-        self._pending: dict[bytes, list[Ask]] = {}  # questions that the check which runs began too early for
-        self._put_off: dict[bytes, list[Ask]] = {}  # questions that came while a capture was being written down
+        self._pending: dict[
+            bytes, list[EnvironmentQuestion]
+        ] = {}  # questions that the check which runs began too early for
+        self._put_off: dict[
+            bytes, list[EnvironmentQuestion]
+        ] = {}  # questions that came while a capture was being written down
         self._watches: dict[bytes, WatchProcess] = {}
         self._patience: dict[bytes, Patience] = {}
         self._ended: list[int] = []  # watching processes that are to be reaped: closing watches takes them a while
@@ -159,7 +163,7 @@ class Service:
         self._safely([question], partial(self._answer, question))
         return True
 
-    def _safely(self, asks: Sequence[Ask], work: Callable[[], None]) -> None:
+    def _safely(self, asks: Sequence[EnvironmentQuestion], work: Callable[[], None]) -> None:
         """Do something for questions; what goes wrong is their answer."""
         try:
             work()
@@ -175,7 +179,7 @@ class Service:
             for ask in asks:
                 self._say(_failed(ask.number, thread_limit()))
 
-    def _answer(self, ask: Ask) -> None:
+    def _answer(self, ask: EnvironmentQuestion) -> None:
         description = read_description(ask.description)
         key = description.key()
         if any(task.over and task.key == key and not task.checks for task in self._tasks):
@@ -192,7 +196,7 @@ class Service:
             if is_served(ask.store):
                 self._fork([ask], key, checks=True, work=lambda tell: _check_server(ask, snapshot, tell))
             else:
-                self._say(Checked(number=ask.number))
+                self._say(FilesChecked(number=ask.number))
             return
         self._say(UnknownEnvironment(number=ask.number))
         if ask.capture:
@@ -264,7 +268,7 @@ class Service:
 
     # --- children ------------------------------------------------------------------------------------------------
 
-    def _check(self, asks: list[Ask], key: bytes, *, fresh: bool) -> None:
+    def _check(self, asks: list[EnvironmentQuestion], key: bytes, *, fresh: bool) -> None:
         """Have every file looked at, from now on or after the look that is going on.
 
         Args:
@@ -277,7 +281,7 @@ class Service:
             return
         self._fork(asks, key, checks=True, work=lambda tell: _check(self._recogniser, tuple(asks), fresh, tell))
 
-    def _take(self, ask: Ask, key: bytes) -> None:
+    def _take(self, ask: EnvironmentQuestion, key: bytes) -> None:
         for task in self._tasks:
             if task.asks and not task.checks and not task.over and task.key == key and task.asks[0].store == ask.store:
                 task.asks.append(ask)
@@ -287,7 +291,12 @@ class Service:
         self._fork([ask], key, checks=False, work=lambda tell: _take(self._index, ask, tell))
 
     def _fork(
-        self, asks: list[Ask], key: bytes, *, checks: bool, work: Callable[[Callable[[Answer], None]], None]
+        self,
+        asks: list[EnvironmentQuestion],
+        key: bytes,
+        *,
+        checks: bool,
+        work: Callable[[Callable[[Answer], None]], None],
     ) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sys.stderr.flush()
@@ -316,10 +325,10 @@ class Service:
         answer = decode_answer(data)
         task.over = task.over or not isinstance(answer, CapturedEnvironment | Taking)
         task.found = answer if isinstance(answer, CapturedEnvironment) else task.found
-        task.unchanged = isinstance(answer, Taken) or (isinstance(answer, Checked) and not answer.changes)
+        task.unchanged = isinstance(answer, Taken) or (isinstance(answer, FilesChecked) and not answer.changes)
         for ask in task.asks:
             self._say(msgspec.structs.replace(answer, number=ask.number))
-        if isinstance(answer, Checked) and answer.changes:
+        if isinstance(answer, FilesChecked) and answer.changes:
             for ask in task.asks:
                 if ask.capture:
                     self._safely([ask], partial(self._take, ask, task.key))
@@ -382,7 +391,9 @@ def _be_child(sock: socket.socket, number: int, work: Callable[[Callable[[Answer
         os._exit(code)
 
 
-def _check(recogniser: Recogniser, asks: Sequence[Ask], fresh: bool, tell: Callable[[Answer], None]) -> None:
+def _check(
+    recogniser: Recogniser, asks: Sequence[EnvironmentQuestion], fresh: bool, tell: Callable[[Answer], None]
+) -> None:
     changes: tuple[str, ...] = ()
     snapshot = recogniser.known() if fresh else recogniser.gate(read_description(asks[0].description))
     if not fresh and snapshot is None:
@@ -392,14 +403,14 @@ def _check(recogniser: Recogniser, asks: Sequence[Ask], fresh: bool, tell: Calla
     stores = {ask.store: ask for ask in asks if is_served(ask.store)}
     if not changes and snapshot is not None and not all(_has(ask, snapshot) for ask in stores.values()):
         changes = (_NOT_THERE,)
-    tell(Checked(number=asks[0].number, changes=changes))
+    tell(FilesChecked(number=asks[0].number, changes=changes))
 
 
-def _check_server(ask: Ask, snapshot: Snapshot, tell: Callable[[Answer], None]) -> None:
-    tell(Checked(number=ask.number, changes=() if _has(ask, snapshot) else (_NOT_THERE,)))
+def _check_server(ask: EnvironmentQuestion, snapshot: Snapshot, tell: Callable[[Answer], None]) -> None:
+    tell(FilesChecked(number=ask.number, changes=() if _has(ask, snapshot) else (_NOT_THERE,)))
 
 
-def _take(index: Path, ask: Ask, tell: Callable[[Answer], None]) -> None:
+def _take(index: Path, ask: EnvironmentQuestion, tell: Callable[[Answer], None]) -> None:
     clock = SystemClock()
     started_ns = clock.boottime_ns()
     told_ns = [0]
@@ -422,7 +433,7 @@ def _take(index: Path, ask: Ask, tell: Callable[[Answer], None]) -> None:
     recogniser.remember(taken.scan)  # nobody waits for this; the next question does, if it comes before the end
 
 
-def _found(ask: Ask, last: Snapshot | None, scan: Scan, blobs: StoreBlobs) -> CapturedEnvironment:
+def _found(ask: EnvironmentQuestion, last: Snapshot | None, scan: Scan, blobs: StoreBlobs) -> CapturedEnvironment:
     """Return what is to be said of an environment before it is captured."""
     told = remarks(last, scan)
     if last is None:
@@ -457,18 +468,18 @@ def _told(sentences: Sequence[str]) -> tuple[str, ...]:
     return (*told, f"and {more} more") if more > 0 else told
 
 
-def _is_stored(ask: Ask, snapshot: Snapshot) -> bool:
+def _is_stored(ask: EnvironmentQuestion, snapshot: Snapshot) -> bool:
     """Return whether a store still has a snapshot and its units; a remote one is asked by whoever restores, and a
     server's by whoever checks the files."""
     return is_remote(ask.store) or _has(ask, snapshot)
 
 
-def _has(ask: Ask, snapshot: Snapshot) -> bool:
+def _has(ask: EnvironmentQuestion, snapshot: Snapshot) -> bool:
     keys = [f"snapshots/{snapshot.address}", *(f"units/{address}" for address in snapshot.addresses())]
     return len(_store(ask).present(keys)) == len(keys)
 
 
-def _store(ask: Ask) -> Store:
+def _store(ask: EnvironmentQuestion) -> Store:
     return open_store(ask.store, ask.environ, token=ask.token, ca=ask.ca)
 
 

@@ -29,7 +29,7 @@ class Where(NamedTuple):
     ca: str = ""
 
 
-class Ask(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class EnvironmentQuestion(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Is this environment known, and is it in the store? Capture it if not, unless that is not wanted now.
 
     Attributes:
@@ -58,7 +58,7 @@ class Abandon(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Unchanged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """It looks unchanged; whether every file is will be said by `Checked`."""
+    """It looks unchanged; whether every file is will be said by `FilesChecked`."""
 
     number: int
     snapshot: str
@@ -70,7 +70,7 @@ class UnknownEnvironment(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     number: int
 
 
-class Checked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class FilesChecked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Every file was looked at; what is not as it was, in words."""
 
     number: int
@@ -133,8 +133,8 @@ class CaptureFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     hint: str = ""
 
 
-Question = Ask | Abandon
-Answer = Unchanged | UnknownEnvironment | Checked | CapturedEnvironment | Taking | Taken | CaptureFailed
+Question = EnvironmentQuestion | Abandon
+Answer = Unchanged | UnknownEnvironment | FilesChecked | CapturedEnvironment | Taking | Taken | CaptureFailed
 
 _encoder = msgspec.msgpack.Encoder()
 _questions: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)

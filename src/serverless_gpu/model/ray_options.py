@@ -57,14 +57,14 @@ _MEANT = {
 _INSTEAD = {name: words for words, names in _MEANT.items() for name in names.split()}
 
 
-class Asked(NamedTuple):
+class RayRequest(NamedTuple):
     """What `ray_launch` was given: the cluster, and what `distributed` knows as well."""
 
     cluster: RayCluster
     options: dict[str, object]
 
 
-def read_options(dashboard: object, object_store_memory: object, options: Mapping[str, object]) -> Asked:
+def read_options(dashboard: object, object_store_memory: object, options: Mapping[str, object]) -> RayRequest:
     """Return the cluster that is asked for, and the options that any run may have.
 
     Args:
@@ -83,7 +83,7 @@ def read_options(dashboard: object, object_store_memory: object, options: Mappin
         dashboard=flag("dashboard", dashboard),
         object_store_bytes=None if object_store_memory is None else _store_bytes(object_store_memory),
     )
-    return Asked(cluster, dict(options))
+    return RayRequest(cluster, dict(options))
 
 
 def _store_bytes(value: object) -> int:

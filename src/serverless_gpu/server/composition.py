@@ -27,7 +27,7 @@ from serverless_gpu.server.budgets.notice_webhook import Notifier
 from serverless_gpu.server.budgets.spend_alarms import Alarms
 from serverless_gpu.server.budgets.spending import Spending
 from serverless_gpu.server.core.encryption import Sealer
-from serverless_gpu.server.core.health import Health
+from serverless_gpu.server.core.health import ServerHealth
 from serverless_gpu.server.core.hub import Hub
 from serverless_gpu.server.core.server_key import Keys
 from serverless_gpu.server.core.server_metrics import Measures
@@ -75,7 +75,7 @@ from serverless_gpu.server.scheduling.preemption import Preemptor
 from serverless_gpu.server.scheduling.queue_snapshot import Roster
 from serverless_gpu.server.scheduling.reconciler import Reconciler
 from serverless_gpu.server.scheduling.scheduler import Scheduler
-from serverless_gpu.server.scheduling.unsatisfiable import Impossible
+from serverless_gpu.server.scheduling.unsatisfiable import UnsatisfiableRuns
 from serverless_gpu.server.scheduling.wait_reasons import Sentences
 from serverless_gpu.server.secrets.secret_service import SecretService
 from serverless_gpu.server.storage.blobs import Blobs
@@ -86,7 +86,7 @@ from serverless_gpu.wire.pool_join import RayPool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Resources:
+class ServerResources:
     """Resources that the services share: opened parts, and state in memory.
 
     Attributes:
@@ -128,7 +128,7 @@ class Resources:
     sentences: Sentences = dataclasses.field(default_factory=Sentences)
     waiting_room: WaitingRoom = dataclasses.field(default_factory=WaitingRoom)
     measures: Measures = dataclasses.field(default_factory=Measures)
-    health: Health = dataclasses.field(default_factory=Health)
+    health: ServerHealth = dataclasses.field(default_factory=ServerHealth)
     spending: Spending = dataclasses.field(default_factory=Spending)
     feasible: FeasibilityMemory = dataclasses.field(default_factory=FeasibilityMemory)
     engine_nodes: Callable[[], Collection[str]] = tuple
@@ -199,7 +199,7 @@ class RunLayer:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Services(RunLayer, BillingLayer, NodeLayer, AccessLayer, LifecycleLayer, Resources):
+class Services(RunLayer, BillingLayer, NodeLayer, AccessLayer, LifecycleLayer, ServerResources):
     """Every service of the server, and the resources they share."""
 
     @property
@@ -213,7 +213,7 @@ class Services(RunLayer, BillingLayer, NodeLayer, AccessLayer, LifecycleLayer, R
         }
 
 
-def compose(resources: Resources) -> Services:
+def compose(resources: ServerResources) -> Services:
     """Build the graph of services: each layer takes the resources and the layers below it."""
     lifecycle = _lifecycle(resources)
     access = _access(resources, lifecycle)
@@ -223,7 +223,7 @@ def compose(resources: Resources) -> Services:
     return Services(**vars(resources), **vars(lifecycle), **vars(access), **vars(nodes), **vars(billing), **vars(runs))
 
 
-def _lifecycle(r: Resources) -> LifecycleLayer:
+def _lifecycle(r: ServerResources) -> LifecycleLayer:
     announcer = Announcer(hub=r.hub, looks=r.looks, measures=r.measures)
     gang_hangs = GangHangs(
         settings=r.settings,
@@ -272,7 +272,7 @@ def _lifecycle(r: Resources) -> LifecycleLayer:
     )
 
 
-def _access(r: Resources, lifecycle: LifecycleLayer) -> AccessLayer:
+def _access(r: ServerResources, lifecycle: LifecycleLayer) -> AccessLayer:
     return AccessLayer(
         principals=PrincipalService(
             settings=r.settings, clock=r.clock, database=r.database, hub=r.hub, budgets_changed=r.spending.change
@@ -282,7 +282,7 @@ def _access(r: Resources, lifecycle: LifecycleLayer) -> AccessLayer:
     )
 
 
-def _nodes(r: Resources, lifecycle: LifecycleLayer) -> NodeLayer:
+def _nodes(r: ServerResources, lifecycle: LifecycleLayer) -> NodeLayer:
     node_admission = NodeAdmission(clock=r.clock, database=r.database, presence=r.presence)
     nodes = NodeService(
         settings=r.settings,
@@ -321,7 +321,7 @@ def _nodes(r: Resources, lifecycle: LifecycleLayer) -> NodeLayer:
     )
 
 
-def _billing(r: Resources) -> BillingLayer:
+def _billing(r: ServerResources) -> BillingLayer:
     budget_admission = BudgetAdmission(settings=r.settings, clock=r.clock, leases=r.leases, spending=r.spending)
     return BillingLayer(
         policy_admission=PolicyAdmission(settings=r.settings, sealer=r.sealer, environments=r.environments),
@@ -340,7 +340,7 @@ def _billing(r: Resources) -> BillingLayer:
     )
 
 
-def _runs(r: Resources, lifecycle: LifecycleLayer, billing: BillingLayer) -> RunLayer:
+def _runs(r: ServerResources, lifecycle: LifecycleLayer, billing: BillingLayer) -> RunLayer:
     feasibility = Feasibility(
         settings=r.settings, clock=r.clock, presence=r.presence, feasible=r.feasible, engine_nodes=r.engine_nodes
     )
@@ -577,9 +577,9 @@ def make_self_check(services: Services) -> SelfCheck:
     )
 
 
-def make_impossible(services: Services) -> Impossible:
+def make_impossible(services: Services) -> UnsatisfiableRuns:
     """Build the check for runs that no node can serve."""
-    return Impossible(
+    return UnsatisfiableRuns(
         settings=services.settings,
         clock=services.clock,
         database=services.database,

@@ -33,7 +33,7 @@ from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink.presence import instance_of
 from serverless_gpu.node.uplink.profile import UplinkProfile
 from serverless_gpu.server.composition import (
-    Resources,
+    ServerResources,
     Services,
     compose,
     make_alarms,
@@ -52,7 +52,7 @@ from serverless_gpu.server.composition import (
 )
 from serverless_gpu.server.core.disk_space import space_problem
 from serverless_gpu.server.core.encryption import Sealer
-from serverless_gpu.server.core.health import STORE_BOUND_S, STORE_FRESH_S, Health
+from serverless_gpu.server.core.health import STORE_BOUND_S, STORE_FRESH_S, ServerHealth
 from serverless_gpu.server.core.hub import (
     ALARMS,
     AUDIT,
@@ -86,7 +86,7 @@ from serverless_gpu.server.records import audit, stored_secrets
 from serverless_gpu.server.records.audit import SERVER, Action
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.storage import orphan_files
-from serverless_gpu.server.storage.storage import Room, open_storage
+from serverless_gpu.server.storage.storage import DiskLimits, open_storage
 
 LOOP_S = 10.0
 """How long the loops may take to finish their ticks when the server stops."""
@@ -174,13 +174,13 @@ def assembled(
             settings.store,
             os.environ,
             clock=clock,
-            room=Room(nearby_bytes_max=settings.nearby_bytes_max),
+            room=DiskLimits(nearby_bytes_max=settings.nearby_bytes_max),
             measures=measures,
         )
         beside = _beside(settings, database, clock=clock, url=url, token=tokens.node_token)
         engines: list[Engine] = []
         services = compose(
-            Resources(
+            ServerResources(
                 settings=settings,
                 clock=clock,
                 database=database,
@@ -188,7 +188,7 @@ def assembled(
                 keys=keys,
                 sealer=sealer,
                 measures=measures,
-                health=Health(clock),
+                health=ServerHealth(clock),
                 low=database.reserve.problem,
                 unwritable=lambda: database.write_problem,
                 engine_nodes=lambda: {node.name for each in engines for node in each.nodes()},

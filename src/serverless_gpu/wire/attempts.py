@@ -17,7 +17,7 @@ import msgspec
 
 from serverless_gpu.model.gangs.gang_lifecycle import Halt
 from serverless_gpu.model.gangs.rendezvous import Chosen, CrewReach, Offer
-from serverless_gpu.model.hangs.gang_hang_detection import Ask, CrewObservation, Judgement, Silence
+from serverless_gpu.model.hangs.gang_hang_detection import CrewObservation, InspectionRequest, Judgement, Silence
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.lifecycle.facts import Fact
 from serverless_gpu.model.spec import BlobReference
@@ -140,6 +140,6 @@ class ReportAnswer(Answer, frozen=True, kw_only=True):
     chosen: Chosen | None = None
     release: bool = False
     peer_failed: str = ""
-    ask: Ask | None = None
+    ask: InspectionRequest | None = None
     judgement: Judgement | None = None
     idle: IdleVerdict | None = None

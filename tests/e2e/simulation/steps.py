@@ -8,7 +8,7 @@ from collections.abc import Callable
 from serverless_gpu.engines.base import Impossible, Waiting
 from serverless_gpu.errors import NotFound
 from serverless_gpu.model.lifecycle.attempt import StopReason
-from serverless_gpu.server.nodes.node_admin import Asked
+from serverless_gpu.server.nodes.node_admin import NodeCommand
 from serverless_gpu.wire.nodes import NodeDrainRequest
 from tests.e2e.simulation.client import Client
 from tests.e2e.simulation.network import Link
@@ -293,7 +293,7 @@ def _drain_node(world: World, step: Step) -> None:
     def say(on: bool) -> None:
         if world.process is None:
             return
-        asked = Asked(who=ROOT, reach="all", node=name)
+        asked = NodeCommand(who=ROOT, reach="all", node=name)
         try:
             world.process.serve(
                 lambda services: services.node_rules.drain(asked, NodeDrainRequest(on=on, stop=on and stop))

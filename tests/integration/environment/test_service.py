@@ -18,16 +18,16 @@ from serverless_gpu.environment.scan.description import Description
 from serverless_gpu.environment.scan.interpreter import describe
 from serverless_gpu.environment.service_messages import (
     Abandon,
-    Ask,
     CapturedEnvironment,
     CaptureFailed,
-    Checked,
+    EnvironmentQuestion,
+    FilesChecked,
     Taken,
     Unchanged,
     UnknownEnvironment,
 )
 from serverless_gpu.errors import StoreUnavailable
-from serverless_gpu.server.storage.storage import Room, open_storage
+from serverless_gpu.server.storage.storage import DiskLimits, open_storage
 from tests.support.environment.scans import write
 from tests.support.golden import golden
 from tests.support.server.listening import app_of, listening
@@ -77,7 +77,9 @@ class Caller:
 
     def ask(self, number: int, *, capture: bool = True, store: str = "", token: str = "") -> None:
         store = store or str(self.store)
-        ask = Ask(number=number, description=self.description(), store=store, token=token, capture=capture)
+        ask = EnvironmentQuestion(
+            number=number, description=self.description(), store=store, token=token, capture=capture
+        )
         self._sock.send(service_messages.encode(ask))
 
     def abandon(self, number: int) -> None:
@@ -118,9 +120,9 @@ def test_a_new_environment_is_found_captured_and_known(caller: Caller) -> None:
     found, taken = caller.hear(1, CapturedEnvironment), caller.hear(1, Taken)
     assert isinstance(found, CapturedEnvironment) and found.first and isinstance(taken, Taken) and taken.sent_units == 1
     caller.ask(2)
-    known, checked = caller.hear(2, Unchanged), caller.hear(2, Checked)
+    known, checked = caller.hear(2, Unchanged), caller.hear(2, FilesChecked)
     assert isinstance(known, Unchanged) and known.snapshot == taken.snapshot
-    assert isinstance(checked, Checked) and not checked.changes
+    assert isinstance(checked, FilesChecked) and not checked.changes
 
 
 def test_a_question_that_wants_no_capture_decides_for_nobody_else(caller: Caller) -> None:
@@ -155,13 +157,13 @@ def test_what_the_server_lacks_is_found_beside_the_start_and_sent_there(caller: 
     taken = caller.hear(1, Taken)
     assert isinstance(taken, Taken)
     (tmp_path / "server").mkdir()
-    storage = open_storage(tmp_path / "server", "", {}, clock=SystemClock(), room=Room(kept_free_bytes=0))
+    storage = open_storage(tmp_path / "server", "", {}, clock=SystemClock(), room=DiskLimits(kept_free_bytes=0))
     with listening(app_of(storage)) as url:
         for number, says in ((2, ("the server does not have it, or not any more",)), (3, ())):
             caller.ask(number, store=f"sgpu+{url}", token="member")
-            known, checked = caller.hear(number, Unchanged), caller.hear(number, Checked)
+            known, checked = caller.hear(number, Unchanged), caller.hear(number, FilesChecked)
             assert isinstance(known, Unchanged) and known.snapshot == taken.snapshot
-            assert isinstance(checked, Checked) and checked.changes == says
+            assert isinstance(checked, FilesChecked) and checked.changes == says
             if says:
                 found, sent = caller.hear(number, CapturedEnvironment), caller.hear(number, Taken)
                 assert (

@@ -15,7 +15,7 @@ import pytest
 
 from serverless_gpu.environment import service_messages
 from serverless_gpu.environment.scan import watcher
-from serverless_gpu.environment.service_messages import Answer, Ask, Checked, Taken, Unchanged
+from serverless_gpu.environment.service_messages import Answer, EnvironmentQuestion, FilesChecked, Taken, Unchanged
 from tests.support.environment.libraries import Library, write_in_place
 from tests.support.golden import golden
 from tests.support.local.observe import Process, wait_for
@@ -73,7 +73,11 @@ class Caller:
         """Ask what the environment is and return the next answer of a kind."""
         self._number += 1
         described = msgspec.structs.asdict(self.library.description())
-        self._sock.send(service_messages.encode(Ask(number=self._number, description=described, store=str(self.store))))
+        self._sock.send(
+            service_messages.encode(
+                EnvironmentQuestion(number=self._number, description=described, store=str(self.store))
+            )
+        )
         return self.hear(kind)
 
     def hear(self, kind: type[Answer]) -> Answer:
@@ -106,8 +110,8 @@ class Caller:
 
     def changes(self) -> tuple[str, ...]:
         """Ask, and return what has changed."""
-        checked = self.ask(Checked)
-        assert isinstance(checked, Checked)
+        checked = self.ask(FilesChecked)
+        assert isinstance(checked, FilesChecked)
         return checked.changes
 
     def close(self) -> str:
@@ -152,7 +156,7 @@ def test_22C3_a_change_is_found_captured_and_watched_again(caller: Caller) -> No
     looks = caller.said().count("look")
     known = caller.ask(Unchanged)
     assert isinstance(taken, Taken) and isinstance(known, Unchanged) and known.snapshot == taken.snapshot
-    assert caller.hear(Checked) == Checked(number=known.number) and caller.said().count("look") == looks >= 1
+    assert caller.hear(FilesChecked) == FilesChecked(number=known.number) and caller.said().count("look") == looks >= 1
 
 
 def test_22C3_a_touched_file_is_looked_at_and_watched_again(caller: Caller) -> None:
@@ -192,7 +196,7 @@ def test_22C3_the_watching_process_ends_with_its_service(caller: Caller, end: st
         process.send(signal.SIGSTOP)
         caller.service.kill()
         with pytest.raises(AssertionError, match="ended"):
-            caller.hear(Checked)  # the watching process does not hold the service's end of the channel
+            caller.hear(FilesChecked)  # the watching process does not hold the service's end of the channel
         process.send(signal.SIGCONT)
     else:
         caller.close()

@@ -211,7 +211,7 @@ def is_chained(machine: Machine, place: str, where: Path) -> None:
 
     def look(connection: sa.Connection) -> tuple[list[ChainedEntry], set[int]]:  # both of one moment: more may come
         there = set(connection.execute(sa.select(tables.audit.c.seq)).scalars())
-        return list(audit.links(connection, audit.Wanted(limit=100_000))), there
+        return list(audit.links(connection, audit.AuditFilter(limit=100_000))), there
 
     def is_whole() -> bool:
         links, there = machine.read(look)

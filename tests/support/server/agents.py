@@ -15,7 +15,7 @@ from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.server_key import sha256
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.lifecycle import transitions
-from serverless_gpu.server.lifecycle.transitions import Note, Told
+from serverless_gpu.server.lifecycle.transitions import Note, TransitionResult
 from serverless_gpu.server.records import node_tokens
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.records.runs.runs import NewRun, StoredRun
@@ -72,7 +72,7 @@ def find(services: Services, run_id: str) -> StoredRun:
 def tell(services: Services, run_id: str, event: StopAsked | AttemptEnded | GivenUp) -> None:
     note = Note(at_ns=services.clock.wall_ns())
 
-    def work(connection: sa.Connection) -> Told:
+    def work(connection: sa.Connection) -> TransitionResult:
         run = runs.find(connection, run_id)
         assert run is not None
         return transitions.tell(connection, run, event, note=note)

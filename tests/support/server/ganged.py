@@ -16,7 +16,7 @@ from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.invariants import invariant_inputs
 from serverless_gpu.server.invariants.run_invariants import violations
 from serverless_gpu.server.lifecycle import transitions
-from serverless_gpu.server.lifecycle.transitions import Note, Told
+from serverless_gpu.server.lifecycle.transitions import Note, TransitionResult
 from serverless_gpu.server.records.runs import attempts, events, orders, runs
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import Ending, File, Report, ReportAnswer
@@ -59,10 +59,10 @@ def result(rank: int) -> File:
     return File(name=f"results/{rank}.pkl", size=2, inline=b"ok")
 
 
-def happened(database: Database, run_id: str, number: int, *what: Any, **note: Any) -> Told:
+def happened(database: Database, run_id: str, number: int, *what: Any, **note: Any) -> TransitionResult:
     """Let something happen to a crew."""
 
-    def write(connection: sa.Connection) -> Told:
+    def write(connection: sa.Connection) -> TransitionResult:
         run = runs.find(connection, run_id)
         assert run is not None
         return transitions.tell_crew(connection, run, number, *what, note=Note(at_ns=T0 + 5 * S, **note))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.server.composition import Resources, Services, compose
+from serverless_gpu.server.composition import ServerResources, Services, compose
 from serverless_gpu.server.core.encryption import Sealer
 from serverless_gpu.server.core.hub import Hub
 from serverless_gpu.server.core.server_key import Keys
@@ -30,7 +30,7 @@ def made_services(database: Transactions, home: Path, *, clock: Clock, **setting
     keys = Keys(KEY)
     told = Settings(home=home, database="", **settings)
     return compose(
-        Resources(
+        ServerResources(
             settings=told,
             clock=clock,
             database=database,
@@ -44,5 +44,5 @@ def made_services(database: Transactions, home: Path, *, clock: Clock, **setting
 
 def recomposed(services: Services, **changes: Any) -> Services:
     """Return services on the same resources, with some of them replaced."""
-    resources = {each.name: getattr(services, each.name) for each in dataclasses.fields(Resources)}
-    return compose(Resources(**{**resources, **changes}))
+    resources = {each.name: getattr(services, each.name) for each in dataclasses.fields(ServerResources)}
+    return compose(ServerResources(**{**resources, **changes}))

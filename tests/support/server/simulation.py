@@ -32,7 +32,7 @@ from serverless_gpu.server.core.loops import Tick
 from serverless_gpu.server.core.server_key import parse_attempt_token, sha256
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.lifecycle import transitions
-from serverless_gpu.server.lifecycle.transitions import Note, Told
+from serverless_gpu.server.lifecycle.transitions import Note, TransitionResult
 from serverless_gpu.server.records.runs import events, runs
 from serverless_gpu.server.records.runs.runs import StoredRun
 from serverless_gpu.testing import FakeClock
@@ -175,7 +175,7 @@ class World:
         """Ask a run to stop."""
         note = Note(at_ns=self.clock.wall_ns())
 
-        def work(connection: Any) -> Told:
+        def work(connection: Any) -> TransitionResult:
             run = runs.find(connection, run_id)
             assert run is not None
             return transitions.tell(connection, run, StopAsked(why=why), note=note)

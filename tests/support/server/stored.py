@@ -13,10 +13,10 @@ from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.lifecycle import endings, transitions
-from serverless_gpu.server.lifecycle.transitions import Note, Told
+from serverless_gpu.server.lifecycle.transitions import Note, TransitionResult
 from serverless_gpu.server.records.runs import attempts, runs
 from serverless_gpu.server.records.runs.attempts import NewAttempt
-from serverless_gpu.server.records.runs.crews import NewCrew, Outcome
+from serverless_gpu.server.records.runs.crews import CrewOutcome, NewCrew
 from serverless_gpu.server.records.runs.runs import NewRun, StoredRun
 from serverless_gpu.wire.runs import Target
 
@@ -128,10 +128,10 @@ def place_gang(database: Database, run_id: str, *gpus: int, at_ns: int = T0 + S)
     return database.write(write)
 
 
-def tell(database: Database, run_id: str, *happened: Event, at_ns: int = T0 + 2 * S, **note: Any) -> Told:
+def tell(database: Database, run_id: str, *happened: Event, at_ns: int = T0 + 2 * S, **note: Any) -> TransitionResult:
     """Let something happen to a run."""
 
-    def write(connection: sa.Connection) -> Told:
+    def write(connection: sa.Connection) -> TransitionResult:
         run = runs.find(connection, run_id)
         assert run is not None
         return transitions.tell(connection, run, *happened, note=Note(at_ns=at_ns, **note))
@@ -139,7 +139,7 @@ def tell(database: Database, run_id: str, *happened: Event, at_ns: int = T0 + 2 
     return database.write(write)
 
 
-def outcome(database: Database, run_id: str, fence: int = 1) -> Outcome:
+def outcome(database: Database, run_id: str, fence: int = 1) -> CrewOutcome:
     """Return what an attempt ended with, as its run's owner is told."""
     return database.read(lambda connection: endings.outcome(connection, attempts.find(connection, run_id, fence)))
 

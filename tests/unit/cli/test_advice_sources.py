@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from serverless_gpu.cli.planning import advice_sources
-from serverless_gpu.cli.planning.advice_sources import Book, GpuTypeUses, PastUse, UseFilter, chosen, of_rows, of_server
+from serverless_gpu.cli.planning.advice_sources import (
+    GpuTypeUses,
+    PastUse,
+    PriceBook,
+    UseFilter,
+    chosen,
+    of_rows,
+    of_server,
+)
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.billing.advice import GpuRates, GpuUse, advise, curve_of
 from serverless_gpu.model.billing.advice_formulas import formulas
@@ -125,7 +133,7 @@ def test_the_type_most_used_or_all_of_a_family() -> None:
 
 def test_a_price_of_a_family_holds_where_there_is_no_other() -> None:
     rows = (("A100", "", 5), ("A100-80", "", 7), ("A100", "night", 2))
-    book = Book(rows=tuple(Price(resource=name, pool=pool, micros_per_hour=micros) for name, pool, micros in rows))
+    book = PriceBook(rows=tuple(Price(resource=name, pool=pool, micros_per_hour=micros) for name, pool, micros in rows))
     assert [book.price(name) for name in ("A100-40", "a100_80", "A100", "H100")] == [5, 7, 5, None]
     assert [book.price("A100-40", pool) for pool in ("night", "day")] == [2, None]
     assert book.any_pool() == {"A100": 5, "A100-80": 7, "A100-40": 5}

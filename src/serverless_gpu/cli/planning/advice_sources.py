@@ -109,7 +109,7 @@ class PastUse(msgspec.Struct, kw_only=True):
         return self.kinds.setdefault(gpu_type or "GPU", GpuTypeUses())
 
 
-class Book(msgspec.Struct, frozen=True, kw_only=True):
+class PriceBook(msgspec.Struct, frozen=True, kw_only=True):
     """Prices of today."""
 
     rows: tuple[Price, ...] = ()
@@ -176,7 +176,7 @@ def of_rows(rows: Iterable[DemandRow], wanted: UseFilter) -> PastUse:
     return _begun(past)
 
 
-def book_of_server(connection: Connection) -> Book:
+def book_of_server(connection: Connection) -> PriceBook:
     """Return the prices that are in force on a server.
 
     Raises:
@@ -188,7 +188,7 @@ def book_of_server(connection: Connection) -> Book:
         for row in answer.prices
         if row.in_force
     )
-    return Book(rows=tuple(rows), currency=answer.currency)
+    return PriceBook(rows=tuple(rows), currency=answer.currency)
 
 
 def _rows(connection: Connection, wanted: UseFilter) -> tuple[list[DemandRow], bool]:
@@ -230,11 +230,11 @@ def of_home(home: Home, wanted: UseFilter) -> PastUse:
     return _begun(past)
 
 
-def book_of_home(configuration: Configuration) -> Book:
+def book_of_home(configuration: Configuration) -> PriceBook:
     """Return the prices that are configured on this machine."""
     priced = {name: paid.gpu_micros_per_hour for name, paid in configuration.prices.items()}
     rows = (Price(resource=name, micros_per_hour=micros) for name, micros in priced.items() if micros is not None)
-    return Book(rows=tuple(rows))
+    return PriceBook(rows=tuple(rows))
 
 
 def _is_wanted(record: RunRecord, wanted: UseFilter) -> bool:

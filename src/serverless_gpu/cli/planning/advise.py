@@ -15,9 +15,9 @@ from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli.amounts import duration_s, micros
 from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.cli.planning.advice_sources import (
-    Book,
     GpuTypeUses,
     PastUse,
+    PriceBook,
     UseFilter,
     book_of_home,
     book_of_server,
@@ -90,7 +90,7 @@ def _wanted(options: Mapping[str, Any]) -> UseFilter:
     return UseFilter(start_ns=now_ns - round(last_s) * 1_000_000_000, end_ns=now_ns, **asked)
 
 
-def _known(options: Mapping[str, Any], wanted: UseFilter, configuration: Configuration) -> tuple[PastUse, Book]:
+def _known(options: Mapping[str, Any], wanted: UseFilter, configuration: Configuration) -> tuple[PastUse, PriceBook]:
     """Return what was used, and the prices."""
     book = book_of_home(configuration)
     if options["trace"] is not None:
@@ -111,7 +111,7 @@ def _has_server() -> bool:
 
 
 def _report(
-    past: PastUse, of: tuple[str, GpuTypeUses], book: Book, options: Mapping[str, Any], own: tuple[GpuType, ...]
+    past: PastUse, of: tuple[str, GpuTypeUses], book: PriceBook, options: Mapping[str, Any], own: tuple[GpuType, ...]
 ) -> AdviceReport:
     gpu_type, kind = of
     curve = curve_of(kind.uses, past.start_ns, past.end_ns)
@@ -144,7 +144,7 @@ def _sizes(advice: Advice, curve: Curve) -> set[int]:
 # --- prices -----------------------------------------------------------------------------------------------------------
 
 
-def _rates(options: Mapping[str, Any], book: Book, gpu_type: str, billed: Fraction) -> tuple[GpuRates | None, str]:
+def _rates(options: Mapping[str, Any], book: PriceBook, gpu_type: str, billed: Fraction) -> tuple[GpuRates | None, str]:
     """Return both prices; or None, and which is missing."""
     if options["buy"] is not None and options["reserved"] is not None:
         raise click.UsageError("--buy is in place of --reserved")
@@ -166,7 +166,7 @@ def _rates(options: Mapping[str, Any], book: Book, gpu_type: str, billed: Fracti
     return GpuRates(reserved=reserved, on_demand=on_demand, currency=book.currency, billed=billed), ""
 
 
-def _price(option: str, text: str, book: Book, gpu_type: str) -> int | None:
+def _price(option: str, text: str, book: PriceBook, gpu_type: str) -> int | None:
     """Return a price as it was typed: an amount, or the pool whose price it is."""
     if text[:1] in ("", "-") or text[:1].isdigit() or text[:1] == ".":
         return micros(option, text, most=_PRICE_MAX) if text else book.price(gpu_type)

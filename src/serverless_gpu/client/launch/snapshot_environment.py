@@ -99,7 +99,7 @@ class _Service:
             self._number += 1
             number = self._number
             self._inbox[number] = deque()
-        question = service_messages.Ask(
+        question = service_messages.EnvironmentQuestion(
             number=number,
             description=description,
             store=store.url,
@@ -265,7 +265,7 @@ class Recognition:
         """
         while not self.verified:
             answer = self._next()
-            if isinstance(answer, service_messages.Checked):
+            if isinstance(answer, service_messages.FilesChecked):
                 if answer.changes:
                     return answer.changes
                 self.verified = True

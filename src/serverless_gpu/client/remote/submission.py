@@ -68,7 +68,7 @@ _AGAIN_S = 0.1
 _UNKNOWN = "whether run {} was started is not known"
 
 
-class Call(NamedTuple):
+class SubmittedCall(NamedTuple):
     """What every rank is to call.
 
     Attributes:
@@ -81,7 +81,7 @@ class Call(NamedTuple):
     named: Mapping[str, object] = {}
 
 
-def launch(call: Call | None, spec: RunSpec, *, watch: bool) -> Run[object]:
+def launch(call: SubmittedCall | None, spec: RunSpec, *, watch: bool) -> Run[object]:
     """Start a run on a server and return its handle.
 
     Args:
@@ -165,7 +165,7 @@ def _write_down(root: Path, run_id: str, spec: RunSpec) -> None:
     write_whole(root / "1" / "spec.json", msgspec.json.encode(submission))
 
 
-def _pack(root: Path, call: Call, spec: RunSpec) -> None:
+def _pack(root: Path, call: SubmittedCall, spec: RunSpec) -> None:
     packed = pack(str(root / "call.pkl"), call.function, call.args, call.kwargs, refusal(spec))
     if packed.warning and not spec.quiet:
         print(f"serverless-gpu: {packed.warning}", file=sys.stderr)

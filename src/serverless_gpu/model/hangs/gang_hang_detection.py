@@ -41,7 +41,7 @@ class Silence(msgspec.Struct, frozen=True, kw_only=True):
     ms: Annotated[int, msgspec.Meta(ge=0, lt=1 << 52)]
 
 
-class Ask(msgspec.Struct, frozen=True, kw_only=True):
+class InspectionRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A crew is to look at its ranks for so long, and to say under this number what it saw."""
 
     number: int
@@ -52,7 +52,7 @@ class CrewObservation(msgspec.Struct, frozen=True, kw_only=True):
     """What a crew saw of its ranks.
 
     Attributes:
-        number: of the `Ask`.
+        number: of the `InspectionRequest`.
         ranks: that have not returned.
         returned: those that have.
         stacks: Python stacks of a few of them, by rank.
@@ -102,7 +102,7 @@ class GangWatch(msgspec.Struct, frozen=True, kw_only=True):
 
     silent: Mapping[int, CrewSilent] = msgspec.field(default_factory=dict)
     watch: RunProgress = RunProgress(since_ns=0, seen_ns=0)
-    ask: Ask | None = None
+    ask: InspectionRequest | None = None
     seen: Mapping[int, CrewObservation] = msgspec.field(default_factory=dict)
     judgement: Judgement | None = None
 
@@ -166,7 +166,9 @@ def decide(
     if gang.ask is None:
         window_ns = max(_WINDOW_NS_MIN, due.at_ns - now_ns if now_ns < due.at_ns else due.window_ns)
         # By the time, so that no answer to somebody who has forgotten everything is taken for one to this.
-        return msgspec.structs.replace(gang, ask=Ask(number=now_ns, window_ms=window_ns // 1_000_000), seen={})
+        return msgspec.structs.replace(
+            gang, ask=InspectionRequest(number=now_ns, window_ms=window_ns // 1_000_000), seen={}
+        )
     awaited = {crew.number for crew, one in zip(crews, silent, strict=True) if not one.returned}
     if now_ns < due.at_ns or not awaited <= gang.seen.keys():
         return gang

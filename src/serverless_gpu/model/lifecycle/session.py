@@ -28,7 +28,7 @@ class Asker(msgspec.Struct, frozen=True):
     count: int
 
 
-class Book(msgspec.Struct, frozen=True, kw_only=True):
+class SessionBook(msgspec.Struct, frozen=True, kw_only=True):
     """Everything the next decision depends on.
 
     Attributes:
@@ -59,12 +59,12 @@ class Book(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(device for device in self.idle if device.uuid not in self.unfit)
 
 
-def ask(book: Book, asker: Asker) -> Book:
+def ask(book: SessionBook, asker: Asker) -> SessionBook:
     """Return the book with one more run waiting."""
     return msgspec.structs.replace(book, queue=(*book.queue, asker), idle_ns=None, warned=False)
 
 
-def settle(book: Book) -> tuple[Book, tuple[str, ...]]:
+def settle(book: SessionBook) -> tuple[SessionBook, tuple[str, ...]]:
     """Lend to the runs whose turn it is.
 
     Returns:
@@ -79,7 +79,7 @@ def settle(book: Book) -> tuple[Book, tuple[str, ...]]:
     return book, tuple(served)
 
 
-def leave(book: Book, run_id: str, now_ns: int) -> Book:
+def leave(book: SessionBook, run_id: str, now_ns: int) -> SessionBook:
     """Return the book without a run: it gave its devices back, or does not want any more."""
     loans = {holder: devices for holder, devices in book.loans.items() if holder != run_id}
     queue = tuple(asker for asker in book.queue if asker.run_id != run_id)
@@ -89,12 +89,12 @@ def leave(book: Book, run_id: str, now_ns: int) -> Book:
     return msgspec.structs.replace(book, loans=loans, queue=queue, idle_ns=idle_ns)
 
 
-def mark_unfit(book: Book, unfit: Collection[str]) -> Book:
+def mark_unfit(book: SessionBook, unfit: Collection[str]) -> SessionBook:
     """Return the book with these devices, and no others, unfit."""
     return msgspec.structs.replace(book, unfit=frozenset(unfit))
 
 
-def waiting_text(book: Book, asker: Asker) -> str:
+def waiting_text(book: SessionBook, asker: Asker) -> str:
     """Return why a run of the session waits."""
     ahead = next((place for place, other in enumerate(book.queue) if other.run_id == asker.run_id), 0)
     parts = [f"run {holder} has {len(devices)}" for holder, devices in book.loans.items()]
@@ -105,7 +105,7 @@ def waiting_text(book: Book, asker: Asker) -> str:
     return f"waiting for {asker.count} of the session's {_counted(book)}: " + "; ".join(parts)
 
 
-def idle_action(book: Book, limit_ns: int, now_ns: int) -> tuple[Book, str, bool]:
+def idle_action(book: SessionBook, limit_ns: int, now_ns: int) -> tuple[SessionBook, str, bool]:
     """Return what the passing of time means for a session.
 
     Args:
@@ -129,13 +129,13 @@ def idle_action(book: Book, limit_ns: int, now_ns: int) -> tuple[Book, str, bool
     return book, "", False
 
 
-def wake_ns(book: Book, limit_ns: int) -> int | None:
+def wake_ns(book: SessionBook, limit_ns: int) -> int | None:
     """Return when time will mean something next, or None."""
     if book.idle_ns is None:
         return None
     return book.idle_ns + (limit_ns if book.warned else int(limit_ns * _WARN_AT))
 
 
-def _counted(book: Book) -> str:
+def _counted(book: SessionBook) -> str:
     count, kind = len(book.devices), book.devices[0].type
     return f"{count} {kind}" if kind != "CPU" else f"{count} CPU slot{'' if count == 1 else 's'}"

@@ -117,7 +117,7 @@ class DeviceTimeline:
         return free - sum(count for start, end, count, whose in self._bookings if start <= time < end and whose != but)
 
 
-class Book:
+class PromiseBook:
     """Who is promised what of one type on one node.
 
     Attributes:

@@ -25,7 +25,7 @@ from serverless_gpu.model.scheduling.gang_placement import is_usable, unkept, us
 from serverless_gpu.model.scheduling.multi_node_placement import Kind, are_one, is_several
 from serverless_gpu.model.scheduling.node_capacity import NodeDevices, NodeGroup, PartReady
 from serverless_gpu.model.scheduling.preemption import may_use
-from serverless_gpu.model.scheduling.request_shapes import Ask
+from serverless_gpu.model.scheduling.request_shapes import TimedShape
 from serverless_gpu.model.scheduling.values import DeviceShare, QueuedRun, Reservation
 
 Ready = tuple[float, float, str, str, NodeDevices, str, int]
@@ -53,7 +53,9 @@ class Seeker:
         by_guess: whether it goes by a guess where nobody can say when somebody leaves.
     """
 
-    def __init__(self, floor: Capacity, wanted: QueuedRun, ask: Ask, now_ns: int, *, by_guess: bool = False) -> None:
+    def __init__(
+        self, floor: Capacity, wanted: QueuedRun, ask: TimedShape, now_ns: int, *, by_guess: bool = False
+    ) -> None:
         self._floor, self._wanted, self._ask, self._now_ns = floor, wanted, ask, now_ns
         self._by_guess = by_guess
         self._count = ask.shape.gpus

@@ -19,13 +19,13 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 
 from serverless_gpu.model.hardware import CPU, GpuType, matches
-from serverless_gpu.model.scheduling.availability_timeline import Book, DeviceTimeline, Ends
+from serverless_gpu.model.scheduling.availability_timeline import DeviceTimeline, Ends, PromiseBook
 from serverless_gpu.model.scheduling.device_holders import HeldDevices
 from serverless_gpu.model.scheduling.duration_estimates import Medians
 from serverless_gpu.model.scheduling.node_capacity import Entry, Index, NodeDevices, NodeGroup, ShapeNodes, together
 from serverless_gpu.model.scheduling.preemption import Terms
 from serverless_gpu.model.scheduling.preemption_candidates import Leavers
-from serverless_gpu.model.scheduling.request_shapes import Ask, Shape
+from serverless_gpu.model.scheduling.request_shapes import Shape, TimedShape
 from serverless_gpu.model.scheduling.values import DeviceShare, Node, Pool, QueuedRun, QueuePolicy, RunningRun
 
 _S = 1_000_000_000
@@ -38,7 +38,7 @@ class Capacity:
     def __init__(self, policy: QueuePolicy) -> None:
         self.places: dict[str, NodeDevices] = {}
         self.terms = Terms(policy=policy)
-        self.books: dict[tuple[str, str], Book] = {}
+        self.books: dict[tuple[str, str], PromiseBook] = {}
         self.leavers = Leavers()
         self._reaches: dict[int, ShapeNodes] = {}
         self.is_plain = True
@@ -162,7 +162,7 @@ class Capacity:
 
     # --- what is kept during a pass ---
 
-    def book(self, place: NodeDevices, gpu_type: str, now_ns: int) -> Book:
+    def book(self, place: NodeDevices, gpu_type: str, now_ns: int) -> PromiseBook:
         """Return who is promised what of a node; it leaves the index until the next pass."""
         key = (place.node.id, gpu_type)
         book = self.books.get(key)
@@ -185,7 +185,7 @@ class Capacity:
             book.guess = profile.like(book.likely)
         return profile
 
-    def ends(self, wanted: QueuedRun, ask: Ask, now_ns: int) -> Ends:
+    def ends(self, wanted: QueuedRun, ask: TimedShape, now_ns: int) -> Ends:
         """Return when a run that starts now is over: likely, at the latest, by a guess."""
         likely, limit = ask.spans(wanted)
         guess = likely

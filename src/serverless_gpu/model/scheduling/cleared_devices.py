@@ -29,14 +29,14 @@ from serverless_gpu.model.scheduling.planner_state import PlannerState
 from serverless_gpu.model.scheduling.preemption import (
     FULL_CLAIM,
     NO_CLAIM,
-    Room,
+    PreemptionPlan,
     Site,
     may_ask,
     may_use,
     room,
     standing,
 )
-from serverless_gpu.model.scheduling.request_shapes import Ask
+from serverless_gpu.model.scheduling.request_shapes import TimedShape
 from serverless_gpu.model.scheduling.values import (
     BEST_EFFORT,
     DeviceShare,
@@ -54,7 +54,7 @@ LOOKED_MAX = 512
 Claim = tuple[bool, bool]
 """How far who has the most right of those that wait is from it, as `preempting.standing` says."""
 
-Start = Callable[[QueuedRun, Ask, tuple[DeviceShare, ...]], None]
+Start = Callable[[QueuedRun, TimedShape, tuple[DeviceShare, ...]], None]
 
 
 class Clearing:
@@ -105,7 +105,7 @@ class Clearing:
         self._vain.clear()
         self._is_last = True
 
-    def clear(self, wanted: QueuedRun, ask: Ask) -> bool:
+    def clear(self, wanted: QueuedRun, ask: TimedShape) -> bool:
         """Ask others to leave for a run that is blocked; return whether room is made for it.
 
         Args:
@@ -144,7 +144,7 @@ class Clearing:
             if state.clearing.pop(run_id, None) is not None:
                 del state.reservations[run_id]
 
-    def _is_guest_soon(self, wanted: QueuedRun, ask: Ask) -> bool:
+    def _is_guest_soon(self, wanted: QueuedRun, ask: TimedShape) -> bool:
         """Return whether there is room for it as a guest: it has that in the next round, and nobody has to leave."""
         if self._is_last:
             return False
@@ -159,14 +159,14 @@ class Clearing:
                 return True
         return False
 
-    def _search(self, wanted: QueuedRun, ask: Ask) -> Room:
+    def _search(self, wanted: QueuedRun, ask: TimedShape) -> PreemptionPlan:
         """Return who has to leave for a run, of the first nodes that lack the fewest devices."""
         state = self._state
         if is_several(state.floor, wanted, ask):
             found = [self._site(where, name, ask) for where, name in self._parts(wanted, ask)]
             self._looked += len(found)
             sites = [site for site in found if site is not None]
-            return room(wanted, sites, state.floor.terms, state.now_ns) or Room()
+            return room(wanted, sites, state.floor.terms, state.now_ns) or PreemptionPlan()
         ripe: list[Site] = []
         green: list[Site] = []
         for where, name in self._nodes(wanted, ask):
@@ -176,9 +176,9 @@ class Clearing:
                 (ripe if self._is_ripe(wanted, site) else green).append(site)
             if len(ripe) >= SITES_MAX or self._looked >= LOOKED_MAX:
                 break
-        return room(wanted, ripe or green[:SITES_MAX], state.floor.terms, state.now_ns) or Room()
+        return room(wanted, ripe or green[:SITES_MAX], state.floor.terms, state.now_ns) or PreemptionPlan()
 
-    def _nodes(self, wanted: QueuedRun, ask: Ask) -> Iterator[tuple[NodeDevices, str]]:
+    def _nodes(self, wanted: QueuedRun, ask: TimedShape) -> Iterator[tuple[NodeDevices, str]]:
         """Yield nodes that a run may use where enough could get free, those that lack the fewest devices first."""
         floor, count = self._state.floor, ask.shape.gpus
         reach, leavers = floor.reach(ask.shape), floor.leavers
@@ -208,7 +208,7 @@ class Clearing:
 
         return group.rows(gpu_type, is_whole, look, self._state.now_ns)
 
-    def _parts(self, wanted: QueuedRun, ask: Ask) -> list[tuple[NodeDevices, str]]:
+    def _parts(self, wanted: QueuedRun, ask: TimedShape) -> list[tuple[NodeDevices, str]]:
         """Return nodes of which a gang on several could have some, those on which an attempt failed last of all."""
         usable = gang_placement.usable(self._state.floor, wanted, ask, self._state.now_ns)
         found = [(where, name) for where, name in usable if where.node.crews and where.usable(name) > 0]
@@ -216,7 +216,7 @@ class Clearing:
         several = well if sum(where.usable(name) for where, name in well) >= (wanted.gpus or 0) else found
         return sorted(several, key=lambda entry: (*entry[0].entry[:2], entry[1]))
 
-    def _site(self, where: NodeDevices, gpu_type: str, ask: Ask) -> Site | None:
+    def _site(self, where: NodeDevices, gpu_type: str, ask: TimedShape) -> Site | None:
         """Return a node with those who are there; None where somebody waits for what gets free by itself."""
         floor, count = self._state.floor, ask.shape.gpus
         book = floor.books.get((where.node.id, gpu_type))
@@ -262,7 +262,7 @@ class Clearing:
             book.keep(run_id, share.count, state.now_ns)
         state.reservations[run_id] = Reservation(run_id=run_id, shares=shares, at_ns=None, is_bound=False)
 
-    def _missing(self, wanted: QueuedRun, ask: Ask, share: DeviceShare) -> int | None:
+    def _missing(self, wanted: QueuedRun, ask: TimedShape, share: DeviceShare) -> int | None:
         """Return how many devices of a share have yet to be given back; None when it will not come."""
         state = self._state
         where = state.floor.places.get(share.node_id)
@@ -274,7 +274,7 @@ class Clearing:
         missing = share.count - gang_placement.unkept(state.floor, where, share.gpu_type)
         return None if missing > state.floor.leavers.leaving(share.node_id, share.gpu_type) else max(0, missing)
 
-    def _types(self, wanted: QueuedRun, ask: Ask, where: NodeDevices) -> tuple[str, ...]:
+    def _types(self, wanted: QueuedRun, ask: TimedShape, where: NodeDevices) -> tuple[str, ...]:
         """Return the types that a run may use on a node now."""
         found = self._state.floor.reach(ask.shape).of(where)
         if found is None or where.group.rank(self._state.floor.terms, wanted, found[1], self._state.now_ns) is None:
@@ -356,7 +356,7 @@ def _lacking(where: NodeDevices, gpu_type: str, *, is_whole: bool) -> Row:
     return (all_there - where.free[gpu_type], where.node.name, where.node.id, gpu_type, where)
 
 
-def _is_all(floor: Capacity, ask: Ask, shares: tuple[DeviceShare, ...]) -> bool:
+def _is_all(floor: Capacity, ask: TimedShape, shares: tuple[DeviceShare, ...]) -> bool:
     """Return whether shares are still what a run asks for, all of them, and what one gang may have."""
     enough = ask.shape.gpus is None or ask.shape.gpus == sum(share.count for share in shares)
     return enough and are_one(floor, shares)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from serverless_gpu.model.scheduling.capacity import Capacity
 from serverless_gpu.model.scheduling.multi_node_placement import apart, is_several, spread
 from serverless_gpu.model.scheduling.node_capacity import NodeDevices
-from serverless_gpu.model.scheduling.request_shapes import Ask
+from serverless_gpu.model.scheduling.request_shapes import TimedShape
 from serverless_gpu.model.scheduling.values import DeviceShare, QueuedRun
 
 _NOBODY: frozenset[str] = frozenset()
@@ -20,7 +20,7 @@ Option = tuple[tuple[int, int, str, str], NodeDevices, str, int]
 """Rank, devices left over, name and identifier; the node, the type, how many."""
 
 
-def place(floor: Capacity, wanted: QueuedRun, ask: Ask, now_ns: int) -> tuple[DeviceShare, ...] | None:
+def place(floor: Capacity, wanted: QueuedRun, ask: TimedShape, now_ns: int) -> tuple[DeviceShare, ...] | None:
     """Return devices that a run can have now, or None; nothing is taken.
 
     Args:
@@ -41,7 +41,7 @@ def place(floor: Capacity, wanted: QueuedRun, ask: Ask, now_ns: int) -> tuple[De
     return None
 
 
-def fits(floor: Capacity, shares: tuple[DeviceShare, ...], wanted: QueuedRun, ask: Ask, now_ns: int) -> bool:
+def fits(floor: Capacity, shares: tuple[DeviceShare, ...], wanted: QueuedRun, ask: TimedShape, now_ns: int) -> bool:
     """Return whether a gang can have just these devices now, all of them, beside what is promised to others."""
     for share in shares:
         book = floor.books.get((share.node_id, share.gpu_type))
@@ -52,7 +52,7 @@ def fits(floor: Capacity, shares: tuple[DeviceShare, ...], wanted: QueuedRun, as
     return True
 
 
-def take(floor: Capacity, shares: tuple[DeviceShare, ...], wanted: QueuedRun, ask: Ask, now_ns: int) -> None:
+def take(floor: Capacity, shares: tuple[DeviceShare, ...], wanted: QueuedRun, ask: TimedShape, now_ns: int) -> None:
     """Enter devices that a run gets now into the books of their nodes."""
     for share in shares:
         book = floor.books.get((share.node_id, share.gpu_type))
@@ -64,7 +64,9 @@ def _first(option: Option) -> tuple[int, int, str, str]:
     return option[0]
 
 
-def _options(floor: Capacity, wanted: QueuedRun, ask: Ask, now_ns: int, avoid: frozenset[str]) -> Iterator[Option]:
+def _options(
+    floor: Capacity, wanted: QueuedRun, ask: TimedShape, now_ns: int, avoid: frozenset[str]
+) -> Iterator[Option]:
     reach = floor.reach(ask.shape)
     count = ask.shape.gpus
     for group, types, pool in reach.entries:
@@ -96,7 +98,9 @@ def _options(floor: Capacity, wanted: QueuedRun, ask: Ask, now_ns: int, avoid: f
         yield from _beside(floor, wanted, ask, now_ns, avoid)
 
 
-def _beside(floor: Capacity, wanted: QueuedRun, ask: Ask, now_ns: int, avoid: frozenset[str]) -> Iterator[Option]:
+def _beside(
+    floor: Capacity, wanted: QueuedRun, ask: TimedShape, now_ns: int, avoid: frozenset[str]
+) -> Iterator[Option]:
     """Return what may be used of nodes on which something is kept."""
     reach, ends = floor.reach(ask.shape), floor.ends(wanted, ask, now_ns)
     for (node_id, name), book in floor.books.items():
@@ -113,7 +117,7 @@ def _beside(floor: Capacity, wanted: QueuedRun, ask: Ask, now_ns: int, avoid: fr
             yield (rank, left, *where.entry[:2]), where, name, needed
 
 
-def usable(floor: Capacity, wanted: QueuedRun, ask: Ask, now_ns: int) -> Iterator[tuple[NodeDevices, str]]:
+def usable(floor: Capacity, wanted: QueuedRun, ask: TimedShape, now_ns: int) -> Iterator[tuple[NodeDevices, str]]:
     """Return nodes and types that a run may use now, free or not."""
     for where, types, pool in floor.reach(ask.shape).places():
         if not where.node.away and where.group.rank(floor.terms, wanted, pool, now_ns) is not None:
@@ -121,7 +125,7 @@ def usable(floor: Capacity, wanted: QueuedRun, ask: Ask, now_ns: int) -> Iterato
                 yield where, name
 
 
-def is_usable(floor: Capacity, wanted: QueuedRun, ask: Ask, at: tuple[NodeDevices, str], now_ns: int) -> bool:
+def is_usable(floor: Capacity, wanted: QueuedRun, ask: TimedShape, at: tuple[NodeDevices, str], now_ns: int) -> bool:
     """Return whether a run may use a type of a node now, free or not."""
     where, name = at
     found = floor.reach(ask.shape).of(where)

@@ -13,7 +13,7 @@ from serverless_gpu.model.scheduling.capacity import Capacity, has_python
 from serverless_gpu.model.scheduling.multi_node_placement import most, sizes
 from serverless_gpu.model.scheduling.node_capacity import NodeDevices
 from serverless_gpu.model.scheduling.preemption import could_use, is_open
-from serverless_gpu.model.scheduling.request_shapes import Ask
+from serverless_gpu.model.scheduling.request_shapes import TimedShape
 from serverless_gpu.model.scheduling.values import Node, QueuedRun
 from serverless_gpu.model.scheduling.wait_messages import some
 
@@ -21,14 +21,14 @@ NO_GPU_REMEDY = '; gpu_type="CPU" runs on CPU slots'
 ELSEWHERE_REMEDY = '; env="snapshot" takes them along'
 
 
-def impossible(floor: Capacity, wanted: QueuedRun, ask: Ask) -> str:
+def impossible(floor: Capacity, wanted: QueuedRun, ask: TimedShape) -> str:
     """Return why nothing that has joined can ever serve a run, or "" when something can."""
     if not floor.places:
         return "no node has joined this server yet"
     return "" if could_be(floor, wanted, ask) else _sentence(floor, wanted)
 
 
-def could_be(floor: Capacity, wanted: QueuedRun, ask: Ask) -> bool:
+def could_be(floor: Capacity, wanted: QueuedRun, ask: TimedShape) -> bool:
     """Return whether something that has joined can serve a run."""
     if any((wanted.gpus or 1) <= size for _, size in sizes(floor, wanted, ask)):
         return True

@@ -22,7 +22,7 @@ from serverless_gpu.model.gangs.crew import NODES_MAX
 from serverless_gpu.model.scheduling.capacity import Capacity
 from serverless_gpu.model.scheduling.node_capacity import Index, NodeDevices, together
 from serverless_gpu.model.scheduling.preemption import could_use, is_open
-from serverless_gpu.model.scheduling.request_shapes import Ask
+from serverless_gpu.model.scheduling.request_shapes import TimedShape
 from serverless_gpu.model.scheduling.values import DeviceShare, QueuedRun
 
 Kind = tuple[str, str]
@@ -32,7 +32,7 @@ _Option = tuple[tuple[int, int, int], tuple[DeviceShare, ...]]
 """How many nodes, what is left over on the last one, the largest size; what the gang has."""
 
 
-def is_several(floor: Capacity, wanted: QueuedRun, ask: Ask) -> bool:
+def is_several(floor: Capacity, wanted: QueuedRun, ask: TimedShape) -> bool:
     """Return whether a run has several nodes: it may, and none that it may ever use could hold it.
 
     Args:
@@ -43,7 +43,7 @@ def is_several(floor: Capacity, wanted: QueuedRun, ask: Ask) -> bool:
     return ask.shape.several and ask.shape.gpus is not None and ask.shape.gpus > largest(floor, wanted, ask)
 
 
-def largest(floor: Capacity, wanted: QueuedRun, ask: Ask) -> int:
+def largest(floor: Capacity, wanted: QueuedRun, ask: TimedShape) -> int:
     """Return how many devices the largest node has that a run may ever use, free or not."""
     reach = floor.reach(ask.shape)
     if floor.is_plain and not reach.is_lent:
@@ -51,7 +51,7 @@ def largest(floor: Capacity, wanted: QueuedRun, ask: Ask) -> int:
     return max((size for _, size in sizes(floor, wanted, ask)), default=0)
 
 
-def most(floor: Capacity, wanted: QueuedRun, ask: Ask) -> dict[Kind, int]:
+def most(floor: Capacity, wanted: QueuedRun, ask: TimedShape) -> dict[Kind, int]:
     """Return how many devices a gang on several nodes can ever have, by pool and type."""
     sizes: defaultdict[Kind, Counter[int]] = defaultdict(Counter)
     for group, types, _ in floor.reach(ask.shape).entries:
@@ -87,7 +87,7 @@ def apart(wanted: QueuedRun) -> Iterator[frozenset[str]]:
 
 
 def spread(
-    floor: Capacity, wanted: QueuedRun, ask: Ask, now_ns: int, avoid: frozenset[str] = frozenset()
+    floor: Capacity, wanted: QueuedRun, ask: TimedShape, now_ns: int, avoid: frozenset[str] = frozenset()
 ) -> tuple[DeviceShare, ...] | None:
     """Return devices of several nodes that a gang can have now, lent ones only where there is nothing else; or None.
 
@@ -205,7 +205,7 @@ class _Stock:
         return left, node_id
 
 
-def sizes(floor: Capacity, wanted: QueuedRun, ask: Ask) -> Iterator[tuple[str, int]]:
+def sizes(floor: Capacity, wanted: QueuedRun, ask: TimedShape) -> Iterator[tuple[str, int]]:
     """Yield types and sizes of the nodes that a run may ever use."""
     for group, types, _ in floor.reach(ask.shape).entries:
         if could_use(wanted, group.sample, floor.terms) and is_open(wanted, group.sample):
@@ -215,7 +215,7 @@ def sizes(floor: Capacity, wanted: QueuedRun, ask: Ask) -> Iterator[tuple[str, i
             yield from ((name, where.node.total[name]) for name in types)
 
 
-def _stocks(floor: Capacity, wanted: QueuedRun, ask: Ask, now_ns: int) -> dict[Kind, _Stock]:
+def _stocks(floor: Capacity, wanted: QueuedRun, ask: TimedShape, now_ns: int) -> dict[Kind, _Stock]:
     """Return what a gang could have now, by pool and type."""
     reach, ends = floor.reach(ask.shape), floor.ends(wanted, ask, now_ns)
     stocks: dict[Kind, _Stock] = {}

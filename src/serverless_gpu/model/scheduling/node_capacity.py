@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
 
 from serverless_gpu.model.gangs.crew import NODES_MAX
-from serverless_gpu.model.scheduling.availability_timeline import Book, DeviceTimeline
+from serverless_gpu.model.scheduling.availability_timeline import DeviceTimeline, PromiseBook
 from serverless_gpu.model.scheduling.device_holders import HeldDevices
 from serverless_gpu.model.scheduling.duration_estimates import Medians
 from serverless_gpu.model.scheduling.node_order import Look, NodeOrder, Row
@@ -169,13 +169,13 @@ class NodeDevices:
         """Return how many devices there are to give."""
         return self.node.total.get(gpu_type, 0) - self.node.outside.get(gpu_type, 0)
 
-    def book(self, gpu_type: str, now_ns: int) -> Book:
+    def book(self, gpu_type: str, now_ns: int) -> PromiseBook:
         """Return what is free when."""
         until = [(held.until(now_ns), held.count) for held in self.runs.get(gpu_type, {}).values()]
         free = self.free[gpu_type]
         likely = DeviceTimeline(now_ns, free, [(at[0], count) for at, count in until if not math.isinf(at[0])])
         bound = DeviceTimeline(now_ns, free, [(at[1], count) for at, count in until if not math.isinf(at[1])])
-        return Book(likely, bound)
+        return PromiseBook(likely, bound)
 
     def ready(self, gpu_type: str, count: int, now_ns: int) -> Readiness:
         """Return when so many devices are free: likely, and at the latest; infinite where nobody can say."""

@@ -6,7 +6,7 @@ from serverless_gpu.model.hardware import CPU
 from serverless_gpu.model.scheduling.capacity import Capacity
 from serverless_gpu.model.scheduling.fairness import Fairness
 from serverless_gpu.model.scheduling.queue import Queue
-from serverless_gpu.model.scheduling.request_shapes import Ask
+from serverless_gpu.model.scheduling.request_shapes import TimedShape
 from serverless_gpu.model.scheduling.values import DeviceShare, QueuePolicy, Reservation, RunningRun
 
 _S = 1e9
@@ -63,7 +63,7 @@ class PlannerState:
         """Return since when somebody has to have waited to be next of all, or for several times as long."""
         return now_ns - times * self.policy.guard_s * _S
 
-    def score(self, ask: Ask, queued_ns: int, now_ns: int) -> float:
+    def score(self, ask: TimedShape, queued_ns: int, now_ns: int) -> float:
         """Return how far ahead a run is among those of its user: by how long it has waited, small ones sooner.
 
         A gang waits the longer the more it needs, and whoever is let in before it makes it wait longer still; so its
@@ -71,7 +71,7 @@ class PlannerState:
         """
         return (now_ns - queued_ns) / self.weight(ask)
 
-    def weight(self, ask: Ask) -> float:
+    def weight(self, ask: TimedShape) -> float:
         """Return by what the waiting of a run is divided."""
         reach = self.floor.reach(ask.shape)
         if reach.weight is None:
@@ -80,7 +80,7 @@ class PlannerState:
             reach.weight = float(count**0.5) / (self.policy.gang_lead if count >= whole else 1.0)
         return reach.weight
 
-    def is_gang_of_nodes(self, ask: Ask) -> bool:
+    def is_gang_of_nodes(self, ask: TimedShape) -> bool:
         """Return whether a run takes a whole node or more."""
         reach = self.floor.reach(ask.shape)
         return ask.shape.gpus is None or ask.shape.gpus >= (self.policy.whole_node or reach.whole)

@@ -69,7 +69,7 @@ class Site(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     holders: tuple[RunningRun, ...] = ()
 
 
-class Room(msgspec.Struct, frozen=True, kw_only=True):
+class PreemptionPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be done for a gang that is blocked.
 
     Attributes:
@@ -183,7 +183,7 @@ def _ends_within(wanted: QueuedRun, seconds: float) -> bool:
 # --- who leaves -------------------------------------------------------------------------------------------------------
 
 
-def room(wanted: QueuedRun, sites: Sequence[Site], terms: Terms, now_ns: int) -> Room | None:
+def room(wanted: QueuedRun, sites: Sequence[Site], terms: Terms, now_ns: int) -> PreemptionPlan | None:
     """Return who has to leave so that a gang that is blocked can start, or None when nobody may be asked.
 
     Args:
@@ -199,7 +199,7 @@ def room(wanted: QueuedRun, sites: Sequence[Site], terms: Terms, now_ns: int) ->
         if found:
             return _room(wanted, found, terms)
     wakes = [wake for site in sites if (wake := _ripe_at(wanted, site, terms)) is not None and wake > now_ns]
-    return Room(wake_ns=min(wakes)) if wakes else None
+    return PreemptionPlan(wake_ns=min(wakes)) if wakes else None
 
 
 def may_ask(wanted: QueuedRun, running: RunningRun, node: Node, terms: Terms) -> int | None:
@@ -451,7 +451,7 @@ def _ripe_at(wanted: QueuedRun, site: Site, terms: Terms) -> int | None:
     return None
 
 
-def _room(wanted: QueuedRun, plans: Sequence[_Plan], terms: Terms) -> Room:
+def _room(wanted: QueuedRun, plans: Sequence[_Plan], terms: Terms) -> PreemptionPlan:
     preemptions = {
         victim.wanted.run_id: Preemption(
             run_id=victim.wanted.run_id,
@@ -464,7 +464,7 @@ def _room(wanted: QueuedRun, plans: Sequence[_Plan], terms: Terms) -> Room:
     shares = [
         DeviceShare(node_id=plan.site.node.id, gpu_type=plan.site.gpu_type, count=plan.site.need) for plan in plans
     ]
-    return Room(preemptions=tuple(preemptions.values()), shares=tuple(shares))
+    return PreemptionPlan(preemptions=tuple(preemptions.values()), shares=tuple(shares))
 
 
 def _told(wanted: QueuedRun, held: QueuedRun, node: Node, terms: Terms) -> str:

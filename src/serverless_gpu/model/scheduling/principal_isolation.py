@@ -10,12 +10,12 @@ import msgspec
 
 from serverless_gpu.model.scheduling.impossible_requests import impossible
 from serverless_gpu.model.scheduling.planner_state import PlannerState
-from serverless_gpu.model.scheduling.request_shapes import Ask
+from serverless_gpu.model.scheduling.request_shapes import TimedShape
 from serverless_gpu.model.scheduling.shared_uid_messages import isolation_sentence
 from serverless_gpu.model.scheduling.values import QueuedRun
 
 
-def never_served(state: PlannerState, wanted: QueuedRun, ask: Ask) -> str:
+def never_served(state: PlannerState, wanted: QueuedRun, ask: TimedShape) -> str:
     """Return why no node that has joined can ever serve a run, however pools isolate, or ""."""
     never = impossible(state.floor, wanted, ask)
     if not never or not wanted.second_principal:
@@ -24,7 +24,7 @@ def never_served(state: PlannerState, wanted: QueuedRun, ask: Ask) -> str:
     return impossible(state.floor, allowed, state.queue.ask(allowed))
 
 
-def isolation_problem(state: PlannerState, wanted: QueuedRun, ask: Ask) -> str:
+def isolation_problem(state: PlannerState, wanted: QueuedRun, ask: TimedShape) -> str:
     """Return why isolation keeps a run from every node that would do, and the remedy, or "".
 
     Args:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from weakref import WeakValueDictionary
 
 from serverless_gpu.model.scheduling.fairness import team_of
-from serverless_gpu.model.scheduling.request_shapes import Ask, Shape
+from serverless_gpu.model.scheduling.request_shapes import Shape, TimedShape
 from serverless_gpu.model.scheduling.values import QueuedRun
 
 _AGES_SPARE = 1000
@@ -32,7 +32,7 @@ class QueueLine:
 
     __slots__ = ("ask", "blocked", "key", "owner", "rows", "skipped", "team")
 
-    def __init__(self, key: LineKey, ask: Ask) -> None:
+    def __init__(self, key: LineKey, ask: TimedShape) -> None:
         self.key, self.ask = key, ask
         _, self.team, self.owner, _ = key
         self.rows: list[tuple[int, str, QueuedRun]] = []
@@ -54,7 +54,7 @@ class Queue:
         self._waiting: dict[str, tuple[QueuedRun, QueueLine]] = {}
         self._lines: dict[LineKey, QueueLine] = {}
         self._shapes: WeakValueDictionary[tuple[object, ...], Shape] = WeakValueDictionary()
-        self._asks: WeakValueDictionary[tuple[object, ...], Ask] = WeakValueDictionary()
+        self._asks: WeakValueDictionary[tuple[object, ...], TimedShape] = WeakValueDictionary()
         self._numbers = itertools.count(1)
         self._held: dict[str, QueuedRun] = {}
         self._later: list[tuple[int, str]] = []
@@ -129,16 +129,16 @@ class Queue:
         """Return every line; none is empty."""
         return iter(self._lines.values())
 
-    def ask(self, wanted: QueuedRun) -> Ask:
+    def ask(self, wanted: QueuedRun) -> TimedShape:
         """Return what a run asks for: one value for all that ask for the same."""
         shape_key = Shape.key(wanted)
         shape = self._shapes.get(shape_key)
         if shape is None:
             shape = self._shapes[shape_key] = Shape(wanted, next(self._numbers))
-        key = Ask.key(wanted, shape)
+        key = TimedShape.key(wanted, shape)
         ask = self._asks.get(key)
         if ask is None:
-            ask = self._asks[key] = Ask(wanted, shape, next(self._numbers))
+            ask = self._asks[key] = TimedShape(wanted, shape, next(self._numbers))
         return ask
 
     def _line_up(self, wanted: QueuedRun) -> None:

@@ -22,7 +22,7 @@ from serverless_gpu.model.scheduling.cleared_devices import Clearing, close_to_g
 from serverless_gpu.model.scheduling.fairness import charged_all
 from serverless_gpu.model.scheduling.planner_state import PlannerState
 from serverless_gpu.model.scheduling.queue import QueueLine
-from serverless_gpu.model.scheduling.request_shapes import Ask
+from serverless_gpu.model.scheduling.request_shapes import TimedShape
 from serverless_gpu.model.scheduling.values import DeviceShare, Placement, QueuedRun, Reservation, RunningRun
 
 _ROUNDS_MAX = 4
@@ -175,7 +175,7 @@ class ClassPass:
         self._start(wanted, line.ask, shares)
         return True
 
-    def _start(self, wanted: QueuedRun, ask: Ask, shares: tuple[DeviceShare, ...]) -> None:
+    def _start(self, wanted: QueuedRun, ask: TimedShape, shares: tuple[DeviceShare, ...]) -> None:
         state, run_id = self._state, wanted.run_id
         running = RunningRun(wanted=wanted, shares=shares, since_ns=self._now_ns)
         state.queue.remove(run_id)
@@ -239,7 +239,7 @@ class ClassPass:
         ask.shape.unreserved = self._number
         return False
 
-    def _keep_share(self, seeker: Seeker, wanted: QueuedRun, ask: Ask) -> Reservation | None:
+    def _keep_share(self, seeker: Seeker, wanted: QueuedRun, ask: TimedShape) -> Reservation | None:
         """Keep devices for a gang whose team or user is behind.
 
         Part of a node is kept as it gets free, which is soon. Whole nodes would stand idle for long: they are reserved
@@ -297,7 +297,7 @@ class ClassPass:
         self._promised += 1
         self._note(again)
 
-    def _kind(self, ask: Ask) -> frozenset[tuple[int, str]]:
+    def _kind(self, ask: TimedShape) -> frozenset[tuple[int, str]]:
         """Return what a run is in line for: groups of nodes, and types."""
         return self._state.floor.reach(ask.shape).kind
 

@@ -23,7 +23,7 @@ from serverless_gpu.model.scheduling.planner_state import PlannerState
 from serverless_gpu.model.scheduling.preemption import may_ask, standing
 from serverless_gpu.model.scheduling.principal_isolation import isolation_problem, never_served
 from serverless_gpu.model.scheduling.queue import QueueLine
-from serverless_gpu.model.scheduling.request_shapes import Ask
+from serverless_gpu.model.scheduling.request_shapes import TimedShape
 from serverless_gpu.model.scheduling.values import (
     DeviceHolder,
     DeviceShare,
@@ -155,7 +155,7 @@ def estimate(state: PlannerState, wanted: QueuedRun, now_ns: int) -> StartEstima
     )
 
 
-def _unknown(state: PlannerState, wanted: QueuedRun, ask: Ask, ahead: list[tuple[QueuedRun, QueueLine]]) -> str:
+def _unknown(state: PlannerState, wanted: QueuedRun, ask: TimedShape, ahead: list[tuple[QueuedRun, QueueLine]]) -> str:
     """Return why nobody can say when devices get free."""
     if next(iter(gang_placement.usable(state.floor, wanted, ask, state.now_ns)), None) is None:
         closed = _Explained(state, wanted, ask, state.now_ns).wait(0)
@@ -247,7 +247,7 @@ class _Order:
         """Return the place of one run of a line."""
         return self.of(line.rows[at][2], line.ask)
 
-    def of(self, wanted: QueuedRun, ask: Ask) -> Rank:
+    def of(self, wanted: QueuedRun, ask: TimedShape) -> Rank:
         """Return the place of a run: by class, the guard, its team, its user, then by how long it has waited."""
         state, queued_ns = self._state, wanted.queued_ns
         if queued_ns <= self._guarded_ns:
@@ -268,7 +268,7 @@ class _Order:
         return bisect_left(range(len(line.rows)), mine, key=lambda at: self.rank(line, at))
 
 
-def _ahead(state: PlannerState, wanted: QueuedRun, ask: Ask, now_ns: int) -> list[tuple[QueueLine, int]]:
+def _ahead(state: PlannerState, wanted: QueuedRun, ask: TimedShape, now_ns: int) -> list[tuple[QueueLine, int]]:
     """Return who is served before a run and wants the same kind of devices: so many of the first of each line."""
     order = _Order(state, now_ns)
     mine = order.of(wanted, ask)
@@ -281,7 +281,7 @@ def _ahead(state: PlannerState, wanted: QueuedRun, ask: Ask, now_ns: int) -> lis
 class _Explained:
     """What a run that could be served waits for."""
 
-    def __init__(self, state: PlannerState, wanted: QueuedRun, ask: Ask, now_ns: int) -> None:
+    def __init__(self, state: PlannerState, wanted: QueuedRun, ask: TimedShape, now_ns: int) -> None:
         self._state, self._floor = state, state.floor
         self._wanted, self._ask, self._now_ns = wanted, ask, now_ns
         self._is_several = is_several(state.floor, wanted, ask)

@@ -24,7 +24,7 @@ from serverless_gpu.model.billing.pricing import UNPRICED, Tariff
 from serverless_gpu.model.gangs.crew import CrewPlace, numbered
 from serverless_gpu.model.gangs.gang_lifecycle import Halt
 from serverless_gpu.model.gangs.rendezvous import Chosen, CrewReach, Offer
-from serverless_gpu.model.hangs.gang_hang_detection import Ask, CrewObservation, Judgement
+from serverless_gpu.model.hangs.gang_hang_detection import CrewObservation, InspectionRequest, Judgement
 from serverless_gpu.model.hardware import Device, GpuType
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.receipt import Receipt
@@ -309,7 +309,7 @@ class GangNews(Message, frozen=True, kw_only=True, tag="gang_news"):
     chosen: Chosen | None = None
     release: bool = False
     peer_failed: str = ""
-    ask: Ask | None = None
+    ask: InspectionRequest | None = None
     judgement: Judgement | None = None
     idle: IdleVerdict | None = None
 

@@ -1,8 +1,8 @@
 """Reserves the devices of a gang, or says in a sentence who has them.
 
-One `Reservation` per attempt, asked again and again until it has its devices: first in line among the waiters for the
-same type, all devices or none. It looks at quarantined devices again and lends them when they are clean. It passes over
-a device that other processes use (`ignore_busy=True` takes it).
+One `DeviceReservation` per attempt, asked again and again until it has its devices: first in line among the waiters for
+the same type, all devices or none. It looks at quarantined devices again and lends them when they are clean. It passes
+over a device that other processes use (`ignore_busy=True` takes it).
 
 Failure cases: a killed holder frees its locks with its last descriptor, which its stem keeps until every rank is gone;
 a killed waiter loses its ticket the same way.
@@ -30,7 +30,7 @@ from serverless_gpu.node.processes.process_tree import Left
 _NAMED_MAX = 4
 
 
-class Reservation:
+class DeviceReservation:
     """The devices of one attempt: wanted, then held, then given back."""
 
     def __init__(self, launch: Launch, home: Home, clock: Clock, machine: Provider | None) -> None:

@@ -24,7 +24,7 @@ _UNWRAP_MAX = 100
 _V = TypeVar("_V")
 
 
-class Call(NamedTuple):
+class RankCall(NamedTuple):
     function: Callable[..., object]
     args: tuple[object, ...]
     kwargs: dict[str, object]
@@ -86,7 +86,7 @@ def _fields(
     }
 
 
-def load_call(path: str) -> Call:
+def load_call(path: str) -> RankCall:
     """Return the call in `path`, and make its source lines known to tracebacks and `inspect`."""
     fields = cast("dict[str, object]", payload.load(path))
     for name, lines in cast("dict[str, list[str]]", fields["sources"]).items():
@@ -96,7 +96,7 @@ def load_call(path: str) -> Call:
         function = cast("Callable[..., object]", fields["function"])
     else:
         function = _resolve(_Reference(*cast("tuple[str, str, int]", reference)))
-    return Call(function, cast("tuple[object, ...]", fields["args"]), cast("dict[str, object]", fields["kwargs"]))
+    return RankCall(function, cast("tuple[object, ...]", fields["args"]), cast("dict[str, object]", fields["kwargs"]))
 
 
 @payload.portable

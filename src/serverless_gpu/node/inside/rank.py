@@ -40,7 +40,7 @@ from typing import NamedTuple
 
 from . import actor as actor  # a call may refer to `serve_actor`
 from . import blas, command, fence, linux, process_group, protocol
-from .call import Call, fill_rank, load_call
+from .call import RankCall, fill_rank, load_call
 from .channel import Channel
 from .entry import pass_gate
 from .failure import describe, pickle_exception, tell_of_copies, tell_of_joining, tell_of_torch
@@ -443,7 +443,7 @@ def _set_threads(count: int) -> None:
     blas.set_threads(count)
 
 
-def _fill_main(call: Call) -> None:
+def _fill_main(call: RankCall) -> None:
     """Put what travelled with a `__main__` function where `pickle` and `multiprocessing` look it up."""
     function = call.function
     names = getattr(function, "__globals__", None)

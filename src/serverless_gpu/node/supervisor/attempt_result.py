@@ -10,7 +10,7 @@ from serverless_gpu.model.lifecycle.attempt import MEANINGS, Attempt, Hang, Reas
 from serverless_gpu.node.base.protocol import Stopped
 from serverless_gpu.node.devices.borrowed import Borrowed
 from serverless_gpu.node.devices.gpu_gate import GatePolicy, Verdict, verify
-from serverless_gpu.node.devices.reservation import Reservation
+from serverless_gpu.node.devices.reservation import DeviceReservation
 from serverless_gpu.node.output.logs import RankLog, hidden_tails
 from serverless_gpu.node.processes.process_tree import Left
 
@@ -52,7 +52,7 @@ def stopped_sentence(stopped: Stopped) -> str:
 
 
 def verdicts_of(
-    reservation: Reservation | Borrowed, known: Mapping[str, Verdict], *, proven: bool, left: Sequence[Left] = ()
+    reservation: DeviceReservation | Borrowed, known: Mapping[str, Verdict], *, proven: bool, left: Sequence[Left] = ()
 ) -> dict[str, Verdict]:
     """Return a verdict for each device; failed devices, in `known`, need no look.
 

@@ -24,7 +24,7 @@ import msgspec
 from serverless_gpu.ambient import Clock, format_clock
 from serverless_gpu.model.gangs.crew import CrewPlace
 from serverless_gpu.model.hangs import hang_detection
-from serverless_gpu.model.hangs.gang_hang_detection import Ask, CrewObservation, Judgement
+from serverless_gpu.model.hangs.gang_hang_detection import CrewObservation, InspectionRequest, Judgement
 from serverless_gpu.model.hangs.hang_detection import HangAction
 from serverless_gpu.model.hangs.hang_report import HangFinding, ranks_text, report, stacks
 from serverless_gpu.model.lifecycle.attempt import (
@@ -66,7 +66,7 @@ class HangWitness:
         self._heard = True
         self._silences = 0
         self._is_told = False
-        self._ask: Ask | None = None
+        self._ask: InspectionRequest | None = None
         self._round = self._own
         self._until_ns = 0
         self._looking: Looking | None = None
@@ -84,7 +84,7 @@ class HangWitness:
         if isinstance(event, RankReturned):
             self._returned_ns = self._clock.boottime_ns()
 
-    def asked(self, ask: Ask) -> None:
+    def asked(self, ask: InspectionRequest) -> None:
         """Take note that the ranks of all nodes are to be looked at now."""
         if ask == self._ask or self._heard:
             return

@@ -37,7 +37,7 @@ from serverless_gpu.model.lifecycle.attempt import MEANINGS, Attempt, Failure, R
 from serverless_gpu.model.lifecycle.facts import FactKind
 from serverless_gpu.model.lifecycle.session import (
     Asker,
-    Book,
+    SessionBook,
     ask,
     idle_action,
     leave,
@@ -52,7 +52,7 @@ from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.devices.gpu_gate import GatePolicy, Verdict, verify
 from serverless_gpu.node.devices.gpus import Provider
 from serverless_gpu.node.devices.locks import DeviceLocks, lock_directory
-from serverless_gpu.node.devices.reservation import Reservation, quarantine
+from serverless_gpu.node.devices.reservation import DeviceReservation, quarantine
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.output.watchers import Audience, Watcher
 
@@ -78,8 +78,8 @@ class SessionHolder:
         self._selector = selectors.DefaultSelector()
         self._audience = Audience(sockets / f"{self._launch.run_id}.sock", self._selector, self._snapshot, self._obey)
         self._limit_ns = round((self._launch.idle_timeout_s or 0) * 1e9)
-        self._reservation: Reservation | None = None
-        self._book: Book | None = None
+        self._reservation: DeviceReservation | None = None
+        self._book: SessionBook | None = None
         self._billed: tuple[Device, ...] = ()
         self._borrowers: dict[str, Watcher] = {}
         self._reported: dict[str, tuple[str, ...]] = {}  # what supervisors found when they gave back
@@ -109,7 +109,7 @@ class SessionHolder:
             self._fail(problem)  # no run could borrow
         else:
             try:
-                self._reservation = Reservation(self._launch, self._home, self._clock, self._machine)
+                self._reservation = DeviceReservation(self._launch, self._home, self._clock, self._machine)
             except ServerlessGpuError as error:
                 self._fail(error.message)
         while not self._done:
@@ -126,7 +126,7 @@ class SessionHolder:
 
     # --- devices -------------------------------------------------------------------------------------------------
 
-    def _try_devices(self, reservation: Reservation) -> None:
+    def _try_devices(self, reservation: DeviceReservation) -> None:
         try:
             sentence = reservation.try_take()
         except ServerlessGpuError as error:
@@ -136,7 +136,7 @@ class SessionHolder:
             self._account.mark("reserved")
             self._account.mark("exec")
             self._account.fact(FactKind.RESERVED, reservation.devices)
-            self._book = Book(devices=reservation.devices, idle_ns=self._clock.boottime_ns())
+            self._book = SessionBook(devices=reservation.devices, idle_ns=self._clock.boottime_ns())
             self._bill()
             self._waiting = ""
             self._audience.tell(protocol.SessionReady(devices=reservation.devices))
@@ -172,7 +172,7 @@ class SessionHolder:
             case _:
                 pass
 
-    def _lend(self, book: Book) -> None:
+    def _lend(self, book: SessionBook) -> None:
         """Serve those whose turn it is, tell the others what they wait for."""
         self._book, served = settle(mark_unfit(book, book.unfit | self._failed(book)))
         self._bill()  # before they are in anyone else's account
@@ -184,7 +184,7 @@ class SessionHolder:
                 self._said[asker.run_id] = sentence
                 self._borrowers[asker.run_id].say(protocol.Waiting(sentence=sentence))
 
-    def _failed(self, book: Book) -> frozenset[str]:
+    def _failed(self, book: SessionBook) -> frozenset[str]:
         """Return which idle devices the driver has said something of since they were taken."""
         if self._reservation is None or not book.queue:
             return frozenset()
@@ -216,7 +216,7 @@ class SessionHolder:
         os.close(read)
         self._returning.append(run_id)  # after this turn: its last words may not have been read yet
 
-    def _take_back(self, book: Book, run_id: str) -> Book:
+    def _take_back(self, book: SessionBook, run_id: str) -> SessionBook:
         devices = book.loans.get(run_id, ())
         unfit = self._reported.pop(run_id, None)
         if unfit is None:  # its supervisor was killed; one look, for who waits here holds up everybody
@@ -255,7 +255,7 @@ class SessionHolder:
             if not is_leaving or self._clock.boottime_ns() >= self._leave_by_ns:
                 self._conclude(None)
 
-    def _after_turn(self, book: Book) -> Book:
+    def _after_turn(self, book: SessionBook) -> SessionBook:
         """Return the book without those who gave back, or went away while they waited."""
         returning, self._returning = self._returning, []
         for run_id in returning:
@@ -266,7 +266,7 @@ class SessionHolder:
                 del self._borrowers[asker.run_id]
         return book
 
-    def _retested(self, book: Book) -> Book:
+    def _retested(self, book: SessionBook) -> SessionBook:
         """Look again at unfit devices while a run waits for them."""
         now_ns = self._clock.boottime_ns()
         if not (book.unfit and book.queue and self._reservation is not None) or now_ns < self._look_again_ns:
@@ -274,7 +274,7 @@ class SessionHolder:
         self._look_again_ns = now_ns + int(_RETEST_S * 1e9)
         return mark_unfit(book, book.unfit & self._reservation.retest_quarantined().keys())
 
-    def _look_at_time(self, book: Book) -> None:
+    def _look_at_time(self, book: SessionBook) -> None:
         now_ns = self._clock.boottime_ns()
         self._book, sentence, over = idle_action(book, self._limit_ns, now_ns)
         if over:

@@ -62,7 +62,7 @@ from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.devices.borrowed import Borrowed
 from serverless_gpu.node.devices.gpu_gate import Verdict
 from serverless_gpu.node.devices.gpus import Provider
-from serverless_gpu.node.devices.reservation import Reservation
+from serverless_gpu.node.devices.reservation import DeviceReservation
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.output.logs import cut_output
 from serverless_gpu.node.output.watchers import Audience, Watcher
@@ -109,7 +109,7 @@ class Supervisor:
         self._eyes = Eyes(launch, home, self._clock, self._say, self._account.notes)
         self._observation = Observation(launch, sockets, self._clock, self._selector, self._audience.tell)
         self._observation.on_seen = self._eyes.idleness.seen
-        self._reservation: Reservation | Borrowed | None = None
+        self._reservation: DeviceReservation | Borrowed | None = None
         self._gang: LocalGang | None = None
         self._peers = Peers(launch, assign.checkpoints, self._clock, self._selector, self._audience.tell)
         self._eyes.judged_by(self._peers)
@@ -196,7 +196,7 @@ class Supervisor:
             if self._launch.session:
                 self._reservation = Borrowed(self._launch, self._home, self._sockets, self._machine)
             else:
-                self._reservation = Reservation(self._launch, self._home, self._clock, self._machine)
+                self._reservation = DeviceReservation(self._launch, self._home, self._clock, self._machine)
         except ServerlessGpuError as error:
             self._refuse_start(error)
         else:

@@ -32,7 +32,7 @@ class AuditQuery(Query, frozen=True, kw_only=True):
 @routes.get("/audit", needs=reading("audit"))
 def page(call: Call, clock: Clock, database: Transactions, query: AuditQuery) -> AuditPage:
     """Return entries of the audit in their order."""
-    wanted = audit.Wanted(**msgspec.structs.asdict(query))
+    wanted = audit.AuditFilter(**msgspec.structs.asdict(query))
     now_ns = clock.wall_ns()
 
     def work(connection: sa.Connection) -> AuditPage:

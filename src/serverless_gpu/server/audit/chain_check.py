@@ -22,7 +22,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.model.access.audit_chain import ChainedEntry, ChainHead, follow
 from serverless_gpu.server.records import audit
-from serverless_gpu.server.records.audit import Wanted
+from serverless_gpu.server.records.audit import AuditFilter
 
 PAGE_LINKS = 1_000
 Broken = tuple[int, str]
@@ -54,7 +54,9 @@ class ChainCheck:
             limit: entries of a page.
         """
         try:
-            page: list[ChainedEntry] = read(partial(audit.links, wanted=Wanted(after=self._at.number, limit=limit)))
+            page: list[ChainedEntry] = read(
+                partial(audit.links, wanted=AuditFilter(after=self._at.number, limit=limit))
+            )
         except msgspec.MsgspecError as error:
             self.done = True
             return [(self._at.number + 1, f"it, or one of the {limit - 1} behind it, cannot be read: {error}")]

@@ -28,8 +28,8 @@ from serverless_gpu.server.lifecycle.liveness import Leases
 from serverless_gpu.server.records import prices, usage_rows, usage_sums
 from serverless_gpu.server.records.accounts import Account
 from serverless_gpu.server.records.prices import StoredPrice
-from serverless_gpu.server.records.usage_rows import Asked
-from serverless_gpu.server.records.usage_sums import Found, Wanted
+from serverless_gpu.server.records.usage_rows import DemandFilter
+from serverless_gpu.server.records.usage_sums import Found, ReportRequest
 from serverless_gpu.wire.demand import DemandPage, DemandRow
 from serverless_gpu.wire.usage import SKUS_MAX, ListPrices, RecordPage, UsageView
 
@@ -47,7 +47,7 @@ class UsageReports:
         self._database = database
         self._leases = leases
 
-    def view(self, who: Caller, reach: str, wanted: Wanted) -> UsageView:
+    def view(self, who: Caller, reach: str, wanted: ReportRequest) -> UsageView:
         """Return a report.
 
         Args:
@@ -121,7 +121,7 @@ class UsageReports:
         found = billing_rows.list_prices(rows, used[:SKUS_MAX], currency=self._settings.currency)
         return ListPrices(prices=tuple(found), is_cut=len(used) > SKUS_MAX)
 
-    def view_demand(self, who: Caller, reach: str, asked: Asked, *, after: int, limit: int) -> DemandPage:
+    def view_demand(self, who: Caller, reach: str, asked: DemandFilter, *, after: int, limit: int) -> DemandPage:
         """Return when devices were had, as far as somebody may see; what goes on now is on the last page.
 
         Args:
@@ -193,14 +193,14 @@ def _may_see(account: Account, who: Caller, reach: str) -> bool:
     return covers(reach, name=who.name, teams=who.teams, owner=account.owner, team=account.team)
 
 
-def _is_wanted(one: UnpostedDay, wanted: Wanted, who: Caller, reach: str) -> bool:
+def _is_wanted(one: UnpostedDay, wanted: ReportRequest, who: Caller, reach: str) -> bool:
     if not wanted.window.from_day <= one.line.day < wanted.window.until_day or not _may_see(one.account, who, reach):
         return False
     fields = tuple(wanted.where)
     return usage_report.key_of(fields, one.account, run_id=one.run_id, day=one.line.day) == tuple(wanted.where.values())
 
 
-def _is_demanded(one: UnpostedDay, asked: Asked, who: Caller, reach: str) -> bool:
+def _is_demanded(one: UnpostedDay, asked: DemandFilter, who: Caller, reach: str) -> bool:
     named = all(getattr(asked, name) in ("", getattr(one.account, name)) for name in ("team", "pool", "gpu_type"))
     is_then = one.line.end_ns > asked.from_ns and one.line.start_ns < asked.to_ns
     return named and is_then and _may_see(one.account, who, reach)

@@ -10,8 +10,8 @@ from serverless_gpu.model.billing.usage_report import parse_by
 from serverless_gpu.server.billing import usage_reports as usage
 from serverless_gpu.server.billing.usage_reports import UsageReports
 from serverless_gpu.server.http.routing import Call, Query, Routes, reading
-from serverless_gpu.server.records.usage_rows import Asked
-from serverless_gpu.server.records.usage_sums import Wanted
+from serverless_gpu.server.records.usage_rows import DemandFilter
+from serverless_gpu.server.records.usage_sums import ReportRequest
 from serverless_gpu.wire.demand import DemandPage
 from serverless_gpu.wire.usage import GROUPS_DEFAULT, GROUPS_MAX, RECORDS_MAX, ListPrices, RecordPage, UsageView
 
@@ -53,7 +53,7 @@ class DemandQuery(Query, frozen=True, kw_only=True):
 @routes.get("/usage", needs=reading("usage"))
 def view_usage(call: Call, usage_reports: UsageReports, query: UsageQuery) -> UsageView:
     """Return what was used and what it cost, by whatever it is grouped by."""
-    wanted = Wanted(
+    wanted = ReportRequest(
         by=parse_by(query.by),
         window=usage_reports.window(query.from_day, query.until_day),
         where=usage.where_of(query.where),
@@ -78,6 +78,8 @@ def view_prices(call: Call, usage_reports: UsageReports) -> ListPrices:
 @routes.get("/usage/demand", needs=reading("usage"))
 def view_demand(call: Call, usage_reports: UsageReports, query: DemandQuery) -> DemandPage:
     """Return when devices were had, and by whom."""
-    asked = Asked(from_ns=query.from_ns, to_ns=query.to_ns, team=query.team, pool=query.pool, gpu_type=query.gpu_type)
+    asked = DemandFilter(
+        from_ns=query.from_ns, to_ns=query.to_ns, team=query.team, pool=query.pool, gpu_type=query.gpu_type
+    )
     after = int(query.cursor or 0)
     return usage_reports.view_demand(call.who, call.reach, asked, after=after, limit=query.limit)

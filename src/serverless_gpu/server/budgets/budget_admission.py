@@ -18,7 +18,7 @@ from serverless_gpu.model.billing.budget import NOTHING, BudgetUse, Subject, fir
 from serverless_gpu.model.billing.pricing import Tariff
 from serverless_gpu.model.hardware import CPU, matches
 from serverless_gpu.model.scheduling.concurrency_limits import Candidate
-from serverless_gpu.server.budgets.budget_index import Rooms, subject_of
+from serverless_gpu.server.budgets.budget_index import BudgetsLeft, subject_of
 from serverless_gpu.server.budgets.spending import AsOf, Spending, rate_of
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.settings import Settings
@@ -88,7 +88,7 @@ class BudgetAdmission:
         )
         return self._spending.left(subject, currency=currency, sees_all=sees_all)[:LEFT_MAX]
 
-    def rooms(self, connection: sa.Connection, there: Floor) -> Rooms | None:
+    def rooms(self, connection: sa.Connection, there: Floor) -> BudgetsLeft | None:
         """Return what budgets had left at the last look, to be counted down for one tick; None without budgets.
 
         Args:

@@ -35,7 +35,7 @@ from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.lifecycle import stop_state, transitions
-from serverless_gpu.server.lifecycle.transitions import Announcer, Told
+from serverless_gpu.server.lifecycle.transitions import Announcer, TransitionResult
 from serverless_gpu.server.records import audit, budgets, notices
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.notices import Kind
@@ -173,7 +173,7 @@ class Keeper:
             self._hub.touch(run_key(one.spender.run_id))
 
 
-def _ask(connection: sa.Connection, due: _Due, currency: str, at_ns: int) -> Told | None:
+def _ask(connection: sa.Connection, due: _Due, currency: str, at_ns: int) -> TransitionResult | None:
     one, name, standing = due
     there = budgets.find_in_force(connection, name)
     run = runs.find(connection, one.spender.run_id)

@@ -50,7 +50,7 @@ class BudgetIndex:
         return tuple(sorted(counted))
 
 
-class Rooms:
+class BudgetsLeft:
     """What budgets have left, counted down while those that wait are looked at (`model.admitting.Rooms`)."""
 
     def __init__(

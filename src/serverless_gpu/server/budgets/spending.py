@@ -59,9 +59,9 @@ from serverless_gpu.model.lifecycle.attempt import MEANINGS
 from serverless_gpu.model.scheduling.concurrency_limits import Candidate
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.model.utc_days import DAY_NS
-from serverless_gpu.server.budgets.budget_index import BudgetIndex, Rooms, subject_of_run, with_hold
+from serverless_gpu.server.budgets.budget_index import BudgetIndex, BudgetsLeft, subject_of_run, with_hold
 from serverless_gpu.server.budgets.ledger_sums import Sums, use_until
-from serverless_gpu.server.lifecycle.attempt_clock import Lifetime, Moment
+from serverless_gpu.server.lifecycle.attempt_clock import ClockPair, Lifetime
 from serverless_gpu.server.lifecycle.liveness import Leases
 from serverless_gpu.server.records import budgets, pools
 from serverless_gpu.server.records.accounts import Account
@@ -260,7 +260,7 @@ class Spending:
                     )
         return ""
 
-    def rooms(self, holds: Callable[[Candidate], BudgetUse]) -> Rooms | None:
+    def rooms(self, holds: Callable[[Candidate], BudgetUse]) -> BudgetsLeft | None:
         """Return what budgets have left, to be counted down for one tick; None where there are no budgets.
 
         Args:
@@ -269,7 +269,7 @@ class Spending:
         with self._lock:
             if not self._standings:
                 return None
-            return Rooms(self._index, dict(self._standings), holds)
+            return BudgetsLeft(self._index, dict(self._standings), holds)
 
     def longest_s(self, connection: sa.Connection, owner: str, name: str, now_ns: int) -> float | None:
         """Return the longest that the last runs of an owner and a name had their devices; None: that is not known.
@@ -368,7 +368,7 @@ class Spending:
         one = unposted.attempt
         is_free = all(crew.id in freed for crew in one.open_crews)
         known, life = self._known[one.run_id, one.fence], self._lives[one.run_id, one.fence]
-        now = Moment(as_of.wall_ns, as_of.boot_ns)
+        now = ClockPair(as_of.wall_ns, as_of.boot_ns)
         life.look(one, now, as_of.leases, is_stopping=unposted.is_stopping)
         is_billed = one.reason is None or MEANINGS[one.reason].is_billed
         spender = Spender(

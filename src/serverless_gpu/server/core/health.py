@@ -22,7 +22,7 @@ from collections.abc import Callable
 import msgspec
 
 from serverless_gpu.ambient import Clock, SystemClock
-from serverless_gpu.server.core.probes import Answer, Probe
+from serverless_gpu.server.core.probes import Probe, ProbeAnswer
 
 BOUND_S = 2.0
 STORE_BOUND_S = 5.0
@@ -35,7 +35,7 @@ Check = Callable[[], str]
 """Returns what is wrong, in words that name no one, or ""."""
 
 
-class Checked(msgspec.Struct, frozen=True, kw_only=True):
+class PartHealth(msgspec.Struct, frozen=True, kw_only=True):
     """How one part is.
 
     Attributes:
@@ -48,7 +48,7 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
     ms: float
 
 
-class Health:
+class ServerHealth:
     """All parts of a server that can be unwell; more may be added while it is asked.
 
     Args:
@@ -83,13 +83,13 @@ class Health:
         with self._lock:
             self._probes[name] = made
 
-    async def look(self) -> list[Checked]:
+    async def look(self) -> list[PartHealth]:
         """Return how every part is, asked now; takes as long as the longest bound at most."""
         with self._lock:
             memory, probes = dict(self._memory), dict(self._probes)
         answers = await asyncio.gather(*(probe.answer() for probe in probes.values()))
         found = [_checked(name, answer) for name, answer in zip(probes, answers, strict=True)]
-        found += [Checked(name=name, problem=check(), ms=0.0) for name, check in memory.items()]
+        found += [PartHealth(name=name, problem=check(), ms=0.0) for name, check in memory.items()]
         self._tell_changes(found)
         return found
 
@@ -98,7 +98,7 @@ class Health:
         with self._lock:
             return {name: not problem for name, problem in self._last.items()}
 
-    def _tell_changes(self, found: list[Checked]) -> None:
+    def _tell_changes(self, found: list[PartHealth]) -> None:
         with self._lock:
             before, self._last = self._last, {one.name: one.problem for one in found}
         for one in found:
@@ -109,6 +109,6 @@ class Health:
                 _log.info("health: the %s is well again", one.name)
 
 
-def _checked(name: str, answer: Answer[str]) -> Checked:
+def _checked(name: str, answer: ProbeAnswer[str]) -> PartHealth:
     problem = answer.value or "" if not answer.problem else f"the {name} {answer.problem}"
-    return Checked(name=name, problem=problem, ms=round(answer.took_ms, 1))
+    return PartHealth(name=name, problem=problem, ms=round(answer.took_ms, 1))

@@ -30,7 +30,7 @@ class Unwell(Exception):
     """What was asked has a problem: in words that follow its name and name no one; the cause is for the log."""
 
 
-class Answer(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
+class ProbeAnswer(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
     """What came of a question.
 
     Attributes:
@@ -71,12 +71,12 @@ class Probe(Generic[T]):
         self._is_good = is_good
         self._lock = threading.Lock()
         self._asked_ns = 0
-        self._asking: Future[Answer[T]] | None = None
-        self._last: Answer[T] | None = None
+        self._asking: Future[ProbeAnswer[T]] | None = None
+        self._last: ProbeAnswer[T] | None = None
         self._last_ns = 0
         self._is_failing = False  # then the log has it
 
-    async def answer(self) -> Answer[T]:
+    async def answer(self) -> ProbeAnswer[T]:
         """Return an answer that is fresh, or what is known after the bound."""
         with self._lock:
             now_ns = self._clock.boottime_ns()
@@ -90,18 +90,18 @@ class Probe(Generic[T]):
             waited.cancel()  # it stays with the thread; only this wait for it ends
         return asking.result() if asking.done() else self._late()
 
-    def _late(self) -> Answer[T]:
+    def _late(self) -> ProbeAnswer[T]:
         waited_ns = self._clock.boottime_ns() - self._asked_ns
-        return Answer(problem=f"has not answered for {waited_ns / 1e9:.0f} s", took_ms=waited_ns / 1e6)
+        return ProbeAnswer(problem=f"has not answered for {waited_ns / 1e9:.0f} s", took_ms=waited_ns / 1e6)
 
-    def _start(self, now_ns: int) -> Future[Answer[T]]:
-        asking: Future[Answer[T]] = Future()
+    def _start(self, now_ns: int) -> Future[ProbeAnswer[T]]:
+        asking: Future[ProbeAnswer[T]] = Future()
         asking.set_running_or_notify_cancel()  # a wait that is cancelled must not cancel it
         self._asking, self._asked_ns = asking, now_ns
         threading.Thread(target=self._work, args=(asking, now_ns), name=f"probe-{self._name}", daemon=True).start()
         return asking
 
-    def _work(self, asking: Future[Answer[T]], asked_ns: int) -> None:
+    def _work(self, asking: Future[ProbeAnswer[T]], asked_ns: int) -> None:
         value: T | None = None
         problem = ""
         try:
@@ -111,7 +111,7 @@ class Probe(Generic[T]):
                 _log.warning("looked at the %s", self._name, exc_info=True)
             problem = str(error) if isinstance(error, Unwell) else "cannot be looked at"
         now_ns = self._clock.boottime_ns()
-        answer = Answer(value=value, problem=problem, took_ms=(now_ns - asked_ns) / 1e6)
+        answer = ProbeAnswer(value=value, problem=problem, took_ms=(now_ns - asked_ns) / 1e6)
         with self._lock:
             self._asking, self._is_failing = None, bool(problem)
             is_good = value is not None and self._is_good(value)

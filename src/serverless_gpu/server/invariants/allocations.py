@@ -18,14 +18,14 @@ LENDINGS_MAX = 50_000
 Place = tuple[str, ...]
 
 
-class Lent(msgspec.Struct, frozen=True):
+class LentDevice(msgspec.Struct, frozen=True):
     began_ns: int
     ended_ns: int | None
     gang: str
 
 
 def lent_once(books: Books) -> Iterator[Violation]:
-    lent: dict[Place, list[Lent]] = {}
+    lent: dict[Place, list[LentDevice]] = {}
     for booked in books.runs:
         for attempt in booked.attempts:
             for crew in attempt.crews:
@@ -41,7 +41,7 @@ def crew_name(gang: str, number: int) -> str:
     return f"{gang} (crew {number})" if number else gang
 
 
-def of_facts(gang: str, node_id: str, own: Sequence[Fact]) -> Iterator[tuple[Place, Lent]]:
+def of_facts(gang: str, node_id: str, own: Sequence[Fact]) -> Iterator[tuple[Place, LentDevice]]:
     """Yield which devices a crew of an attempt had, and when: the same times that it is charged for.
 
     Args:
@@ -53,7 +53,7 @@ def of_facts(gang: str, node_id: str, own: Sequence[Fact]) -> Iterator[tuple[Pla
         for device in one.gpus:
             # What is declared is declared for each home; what the machine has is the machine's.
             place = (one.boot_id, "" if device.startswith(("GPU-", "MIG-")) else node_id, device)
-            yield place, Lent(one.start_ns, one.end_ns, gang)
+            yield place, LentDevice(one.start_ns, one.end_ns, gang)
 
 
 class Lendings:
@@ -65,8 +65,8 @@ class Lendings:
 
     def __init__(self, most: int = LENDINGS_MAX) -> None:
         self._most = most
-        self._known: dict[tuple[Place, str, int], Lent] = {}
-        self._of: dict[Place, list[Lent]] = {}
+        self._known: dict[tuple[Place, str, int], LentDevice] = {}
+        self._of: dict[Place, list[LentDevice]] = {}
 
     def look(self, books: Books) -> list[Violation]:
         """Return which devices of these books were lent twice, among them and together with those before."""
@@ -81,7 +81,7 @@ class Lendings:
             self._take(next(iter(self._known)))
         return sorted(found)
 
-    def _put(self, place: Place, one: Lent) -> Iterator[Violation]:
+    def _put(self, place: Place, one: LentDevice) -> Iterator[Violation]:
         key = (place, one.gang, one.began_ns)
         if self._known.get(key) == one:
             return
@@ -100,11 +100,11 @@ class Lendings:
             del self._of[key[0]]
 
 
-def _began(one: Lent) -> int:
+def _began(one: LentDevice) -> int:
     return one.began_ns
 
 
-def doubly(device: str, ones: list[Lent]) -> Iterator[Violation]:
+def doubly(device: str, ones: list[LentDevice]) -> Iterator[Violation]:
     ones.sort(key=_began)
     latest = ones[0]
     for one in ones[1:]:

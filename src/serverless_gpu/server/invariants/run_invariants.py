@@ -39,7 +39,7 @@ from serverless_gpu.model.lifecycle.attempt import MEANINGS, TERMINAL, Reason, S
 from serverless_gpu.model.lifecycle.facts import FactKind
 from serverless_gpu.model.lifecycle.run_lifecycle import FAULT_RETRIES_MAX, INFRA_RETRIES_MAX
 from serverless_gpu.model.spec import Function
-from serverless_gpu.server.invariants.allocations import Lent, crew_name, doubly, lent_once
+from serverless_gpu.server.invariants.allocations import LentDevice, crew_name, doubly, lent_once
 from serverless_gpu.server.invariants.gang_invariants import gangs
 from serverless_gpu.server.invariants.invariant_inputs import Booked, BookedOrder, Books
 from serverless_gpu.server.invariants.ledger_invariants import ledger
@@ -112,7 +112,7 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     secrets: tuple[str, ...] = ()
 
 
-class Moment(msgspec.Struct, frozen=True, kw_only=True):
+class LiveState(msgspec.Struct, frozen=True, kw_only=True):
     """What a server at work thinks, beside its database.
 
     Attributes:
@@ -130,7 +130,7 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
     missing_parts: frozenset[str] = frozenset()
 
 
-def violations(books: Books, history: History | None = None, moment: Moment | None = None) -> list[Violation]:
+def violations(books: Books, history: History | None = None, moment: LiveState | None = None) -> list[Violation]:
     """Return everything that is wrong.
 
     Args:
@@ -138,7 +138,7 @@ def violations(books: Books, history: History | None = None, moment: Moment | No
         history: of the same runs, or more; None where nobody kept any.
         moment: what the server thinks; None when there is none.
     """
-    history, moment = history or History(), moment or Moment()
+    history, moment = history or History(), moment or LiveState()
     found = [violation for booked in books.runs for rule in RULES for violation in rule(booked)]
     for booked in books.runs:
         found += _stored(booked, moment.missing_parts)
@@ -314,11 +314,11 @@ def _ran_as_asked(books: Books, history: History) -> Iterator[Violation]:
 
 
 def _on_devices_alone(stretches: Sequence[Stretch]) -> Iterator[Violation]:
-    lent: dict[str, list[Lent]] = {}
+    lent: dict[str, list[LentDevice]] = {}
     for one in stretches:
         for device in one.devices:
             gang = crew_name(f"{one.run_id}:{one.fence}", one.crew)
-            lent.setdefault(device, []).append(Lent(one.began_ns, one.freed_ns, gang))
+            lent.setdefault(device, []).append(LentDevice(one.began_ns, one.freed_ns, gang))
     for device, ones in lent.items():
         yield from doubly(device, ones)
 
@@ -375,7 +375,7 @@ def _audited(books: Books, history: History) -> Iterator[Violation]:
 # --- I11, I12, I14, I15 -----------------------------------------------------------------------------------------------
 
 
-def _of_the_moment(moment: Moment) -> Iterator[Violation]:
+def _of_the_moment(moment: LiveState) -> Iterator[Violation]:
     for run_id, seconds in moment.unplaced_s.items():
         if seconds > UNPLACED_S:
             sentence = f"waits, though it could have been placed for {seconds:.0f} s"

@@ -38,7 +38,7 @@ from serverless_gpu.server.db.in_chunks import portions
 from serverless_gpu.server.invariants import invariant_inputs as book_rows
 from serverless_gpu.server.invariants.allocations import Lendings
 from serverless_gpu.server.invariants.invariant_inputs import PAGE_RUNS, Books
-from serverless_gpu.server.invariants.run_invariants import History, Moment, broken_chain, violations
+from serverless_gpu.server.invariants.run_invariants import History, LiveState, broken_chain, violations
 from serverless_gpu.server.invariants.violation import Violation
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.scheduling.missed_run_check import SecondLook
@@ -63,7 +63,7 @@ _NUMBER = re.compile(r"\d+")
 _log = logging.getLogger(__name__)
 
 
-class Checked(msgspec.Struct, frozen=True, kw_only=True):
+class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     """What came of looking at everything.
 
     Attributes:
@@ -138,7 +138,7 @@ class SelfCheck:
             self._chain.begin_again()
         return now_ns + round((EVERY_S if goes_on or is_in_doubt else ROUND_S) * 1e9)
 
-    def _moment(self, now_ns: int) -> Moment:
+    def _moment(self, now_ns: int) -> LiveState:
         waiting = [run_id for run_id, _ in self._database.read(partial(runs.queue, limit=QUEUE_MAX + 1))]
         told = self._sentences
         untold = [run_id for run_id in waiting[:TELL_MAX] if told.wait(run_id) is None]
@@ -150,7 +150,7 @@ class SelfCheck:
         if is_due or not waiting:  # it costs as much as a scheduler that starts
             placeable = self._second_look.forgotten() if 0 < len(waiting) <= QUEUE_MAX else []
             self._unplaced, self._looked_ns = _since(self._unplaced, placeable, now_ns), now_ns
-        return Moment(
+        return LiveState(
             untold_s={run_id: (now_ns - since_ns) / 1e9 for run_id, since_ns in self._untold.items()},
             unplaced_s={run_id: (now_ns - since_ns) / 1e9 for run_id, since_ns in self._unplaced.items()},
             unstopped_s={run_id: (now_ns - since_ns) / 1e9 for run_id, since_ns in self._unstopped.items()},
@@ -192,7 +192,7 @@ class SelfCheck:
             del self._ends[next(iter(self._ends))]
 
 
-def check(read: Read, *, history: History | None = None, limit: int = PAGE_RUNS) -> Checked:
+def check(read: Read, *, history: History | None = None, limit: int = PAGE_RUNS) -> CheckResult:
     """Look at every run of a database and at the chain of its audit, page by page.
 
     Args:
@@ -215,7 +215,7 @@ def check(read: Read, *, history: History | None = None, limit: int = PAGE_RUNS)
     chain = ChainCheck()
     while not chain.done:
         found.update(broken_chain(*one) for one in chain.look(read))
-    return Checked(runs=len(seen), violations=tuple(sorted(found)), skipped=tuple(skipped))
+    return CheckResult(runs=len(seen), violations=tuple(sorted(found)), skipped=tuple(skipped))
 
 
 def _since(before: dict[str, int], now: Collection[str], now_ns: int) -> dict[str, int]:

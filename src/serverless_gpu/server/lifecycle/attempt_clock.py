@@ -14,7 +14,7 @@ from serverless_gpu.server.lifecycle.liveness import Leases
 from serverless_gpu.server.records.runs.attempts import StoredAttempt
 
 
-class Moment(msgspec.Struct, frozen=True):
+class ClockPair(msgspec.Struct, frozen=True):
     """One moment by both clocks, nanoseconds."""
 
     wall_ns: int
@@ -44,7 +44,7 @@ class Lifetime(msgspec.Struct):
     stop_ns: int | None = None
     ended_ns: int | None = None
 
-    def look(self, one: StoredAttempt, now: Moment, leases: Leases, *, is_stopping: bool) -> None:
+    def look(self, one: StoredAttempt, now: ClockPair, leases: Leases, *, is_stopping: bool) -> None:
         """Note what can be seen of an attempt: of its crews, what was seen of them last.
 
         Args:

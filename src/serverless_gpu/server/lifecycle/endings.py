@@ -29,17 +29,17 @@ from serverless_gpu.model.lifecycle.run_lifecycle import surely_ends
 from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.node.base.protocol import Stopped
 from serverless_gpu.server.lifecycle import gang_endings, gangs, metering
-from serverless_gpu.server.lifecycle.gang_endings import Word
+from serverless_gpu.server.lifecycle.gang_endings import CrewEnding
 from serverless_gpu.server.records.runs import crews, facts
 from serverless_gpu.server.records.runs.attempts import StoredAttempt
-from serverless_gpu.server.records.runs.crews import Outcome, StoredCrew
+from serverless_gpu.server.records.runs.crews import CrewOutcome, StoredCrew
 from serverless_gpu.server.records.runs.runs import StoredRun
 from serverless_gpu.units import format_duration_ms
 
 T = TypeVar("T")
 Quiet = Callable[[StoredCrew], float | None]
 """For how many seconds nothing was heard of a crew, where that is so long that it may be gone; else None."""
-NOTHING = Outcome(stopped=None, receipt=None)
+NOTHING = CrewOutcome(stopped=None, receipt=None)
 
 
 class Early(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +56,7 @@ class Early(msgspec.Struct, frozen=True, kw_only=True):
     stopped: str | None
 
 
-def outcome(connection: sa.Connection, attempt: StoredAttempt | None) -> Outcome:
+def outcome(connection: sa.Connection, attempt: StoredAttempt | None) -> CrewOutcome:
     """Return what an attempt ended with; nothing of one that has not, and no receipt while one is still awaited.
 
     Args:
@@ -72,9 +72,9 @@ def outcome(connection: sa.Connection, attempt: StoredAttempt | None) -> Outcome
         return NOTHING
     stopped = _together(attempt, found, state=attempt.state, reason=attempt.reason)
     if attempt.settled_ns is None:
-        return Outcome(stopped=stopped, receipt=None)
+        return CrewOutcome(stopped=stopped, receipt=None)
     receipt = gang_receipt.together(_accounts(connection, attempt, found), _whole(attempt))
-    return Outcome(stopped=stopped, receipt=_json(receipt))
+    return CrewOutcome(stopped=stopped, receipt=_json(receipt))
 
 
 def receipt_of_crew(connection: sa.Connection, attempt: StoredAttempt, number: int) -> str | None:
@@ -128,10 +128,10 @@ def may_be_early(run: StoredRun) -> bool:
 
 
 def _together(
-    attempt: StoredAttempt, found: Sequence[Outcome], *, state: State, reason: Reason, hint: str = ""
+    attempt: StoredAttempt, found: Sequence[CrewOutcome], *, state: State, reason: Reason, hint: str = ""
 ) -> str | None:
     words = [
-        Word(
+        CrewEnding(
             node=crew.node,
             stopped=_read(one.stopped, Stopped),
             halt=_read(crew.halt_json, Halt),
@@ -147,12 +147,12 @@ def _whole(attempt: StoredAttempt) -> Whole:
     return Whole(state=attempt.state.value, reason=attempt.reason)
 
 
-def _accounts(connection: sa.Connection, attempt: StoredAttempt, found: Sequence[Outcome]) -> list[CrewAccount]:
+def _accounts(connection: sa.Connection, attempt: StoredAttempt, found: Sequence[CrewOutcome]) -> list[CrewAccount]:
     told = facts.of_crews(connection, [crew.id for crew in attempt.crews])
     return [_account(attempt, crew, one, told[crew.id]) for crew, one in zip(attempt.crews, found, strict=True)]
 
 
-def _account(attempt: StoredAttempt, crew: StoredCrew, ended: Outcome, own: Sequence[Fact]) -> CrewAccount:
+def _account(attempt: StoredAttempt, crew: StoredCrew, ended: CrewOutcome, own: Sequence[Fact]) -> CrewAccount:
     return CrewAccount(
         node=crew.node,
         receipt=_read(ended.receipt, Receipt),

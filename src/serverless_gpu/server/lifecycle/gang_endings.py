@@ -21,7 +21,7 @@ _OF_OTHERS = frozenset({Reason.PEER_FAILED, Reason.COLLECTIVE_HANG})
 """What every crew says of the same thing, which is no failure of its own."""
 
 
-class Word(msgspec.Struct, frozen=True, kw_only=True):
+class CrewEnding(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of the end of one crew.
 
     Attributes:
@@ -40,7 +40,7 @@ class Word(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def together(
-    words: Sequence[Word], cause: Cause | None, *, state: State, reason: Reason, hint: str = ""
+    words: Sequence[CrewEnding], cause: Cause | None, *, state: State, reason: Reason, hint: str = ""
 ) -> Stopped | None:
     """Return how a run ended; None where the server knows more of that than any node.
 
@@ -77,7 +77,7 @@ def together(
     )
 
 
-def _says(word: Word, reason: Reason) -> bool:
+def _says(word: CrewEnding, reason: Reason) -> bool:
     return word.stopped is not None and word.stopped.reason is reason
 
 
@@ -85,7 +85,7 @@ def _at(failure: Failure, node: str) -> Failure:
     return msgspec.structs.replace(failure, node=node)
 
 
-def _failures(word: Word) -> Iterator[Failure]:
+def _failures(word: CrewEnding) -> Iterator[Failure]:
     """Yield what failed on a node that is not the cause; that another one failed is no failure of its own."""
     found: list[Failure] = []
     if word.stopped is not None:
@@ -99,6 +99,6 @@ def _failures(word: Word) -> Iterator[Failure]:
         yield _at(failure, word.node)
 
 
-def _tails(first: Word, others: Sequence[Word]) -> dict[int, str]:
+def _tails(first: CrewEnding, others: Sequence[CrewEnding]) -> dict[int, str]:
     found = [item for word in (first, *others) if word.stopped is not None for item in word.stopped.tails.items()]
     return dict(found[:TAILS_MAX])

@@ -26,7 +26,7 @@ import sqlalchemy as sa
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, StaleAttempt
 from serverless_gpu.model.hangs import gang_hang_detection
-from serverless_gpu.model.hangs.gang_hang_detection import Ask, CrewObservation, Judgement
+from serverless_gpu.model.hangs.gang_hang_detection import CrewObservation, InspectionRequest, Judgement
 from serverless_gpu.model.hangs.hang_detection import PLACES_MAX, WHERE_CHARACTERS_MAX
 from serverless_gpu.model.hangs.hang_report import STACK_CHARACTERS_MAX, STACKS_TOLD
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, StopReason
@@ -38,7 +38,7 @@ from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.lifecycle import stop_state
 from serverless_gpu.server.lifecycle.gang_progress import GangProgress, Progress
 from serverless_gpu.server.lifecycle.liveness import Looks
-from serverless_gpu.server.lifecycle.transitions import Announcer, Told
+from serverless_gpu.server.lifecycle.transitions import Announcer, TransitionResult
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.records.runs.attempts import StoredAttempt
@@ -173,7 +173,7 @@ class GangHangs:
         """Stop a run of which no device on any node has done anything for too long."""
         at_ns = self._clock.wall_ns()
 
-        def work(connection: sa.Connection) -> Told | None:
+        def work(connection: sa.Connection) -> TransitionResult | None:
             now = runs.find(connection, run.id)
             if now is None or now.fence != run.fence or now.state not in ACTIVE:
                 return None  # it has nothing to do with the devices of the next attempt
@@ -187,7 +187,7 @@ class GangHangs:
             self._announcer.announce(done)
 
 
-def _answered(progress: Progress) -> tuple[Ask | None, Judgement | None, IdleVerdict | None]:
+def _answered(progress: Progress) -> tuple[InspectionRequest | None, Judgement | None, IdleVerdict | None]:
     return progress.hangs.ask, progress.hangs.judgement, progress.told
 
 

@@ -22,7 +22,7 @@ from serverless_gpu.model.lifecycle.attempt import ACTIVE
 from serverless_gpu.model.lifecycle.run_lifecycle import IllegalRunTransition
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.lifecycle import gangs, transitions
-from serverless_gpu.server.lifecycle.transitions import Announcer, Told
+from serverless_gpu.server.lifecycle.transitions import Announcer, TransitionResult
 from serverless_gpu.server.records.runs import active_runs, runs
 from serverless_gpu.server.records.runs.runs import StoredRun
 
@@ -61,7 +61,7 @@ class GangReconciler:
                 self._announcer.announce(told)
 
 
-def _mend(connection: sa.Connection, run_id: str, at_ns: int) -> Told | None:
+def _mend(connection: sa.Connection, run_id: str, at_ns: int) -> TransitionResult | None:
     run = runs.find(connection, run_id)
     if run is None or run.attempt is None or run.state not in ACTIVE or gangs.is_folded(run):
         return None

@@ -100,7 +100,7 @@ def said(crew: StoredCrew, *, returned: bool, halt: Halt | None) -> StoredCrew:
     return crew
 
 
-class Word(msgspec.Struct, frozen=True, kw_only=True):
+class ReportReply(msgspec.Struct, frozen=True, kw_only=True):
     """What each report of a crew is answered.
 
     Attributes:
@@ -114,7 +114,7 @@ class Word(msgspec.Struct, frozen=True, kw_only=True):
     stop: StopReason | None = None
 
 
-def told(attempt: StoredAttempt, crew: StoredCrew, *, is_stopping: bool) -> Word:
+def told(attempt: StoredAttempt, crew: StoredCrew, *, is_stopping: bool) -> ReportReply:
     """Return what each report of a crew is answered.
 
     Args:
@@ -124,14 +124,14 @@ def told(attempt: StoredAttempt, crew: StoredCrew, *, is_stopping: bool) -> Word
     """
     cause = attempt.cause
     if crew.ended_ns is not None or (attempt.released and crew.halt_json is None):
-        return Word(release=attempt.released and crew.ended_ns is None)
+        return ReportReply(release=attempt.released and crew.ended_ns is None)
     if cause is None and not is_stopping and crew.halt_json is None:
-        return Word(release=gang_lifecycle.may_leave(_life(crew, ""), [_life(one, "") for one in attempt.crews]))
+        return ReportReply(release=gang_lifecycle.may_leave(_life(crew, ""), [_life(one, "") for one in attempt.crews]))
     if cause is None or not gang_lifecycle.told_to_stop(_life(crew, ""), cause) or (cause.crew is None and is_stopping):
-        return Word()
+        return ReportReply()
     if cause.reason in _PASSED_ON:
-        return Word(stop=_PASSED_ON[cause.reason])
-    return Word(peer_failed=words(cause, attempt))
+        return ReportReply(stop=_PASSED_ON[cause.reason])
+    return ReportReply(peer_failed=words(cause, attempt))
 
 
 def words(cause: Cause, attempt: StoredAttempt, *, after: Reason | None = None) -> str:

@@ -20,7 +20,7 @@ from serverless_gpu.model.lifecycle.attempt import TERMINAL, State, StopReason
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.db.tables import principals, runs
 from serverless_gpu.server.lifecycle import stop_state
-from serverless_gpu.server.lifecycle.transitions import Announcer, Told
+from serverless_gpu.server.lifecycle.transitions import Announcer, TransitionResult
 from serverless_gpu.server.records import audit
 from serverless_gpu.wire.principals import OnDisabled, PrincipalView
 
@@ -99,10 +99,10 @@ class OwnerSuspension:
                 self._announcer.announce(told)
         return len(found)
 
-    def _stop(self, run_id: str, owner: str) -> Told | None:
+    def _stop(self, run_id: str, owner: str) -> TransitionResult | None:
         at_ns, because = self._clock.wall_ns(), f"{owner} may start no runs any more"
 
-        def work(connection: sa.Connection) -> Told | None:
+        def work(connection: sa.Connection) -> TransitionResult | None:
             if owner not in shut_out(connection, owner):
                 return None  # let in again meanwhile
             return stop_state.ask(

@@ -46,7 +46,7 @@ from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.lifecycle import rendezvous_state, transitions
 from serverless_gpu.server.lifecycle.liveness import Leases, Looks, Presence
 from serverless_gpu.server.lifecycle.rendezvous_state import Gathered, Meetings
-from serverless_gpu.server.lifecycle.transitions import Announcer, Note, Told
+from serverless_gpu.server.lifecycle.transitions import Announcer, Note, TransitionResult
 from serverless_gpu.server.records.runs import attempts, runs
 from serverless_gpu.server.records.runs.active_runs import Active
 from serverless_gpu.server.records.runs.attempts import StoredAttempt
@@ -55,7 +55,7 @@ from serverless_gpu.server.records.runs.runs import StoredRun
 from serverless_gpu.wire.attempts import Report, ReportAnswer
 
 _log = logging.getLogger(__name__)
-_Work = tuple[StoredAttempt, tuple[Told, ...]]
+_Work = tuple[StoredAttempt, tuple[TransitionResult, ...]]
 
 
 def check(attempt: StoredAttempt, crew: StoredCrew, said: Report) -> None:
@@ -224,7 +224,7 @@ class RendezvousService:
         """End the crews of a gang that was called off of which nothing is heard any more, nor of their nodes."""
         note = Note(at_ns=self._clock.wall_ns())
 
-        def work(connection: sa.Connection) -> tuple[Told, ...]:
+        def work(connection: sa.Connection) -> tuple[TransitionResult, ...]:
             now = attempts.find(connection, gang.id, gang.fence)
             if now is None or not now.called_off or now.ended_ns is not None:
                 return ()
@@ -341,7 +341,7 @@ def _may_begin(attempt: StoredAttempt) -> bool:
     )
 
 
-def _refuse(connection: sa.Connection, crew: CrewId, note: Note) -> Told:
+def _refuse(connection: sa.Connection, crew: CrewId, note: Note) -> TransitionResult:
     """End a crew that nobody has heard of: its gang was called off, so its user code never begins."""
     run_id, _, number = crew
     run = runs.find(connection, run_id)

@@ -58,7 +58,7 @@ from serverless_gpu.server.lifecycle.attempt_tokens import AttemptTokens
 from serverless_gpu.server.lifecycle.gang_hangs import GangHangs
 from serverless_gpu.server.lifecycle.liveness import Leases, Looks, Presence
 from serverless_gpu.server.lifecycle.rendezvous import RendezvousService
-from serverless_gpu.server.lifecycle.transitions import Announcer, Note, Told
+from serverless_gpu.server.lifecycle.transitions import Announcer, Note, TransitionResult
 from serverless_gpu.server.records import audit, nodes
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.runs import attempts, crews, facts, files, runs
@@ -105,7 +105,7 @@ class _Found(msgspec.Struct, frozen=True, kw_only=True):
 class _Applied(msgspec.Struct, frozen=True, kw_only=True):
     """What a report changed: `told` when it is the current attempt's, `settled` when its receipt is news."""
 
-    told: Told | None = None
+    told: TransitionResult | None = None
     settled: bool = False
     files: bool = False
 
@@ -463,7 +463,7 @@ def _apply(connection: sa.Connection, who: Caller, crew: CrewId, said: Report, *
     return _Applied(told=told, settled=settled, files=bool(written))
 
 
-def _tell(connection: sa.Connection, found: _Found, said: Report, *, at_ns: int) -> Told:
+def _tell(connection: sa.Connection, found: _Found, said: Report, *, at_ns: int) -> TransitionResult:
     crew = found.crew
     if said.ending is not None:
         _check_results(connection, found, said)

@@ -12,7 +12,7 @@ from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.lifecycle.liveness import Deliveries
-from serverless_gpu.server.lifecycle.transitions import Announcer, Note, Told
+from serverless_gpu.server.lifecycle.transitions import Announcer, Note, TransitionResult
 from serverless_gpu.server.records.runs import runs
 
 _log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class Requeue:
             return False
         at_ns = self._clock.wall_ns()
 
-        def refuse(connection: sa.Connection) -> Told | None:
+        def refuse(connection: sa.Connection) -> TransitionResult | None:
             run = runs.find(connection, run_id)
             if run is None or run.attempt is None or run.fence != fence or run.state not in ACTIVE:
                 return None

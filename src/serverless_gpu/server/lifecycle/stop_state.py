@@ -9,7 +9,7 @@ from serverless_gpu.model.lifecycle.attempt import TERMINAL, StopReason
 from serverless_gpu.model.lifecycle.run_lifecycle import StopAsked
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.lifecycle import transitions
-from serverless_gpu.server.lifecycle.transitions import Note, Told
+from serverless_gpu.server.lifecycle.transitions import Note, TransitionResult
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.runs import runs
@@ -17,7 +17,7 @@ from serverless_gpu.server.records.runs import runs
 
 def ask(
     connection: sa.Connection, run_id: str, *, who: Caller, why: StopReason, at_ns: int, because: str = ""
-) -> Told | None:
+) -> TransitionResult | None:
     """Write that a run is to stop; None when it has stopped for that already.
 
     Args:

@@ -57,7 +57,7 @@ _Over = AttemptEnded | GivenUp | Forgotten
 _NODE_CHARACTERS = 256
 
 
-class Told(msgspec.Struct, frozen=True, kw_only=True):
+class TransitionResult(msgspec.Struct, frozen=True, kw_only=True):
     """What followed from something that happened.
 
     Attributes:
@@ -95,7 +95,7 @@ class Announcer:
         self._looks = looks
         self._measures = measures
 
-    def announce(self, told: Told) -> None:
+    def announce(self, told: TransitionResult) -> None:
         """Wake the listeners of a transition and count it; after the commit."""
         hub = self._hub
         for crew in told.looks:
@@ -227,7 +227,7 @@ def place(connection: sa.Connection, run: StoredRun, *, new: NewAttempt, on: Seq
     return life.fence
 
 
-def tell(connection: sa.Connection, run: StoredRun, *happened: Event, note: Note) -> Told:
+def tell(connection: sa.Connection, run: StoredRun, *happened: Event, note: Note) -> TransitionResult:
     """Write what follows from what happened to a run, in order; nothing, when nothing follows.
 
     What happens to an attempt happens to all crews of it.
@@ -248,7 +248,7 @@ def tell(connection: sa.Connection, run: StoredRun, *happened: Event, note: Note
     return _tell(connection, run, happened, gang=_Gang(attempt=attempt, crews=there), note=note)
 
 
-def tell_crew(connection: sa.Connection, run: StoredRun, number: int, *happened: Event, note: Note) -> Told:
+def tell_crew(connection: sa.Connection, run: StoredRun, number: int, *happened: Event, note: Note) -> TransitionResult:
     """Write what follows from what happened to one crew of a run's attempt, in order; nothing, when nothing follows.
 
     Args:
@@ -276,7 +276,7 @@ def tell_crew(connection: sa.Connection, run: StoredRun, number: int, *happened:
     return msgspec.structs.replace(told, looks=looks)
 
 
-def fold_again(connection: sa.Connection, run: StoredRun, *, at_ns: int) -> Told:
+def fold_again(connection: sa.Connection, run: StoredRun, *, at_ns: int) -> TransitionResult:
     """Write what the crews of a run's attempt amount to, where that is not what is written of it (`gangs.is_folded`).
 
     Args:
@@ -307,8 +307,8 @@ def _after(crew: StoredCrew, happened: Sequence[Event], note: Note) -> StoredCre
 
 def _tell(
     connection: sa.Connection, run: StoredRun, happened: Sequence[Event], *, gang: _Gang | None, note: Note
-) -> Told:
-    told = Told(before=run, life=run.life)
+) -> TransitionResult:
+    told = TransitionResult(before=run, life=run.life)
     over: _Over | None = None
     for event in happened:
         life, issued = advance(told.life, event)
@@ -321,7 +321,7 @@ def _tell(
         if life.state is not told.life.state or issued:
             because = gang.because if gang is not None and isinstance(event, Stopping | Heard) else ""
             written += (_event(run, life, event, note=note, seq=run.events + len(written) + 1, because=because),)
-        told = Told(before=run, life=life, instructions=told.instructions + issued, events=written)
+        told = TransitionResult(before=run, life=life, instructions=told.instructions + issued, events=written)
     if told.changed:
         _write_run(connection, told, gang, over=over, note=note)
     if gang is not None and (told.changed or gang.changed):
@@ -380,7 +380,9 @@ def told_as(reason: Reason, detail: str) -> str:
     return f"{sentence}: {detail}" if detail else sentence
 
 
-def _write_run(connection: sa.Connection, told: Told, gang: _Gang | None, *, over: _Over | None, note: Note) -> None:
+def _write_run(
+    connection: sa.Connection, told: TransitionResult, gang: _Gang | None, *, over: _Over | None, note: Note
+) -> None:
     run, life = told.before, told.life
     values: dict[str, object] = {
         "state": life.state.value,
@@ -454,7 +456,9 @@ def _asked_because(run: StoredRun, reason: Reason | None) -> str:
     return run.detail if run.stop is not None and STOPPED_BY[run.stop] is reason else ""
 
 
-def _write_attempt(connection: sa.Connection, gang: _Gang, told: Told, *, over: _Over | None, note: Note) -> None:
+def _write_attempt(
+    connection: sa.Connection, gang: _Gang, told: TransitionResult, *, over: _Over | None, note: Note
+) -> None:
     life, attempt, of_crews = told.life, gang.attempt, gang.changed
     values: dict[str, object] = {"began": attempt.began or any(crew.began for crew in gang.crews)}
     if attempt.started_ns is None and gang.started_ns is not None:

@@ -43,7 +43,7 @@ from serverless_gpu.server.lifecycle.attempt_tokens import AttemptTokens
 from serverless_gpu.server.lifecycle.liveness import Deliveries, Looks, Presence
 from serverless_gpu.server.lifecycle.reports import ReportService
 from serverless_gpu.server.lifecycle.requeue import Requeue
-from serverless_gpu.server.lifecycle.transitions import Announcer, Note, Told
+from serverless_gpu.server.lifecycle.transitions import Announcer, Note, TransitionResult
 from serverless_gpu.server.nodes import node_admission
 from serverless_gpu.server.nodes.node_admission import NodeAdmission
 from serverless_gpu.server.records import audit, nodes, pools, stored_secrets
@@ -139,7 +139,7 @@ class Agents:
         at_ns = self._clock.wall_ns()
         new_id = ambient.new_run_id()
 
-        def work(connection: sa.Connection) -> tuple[StoredNode, tuple[str, ...], list[Told], list[Gang]]:
+        def work(connection: sa.Connection) -> tuple[StoredNode, tuple[str, ...], list[TransitionResult], list[Gang]]:
             node, before = self._written(connection, who, said, new_id=new_id, at_ns=at_ns)
             told = _rebooted(connection, node, before, at_ns=at_ns) if before is not None else []
             stale = _stale(connection, node.id, said.attempts)
@@ -469,7 +469,7 @@ def _beaten(hello: AgentHello, said: Heartbeat) -> AgentHello:
     )
 
 
-def _rebooted(connection: sa.Connection, node: StoredNode, before: StoredNode, *, at_ns: int) -> list[Told]:
+def _rebooted(connection: sa.Connection, node: StoredNode, before: StoredNode, *, at_ns: int) -> list[TransitionResult]:
     """Give up the crews of the boot that a machine had before this one: they are certainly over.
 
     Of another machine under the same name nothing follows: the first may be cut off, and its runs go on.
@@ -477,7 +477,7 @@ def _rebooted(connection: sa.Connection, node: StoredNode, before: StoredNode, *
     if before.machine != node.machine or before.boot_id == node.boot_id:
         return []
     note = Note(at_ns=at_ns, detail=f"{node.name} says it has")
-    told: list[Told] = []
+    told: list[TransitionResult] = []
     for crew in crews.open_on(connection, node.id):
         run = runs.find(connection, crew.run_id) if crew.boot_id == before.boot_id else None
         if run is not None and run.fence == crew.fence:

@@ -23,7 +23,7 @@ from serverless_gpu.server.core.hub import Hub, run_key
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.lifecycle import stop_state
 from serverless_gpu.server.lifecycle.liveness import Leases
-from serverless_gpu.server.lifecycle.transitions import Announcer, Told
+from serverless_gpu.server.lifecycle.transitions import Announcer, TransitionResult
 from serverless_gpu.server.nodes import node_rules
 from serverless_gpu.server.records import audit, nodes
 from serverless_gpu.server.records.nodes import RuledNode
@@ -95,7 +95,7 @@ def _concerned(connection: sa.Connection, at_ns: int) -> list[tuple[RuledNode, S
     ]
 
 
-def _ask(connection: sa.Connection, due: _Due, at_ns: int) -> Told | None:
+def _ask(connection: sa.Connection, due: _Due, at_ns: int) -> TransitionResult | None:
     node, run, because = due
     there, now = nodes.get(connection, node.id), runs.find(connection, run.id)
     if there is None or there.rules != node.rules or now is None or (now.fence, now.stop) != (run.fence, None):

@@ -47,7 +47,7 @@ class _Change(msgspec.Struct, frozen=True, kw_only=True):
     detail: dict[str, object]
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
+class NodeCommand(msgspec.Struct, frozen=True, kw_only=True):
     """Who decides about which node.
 
     Attributes:
@@ -69,7 +69,7 @@ class NodeRuleService:
         self._hub = hub
         self._nodes = nodes
 
-    def drain(self, asked: Asked, said: NodeDrainRequest) -> NodeView:
+    def drain(self, asked: NodeCommand, said: NodeDrainRequest) -> NodeView:
         """Give a node nothing new, or end that; what is so already stays, and `stop` can be said later.
 
         Raises:
@@ -97,7 +97,7 @@ class NodeRuleService:
 
         return self._decided(asked, decide, at_ns=at_ns)
 
-    def put_calendar(self, asked: Asked, said: CalendarRequest) -> NodeView:
+    def put_calendar(self, asked: NodeCommand, said: CalendarRequest) -> NodeView:
         """Say whose a node is and when others may use it, in place of what was said before.
 
         Raises:
@@ -120,7 +120,7 @@ class NodeRuleService:
 
         return self._decided(asked, decide, at_ns=self._clock.wall_ns())
 
-    def quarantine(self, asked: Asked, said: QuarantineRequest) -> NodeView:
+    def quarantine(self, asked: NodeCommand, said: QuarantineRequest) -> NodeView:
         """Leave a device out of what runs of the server get, or take that back; what has it goes on.
 
         Raises:
@@ -146,7 +146,9 @@ class NodeRuleService:
 
         return self._decided(asked, decide, at_ns=at_ns)
 
-    def _decided(self, asked: Asked, decide: Callable[[sa.Connection, StoredNode], _Change], *, at_ns: int) -> NodeView:
+    def _decided(
+        self, asked: NodeCommand, decide: Callable[[sa.Connection, StoredNode], _Change], *, at_ns: int
+    ) -> NodeView:
         """Write what was decided, have everybody look at it, and return the node."""
 
         def work(connection: sa.Connection) -> tuple[str, list[str]]:
@@ -168,7 +170,7 @@ class NodeRuleService:
         return next(view for view in self._nodes.view_nodes() if view.id == node_id)
 
 
-def _check_own(asked: Asked, by: str, what: str) -> None:
+def _check_own(asked: NodeCommand, by: str, what: str) -> None:
     if asked.reach != AccessReach.ALL and by not in ("", asked.who.name):
         raise NotAllowed(f"{by} {what}", hint="they can take that back, or an operator")
 

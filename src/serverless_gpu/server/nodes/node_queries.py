@@ -15,7 +15,7 @@ from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.lifecycle.liveness import Leases, Presence
-from serverless_gpu.server.lifecycle.transitions import Announcer, Note, Told
+from serverless_gpu.server.lifecycle.transitions import Announcer, Note, TransitionResult
 from serverless_gpu.server.nodes import capacity
 from serverless_gpu.server.nodes.capacity import GONE, Floor
 from serverless_gpu.server.records import audit, nodes
@@ -80,7 +80,7 @@ class NodeService:
             )
         at_ns = self._clock.wall_ns()
 
-        def work(connection: sa.Connection) -> tuple[StoredNode, list[Told]]:
+        def work(connection: sa.Connection) -> tuple[StoredNode, list[TransitionResult]]:
             node = find_node(connection, name)
             note = Note(at_ns=at_ns, detail=f"{who.name} said that {node.name} is dead")
             told = [

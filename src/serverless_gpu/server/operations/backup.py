@@ -50,7 +50,7 @@ _LEFT_OUT = frozenset({"lock", "certificate.json", "node.json", "restored.json",
 _ENDS_LEFT_OUT = (".lock", ".tmp", ".log", ".reserve", ".mark", "-wal", "-shm", "-journal")
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True):
+class BackupFile(msgspec.Struct, frozen=True, kw_only=True):
     """One file of a backup, as it is and as it was: mode and time of its last change, nanoseconds since 1970."""
 
     size: int
@@ -74,7 +74,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     made_ns: int
     program: str
     database: str
-    files: Mapping[str, Entry]
+    files: Mapping[str, BackupFile]
 
 
 class Made(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,7 +149,7 @@ def read_manifest(backup: Path) -> Manifest:
     return manifest
 
 
-def check(path: Path, entry: Entry) -> None:
+def check(path: Path, entry: BackupFile) -> None:
     """Refuse a file that is not what was written down.
 
     Raises:
@@ -166,7 +166,7 @@ def check(path: Path, entry: Entry) -> None:
         raise InvalidValue(f"{path} is not what was backed up", hint="use another backup")
 
 
-def copy(source: Path, target: Path) -> Entry:
+def copy(source: Path, target: Path) -> BackupFile:
     """Copy a file as it is now, with its mode and time; return what it is.
 
     Raises:
@@ -185,7 +185,7 @@ def copy(source: Path, target: Path) -> Entry:
     mode = stat.S_IMODE(status.st_mode)
     target.chmod(mode)
     os.utime(target, ns=(status.st_mtime_ns, status.st_mtime_ns))
-    return Entry(size=size, blake3=digest.hexdigest(), mode=mode, changed_ns=status.st_mtime_ns)
+    return BackupFile(size=size, blake3=digest.hexdigest(), mode=mode, changed_ns=status.st_mtime_ns)
 
 
 def file_of(settings: Settings) -> Path | None:
@@ -209,7 +209,7 @@ def _made(settings: Settings, directory: Path, *, made_ns: int) -> Made:
     partial = directory / f"{_PARTIAL}{path.name}"
     partial.mkdir(mode=0o700)
     try:
-        files: dict[str, Entry] = {}
+        files: dict[str, BackupFile] = {}
         database = file_of(settings)
         if database is not None:
             files[DATABASE] = _copied_database(database, partial / DATABASE)
@@ -237,7 +237,7 @@ def _made(settings: Settings, directory: Path, *, made_ns: int) -> Made:
     return Made(path=path, manifest=manifest, linked=linked)
 
 
-def _copied_database(source: Path, target: Path) -> Entry:
+def _copied_database(source: Path, target: Path) -> BackupFile:
     """Copy a moment of a database that is in use."""
     with (
         contextlib.closing(sqlite3.connect(f"file:{source}?mode=ro", uri=True)) as reading,
@@ -256,7 +256,7 @@ def _copied_database(source: Path, target: Path) -> Entry:
         digest = blake3()
         while piece := file.read(_PIECE):
             digest.update(piece)
-    return Entry(size=copied.st_size, blake3=digest.hexdigest(), mode=0o600, changed_ns=copied.st_mtime_ns)
+    return BackupFile(size=copied.st_size, blake3=digest.hexdigest(), mode=0o600, changed_ns=copied.st_mtime_ns)
 
 
 def _check_database(path: Path) -> None:
@@ -291,7 +291,7 @@ def _latest(directory: Path) -> tuple[Path, Manifest] | None:
     return None
 
 
-def _link(source: Path, target: Path, name: str, before: tuple[Path, Manifest] | None) -> Entry | None:
+def _link(source: Path, target: Path, name: str, before: tuple[Path, Manifest] | None) -> BackupFile | None:
     """Link a file that is as it was in the backup before; return what it is, or None when it has to be copied."""
     entry = before[1].files.get(name) if before is not None else None
     if before is None or entry is None:

@@ -39,7 +39,7 @@ from serverless_gpu.server.core.settings import read_settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.http.listener import alone_in_home
 from serverless_gpu.server.lifecycle import transitions
-from serverless_gpu.server.lifecycle.transitions import Note, Told
+from serverless_gpu.server.lifecycle.transitions import Note, TransitionResult
 from serverless_gpu.server.operations.backup import DATABASE, Manifest, check, copy, file_of, name_of, read_manifest
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.audit import SERVER, Action
@@ -50,7 +50,7 @@ AT_ONCE = 200
 _BESIDE = ("-wal", "-shm", "-journal")
 
 
-class Mark(msgspec.Struct, frozen=True, kw_only=True):
+class RestoreMark(msgspec.Struct, frozen=True, kw_only=True):
     """What `restored.json` says.
 
     Attributes:
@@ -100,7 +100,7 @@ def settle(database: Transactions, directory: Path, *, measures: Measures, now_n
     """
     path = directory / FILE
     try:
-        mark = from_json(path.read_bytes(), Mark)
+        mark = from_json(path.read_bytes(), RestoreMark)
     except FileNotFoundError:
         return
     except msgspec.MsgspecError as error:
@@ -160,7 +160,7 @@ def _place(home: Home, partial: Path, manifest: Manifest, *, nothing_ran_since: 
         _require_nothing(target)
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         shutil.move(partial / DATABASE, target)
-    mark = Mark(made_ns=manifest.made_ns, nothing_ran_since=nothing_ran_since)
+    mark = RestoreMark(made_ns=manifest.made_ns, nothing_ran_since=nothing_ran_since)
     (made / FILE).write_bytes(msgspec.json.encode(mark))
     os.sync()
     faults.reach("before_restored_is_named")
@@ -176,7 +176,7 @@ def _require_nothing(target: Path) -> None:
         raise ServerProblem(f"{there[0]} is there already", hint=hint)
 
 
-def _lose_waiting(connection: sa.Connection, detail: str, now_ns: int) -> list[Told]:
+def _lose_waiting(connection: sa.Connection, detail: str, now_ns: int) -> list[TransitionResult]:
     waiting = [run_id for run_id, _fence in runs.queue(connection)][:AT_ONCE]
     note = Note(at_ns=now_ns, detail=detail)
     return [transitions.tell(connection, run, Restored(), note=note) for run in runs.find_many(connection, waiting)]

@@ -97,7 +97,7 @@ def refuse(settings: Settings, read: Read, *, now_ns: int, other: str = "") -> s
         )
         raise ServerProblem(f"the database was rolled back: {why}", hint=hint)
     _require_whole(file_of(settings))
-    restored = restore.Mark(made_ns=now_ns, nothing_ran_since=False, rolled_back=True)
+    restored = restore.RestoreMark(made_ns=now_ns, nothing_ran_since=False, rolled_back=True)
     write_private(settings.directory / restore.FILE, msgspec.json.encode(restored))
     return why
 

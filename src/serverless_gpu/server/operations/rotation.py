@@ -49,7 +49,7 @@ _AT_ONCE = 200
 _TOKEN_FILES = ("token", "node.token", "join.token")
 
 
-class Mark(msgspec.Struct, frozen=True, kw_only=True):
+class RotationMark(msgspec.Struct, frozen=True, kw_only=True):
     """A rotation that was begun.
 
     Attributes:
@@ -125,16 +125,16 @@ def rotate(settings: Settings, *, clock: Clock, login: str) -> Rotated:
     return rotated
 
 
-def _begun(directory: Path) -> Mark:
+def _begun(directory: Path) -> RotationMark:
     with contextlib.suppress(FileNotFoundError):
-        return from_json((directory / MARK).read_bytes(), Mark)
-    mark = Mark(old_key=_digest((directory / "key").read_bytes()))
+        return from_json((directory / MARK).read_bytes(), RotationMark)
+    mark = RotationMark(old_key=_digest((directory / "key").read_bytes()))
     write_private(directory / MARK, msgspec.json.encode(mark))
     faults.reach("between_rotation_steps")
     return mark
 
 
-def _replace_key(database: Database, directory: Path, mark: Mark, *, now: Callable[[], int]) -> int:
+def _replace_key(database: Database, directory: Path, mark: RotationMark, *, now: Callable[[], int]) -> int:
     """Seal everything again under a new key, and make that the server's; return of how many runs."""
     if _digest((directory / "key").read_bytes()) != mark.old_key:
         return 0  # it was replaced before

@@ -21,7 +21,7 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.model.hardware import census
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, State
 from serverless_gpu.server.core.disk_space import free_bytes
-from serverless_gpu.server.core.health import Health
+from serverless_gpu.server.core.health import ServerHealth
 from serverless_gpu.server.core.probes import Probe
 from serverless_gpu.server.core.server_metrics import LABEL_VALUES_MAX, OTHER, Source
 from serverless_gpu.server.core.settings import Settings
@@ -42,7 +42,7 @@ DEVICE_STATES = (FREE, LEASED, UNAVAILABLE, AWAY)
 """Of devices; unavailable: in quarantine, or somebody else's now; away: their node cannot be used."""
 
 
-class Sample(msgspec.Struct, frozen=True, kw_only=True):
+class StateSample(msgspec.Struct, frozen=True, kw_only=True):
     """What there was at one moment.
 
     Attributes:
@@ -96,7 +96,7 @@ class Sampling(Source):
         database: Transactions,
         leases: Leases,
         presence: Presence,
-        health: Health,
+        health: ServerHealth,
     ) -> None:
         self._settings = settings
         self._clock = clock
@@ -104,7 +104,7 @@ class Sampling(Source):
         self._leases = leases
         self._presence = presence
         self._health = health
-        self._last: Sample | None = None
+        self._last: StateSample | None = None
         self._probe = Probe("sample", self._look, clock=clock, fresh_s=FRESH_S, bound_s=BOUND_S)
 
     async def refresh(self) -> None:
@@ -129,7 +129,7 @@ class Sampling(Source):
         self._last = self.look()
         return True
 
-    def look(self) -> Sample:
+    def look(self) -> StateSample:
         """Return what there is now.
 
         Raises:
@@ -141,7 +141,7 @@ class Sampling(Source):
         held = [(node, gpu_type, count) for node, crew, gpu_type, count in rows.held if crew not in freed]
         ages = [times.boottime_ns - self._leases.last_ns(crew, now_ns=times.boottime_ns) for _, crew, _, _ in rows.held]
         count, oldest_ns = rows.orders
-        return Sample(
+        return StateSample(
             at_ns=times.boottime_ns,
             runs={state.value: rows.runs.get(state.value, 0) for state in LIVE},
             oldest_wait_s=_age_s(rows.queued_ns, times.wall_ns),
@@ -218,7 +218,7 @@ def few_types(counted: Counter[tuple[str, str]]) -> dict[tuple[str, str], int]:
     return dict(few)
 
 
-def families(sample: Sample) -> Iterator[Metric]:
+def families(sample: StateSample) -> Iterator[Metric]:
     """Yield the figures of a sample, as Prometheus names them."""
     by_state = GaugeMetricFamily("sgpu_runs", "Runs that have not ended, by state.", labels=["state"])
     for state, number in sample.runs.items():

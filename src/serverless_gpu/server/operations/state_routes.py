@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from serverless_gpu import ambient
 from serverless_gpu.server.core.health import RETRY_AFTER_S
-from serverless_gpu.server.core.health import Health as HealthChecks
+from serverless_gpu.server.core.health import ServerHealth as HealthChecks
 from serverless_gpu.server.core.server_metrics import CONTENT_TYPE, Measures
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.http.routing import JSON, PUBLIC, Call, Routes, reading
@@ -20,7 +20,7 @@ from serverless_gpu.wire.state import Health, HealthCheck, Version
 routes = Routes("state")
 
 
-class Figures(Response):
+class PrometheusText(Response):
     """An answer that Prometheus reads."""
 
     media_type = CONTENT_TYPE
@@ -40,10 +40,10 @@ async def health(call: Call, server_health: HealthChecks) -> Health | Response:
 
 
 @routes.get("/metrics", needs=reading("metrics"))
-async def metrics(call: Call, measures: Measures, server_health: HealthChecks) -> Figures:
+async def metrics(call: Call, measures: Measures, server_health: HealthChecks) -> PrometheusText:
     """Return figures of the whole server, in the text format of Prometheus."""
     await asyncio.gather(server_health.look(), measures.refresh())
-    return Figures(await call.in_thread(measures.text), headers={"Cache-Control": "no-store"})
+    return PrometheusText(await call.in_thread(measures.text), headers={"Cache-Control": "no-store"})
 
 
 @routes.get("/version", needs=PUBLIC)

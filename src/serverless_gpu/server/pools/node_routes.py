@@ -5,7 +5,7 @@ from __future__ import annotations
 from serverless_gpu.errors import NotAllowed
 from serverless_gpu.model.access.roles import AccessReach
 from serverless_gpu.server.http.routing import Call, Routes, reading, writing
-from serverless_gpu.server.nodes.node_admin import Asked, NodeRuleService
+from serverless_gpu.server.nodes.node_admin import NodeCommand, NodeRuleService
 from serverless_gpu.server.nodes.node_admission import NodeAdmission
 from serverless_gpu.server.nodes.node_queries import NodeService
 from serverless_gpu.server.pools.pool_service import PoolService
@@ -77,5 +77,5 @@ def _check_administrator(call: Call) -> None:
         raise NotAllowed("nodes are invited and approved by administrators", hint="ask one")
 
 
-def _asked(call: Call, node: str) -> Asked:
-    return Asked(who=call.who, reach=call.reach, node=node)
+def _asked(call: Call, node: str) -> NodeCommand:
+    return NodeCommand(who=call.who, reach=call.reach, node=node)

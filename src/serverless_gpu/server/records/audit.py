@@ -73,7 +73,7 @@ class Action(StrEnum):
     SECRET_DELETE = "secret.delete"
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True):
+class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One row.
 
     Attributes:
@@ -130,11 +130,11 @@ def record(
     connection.execute(_INSERT, values)
 
 
-def entries(connection: sa.Connection, *, after: int = 0, limit: int = 500) -> list[Entry]:
+def entries(connection: sa.Connection, *, after: int = 0, limit: int = 500) -> list[AuditEntry]:
     """Return entries in the order of their rows, chained or not, from the one after `after` on."""
     query = sa.select(audit).where(audit.c.seq > after).order_by(audit.c.seq).limit(limit)
     return [
-        Entry(
+        AuditEntry(
             seq=row.seq,
             at_ns=row.at_ns,
             principal=row.principal,
@@ -147,7 +147,7 @@ def entries(connection: sa.Connection, *, after: int = 0, limit: int = 500) -> l
     ]
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+class AuditFilter(msgspec.Struct, frozen=True, kw_only=True):
     """Which entries somebody wants to see; "" for any.
 
     Attributes:
@@ -164,7 +164,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     subject: str = ""
 
 
-def links(connection: sa.Connection, wanted: Wanted) -> list[ChainedEntry]:
+def links(connection: sa.Connection, wanted: AuditFilter) -> list[ChainedEntry]:
     """Return entries of the chain in order; one whose row is gone has nothing but its number and digest."""
     number = audit_links.c.number
     query = sa.select(audit_links, *_TOLD).select_from(audit_links.outerjoin(audit)).where(number > wanted.after)

@@ -61,7 +61,7 @@ def skus(connection: sa.Connection, *, limit: int) -> list[tuple[str, str]]:
     return [(gpu_type, pool) for gpu_type, pool in connection.execute(query.limit(limit))]
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
+class DemandFilter(msgspec.Struct, frozen=True, kw_only=True):
     """Whose use `demand` is to return, and of when.
 
     Attributes:
@@ -77,7 +77,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def demand(
-    connection: sa.Connection, asked: Asked, may_see: Sequence[sa.ColumnElement[bool]], *, after: int, limit: int
+    connection: sa.Connection, asked: DemandFilter, may_see: Sequence[sa.ColumnElement[bool]], *, after: int, limit: int
 ) -> list[tuple[int, DemandRow]]:
     """Return what attempts used on each day, as it holds now, from the entry after `after` on, each with its number."""
     later = charges.alias("later")

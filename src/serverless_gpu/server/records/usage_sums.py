@@ -44,7 +44,7 @@ _SEEN = ("observed_ms", "busy_ms")
 Column = sa.ColumnElement[Any]
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+class ReportRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What a report is to be.
 
     Attributes:
@@ -77,7 +77,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     is_cut: bool
 
 
-def find(connection: sa.Connection, wanted: Wanted) -> Found:
+def find(connection: sa.Connection, wanted: ReportRequest) -> Found:
     """Return what was used and charged."""
     report = _Report(connection, wanted)
     rows = report.charged(wanted.by, limit=wanted.limit + 1)
@@ -97,7 +97,7 @@ def folded_seq(connection: sa.Connection) -> int:
 class _Report:
     """One report, as it becomes SQL: keys are labelled `k0`, `k1` …, sums `s_` and their name."""
 
-    def __init__(self, connection: sa.Connection, wanted: Wanted) -> None:
+    def __init__(self, connection: sa.Connection, wanted: ReportRequest) -> None:
         self._connection = connection
         self._wanted = wanted
         few = sa.select(accounts.c.id).limit(ACCOUNTS_FEW + 1).subquery()

@@ -24,7 +24,7 @@ from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.records.runs.runs import StoredRun
 from serverless_gpu.server.records.shares import Kind, StoredShare
 from serverless_gpu.server.runs import views
-from serverless_gpu.server.scheduling.wait_reasons import Sentences, Told
+from serverless_gpu.server.scheduling.wait_reasons import Sentences, WaitNotice
 from serverless_gpu.wire.queue import QueueEntry, QueueView, ShareList, ShareView
 from serverless_gpu.wire.waits import wait_view
 
@@ -123,7 +123,7 @@ def share_views(there: Sequence[StoredShare], usage: Mapping[str, TeamUse]) -> l
     return found + [ShareView(kind="user", name=name, weight=weights["user", name]) for name in within]
 
 
-def _entry(run: StoredRun, reserved: Reservation | None, told: Told | None) -> QueueEntry:
+def _entry(run: StoredRun, reserved: Reservation | None, told: WaitNotice | None) -> QueueEntry:
     """Return a run that waits; `told` is None for one that is not to be seen."""
     resources = run.spec.resources
     entry = QueueEntry(

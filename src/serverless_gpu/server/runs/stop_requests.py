@@ -16,7 +16,7 @@ from serverless_gpu.model.lifecycle.attempt import StopReason
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.lifecycle import stop_state
-from serverless_gpu.server.lifecycle.transitions import Announcer, Told
+from serverless_gpu.server.lifecycle.transitions import Announcer, TransitionResult
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.runs import views
 from serverless_gpu.server.scheduling.wait_reasons import Sentences
@@ -53,7 +53,7 @@ class StopService:
             raise InvalidValue(f"nobody can ask for {why.value!r}", hint=f"possible: {', '.join(ASKED_BY_PEOPLE)}")
         at_ns = self._clock.wall_ns()
 
-        def work(connection: sa.Connection) -> Told | None:
+        def work(connection: sa.Connection) -> TransitionResult | None:
             _check_reach(connection, who, reach, run_id)
             return stop_state.ask(connection, run_id, who=who, why=why, at_ns=at_ns)
 

@@ -22,12 +22,12 @@ from serverless_gpu.server.lifecycle.endings import Early, Quiet
 from serverless_gpu.server.lifecycle.transitions import told_as
 from serverless_gpu.server.records.runs import events, files, runs
 from serverless_gpu.server.records.runs.attempts import StoredAttempt
-from serverless_gpu.server.records.runs.crews import Outcome, StoredCrew
+from serverless_gpu.server.records.runs.crews import CrewOutcome, StoredCrew
 from serverless_gpu.server.records.runs.events import StoredEvent
 from serverless_gpu.server.records.runs.files import StoredFile
 from serverless_gpu.server.records.runs.runs import StoredRun
 from serverless_gpu.server.runs.run_stream import Look
-from serverless_gpu.server.scheduling.wait_reasons import NOTHING, Told
+from serverless_gpu.server.scheduling.wait_reasons import NOTHING, WaitNotice
 from serverless_gpu.wire.base import Json
 from serverless_gpu.wire.runs import (
     AttemptView,
@@ -72,7 +72,7 @@ def in_reach(run: StoredRun, *, who: Caller, reach: str) -> bool:
     return roles.covers(reach, name=who.name, teams=who.teams, owner=run.owner, team=run.team)
 
 
-def run_view(run: StoredRun, *, told: Told = NOTHING, deduplicated: bool = False, reader: str = "") -> RunView:
+def run_view(run: StoredRun, *, told: WaitNotice = NOTHING, deduplicated: bool = False, reader: str = "") -> RunView:
     """Return a run as everybody who may see it sees it.
 
     Args:
@@ -203,7 +203,7 @@ def state_message(event: StoredEvent) -> StateMessage:
     )
 
 
-def ended_message(run: StoredRun, outcome: Outcome, found: Sequence[StoredFile]) -> EndedMessage:
+def ended_message(run: StoredRun, outcome: CrewOutcome, found: Sequence[StoredFile]) -> EndedMessage:
     """Return the end of a run as a stream tells it: its last event, what the node said, and what is left behind."""
     return EndedMessage(
         seq=run.events,
@@ -229,13 +229,13 @@ def early_message(run: StoredRun, told: Early, found: Sequence[StoredFile]) -> E
     )
 
 
-def settled_message(outcome: Outcome) -> SettledMessage:
+def settled_message(outcome: CrewOutcome) -> SettledMessage:
     """Return the last message of a stream."""
     return SettledMessage(receipt=_json(outcome.receipt))
 
 
 def look(
-    connection: sa.Connection, run_id: str, after: int, *, told: Told = NOTHING, quiet: Quiet = lambda crew: None
+    connection: sa.Connection, run_id: str, after: int, *, told: WaitNotice = NOTHING, quiet: Quiet = lambda crew: None
 ) -> Look:
     """Return what is new of a run for a reader of its stream.
 

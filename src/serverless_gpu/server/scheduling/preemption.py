@@ -20,7 +20,7 @@ from serverless_gpu.model.scheduling.values import Preemption
 from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.lifecycle import stop_state
-from serverless_gpu.server.lifecycle.transitions import Announcer, Told
+from serverless_gpu.server.lifecycle.transitions import Announcer, TransitionResult
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.runs import runs
 
@@ -50,7 +50,7 @@ class Preemptor:
 
             def work(
                 connection: sa.Connection, some: Sequence[Preemption] = some, at_ns: int = at_ns
-            ) -> list[Told | None]:
+            ) -> list[TransitionResult | None]:
                 return [_ask(connection, one, at_ns) for one in some]
 
             for one, told in zip(some, self._database.write(work), strict=True):
@@ -62,7 +62,7 @@ class Preemptor:
         return asked
 
 
-def _ask(connection: sa.Connection, one: Preemption, at_ns: int) -> Told | None:
+def _ask(connection: sa.Connection, one: Preemption, at_ns: int) -> TransitionResult | None:
     run, other = runs.find(connection, one.run_id), runs.find(connection, one.for_run)
     if run is None or run.state not in ACTIVE or run.stop is not None:
         return None

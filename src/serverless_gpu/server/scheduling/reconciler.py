@@ -41,7 +41,7 @@ from serverless_gpu.server.lifecycle.gang_reconciler import GangReconciler
 from serverless_gpu.server.lifecycle.liveness import Deliveries, Leases, Looks, Presence
 from serverless_gpu.server.lifecycle.owner_suspension import OwnerSuspension
 from serverless_gpu.server.lifecycle.rendezvous import RendezvousService
-from serverless_gpu.server.lifecycle.transitions import Announcer, Note, Told
+from serverless_gpu.server.lifecycle.transitions import Announcer, Note, TransitionResult
 from serverless_gpu.server.nodes.evacuation import Evacuation
 from serverless_gpu.server.records import nodes
 from serverless_gpu.server.records.runs import active_runs, crews, runs
@@ -166,7 +166,7 @@ class Reconciler:
         note = Note(at_ns=self._clock.wall_ns(), detail=detail)
         run_id, fence, number = crew.id
 
-        def work(connection: sa.Connection) -> Told | None:
+        def work(connection: sa.Connection) -> TransitionResult | None:
             found = runs.find(connection, run_id)
             if found is None or found.attempt is None or found.fence != fence:
                 return None

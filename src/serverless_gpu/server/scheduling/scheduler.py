@@ -40,7 +40,7 @@ from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.identity import uid_sharing
 from serverless_gpu.server.lifecycle import owner_suspension, transitions
 from serverless_gpu.server.lifecycle.liveness import Deliveries, Leases
-from serverless_gpu.server.lifecycle.transitions import Announcer, Note, Told
+from serverless_gpu.server.lifecycle.transitions import Announcer, Note, TransitionResult
 from serverless_gpu.server.nodes import drain
 from serverless_gpu.server.records import accounts, nodes, prices, stored_secrets
 from serverless_gpu.server.records.nodes import StoredNode, by_id
@@ -53,7 +53,7 @@ from serverless_gpu.server.scheduling.engine_reservations import Reserving
 from serverless_gpu.server.scheduling.planner_state import Planning
 from serverless_gpu.server.scheduling.preemption import Preemptor
 from serverless_gpu.server.scheduling.queue_snapshot import Reading
-from serverless_gpu.server.scheduling.unsatisfiable import Impossible
+from serverless_gpu.server.scheduling.unsatisfiable import UnsatisfiableRuns
 from serverless_gpu.server.scheduling.wait_reasons import Sentences
 
 AT_ONCE = 64
@@ -88,7 +88,7 @@ class Scheduler:
         measures: Measures,
         spending: Spending,
         announcer: Announcer,
-        impossible: Impossible,
+        impossible: UnsatisfiableRuns,
         planning: Planning,
         preemptor: Preemptor,
         reserving: Reserving,
@@ -161,7 +161,7 @@ class Scheduler:
         """Write the intents, then do what follows from each; one that cannot be any more does not hinder the others."""
         at_ns = self._clock.wall_ns()
 
-        def intend(connection: sa.Connection) -> list[int | Told | None]:
+        def intend(connection: sa.Connection) -> list[int | TransitionResult | None]:
             return [self._intend(connection, one, _on(one, stored), at_ns) for one in placements]
 
         try:
@@ -171,7 +171,7 @@ class Scheduler:
         placed: list[tuple[Placement, int]] = []
         for placement, came in zip(placements, written, strict=True):
             self._hub.touch(run_key(placement.run_id))  # also of one that ended without an order
-            if isinstance(came, Told):
+            if isinstance(came, TransitionResult):
                 self._announcer.announce(came)
             elif came is not None:
                 placed.append((placement, came))
@@ -193,7 +193,7 @@ class Scheduler:
 
     def _intend(
         self, connection: sa.Connection, placement: Placement, on: Sequence[StoredNode], at_ns: int
-    ) -> int | Told | None:
+    ) -> int | TransitionResult | None:
         """Return the fence of the attempt, what followed when it was over at once, or None: there is none."""
         run = runs.find(connection, placement.run_id)
         if run is None or run.state is not State.QUEUED:
@@ -292,7 +292,7 @@ def _with_secrets(connection: sa.Connection, sealer: Sealer, run: StoredRun, new
     return msgspec.structs.replace(new, secrets_json=msgspec.json.encode(pinned).decode())
 
 
-def _end_at_once(connection: sa.Connection, run_id: str, reason: Reason, note: Note) -> Told:
+def _end_at_once(connection: sa.Connection, run_id: str, reason: Reason, note: Note) -> TransitionResult:
     """End an attempt in the transaction that made it: its order is never seen, and nothing will come of it."""
     run = runs.find(connection, run_id)
     assert run is not None

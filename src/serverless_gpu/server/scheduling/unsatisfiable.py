@@ -25,7 +25,7 @@ from serverless_gpu.model.scheduling.values import QueuedRun
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.lifecycle import transitions
-from serverless_gpu.server.lifecycle.transitions import Announcer, Note, Told
+from serverless_gpu.server.lifecycle.transitions import Announcer, Note, TransitionResult
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.scheduling.feasibility import Feasibility
 from serverless_gpu.server.scheduling.feasibility_cache import FeasibilityMemory
@@ -36,7 +36,7 @@ AT_ONCE = 64
 _log = logging.getLogger(__name__)
 
 
-class Impossible:
+class UnsatisfiableRuns:
     """Since when runs wait for what can never be. For one thread."""
 
     def __init__(
@@ -121,7 +121,7 @@ class Impossible:
     def _end(self, run_id: str, detail: str) -> None:
         note = Note(at_ns=self._clock.wall_ns(), detail=detail)
 
-        def work(connection: sa.Connection) -> Told | None:
+        def work(connection: sa.Connection) -> TransitionResult | None:
             run = runs.find(connection, run_id)
             if run is None or run.state is not State.QUEUED:
                 return None

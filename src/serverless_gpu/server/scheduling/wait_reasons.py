@@ -35,7 +35,7 @@ A_SECOND = 50
 _NOBODY = "the scheduler has not looked at the queue yet"
 
 
-class Told(msgspec.Struct, frozen=True, kw_only=True):
+class WaitNotice(msgspec.Struct, frozen=True, kw_only=True):
     """What a waiting run is told; nothing of it while nobody has looked, or when it does not wait.
 
     Attributes:
@@ -49,7 +49,7 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
     trouble: str = ""
 
 
-NOTHING = Told()
+NOTHING = WaitNotice()
 
 
 class Sentences:
@@ -60,9 +60,9 @@ class Sentences:
         self._planner: Planner | None = None
         self._now: Callable[[], int] = lambda: 0
         self._decision = 0
-        self._told: dict[str, tuple[Told, int, int]] = {}  # as of which time, and which decision
+        self._told: dict[str, tuple[WaitNotice, int, int]] = {}  # as of which time, and which decision
         self._ends: Callable[[str], int | None] = lambda _run_id: None
-        self._asked: OrderedDict[str, tuple[Told, int]] = OrderedDict()
+        self._asked: OrderedDict[str, tuple[WaitNotice, int]] = OrderedDict()
 
     @contextlib.contextmanager
     def changing(self, planner: Planner, now: Callable[[], int]) -> Iterator[None]:
@@ -99,7 +99,7 @@ class Sentences:
             self._planner = None
             self._told.clear()
 
-    def told(self, run_id: str) -> Told:
+    def told(self, run_id: str) -> WaitNotice:
         """Return what a waiting run is told, in words and part by part; it is watched for a while."""
         with self._lock:
             told = self._find(run_id)
@@ -120,7 +120,7 @@ class Sentences:
         with self._lock:
             return self._find(run_id).wait
 
-    def glance(self, run_id: str) -> Told:
+    def glance(self, run_id: str) -> WaitNotice:
         """Return what a waiting run is told, to somebody who does not stay to hear of it again."""
         with self._lock:
             return self._find(run_id)
@@ -177,7 +177,7 @@ class Sentences:
                 break
         return changed
 
-    def _find(self, run_id: str) -> Told:
+    def _find(self, run_id: str) -> WaitNotice:
         if self._planner is None:
             return NOTHING
         now_ns = self._now()
@@ -190,7 +190,7 @@ class Sentences:
             return NOTHING
         if wait.reason is WaitReason.UNSATISFIABLE:
             wait = msgspec.structs.replace(wait, ends_ns=self._ends(run_id))
-        told = Told(sentence=_sentence(wait, now_ns), wait=wait)
+        told = WaitNotice(sentence=_sentence(wait, now_ns), wait=wait)
         self._told[run_id] = (told, now_ns, self._decision)
         return told
 

@@ -29,14 +29,14 @@ STORE_S = 40.0
 """How long one request waits for a bucket: less than whoever asks waits for the answer, so that they ask again."""
 
 
-class Room(NamedTuple):
+class DiskLimits(NamedTuple):
     """How much of each disk is left free, and what copies of a bucket's objects may take of it; 0 for none."""
 
     kept_free_bytes: int = KEPT_FREE_BYTES
     nearby_bytes_max: int = 20 << 30
 
 
-_USUAL = Room()
+_USUAL = DiskLimits()
 
 
 class Storage(NamedTuple):
@@ -54,7 +54,7 @@ def open_storage(
     environ: Mapping[str, str],
     *,
     clock: Clock,
-    room: Room = _USUAL,
+    room: DiskLimits = _USUAL,
     measures: Measures | None = None,
 ) -> Storage:
     """Return what the server keeps bytes with; nothing is looked at or made yet.

@@ -16,7 +16,7 @@ from serverless_gpu.environment.stores.store_urls import open_store
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentRejected, NotFound, StoreUnavailable
 from serverless_gpu.server.storage import object_cache
 from serverless_gpu.server.storage.environment_store import Environments
-from serverless_gpu.server.storage.storage import Room, open_storage
+from serverless_gpu.server.storage.storage import DiskLimits, open_storage
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.testing.stores import pack_key
 from tests.support.environment.environments_in_stores import make_pack, make_unit
@@ -296,7 +296,7 @@ def test_a_unit_that_breaks_a_rule_is_passed_on_and_not_kept(
 
 
 def test_a_store_that_is_a_directory_has_no_copies(tmp_path: Path) -> None:
-    storage = open_storage(tmp_path, "", {}, clock=SystemClock(), room=Room(kept_free_bytes=0))
+    storage = open_storage(tmp_path, "", {}, clock=SystemClock(), room=DiskLimits(kept_free_bytes=0))
     storage.environments.put(KEY, PACK)
     assert read(storage.environments) == PACK
     assert not (tmp_path / "nearby").exists()
@@ -318,7 +318,7 @@ def test_the_bucket_of_these_tests_does_what_a_store_needs() -> None:
 def test_copies_can_be_switched_off(tmp_path: Path) -> None:
     with FakeBucket() as bucket:
         storage = open_storage(
-            tmp_path, "s3://b/p", bucket.variables(), clock=SystemClock(), room=Room(nearby_bytes_max=0)
+            tmp_path, "s3://b/p", bucket.variables(), clock=SystemClock(), room=DiskLimits(nearby_bytes_max=0)
         )
         storage.environments.put(KEY, PACK)
         assert read(storage.environments) == read(storage.environments) == PACK

@@ -213,7 +213,7 @@ def test_load_call_fills_the_line_cache(tmp_path: Path) -> None:
     name = "<a cell of this test>"
     call.dump_call(str(path), function=len, args=["abc"], kwargs={}, sources={name: CELL})
     try:
-        assert call.load_call(str(path)) == call.Call(len, ("abc",), {})
+        assert call.load_call(str(path)) == call.RankCall(len, ("abc",), {})
         assert linecache.cache[name] == (sum(map(len, CELL)), None, CELL, name)
     finally:
         linecache.cache.pop(name, None)

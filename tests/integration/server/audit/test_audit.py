@@ -19,7 +19,7 @@ from serverless_gpu.server.composition import Services, make_chainer
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.records import audit
-from serverless_gpu.server.records.audit import SERVER, Action, Wanted
+from serverless_gpu.server.records.audit import SERVER, Action, AuditFilter
 from serverless_gpu.testing import FakeClock
 
 
@@ -39,13 +39,13 @@ def chain_all(services: Services, clock: FakeClock) -> Chainer:
 
 
 def seen(database: Database, **wanted: object) -> list[str]:
-    asked = Wanted(**wanted)  # type: ignore[arg-type] # as a route passes them on
+    asked = AuditFilter(**wanted)  # type: ignore[arg-type] # as a route passes them on
     return [link.subject for link in database.read(lambda connection: audit.links(connection, asked))]
 
 
 def whole(database: Database) -> ChainHead:
     """Return the end of the chain, which has to be whole."""
-    links = database.read(lambda connection: audit.links(connection, Wanted()))
+    links = database.read(lambda connection: audit.links(connection, AuditFilter()))
     head, problem = follow(links, after=ChainHead())
     assert not problem
     assert database.read(audit.head) == head
@@ -131,7 +131,7 @@ def test_a_row_that_is_changed_or_removed_is_seen(
     chain_all(services, clock)
     changed = tables.audit.update().where(tables.audit.c.subject == "b").values(principal="eve")
     open_again().write(lambda connection: connection.execute(changed))
-    links = database.read(lambda connection: audit.links(connection, Wanted()))
+    links = database.read(lambda connection: audit.links(connection, AuditFilter()))
     assert follow(links, after=ChainHead())[0].number == 1
 
     def cut(connection: sa.Connection) -> None:
@@ -139,7 +139,7 @@ def test_a_row_that_is_changed_or_removed_is_seen(
         connection.execute(tables.audit.delete().where(tables.audit.c.principal == "eve"))
 
     open_again().write(cut)
-    links = database.read(lambda connection: audit.links(connection, Wanted()))
+    links = database.read(lambda connection: audit.links(connection, AuditFilter()))
     assert follow(links, after=ChainHead())[1].startswith("entry 2 is missing")
 
 

@@ -24,7 +24,7 @@ from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.records import prices, usage_rows, usage_sums
-from serverless_gpu.server.records.usage_sums import Wanted
+from serverless_gpu.server.records.usage_sums import ReportRequest
 from serverless_gpu.wire.usage import UsageView
 from tests.support.server import ledgered
 from tests.support.server.ledgered import HOUR_MS
@@ -53,9 +53,9 @@ BY: tuple[tuple[str, ...], ...] = (
 )
 
 
-def wanted(*by: str, **fields: Any) -> Wanted:
+def wanted(*by: str, **fields: Any) -> ReportRequest:
     asked: dict[str, Any] = {"by": by, "window": DayRange(DAY - 60, DAY + 60), "limit": 1000} | fields
-    return Wanted(**asked)
+    return ReportRequest(**asked)
 
 
 def report(services: Services, *by: str, who: Caller = ROOT, reach: str = AccessReach.ALL, **fields: Any) -> UsageView:

@@ -18,8 +18,8 @@ from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.lifecycle.metering import Now
 from serverless_gpu.server.records import charges
-from serverless_gpu.server.records.usage_rows import Asked
-from serverless_gpu.server.records.usage_sums import Wanted
+from serverless_gpu.server.records.usage_rows import DemandFilter
+from serverless_gpu.server.records.usage_sums import ReportRequest
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.demand import DemandRow
 from serverless_gpu.wire.usage import UsageView
@@ -47,7 +47,7 @@ def services(database: Database, tmp_path: Path, clock: FakeClock) -> Services:
 
 def report(services: Services, *by: str, who: Caller = ROOT, reach: str = AccessReach.ALL, **fields: Any) -> UsageView:
     asked: dict[str, Any] = {"by": by, "window": DayRange(DAY - 1, DAY + 3), "limit": 100} | fields
-    return services.usage_reports.view(who, reach, Wanted(**asked))
+    return services.usage_reports.view(who, reach, ReportRequest(**asked))
 
 
 def whole(services: Services) -> Amounts:
@@ -108,7 +108,9 @@ def test_days_that_are_charged_count_once_while_their_attempt_goes_on(
     assert [group.amounts.micros for group in view.groups] == [7_200_000, 7_200_000]
     assert [group.amounts.going_ms for group in view.groups] == [0, 2 * HOUR_MS]
     assert without_marks(whole(services)) == without_marks(before)
-    page = services.usage_reports.view_demand(ROOT, AccessReach.ALL, Asked(from_ns=0, to_ns=1 << 62), after=0, limit=10)
+    page = services.usage_reports.view_demand(
+        ROOT, AccessReach.ALL, DemandFilter(from_ns=0, to_ns=1 << 62), after=0, limit=10
+    )
     assert [(row.day, row.gpu_ms) for row in page.rows] == [
         (start_ns // DAY_NS, 2 * HOUR_MS),
         (MIDNIGHT // DAY_NS, 2 * HOUR_MS),
@@ -143,9 +145,9 @@ def test_what_goes_on_is_shown_to_those_who_may_see_it(services: Services, datab
     assert report(services, window=DayRange(DAY + 1, DAY + 2)).groups == ()
     for who, count in ((ROOT, 2), (alice, 1), (mate, 1)):
         reach = AccessReach.ALL if who is ROOT else AccessReach.TEAM
-        page = services.usage_reports.view_demand(who, reach, Asked(from_ns=0, to_ns=1 << 62), after=0, limit=10)
+        page = services.usage_reports.view_demand(who, reach, DemandFilter(from_ns=0, to_ns=1 << 62), after=0, limit=10)
         assert len(page.rows) == count
-    nobody = Asked(from_ns=0, to_ns=1 << 62, pool="none")
+    nobody = DemandFilter(from_ns=0, to_ns=1 << 62, pool="none")
     assert services.usage_reports.view_demand(ROOT, AccessReach.ALL, nobody, after=0, limit=10).rows == ()
 
 
@@ -171,7 +173,7 @@ def test_demand_is_what_holds_now_in_pages(services: Services, database: Databas
     after = 0
     while True:
         page = services.usage_reports.view_demand(
-            ROOT, AccessReach.ALL, Asked(from_ns=0, to_ns=1 << 62), after=after, limit=2
+            ROOT, AccessReach.ALL, DemandFilter(from_ns=0, to_ns=1 << 62), after=after, limit=2
         )
         found += page.rows
         if not page.cursor:
@@ -181,7 +183,7 @@ def test_demand_is_what_holds_now_in_pages(services: Services, database: Databas
     first = next(row for row in found if row.run_id == ids[0])
     assert (first.gpu_ms, first.gpus, first.queued_ms, first.lent_ms) == (180_000, 2, 2_000, first.lent_ms)
     assert first.lent_ms >= first.gpu_ms and first.pool == "default"
-    then = Asked(from_ns=T0 + 70 * S, to_ns=1 << 62)
+    then = DemandFilter(from_ns=T0 + 70 * S, to_ns=1 << 62)
     assert [
         row.run_id for row in services.usage_reports.view_demand(ROOT, AccessReach.ALL, then, after=0, limit=9).rows
     ] == [ids[0]]

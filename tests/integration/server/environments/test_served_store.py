@@ -33,7 +33,7 @@ from serverless_gpu.errors import (
     StoreUnavailable,
 )
 from serverless_gpu.server.storage import environment_store as rooms
-from serverless_gpu.server.storage.storage import Room, Storage, open_storage
+from serverless_gpu.server.storage.storage import DiskLimits, Storage, open_storage
 from serverless_gpu.testing.stores import StoreConformance, empty_unit, pack_key
 from serverless_gpu.wire.blobs import DigestList
 from serverless_gpu.wire.connection import Connection
@@ -47,7 +47,7 @@ CONTENT = b"print('the project of another member')"
 
 
 def stored_in(directory: Path, *, kept_free_bytes: int = 0) -> Storage:
-    return open_storage(directory, "", {}, clock=SystemClock(), room=Room(kept_free_bytes=kept_free_bytes))
+    return open_storage(directory, "", {}, clock=SystemClock(), room=DiskLimits(kept_free_bytes=kept_free_bytes))
 
 
 @pytest.fixture

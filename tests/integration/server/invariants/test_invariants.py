@@ -31,7 +31,7 @@ from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.invariants import invariant_inputs
 from serverless_gpu.server.invariants.invariant_inputs import Books
-from serverless_gpu.server.invariants.run_invariants import MOVES, History, Moment, Stretch, violations
+from serverless_gpu.server.invariants.run_invariants import MOVES, History, LiveState, Stretch, violations
 from serverless_gpu.server.invariants.self_check import check
 from serverless_gpu.server.lifecycle import stop_state, transitions
 from serverless_gpu.server.records import audit
@@ -236,7 +236,7 @@ def test_what_the_cluster_did_is_compared_by_one_clock() -> None:
 
 
 def test_what_a_server_thinks_is_asked_for_too() -> None:
-    moment = Moment(
+    moment = LiveState(
         unplaced_s={"a": 61, "b": 59},
         untold_s={"c": 61},
         unstopped_s={"d": 31, "e": 29},
@@ -257,7 +257,7 @@ def test_a_part_that_is_not_in_the_store_is_found(people: Database) -> None:
     people.write(lambda connection: files.put(connection, run_id, 2, [in_store]))
     page = people.read(lambda connection: invariant_inputs.load(connection))
     assert violations(page) == []
-    assert [str(one) for one in violations(page, None, Moment(missing_parts=frozenset({part})))] == [
+    assert [str(one) for one in violations(page, None, LiveState(missing_parts=frozenset({part})))] == [
         golden("server.invariants.i6-run-parts", run_id=run_id)
     ]
 

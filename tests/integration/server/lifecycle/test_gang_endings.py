@@ -14,7 +14,7 @@ from serverless_gpu.model.lifecycle.run_lifecycle import Run, surely_ends
 from serverless_gpu.node.base.protocol import Stopped
 from serverless_gpu.server.composition import Services
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.lifecycle.gang_endings import Word, together
+from serverless_gpu.server.lifecycle.gang_endings import CrewEnding, together
 from serverless_gpu.server.records.runs.crews import StoredCrew
 from serverless_gpu.server.runs import views
 from serverless_gpu.server.runs.run_stream import Look, Position, Watch
@@ -37,8 +37,8 @@ def stopped(reason: Reason = Reason.RANK_RAISED, cause: Failure | None = None, *
     return Stopped(state=state, reason=reason, cause=cause, consequences=others)
 
 
-def word(number: int, said: Stopped | None = None, **other: object) -> Word:
-    return msgspec.structs.replace(Word(node=f"n{number + 1}", stopped=said), **other)
+def word(number: int, said: Stopped | None = None, **other: object) -> CrewEnding:
+    return msgspec.structs.replace(CrewEnding(node=f"n{number + 1}", stopped=said), **other)
 
 
 def test_the_story_is_that_of_the_cause_and_the_rest_are_consequences() -> None:

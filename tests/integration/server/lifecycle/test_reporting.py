@@ -52,7 +52,7 @@ def test_an_attempt_starts_runs_and_completes(
     assert (run.state, run.reason, run.finished) == (State.SUCCEEDED, Reason.COMPLETED, False)
     assert say(services, run_id, State.STOPPING, receipt=msgspec.Raw(b'{"gpu_ms":7}')) == CALM
     assert stored(database, run_id).finished
-    assert outcome(database, run_id) == crews.Outcome(stopped='{"a":1}', receipt='{"gpu_ms":7}')
+    assert outcome(database, run_id) == crews.CrewOutcome(stopped='{"a":1}', receipt='{"gpu_ms":7}')
 
 
 def test_a_whole_life_in_one_report_is_told_in_order(services: Services, database: Database, run_id: str) -> None:

@@ -17,7 +17,7 @@ from serverless_gpu.model.spec import Resources
 from serverless_gpu.server.composition import Services, make_reconciler, make_scheduler
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.nodes import evacuation, node_admin
-from serverless_gpu.server.nodes.node_admin import Asked
+from serverless_gpu.server.nodes.node_admin import NodeCommand
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.runs import active_runs, events, runs
 from serverless_gpu.server.records.runs.runs import StoredRun
@@ -48,8 +48,8 @@ def join(services: Services, name: str = "n1") -> str:
     return services.agents.hello(NODE, said).node
 
 
-def by(who: Caller, reach: str = "", node: str = "n1") -> Asked:
-    return Asked(who=who, reach=reach or ("all" if who is ROOT else "own"), node=node)
+def by(who: Caller, reach: str = "", node: str = "n1") -> NodeCommand:
+    return NodeCommand(who=who, reach=reach or ("all" if who is ROOT else "own"), node=node)
 
 
 def submit(services: Services, *, owner: str = "bob", gpus: int = 2, **spec: Any) -> str:

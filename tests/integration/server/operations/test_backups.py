@@ -21,7 +21,7 @@ from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.operations import backup
 from serverless_gpu.server.operations import restore as restoring
 from serverless_gpu.server.operations.backup import DATABASE, MANIFEST, read_manifest, verify
-from serverless_gpu.server.operations.restore import FILE, Mark, restore
+from serverless_gpu.server.operations.restore import FILE, RestoreMark, restore
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.runs import orders
 from serverless_gpu.wire.agents import PoolRequest, PoolView
@@ -272,7 +272,7 @@ def settled(
     database: Database, directory: Path, *, nothing_ran_since: bool = False, at_ns: int = T0 + 9 * S
 ) -> Measures:
     """Let a server start on a database that was restored; return what it counted."""
-    mark = Mark(made_ns=T0, nothing_ran_since=nothing_ran_since)
+    mark = RestoreMark(made_ns=T0, nothing_ran_since=nothing_ran_since)
     (directory / FILE).write_bytes(msgspec.json.encode(mark))
     measures = Measures()
     restoring.settle(database, directory, measures=measures, now_ns=at_ns)

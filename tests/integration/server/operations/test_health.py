@@ -15,7 +15,7 @@ from serverless_gpu.ambient import SystemClock
 from serverless_gpu.environment.stores.memory import MemoryStore
 from serverless_gpu.errors import StorageError, StoreUnavailable
 from serverless_gpu.server import startup
-from serverless_gpu.server.core.health import Checked, Health
+from serverless_gpu.server.core.health import PartHealth, ServerHealth
 from serverless_gpu.server.core.probes import Probe
 from serverless_gpu.server.scheduling.scheduler import Scheduler
 from serverless_gpu.server.storage.blobs import Blobs
@@ -43,7 +43,7 @@ class Hanging:
         return ""
 
 
-def look(health: Health) -> dict[str, Checked]:
+def look(health: ServerHealth) -> dict[str, PartHealth]:
     return {one.name: one for one in asyncio.run(health.look())}
 
 
@@ -56,7 +56,7 @@ def test_a_server_says_how_each_part_is_and_how_long_it_took(server: Served) -> 
 
 
 def test_two_checks_of_one_part_are_both_asked() -> None:
-    health, problems = Health(), {"held": "", "loop": ""}
+    health, problems = ServerHealth(), {"held": "", "loop": ""}
     health.watch("claim", lambda: problems["held"])
     health.watch("claim", lambda: problems["loop"])
     assert look(health)["claim"].problem == ""
@@ -106,7 +106,7 @@ def test_nothing_is_left_in_the_store_by_looking(server: Served) -> None:
 
 def test_what_hangs_is_asked_once_waited_for_once_and_named() -> None:
     clock, hanging = FakeClock(), Hanging()
-    health = Health(clock)
+    health = ServerHealth(clock)
     health.probe("store", hanging, bound_s=0.05)
     health.probe("database", lambda: "")
     found = look(health)
@@ -150,7 +150,7 @@ def test_many_who_ask_at_once_are_one_question() -> None:
 
 def test_a_good_answer_is_kept_for_a_while_and_a_bad_one_is_not() -> None:
     clock, said = FakeClock(), ["", "the store takes nothing", ""]
-    health = Health(clock)
+    health = ServerHealth(clock)
     health.probe("store", lambda: said.pop(0), fresh_s=10)
     assert look(health)["store"].problem == look(health)["store"].problem == ""
     assert len(said) == 2
@@ -163,7 +163,7 @@ def test_the_log_has_each_change_once_and_what_a_visitor_is_not_told(caplog: pyt
     def check() -> str:
         raise OSError("/home/alice/secret is gone")
 
-    health, working = Health(), [check]
+    health, working = ServerHealth(), [check]
     health.probe("store", lambda: working[0]())
     with caplog.at_level(logging.INFO):
         for _ in range(3):
@@ -192,7 +192,7 @@ def test_a_store_that_fails_is_told_without_its_name(
         def put(self, objects: object) -> None:
             raise error
 
-    health = Health()
+    health = ServerHealth()
     health.probe("store", Blobs(Failing(), clock=SystemClock()).try_store)
     for _ in range(3):
         assert look(health)["store"].problem == sentence

@@ -21,7 +21,7 @@ from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.shares import StoredShare
 from serverless_gpu.server.runs import queue_views
 from serverless_gpu.server.runs.queue_routes import QueueQuery
-from serverless_gpu.server.scheduling.wait_reasons import Told
+from serverless_gpu.server.scheduling.wait_reasons import WaitNotice
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import PoolRequest
 from serverless_gpu.wire.queue import ShareView
@@ -174,7 +174,7 @@ def test_the_queue_names_what_somebody_may_see_and_whose_the_rest_is(
     kept = Reservation(run_id=theirs, shares=(), at_ns=soon_ns, is_bound=True)
     late = Reservation(run_id=first, shares=(), at_ns=soon_ns - 8, is_bound=True)
     monkeypatch.setattr(services.sentences, "order", lambda limit: (theirs,))
-    monkeypatch.setattr(services.sentences, "glance", lambda run_id: Told(sentence=f"told {run_id}", wait=wait))
+    monkeypatch.setattr(services.sentences, "glance", lambda run_id: WaitNotice(sentence=f"told {run_id}", wait=wait))
     monkeypatch.setattr(services.sentences, "reservations", lambda: (kept, late))
     seen = services.queue_views.view(BOB, "team", limit=50, mine=False).entries
     assert [(each.owner, each.place, each.reserved_ns, each.is_bound) for each in seen] == [
@@ -196,7 +196,7 @@ def test_F82_what_is_found_to_be_never_possible_is_listed_last(
         next_one: Wait(run_id=next_one, reason=WaitReason.CAPACITY, place=1),
     }
     monkeypatch.setattr(services.sentences, "order", lambda limit: (never, next_one))
-    monkeypatch.setattr(services.sentences, "glance", lambda run_id: Told(sentence="told", wait=waits[run_id]))
+    monkeypatch.setattr(services.sentences, "glance", lambda run_id: WaitNotice(sentence="told", wait=waits[run_id]))
     seen = services.queue_views.view(ROOT, "all", limit=50, mine=False).entries
     assert [(each.run, each.place) for each in seen] == [(next_one, 1), (never, 0)]
 

@@ -15,7 +15,7 @@ from serverless_gpu.server.records.runs import attempts, crews
 from serverless_gpu.server.records.runs.runs import StoredRun
 from serverless_gpu.server.runs import views
 from serverless_gpu.server.runs.run_stream import Look
-from serverless_gpu.server.scheduling.wait_reasons import Told
+from serverless_gpu.server.scheduling.wait_reasons import WaitNotice
 from tests.support.golden import golden
 from tests.support.server.stored import T0, S, add_node, add_people, add_run, place, stored, tell
 
@@ -65,7 +65,7 @@ def test_a_run_that_is_out_of_reach_is_not_there(
 
 def test_what_people_read_of_a_run_as_it_goes_on(database: Database, run_id: str) -> None:
     def seen() -> tuple[State, str, str]:
-        view = views.run_view(stored(database, run_id), told=Told(sentence="needs 8 H100; you are 2nd"))
+        view = views.run_view(stored(database, run_id), told=WaitNotice(sentence="needs 8 H100; you are 2nd"))
         return view.state, view.node, view.sentence
 
     assert seen() == (State.QUEUED, "", golden("server.views.needs-h100-you"))
@@ -121,7 +121,9 @@ def test_a_reader_gets_what_it_has_not_and_the_end_once_there_is_one(database: D
     tell(database, run_id, UserCodeStarted())
 
     def look(after: int) -> Look:
-        return database.read(lambda connection: views.look(connection, run_id, after, told=Told(sentence="waits")))
+        return database.read(
+            lambda connection: views.look(connection, run_id, after, told=WaitNotice(sentence="waits"))
+        )
 
     assert [message.state for message in look(0).events] == [State.STARTING, State.RUNNING]
     assert [message.seq for message in look(2).events] == [3]

@@ -22,7 +22,7 @@ from serverless_gpu.model.billing.metering import Meter, lendings
 from serverless_gpu.model.billing.pricing import UNPRICED, Tariff, cost
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.model.utc_days import DAY_NS
-from serverless_gpu.server.invariants.allocations import Lent, doubly, of_facts
+from serverless_gpu.server.invariants.allocations import LentDevice, doubly, of_facts
 
 DAY = 20_000
 MIDNIGHT_NS = DAY * DAY_NS
@@ -328,7 +328,7 @@ def test_sums_by_tag_user_team_pool_and_run_agree_to_the_millionth(
 
 def doubles(*attempts: Iterable[Fact]) -> list[str]:
     """Return what I4 says of attempts of one node, which are numbered."""
-    lent: dict[tuple[str, ...], list[Lent]] = {}
+    lent: dict[tuple[str, ...], list[LentDevice]] = {}
     for number, facts in enumerate(attempts):
         for place, one in of_facts(f"r:{number}", "n", tuple(facts)):
             lent.setdefault(place, []).append(one)
@@ -348,7 +348,12 @@ def test_a_device_that_two_attempts_had_at_once_is_found() -> None:
 
 
 def test_a_long_one_is_compared_with_all_that_follow() -> None:
-    found = [Lent(0, 100, "long"), Lent(10, 20, "within"), Lent(30, 40, "too"), Lent(100, 110, "after")]
+    found = [
+        LentDevice(0, 100, "long"),
+        LentDevice(10, 20, "within"),
+        LentDevice(30, 40, "too"),
+        LentDevice(100, 110, "after"),
+    ]
     assert [one.sentence.split()[3] for one in doubly("GPU-a", found)] == ["within", "too"]
 
 

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.lifecycle.session import (
     Asker,
-    Book,
+    SessionBook,
     ask,
     idle_action,
     leave,
@@ -39,7 +39,7 @@ class Lending(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.book = Book(devices=devices(4), idle_ns=0)
+        self.book = SessionBook(devices=devices(4), idle_ns=0)
         self.now_ns = 0
         self.asked: list[Asker] = []
         self.number = 0
@@ -80,7 +80,7 @@ class Lending(RuleBasedStateMachine):
         self.book, _, over = idle_action(self.book, 100 * SECOND, self.now_ns)
         if over:
             assert self.book.idle_ns is not None and self.now_ns - self.book.idle_ns >= 100 * SECOND
-            self.book = Book(devices=devices(4), idle_ns=self.now_ns)
+            self.book = SessionBook(devices=devices(4), idle_ns=self.now_ns)
             self.asked = []
 
     @invariant()
@@ -98,7 +98,7 @@ TestLending = Lending.TestCase
 
 
 def test_a_small_run_does_not_pass_a_large_one() -> None:
-    book, served = settle(ask(Book(devices=devices(4), idle_ns=0), Asker("a", 2)))
+    book, served = settle(ask(SessionBook(devices=devices(4), idle_ns=0), Asker("a", 2)))
     assert (served, uuids(book.loans["a"])) == (("a",), ["H100-0", "H100-1"])
     book, served = settle(ask(ask(book, Asker("large", 4)), Asker("small", 1)))
     assert served == ()
@@ -107,7 +107,7 @@ def test_a_small_run_does_not_pass_a_large_one() -> None:
 
 
 def test_why_a_run_waits() -> None:
-    book, _ = settle(ask(Book(devices=devices(4), idle_ns=0), Asker("a", 3)))
+    book, _ = settle(ask(SessionBook(devices=devices(4), idle_ns=0), Asker("a", 3)))
     book = mark_unfit(ask(ask(book, Asker("b", 4)), Asker("c", 1)), {"H100-3"})
     assert waiting_text(book, book.queue[0]) == golden("model.sessions.waiting-session-h100")
     assert waiting_text(book, book.queue[1]) == golden("model.sessions.waiting-session-h100-run")
@@ -130,14 +130,14 @@ def test_why_a_run_waits() -> None:
     ],
 )
 def test_an_idle_session_warns_once_and_ends(idle_s: float, warned: bool, expected: tuple[str, bool]) -> None:
-    book = Book(devices=devices(4), idle_ns=0, warned=warned)
+    book = SessionBook(devices=devices(4), idle_ns=0, warned=warned)
     after, sentence, over = idle_action(book, 100 * SECOND, int(idle_s * SECOND))
     assert (sentence, over) == expected
     assert after.warned == (warned or "back in" in sentence)
 
 
 def test_time_matters_only_while_idle() -> None:
-    book = Book(devices=devices(1, "CPU"), idle_ns=7 * SECOND)
+    book = SessionBook(devices=devices(1, "CPU"), idle_ns=7 * SECOND)
     assert wake_ns(book, 100 * SECOND) == 87 * SECOND
     warned, sentence, _ = idle_action(book, 100 * SECOND, 90 * SECOND)
     assert golden("model.sessions.gives-cpu-slot") in sentence

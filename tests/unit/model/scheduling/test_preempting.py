@@ -11,7 +11,16 @@ import msgspec
 import pytest
 from hypothesis import given
 
-from serverless_gpu.model.scheduling.preemption import Room, Site, Terms, could_use, may_ask, may_use, room, standing
+from serverless_gpu.model.scheduling.preemption import (
+    PreemptionPlan,
+    Site,
+    Terms,
+    could_use,
+    may_ask,
+    may_use,
+    room,
+    standing,
+)
 from serverless_gpu.model.scheduling.values import (
     BEST_EFFORT,
     CRITICAL,
@@ -51,7 +60,7 @@ def site(holders: Sequence[RunningRun], need: int = 8, name: str = "n1", **other
     return Site(node=node, gpu_type="H100", need=need, free=8 - sum(mine), holders=tuple(holders))
 
 
-def leaving(found: Room | None) -> list[str]:
+def leaving(found: PreemptionPlan | None) -> list[str]:
     """Return who is asked to leave."""
     assert found is not None
     return [preemption.run_id for preemption in found.preemptions]
@@ -106,15 +115,15 @@ def test_nobody_leaves_who_cannot_go_on_or_did_so_often_or_is_no_less(held: Runn
 
 def test_who_is_too_young_is_asked_once_enough_are_not() -> None:
     holders = [running("a", 4, 100), running("b", 4, 300)]
-    assert room(wanted("r1"), [site(holders)], _TERMS, _NOW) == Room(wake_ns=_NOW + 500 * _S)
-    assert room(wanted("r1", 4), [site(holders, need=4)], _TERMS, _NOW) == Room(wake_ns=_NOW + 300 * _S)
+    assert room(wanted("r1"), [site(holders)], _TERMS, _NOW) == PreemptionPlan(wake_ns=_NOW + 500 * _S)
+    assert room(wanted("r1", 4), [site(holders, need=4)], _TERMS, _NOW) == PreemptionPlan(wake_ns=_NOW + 300 * _S)
     assert leaving(room(wanted("r1"), [site(holders)], _TERMS, _NOW + 500 * _S)) == ["b", "a"]
 
 
 def test_where_enough_is_free_or_coming_nobody_else_leaves() -> None:
     there = msgspec.structs.replace(site([running("a", 4, 9000)]), free=8)
     found = room(wanted("r1"), [there], _TERMS, _NOW)
-    assert found == Room(shares=(DeviceShare(node_id="n1", gpu_type="H100", count=8),))
+    assert found == PreemptionPlan(shares=(DeviceShare(node_id="n1", gpu_type="H100", count=8),))
 
 
 def test_a_gang_of_several_nodes_has_whole_ones_cleared_and_a_part_of_another() -> None:

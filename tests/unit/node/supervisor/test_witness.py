@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from serverless_gpu.model.gangs.crew import CrewPlace, laid_out
-from serverless_gpu.model.hangs.gang_hang_detection import Ask, CrewObservation, Judgement
+from serverless_gpu.model.hangs.gang_hang_detection import CrewObservation, InspectionRequest, Judgement
 from serverless_gpu.model.lifecycle.attempt import (
     Attempt,
     Hang,
@@ -95,7 +95,7 @@ def test_a_silence_is_told_when_looks_are_due_and_each_has_its_number(scene: Sce
 
 def test_what_was_seen_is_told_once_the_window_is_over(scene: Scene) -> None:
     scene.live(310)
-    scene.witness.asked(Ask(number=77, window_ms=60_000))
+    scene.witness.asked(InspectionRequest(number=77, window_ms=60_000))
     scene.live(55)
     assert "seen" not in scene.said
     scene.live(10)
@@ -106,7 +106,7 @@ def test_what_was_seen_is_told_once_the_window_is_over(scene: Scene) -> None:
 
 def test_progress_makes_a_look_void(scene: Scene) -> None:
     scene.live(310)
-    scene.witness.asked(Ask(number=77, window_ms=60_000))
+    scene.witness.asked(InspectionRequest(number=77, window_ms=60_000))
     scene.live(30)
     scene.witness.heard()
     scene.live(60)
@@ -140,7 +140,7 @@ def test_F04_what_was_seen_is_kept_where_the_other_node_was_told_first_and_ended
 ) -> None:
     """They write why they fail, and then they do; who got on in between has stood still no more."""
     scene.live(310)
-    scene.witness.asked(Ask(number=77, window_ms=60_000))
+    scene.witness.asked(InspectionRequest(number=77, window_ms=60_000))
     scene.witness.ended()
     assert not list(tmp_path.iterdir()), "nothing was seen yet"
     scene.live(65)
@@ -161,7 +161,7 @@ def test_F04_what_was_seen_is_kept_where_the_other_node_was_told_first_and_ended
 
 def test_ranks_that_returned_after_all_have_not_stood_still(scene: Scene, tmp_path: Path) -> None:
     scene.live(310)
-    scene.witness.asked(Ask(number=77, window_ms=60_000))
+    scene.witness.asked(InspectionRequest(number=77, window_ms=60_000))
     scene.live(65)
     scene.attempt = msgspec.structs.replace(ATTEMPT, phase=Phase.RETURNED, returned=frozenset({2, 3}))
     scene.live(5)
@@ -172,7 +172,7 @@ def test_ranks_that_returned_after_all_have_not_stood_still(scene: Scene, tmp_pa
 @pytest.mark.parametrize("sentence", ["", TOLD])
 def test_what_was_judged_is_not_written_again(scene: Scene, tmp_path: Path, sentence: str) -> None:
     scene.live(310)
-    scene.witness.asked(Ask(number=77, window_ms=60_000))
+    scene.witness.asked(InspectionRequest(number=77, window_ms=60_000))
     scene.live(65)
     scene.witness.judged(Judgement(number=1, sentence=sentence))
     scene.witness.ended()

@@ -11,14 +11,14 @@ import pytest
 from prometheus_client.metrics import MetricWrapperBase
 
 from serverless_gpu.server.core.server_metrics import Measures
-from serverless_gpu.server.operations.state_metrics import Sample, families
+from serverless_gpu.server.operations.state_metrics import StateSample, families
 from tests.support.paths import REPOSITORY
 
 FILES = [REPOSITORY / "deploy" / name for name in ("grafana.json", "alerts.yml", "prometheus.yml")]
 PAGE = REPOSITORY / "docs" / "how-to" / "operating-a-server.md"
 BESIDE = {"process_resident_memory_bytes", "process_cpu_seconds_total", "process_open_fds"}
 """Of the process, by prometheus-client."""
-EMPTY = Sample(
+EMPTY = StateSample(
     at_ns=0,
     runs={"QUEUED": 0},
     oldest_wait_s=0,

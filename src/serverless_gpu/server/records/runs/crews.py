@@ -53,7 +53,7 @@ class NewCrew(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoredCrew(msgspec.Struct, frozen=True, kw_only=True):
-    """A crew as it is written down; what it ended with is `Outcome`, which may be large.
+    """A crew as it is written down; what it ended with is `CrewOutcome`, which may be large.
 
     Attributes:
         node: the node's name.
@@ -124,7 +124,7 @@ class StoredCrew(msgspec.Struct, frozen=True, kw_only=True):
         return self.given_up or (self.reason is Reason.REFUSED and state is not State.STOPPING)
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class CrewOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """What a crew ended with, as JSON: `node.protocol.Stopped` and `model.receipt.Receipt`, or None."""
 
     stopped: str | None
@@ -222,11 +222,11 @@ def receipts(connection: sa.Connection, ids: Collection[CrewId]) -> dict[CrewId,
     return found
 
 
-def outcomes(connection: sa.Connection, run_id: str, fence: int) -> tuple[Outcome, ...]:
+def outcomes(connection: sa.Connection, run_id: str, fence: int) -> tuple[CrewOutcome, ...]:
     """Return what the crews of an attempt ended with, by their numbers."""
     own = sa.and_(crews.c.run_id == run_id, crews.c.fence == fence)
     query = sa.select(crews.c.stopped_json, crews.c.receipt_json).where(own).order_by(crews.c.crew)
-    return tuple(Outcome(stopped=stopped, receipt=receipt) for stopped, receipt in connection.execute(query))
+    return tuple(CrewOutcome(stopped=stopped, receipt=receipt) for stopped, receipt in connection.execute(query))
 
 
 def change(connection: sa.Connection, crew: StoredCrew, values: Mapping[str, object]) -> None:
