@@ -31,13 +31,7 @@ if TYPE_CHECKING:
 
 
 def connect(profile: ServerProfile, *, patience_s: float = 0.0, home: Path | None = None) -> Connection:
-    """Return a connection; HTTP is loaded here, 60 ms that other commands need not wait for.
-
-    Args:
-        profile: which server, and as whom.
-        patience_s: how long a server that is away is waited for, in seconds; that is said on stderr.
-        home: the home whose file may have another address and another token by now; None: they stay as they are.
-    """
+    """Return a connection, importing HTTP (60 ms) here; `home` names the file to re-read while waiting."""
     latest = _latest(profile, home)
     connection: Connection = load("serverless_gpu.wire.connection").Connection(
         lambda: latest().url, lambda: latest().token, ca=profile.ca, patience_s=patience_s, announce=_say
@@ -54,7 +48,7 @@ def connect_briefly(profile: ServerProfile) -> BriefConnection:
 
 
 def _latest(profile: ServerProfile, home: Path | None) -> Callable[[], ServerProfile]:
-    """Return what says how the server is reached by now."""
+    """Return the function that re-reads the server's address and token."""
     known = profile
 
     def latest() -> ServerProfile:
@@ -68,15 +62,7 @@ def _latest(profile: ServerProfile, home: Path | None) -> Callable[[], ServerPro
 
 @contextlib.contextmanager
 def patient_server(home: Path) -> Iterator[Connection]:
-    """Yield a connection for a command about one run: it waits for a server that is away, as `sgpu submit` does.
-
-    Args:
-        home: says which server.
-
-    Raises:
-        ServerNotConfigured: no server is configured.
-        InvalidValue: what is configured cannot be used.
-    """
+    """Yield a connection for a command about one run: it waits for a server that is away."""
     connection = connect(find_profile(home, os.environ), patience_s=configured_patience_s(os.environ), home=home)
     try:
         yield connection
@@ -86,15 +72,7 @@ def patient_server(home: Path) -> Iterator[Connection]:
 
 @contextlib.contextmanager
 def server(*, patience_s: float = 0.0) -> Iterator[Connection]:
-    """Yield a connection to the server of this user; a command does not wait for one that is away, unless told.
-
-    Args:
-        patience_s: how long it does, in seconds.
-
-    Raises:
-        ServerNotConfigured: there is none.
-        InvalidValue: what is configured cannot be used.
-    """
+    """Yield a connection to this user's server, waiting `patience_s` seconds for one that is away."""
     home = remote_home(os.environ).root
     connection = connect(_profile(home), patience_s=patience_s, home=home)
     try:

@@ -1,4 +1,4 @@
-"""`sgpu audit`: who did what on a server, a copy of that elsewhere, and whether both are what was written down."""
+"""`sgpu audit`: the log of actions on a server, copies of it elsewhere, and checks of both."""
 
 from __future__ import annotations
 

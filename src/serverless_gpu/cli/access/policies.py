@@ -182,7 +182,7 @@ def _path(name: str) -> str:
 
 
 def _changes(said: Mapping[str, Any]) -> dict[str, object]:
-    """Return what was said on the command line, by field of a policy."""
+    """Return the changed fields of a policy from the command line."""
     changes: dict[str, object] = {}
     if said["pool"] is not None:
         changes["pool"] = "" if said["pool"] == ANY else said["pool"]

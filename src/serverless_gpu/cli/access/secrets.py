@@ -1,6 +1,6 @@
 """`sgpu secret`: passwords and keys that runs get, of a server, or of this home for runs of this machine.
 
-A value is typed, piped or read from a file, and never an argument: those can be seen by everybody on the machine.
+A value is typed, piped or read from a file, and never an argument: every user of the machine can read those.
 """
 
 from __future__ import annotations

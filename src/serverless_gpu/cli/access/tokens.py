@@ -1,4 +1,4 @@
-"""`sgpu token`: what scripts and services sign in with."""
+"""`sgpu token`: tokens with which scripts and services sign in."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def revoke(identifier: str) -> None:
 
 
 def say_secret(made: TokenMade) -> None:
-    """Print the secret of a new token on stdout, and what it is on stderr, so that it can be piped into a file."""
+    """Print a new token's secret on stdout, for piping into a file, and its description on stderr."""
     until = "does not expire" if made.token.expires_ns is None else f"until {format_moment(made.token.expires_ns)}"
     say(f"token {made.token.id} of {made.token.principal}, {until}; shown this once:", err=True)
     say(made.secret)

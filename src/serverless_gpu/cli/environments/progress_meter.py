@@ -5,7 +5,7 @@ r"""How far a capture or a restore is, for a person: bytes, files, rate, time th
                                                    a file or a pipe: a plain line every five seconds
 
 The result of a command goes to stdout, this to stderr. Reports come from several threads, a thousand a second. The
-rate is that of the last seconds, so that a slow line after a fast disk is said as it is; nothing is foretold before
+rate is that of the last seconds, so that a slow line after a fast disk is visible; no estimate appears before
 a second is over. A terminal that goes away, or a full disk under stderr, ends the drawing and not the work.
 """
 
@@ -38,12 +38,7 @@ _COLUMNS = 80
 
 
 class ProgressMeter:
-    """What is known about one phase, and its line.
-
-    Args:
-        phase: what is being done.
-        now_ns: when it began.
-    """
+    """Progress of one phase, and its line."""
 
     def __init__(self, phase: Phase, now_ns: int) -> None:
         self.phase = phase
@@ -96,12 +91,7 @@ def _seconds_text(size: int, rate: int) -> str:
 
 
 class Meters:
-    """Draws the meter of the current phase on stderr; a context that leaves a clean line behind.
-
-    Args:
-        stream: where to draw; None for this process's stderr.
-        clock: times.
-    """
+    """Draws the meter of the current phase on stderr; a context that leaves a clean line behind."""
 
     def __init__(self, stream: TextIO | None = None, clock: Clock | None = None) -> None:
         self._stream = sys.stderr if stream is None else stream

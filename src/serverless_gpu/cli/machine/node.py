@@ -1,4 +1,4 @@
-"""`sgpu status`, `sgpu gpus`, `sgpu stop`: what this machine keeps warm and lends."""
+"""`sgpu status`, `sgpu gpus`, `sgpu stop`: the agent of this machine and its devices."""
 
 from __future__ import annotations
 

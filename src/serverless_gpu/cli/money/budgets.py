@@ -1,4 +1,4 @@
-"""`sgpu budget`: how much somebody may use in a day, week or month, and how much of it is used."""
+"""`sgpu budget`: limits per day, week or month, and their use."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def _request_of(view: BudgetView) -> BudgetRequest:
 
 
 def _scope(everything: bool, said: Mapping[str, str | None]) -> dict[str, object]:
-    """Return for whom it is, as far as that was said."""
+    """Return the scope that the options name."""
     given: list[tuple[str, str]] = [(kind, scope) for kind in _SCOPES if (scope := said[kind]) is not None]
     given += [("everything", "")] if everything else []
     if len(given) > 1:
@@ -158,7 +158,7 @@ def _scope(everything: bool, said: Mapping[str, str | None]) -> dict[str, object
 
 
 def _limit(said: Mapping[str, str | None]) -> dict[str, object]:
-    """Return how much it is, as far as that was said."""
+    """Return the limit that the options name."""
     money, hours = said["money"], said["gpu_hours"]
     if money is not None and hours is not None:
         raise click.UsageError(f"say how much it is, once: {_MUCH}")

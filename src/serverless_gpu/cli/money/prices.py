@@ -1,4 +1,4 @@
-"""`sgpu price`: what a device, a core or a GiB costs for one hour, since when, and in which pool."""
+"""`sgpu price`: hourly prices of devices, cores and memory, by pool and start."""
 
 from __future__ import annotations
 

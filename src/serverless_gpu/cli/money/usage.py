@@ -1,4 +1,4 @@
-"""`sgpu usage`: what was used and what it cost, by user, team, tag, month …; who pays what; rows for billing tables."""
+"""`sgpu usage`: use and cost by user, team, tag, month …; chargeback; rows for billing tables."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ def _chargeback_table(view: UsageView) -> usage_files.UsageTable:
 
 
 def _remarks(view: UsageView) -> list[str]:
-    """Return what must not be overlooked: what is cut, has no price, may change, or is not in the ledger yet."""
+    """Return remarks on cut rows, missing prices, provisional amounts and rows not in the ledger yet."""
     found = []
     word = _word(view)
     shown = {total.currency: total.amounts for total in model.totals(view.groups)}
@@ -248,7 +248,7 @@ def _remarks(view: UsageView) -> list[str]:
 
 
 def _word(view: UsageView) -> str:
-    """Return whose time the report adds up: of GPUs, of CPU slots, or of both where it does not tell them apart."""
+    """Return the kind of device that the report adds up: GPUs, CPU slots, or both."""
     if "gpu_type" not in view.by or view.is_cut:
         return time_unit()
     return time_unit(group.key[view.by.index("gpu_type")] for group in view.groups)
@@ -280,7 +280,7 @@ def _cost(group: ReportRow, *, exact: bool) -> str:
 
 
 def _cell(text: str) -> str:
-    """Return what somebody named as a cell: tags may have lines and anything else in them."""
+    """Return a user-given name as a cell; tags may hold line breaks."""
     clean = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
     return clean or "-"
 

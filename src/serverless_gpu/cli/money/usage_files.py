@@ -34,17 +34,11 @@ _PARTS = ("busy", "seen", "idle")
 
 
 class UsageTable(msgspec.Struct, frozen=True, kw_only=True):
-    """A report as columns.
-
-    Attributes:
-        names: of the columns.
-        kinds: what is in each: texts, whole numbers, money (a decimal with six digits), parts of 1.
-        lines: the rows; None is "nothing", such as a cost without a price.
-    """
+    """A report as columns."""
 
     names: tuple[str, ...]
-    kinds: tuple[Kind, ...]
-    lines: tuple[tuple[Any, ...], ...]
+    kinds: tuple[Kind, ...]  # texts, whole numbers, money (a decimal with six digits), parts of 1
+    lines: tuple[tuple[Any, ...], ...]  # rows; None is empty, such as a cost without a price
 
     def rows(self) -> list[dict[str, Any]]:
         """Return each row by the names of its columns."""
@@ -52,17 +46,12 @@ class UsageTable(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def report(view: UsageView) -> UsageTable:
-    """Return a report as columns: what it is grouped by, the currency, and the amounts."""
+    """Return a report as columns: groups, currency and amounts."""
     return _table(view.by, ((group.key, group) for group in view.groups))
 
 
 def chargeback(view: UsageView, shares: Iterable[CostShare]) -> UsageTable:
-    """Return who pays what of a month as columns.
-
-    Args:
-        view: the month.
-        shares: who pays, of `model.usage.chargeback`.
-    """
+    """Return a month's cost shares as columns."""
     kept = list(shares)
     made = _table(
         ("month", "who", "is"),
@@ -81,7 +70,7 @@ def chargeback(view: UsageView, shares: Iterable[CostShare]) -> UsageTable:
 
 
 def amounts_of(group: ReportRow) -> dict[str, Any]:
-    """Return what was used by the names of columns."""
+    """Return a group's amounts by column name."""
     amounts = group.amounts
     return {
         "currency": group.currency,
@@ -110,10 +99,7 @@ def put(table: UsageTable, path: Path | None) -> None:
 
 
 def put_records(records: Iterator[BillingRow], path: Path | None) -> None:
-    """Write rows of the ledger with the columns of billing tables: as Parquet into a file, or as CSV to the output.
-
-    In CSV, structs and maps are JSON.
-    """
+    """Write ledger rows in billing columns: Parquet into a file, or CSV with JSON cells to stdout."""
     if path is None:
         _say_csv(BillingRow.__struct_fields__, (_csv_cells(record) for record in records))
         return

@@ -79,7 +79,7 @@ def join(host: str, token_file: Path, **options: Any) -> None:
 
 
 def _leave(home: Home, profile: Path, name: str) -> None:
-    """Have nothing new come here; what runs goes on."""
+    """Drain this node; its runs continue."""
     with contextlib.suppress(OSError):
         (home.root / "ray" / LEFT).touch(mode=0o600)
     count = sum(1 for _ in open_attempts(home.runs, str(profile)))
@@ -94,11 +94,7 @@ def _leave(home: Home, profile: Path, name: str) -> None:
 
 @contextlib.contextmanager
 def _alone(home: Home) -> Iterator[None]:
-    """Be the one that joins for a home.
-
-    Raises:
-        ServerProblem: another process does.
-    """
+    """Hold the lock that lets one process join for a home; raise ServerProblem when it is taken."""
     directory = home.root / "ray"
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = hold(directory / "keeper.lock", f"{os.getpid()} {__version__}")

@@ -124,10 +124,7 @@ def invite(name: str, uses: int, lifetime: str, out: Path) -> None:
 
 
 def join_address(home: Path) -> tuple[str, str]:
-    """Return where machines that join find the server, and the certificates they are to trust.
-
-    On the server's machine its own join file says that; elsewhere they find it as this client does.
-    """
+    """Return the server address and certificates for joining machines: the join file's, else this client's."""
     own = home / "server" / "join.json"
     with contextlib.suppress(InvalidValue):
         file = load("serverless_gpu.engines.ray.join_file").read_join_file(own)
@@ -137,11 +134,7 @@ def join_address(home: Path) -> tuple[str, str]:
 
 
 def find_node(found: Sequence[NodeView], name: str) -> NodeView:
-    """Return the node of a name or identifier.
-
-    Raises:
-        InvalidValue: there is none.
-    """
+    """Return the node with this name or identifier."""
     for each in found:
         if name in (each.name, each.id):
             return each
@@ -159,7 +152,7 @@ def _heard(view: NodeView) -> str:
 
 
 def for_whom(view: NodeView) -> str:
-    """Return whose runs are placed on a node now, and until when that is so."""
+    """Return whose runs a node takes now, and until when."""
     calendar = view.rules.calendar
     who = "all" if view.shared else calendar.owner or "nobody"
     until = f" until {format_soon(view.turns_ns)}" if view.turns_ns is not None else ""

@@ -1,4 +1,4 @@
-"""`sgpu queue`, `sgpu pools`, `sgpu pool`, `sgpu share`: who waits, and who gets how much of what."""
+"""`sgpu queue`, `sgpu pools`, `sgpu pool`, `sgpu share`: the queue, pools and shares."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def _say_pools(*, as_json: bool) -> None:
 
 
 def queue_row(entry: QueueEntry, now_ns: int) -> list[str]:
-    """Return a run as a row; of one that is not to be seen only whose it is, and what it needs."""
+    """Return a run as a row; of an invisible run only its owner and demand."""
     name = f"{entry.run} {entry.name}".rstrip() or "-"
     needs = f"{entry.gpus or 'every'} {entry.gpu_type or 'GPU'}" + (f" of {entry.pool}" if entry.pool else "")
     waits = format_duration_ms(max(0, now_ns - entry.since_ns) // 1_000_000)

@@ -1,4 +1,4 @@
-"""What `sgpu advise` shows: tables, and the same for machines."""
+"""Output of `sgpu advise`: tables, and JSON."""
 
 from __future__ import annotations
 
@@ -22,33 +22,21 @@ _NAME_MAX = 40
 
 
 class AdviceReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that is shown.
-
-    Attributes:
-        advice: about reserved GPUs; None where a price is missing, and `why_not` says which.
-        queues: pools that send nobody on demand.
-        runs: that had more GPU than they used.
-        waiting: micros that it costs when a run waits one hour for one GPU; None for unpriced.
-    """
+    """All results of `sgpu advise`."""
 
     past: PastUse
     gpu_type: str
     kind: GpuTypeUses
-    advice: Advice | None
+    advice: Advice | None  # about reserved GPUs; None where a price is missing (`why_not`)
     why_not: str
-    queues: tuple[QueueOutcome, ...]
-    runs: tuple[Unneeded, ...]
-    waiting: int | None
+    queues: tuple[QueueOutcome, ...]  # of pools without on-demand overflow
+    runs: tuple[Unneeded, ...]  # with more GPU than they used
+    waiting: int | None  # micros for one run waiting one hour for one GPU; None for unpriced
     currency: str
 
 
 def lines(report: AdviceReport, *, explain: bool) -> Iterator[str]:
-    """Yield what is shown to people.
-
-    Args:
-        report: what was found.
-        explain: whether the formulas follow.
-    """
+    """Yield the report's text, with formulas if `explain` is set."""
     yield from _head(report)
     if report.advice is not None:
         yield from ("", *_mixes(report.advice))
@@ -104,7 +92,7 @@ def as_json(report: AdviceReport) -> dict[str, object]:
 
 
 def title_of(report: AdviceReport) -> str:
-    """Return what the picture is called."""
+    """Return the picture's title."""
     return f"{report.gpu_type}: {report.past.source}, {_span(report.past)}"
 
 

@@ -91,7 +91,7 @@ def _wanted(options: Mapping[str, Any]) -> UseFilter:
 
 
 def _known(options: Mapping[str, Any], wanted: UseFilter, configuration: Configuration) -> tuple[PastUse, Book]:
-    """Return what was used, and the prices."""
+    """Return past use and prices."""
     book = book_of_home(configuration)
     if options["trace"] is not None:
         return of_trace(read_trace(options["trace"]), wanted), book
@@ -167,7 +167,7 @@ def _rates(options: Mapping[str, Any], book: Book, gpu_type: str, billed: Fracti
 
 
 def _price(option: str, text: str, book: Book, gpu_type: str) -> int | None:
-    """Return a price as it was typed: an amount, or the pool whose price it is."""
+    """Return a typed price: an amount, or the pool that has the price."""
     if text[:1] in ("", "-") or text[:1].isdigit() or text[:1] == ".":
         return micros(option, text, most=_PRICE_MAX) if text else book.price(gpu_type)
     found = book.price(gpu_type, text)

@@ -1,4 +1,4 @@
-"""`sgpu simulate`: what schedulers would have made of a trace, side by side."""
+"""`sgpu simulate`: results of schedulers on a trace, side by side."""
 
 from __future__ import annotations
 
@@ -133,11 +133,7 @@ def _trace(asked: _Asked, cluster: Cluster, options: Mapping[str, Any]) -> Trace
 
 
 def _history() -> Iterator[dict[str, Any]]:
-    """Yield the server's runs as `sgpu runs --json` has them, newest first.
-
-    Raises:
-        ServerProblem: the server cannot be asked.
-    """
+    """Yield the server's runs as `sgpu runs --json` does, newest first."""
     wire, remote = load("serverless_gpu.wire.runs"), load("serverless_gpu.cli.runs.server_runs")
     connection = connect(find_profile(this_home().root, os.environ))
     try:
@@ -155,7 +151,7 @@ def _history() -> Iterator[dict[str, Any]]:
 
 
 def _scheduling(options: Mapping[str, Any]) -> Scheduling:
-    """Return what the operator decides, as far as it was typed."""
+    """Return the scheduling settings from the options."""
     told: dict[str, Any] = {}
     if options["half_life"]:
         told["half_life_s"] = duration_s("--half-life", options["half_life"])

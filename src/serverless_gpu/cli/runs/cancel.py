@@ -45,7 +45,7 @@ def cancel(run: str | None) -> None:
 
 
 def _refuse_unnamed(home: Home) -> NoReturn:
-    """Raise after listing what could be meant."""
+    """List the runs to choose from and raise."""
     live = [row(record, home)[:4] for run_id in own_runs(home) if (record := read_run(home.runs, run_id)).live]
     unasked = ""
     try:
@@ -59,7 +59,7 @@ def _refuse_unnamed(home: Home) -> NoReturn:
 
 
 def describe_gate(handle: Run[object]) -> str:
-    """Return what is known of the devices; a run that never had any has no receipt."""
+    """Return the release state of a run's devices; a run that never had any has no receipt."""
     try:
         receipt = handle.receipt()
     except ServerlessGpuError:

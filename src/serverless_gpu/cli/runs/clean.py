@@ -67,7 +67,7 @@ class _Chosen(NamedTuple):
 
 
 def _places(home: Home) -> tuple[Path, Path]:
-    """Return where directories of runs lie: those that ran here, and copies of what others of a server returned."""
+    """Return the directories of runs: own ones, and copies of results from a server."""
     return home.runs, home.remote
 
 
@@ -100,7 +100,7 @@ def _entry(place: Path, run_id: str, ended_ns: int | None) -> _Chosen:
 
 
 def _kept_no_longer(home: Home, older_than: str | None, keep: str | None) -> tuple[list[_Chosen], str]:
-    """Return what the rules delete, and in words what they would if it had not ended only just."""
+    """Return the directories that the rules delete, and in words those spared as just ended."""
     policy, now_ns, queued = _policy(home, older_than, keep), SystemClock().wall_ns(), queued_runs(home)
     scanned = [[_Chosen(place, entry) for entry in scan(place, queued, now_ns)] for place in _places(home)]
     # What the configuration says holds for each place; a size that is asked for is meant for both together.

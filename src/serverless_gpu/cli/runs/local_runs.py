@@ -60,7 +60,7 @@ def as_json(home: Home, record: RunRecord, *, size: bool) -> dict[str, object]:
 
 
 def name_of(record: RunRecord) -> str:
-    """Return what a run is called: its function, or what else it is."""
+    """Return a run's name: its function, or its kind."""
     if record.kind != FUNCTION:
         return f"({record.kind})"
     return record.spec.name if record.spec is not None else ""
@@ -82,7 +82,7 @@ def took_text(record: RunRecord) -> str:
 
 
 def cost_so_far(home: Home, record: RunRecord) -> Cost | None:
-    """Return what a run that goes on has used by now; None for any other."""
+    """Return a running run's cost so far; None for any other run."""
     if not record.live:
         return None
     found: Cost | None = load("serverless_gpu.client.runs.local_costs").cost_here(
@@ -92,7 +92,7 @@ def cost_so_far(home: Home, record: RunRecord) -> Cost | None:
 
 
 def used_text(cost: Cost | None) -> str:
-    """Return what a run used, for one cell of a line."""
+    """Return a run's use as one table cell."""
     return "-" if cost is None or not cost.gpu_ms else cost.used_text()
 
 

@@ -1,4 +1,4 @@
-"""`sgpu logs`: what the ranks of a run wrote, now or while it goes on.
+"""`sgpu logs`: output of a run's ranks, once or followed.
 
     this machine: logs/<rank>.<stream>          ┐
                                                 ├─tail──▶ decode ─▶ TerminalDisplay   as in the call itself
@@ -109,7 +109,7 @@ def _ranks(output: RunOutput, wanted: str) -> list[int]:
 def _show(
     sources: Sequence[OutputStream], display: Display | None, goes_on: Callable[[], bool], look_s_max: float = _LOOK_S
 ) -> None:
-    """Show what is there, and what comes as long as the run goes on; without a display, the bytes."""
+    """Show the output so far and, while the run continues, new output; raw bytes without a display."""
     last, look_s = False, _LOOK_S
     while not last:
         last = not goes_on()  # asked before looking: what was written until the end is still shown

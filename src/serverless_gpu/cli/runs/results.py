@@ -1,4 +1,4 @@
-"""`sgpu result`: copying what ranks returned into a directory; nothing is loaded, which would be running code.
+"""`sgpu result`: copies results of ranks into a directory without loading them, which would run code.
 
 Failure cases: a run that goes on (refused), a rank that returned nothing (said), a file that grows shorter or a server
 that goes away in the middle (nothing half is left), a full disk.
@@ -28,7 +28,7 @@ _PIECE_BYTES = 4 << 20
 
 
 class Result(NamedTuple):
-    """What a rank returned: how much it is in bytes, and a way to have it piece by piece."""
+    """A rank's result: its size in bytes and its pieces."""
 
     size: int
     pieces: Iterator[bytes]
@@ -80,11 +80,7 @@ def _own(home: Home, run_id: str) -> tuple[str, dict[int, Result]]:
 
 
 def _chosen(run_id: str, state: str, results: dict[int, Result], rank: str) -> dict[int, Result]:
-    """Return the results that are meant.
-
-    Raises:
-        InvalidValue: the run goes on, or there is none of that rank.
-    """
+    """Return the selected results; raise InvalidValue when the run continues or the rank has none."""
     if state not in TERMINAL:
         raise InvalidValue(f"run {run_id} is {state}: it has returned nothing yet", hint=f"sgpu attach {run_id}")
     if rank == "all":

@@ -1,4 +1,4 @@
-"""Where the run is that a person means: on this machine, or with the server.
+"""Locates the wanted run: on this machine, or on the server.
 
 A run of local mode has its directory here and nothing anywhere else. A run of a server is the server's, also when this
 machine is the node that it ran on and has a directory of it. Without a server everything is here.
@@ -37,7 +37,7 @@ _FEW = 10
 
 
 class Located(NamedTuple):
-    """A run: its identifier, and what the server says of it; None for a run of this machine alone."""
+    """A run's identifier and the server's view of it; None for a run of this machine alone."""
 
     run_id: str
     view: RunView | None
@@ -49,22 +49,13 @@ def own_runs(home: Home) -> list[str]:
 
 
 def server_runs(home: Home, *, limit: int, state: str = "") -> tuple[RunView, ...]:
-    """Return the server's latest runs; nothing where no server is configured.
-
-    Args:
-        home: says which server.
-        limit: how many at most.
-        state: only those in it; "" for all.
-
-    Raises:
-        ServerProblem: the server cannot be asked.
-    """
+    """Return the server's latest runs, in a state or ("") any; none without a configured server."""
     page = _page(home, {"limit": str(min(limit, PAGE))} | ({"state": state} if state else {}))
     return () if page is None else page.runs
 
 
 def server_costs(home: Home, *, limit: int, state: str = "") -> tuple[tuple[RunView, ...], dict[str, Cost]]:
-    """Return the server's latest runs as `server_runs` does, and what each has cost, by its identifier."""
+    """Return the server's latest runs as `server_runs` does, and each one's cost by identifier."""
     query = {"limit": str(min(limit, PAGE))} | ({"state": state} if state else {})
     try:
         page = _page(home, query | {"costs": "true"})
@@ -74,18 +65,7 @@ def server_costs(home: Home, *, limit: int, state: str = "") -> tuple[tuple[RunV
 
 
 def locate(home: Home, wanted: str | None) -> Located:
-    """Return the run that is meant, as `choosing.choose` reads it.
-
-    A named run that is not on this machine is asked of the server, which is waited for while it is away.
-
-    Args:
-        home: where runs of this machine lie, and which server there is.
-        wanted: what was typed; None for the latest run.
-
-    Raises:
-        InvalidValue: no run is meant, or several.
-        ServerProblem: the run is not on this machine, and the server cannot be asked.
-    """
+    """Return the wanted run; a named run that is not here waits for an unreachable server."""
     own = own_runs(home)
     if wanted is not None and len(meant(own, wanted)) == 1:
         return Located(meant(own, wanted)[0], None)

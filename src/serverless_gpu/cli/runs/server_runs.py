@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def row(view: RunView) -> list[str]:
-    """Return the cells of one line: run, name, state, started, took, devices, whose and where."""
+    """Return a line's cells: run, name, state, started, took, devices, owner, place."""
     return [
         view.id,
         view.name or "-",
@@ -35,7 +35,7 @@ def row(view: RunView) -> list[str]:
 
 
 def devices_text(view: RunView) -> str:
-    """Return what a run has, or asks for."""
+    """Return a run's devices, assigned or requested."""
     count = view.world_size or view.spec.resources.gpus
     kind = view.gpu_type or view.spec.resources.gpu_type or "GPU"
     noun = "CPU slot" if kind == CPU else kind
@@ -78,7 +78,7 @@ def took_ms(view: RunView) -> int:
 
 
 def sentence_of(view: RunView) -> str:
-    """Return what is said about a run; of a wait with the times of this place."""
+    """Return a run's sentence; of a wait in this machine's time zone."""
     if view.waiting is None:
         return view.sentence
     wait = load("serverless_gpu.wire.waits").wait_of(view.waiting, view.id)
@@ -119,7 +119,7 @@ def _waiting(waiting: WaitView) -> dict[str, object]:
 
 
 def _crew(crew: CrewView) -> dict[str, object]:
-    """Return what a run has on one of several nodes, for machines."""
+    """Return a crew as JSON."""
     return {
         "node": crew.node,
         "state": crew.state.value,

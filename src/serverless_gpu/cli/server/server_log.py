@@ -1,4 +1,4 @@
-"""`sgpu server logs`: the server's own log as people read it; on its machine, from its home.
+"""`sgpu server logs`: the server's own log as text, on its machine, from its home.
 
 The server writes JSON lines and turns the file over at a size (`server/logfile.py`). Here they are read in the order in
 which they were written, over all files that are left, with what a line is about at its end. It works without a server.
@@ -109,7 +109,7 @@ class FollowedFile:
 
 
 def _before(path: Path, followed: FollowedFile) -> Iterator[bytes]:
-    """Yield the lines of all files, the oldest first; of the last one by the reader who goes on with it."""
+    """Yield the lines of all files, the oldest first; the follower reads the last file."""
     for number in range(KEPT, 0, -1):
         try:
             with open(f"{path}.{number}", "rb") as file:

@@ -61,7 +61,7 @@ class SubmitCommand(click.Command):
     """A command whose options end at the program, or at `-m`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse; an unknown option before the program is a usage error that names the one that was meant."""
+        """Parse the options; an unknown option is a usage error that suggests the nearest one."""
         end = self._end_of_options(ctx, args)
         try:
             return super().parse_args(
@@ -95,16 +95,7 @@ class SubmitCommand(click.Command):
 
 
 def command_of(program: str, arguments: Sequence[str], *, is_here: bool) -> tuple[tuple[str, ...], str]:
-    """Return what is to be run, and what to call it.
-
-    Args:
-        program: what was typed, or `MODULE`.
-        arguments: what was typed after it.
-        is_here: whether ranks run on this machine, so that a program that is not found here is not found there.
-
-    Raises:
-        click.UsageError: it cannot be run.
-    """
+    """Return the command and its name; `is_here` also refuses a program that is not on this machine."""
     if program == MODULE:
         return _module_command(arguments)
     rest = tuple(arguments[1:] if arguments[:1] == ("--",) else arguments)
@@ -132,7 +123,7 @@ def _module_command(arguments: Sequence[str]) -> tuple[tuple[str, ...], str]:
 
 
 def _has_module(name: str) -> bool:
-    """Return whether `python -m` finds a module; nothing of it is imported."""
+    """Return whether `python -m` finds a module, without importing it."""
     first, *inner = name.split(".")
     spec = PathFinder.find_spec(first, [os.getcwd()]) or _installed(first)
     for position in range(1, len(inner) + 1):
@@ -169,7 +160,7 @@ def _program(program: str, *, is_here: bool) -> tuple[str, ...]:
 
 
 def _interpreter(path: str) -> tuple[str, ...]:
-    """Return what runs a script that is not executable: its first line says it, else the shell."""
+    """Return the interpreter of a non-executable script: its first line's, else the shell."""
     with open(path, "rb") as file:
         line = file.read(_HEAD_BYTES).partition(b"\n")[0]
     if line.startswith(b"#!"):

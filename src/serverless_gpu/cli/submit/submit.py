@@ -122,7 +122,7 @@ def _spec(program: str, arguments: Sequence[str], *, remote: bool, options: Mapp
 
 
 def _enter(workdir: str | None, variables: Sequence[str], *, is_here: bool) -> None:
-    """Make this process what the ranks' caller is to be: its working directory and variables become theirs."""
+    """Enter the ranks' working directory and variables in this process, which ranks inherit."""
     for pair in variables:
         name, equals, value = pair.partition("=")
         if not name or not equals:

@@ -51,7 +51,7 @@ def top(once: bool, as_json_: bool) -> None:
 
 
 def starting_is_needed(home: Home) -> bool:
-    """Return whether no monitor listens."""
+    """Return whether the monitor is down."""
     channel = control.connect(home.sockets())
     if channel is not None:
         channel.close()
@@ -59,15 +59,7 @@ def starting_is_needed(home: Home) -> bool:
 
 
 def visible(lines: list[str], *, rows: int, columns: int, offset: int, status: str) -> tuple[list[str], int]:
-    """Return the lines that a terminal has room for, the status as the last, and how far it is scrolled.
-
-    Args:
-        lines: all there are.
-        rows: how many lines there is room for.
-        columns: how wide it is.
-        offset: how many are to be left out at the top.
-        status: the last line.
-    """
+    """Return the lines that fit below `offset`, with the status last, and the corrected offset."""
     room = max(1, rows - 1)
     offset = max(0, min(offset, len(lines) - room))
     below = len(lines) - offset - room
@@ -94,11 +86,7 @@ def _table(feed: Feed, home: Home) -> TopTable | None:
 
 
 def _first(feed: Feed, home: Home) -> TopTable:
-    """Return the first frame that knows how busy the node is, which takes two samples.
-
-    Raises:
-        AgentUnavailable: none comes.
-    """
+    """Return the first frame with loads, which takes two samples; raise AgentUnavailable without one."""
     clock = SystemClock()
     deadline_ns = clock.boottime_ns() + int(_FIRST_S * 1e9)
     while (left_ns := deadline_ns - clock.boottime_ns()) > 0:

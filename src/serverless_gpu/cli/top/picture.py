@@ -32,7 +32,7 @@ _ID_SHOWN = 8
 
 
 class Style(NamedTuple):
-    """What a terminal can show."""
+    """Capabilities of a terminal."""
 
     colour: bool
     unicode: bool
@@ -61,14 +61,7 @@ class _Column(NamedTuple):
 
 
 def draw(table: TopTable, *, columns: int, style: Style, user: str = "") -> list[str]:
-    """Return the lines of a frame, each of at most so many columns.
-
-    Args:
-        table: the node.
-        columns: how wide the terminal is.
-        style: what it can show.
-        user: whose devices need no name beside them.
-    """
+    """Return the lines of a frame that fit so many columns; `user` marks devices that need no owner."""
     lines = [*_head(table, columns, style), ""]
     lines += _devices(table, columns, style, user)
     lines += [*([""] if lines[-1] else []), *_runs(table, columns, style)]
@@ -97,7 +90,7 @@ def _head(table: TopTable, columns: int, style: Style) -> list[str]:
 
 
 def _summary(table: TopTable) -> list[str]:
-    """Return how many devices there are, lent and free, and what they draw."""
+    """Return the counts of devices, lent and free, and their power."""
     parts: list[str] = []
     for name in dict.fromkeys(_type_name(row) for row in table.devices):
         rows = [row for row in table.devices if _type_name(row) == name]
@@ -288,7 +281,7 @@ def _run(run: RunRow, now_ns: int, columns: int, style: Style) -> list[str]:
 
 
 def _rank_lines(ranks: Sequence[RankSample], columns: int) -> list[str]:
-    """Return what each rank takes, as many beside each other as there is room for."""
+    """Return the load of each rank, as many per line as fit."""
     texts = [_rank_text(rank) for rank in ranks]
     if not texts:
         return []
