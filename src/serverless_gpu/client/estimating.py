@@ -1,10 +1,10 @@
-"""When would this call start, and what would it cost? `fn.estimate(*args)`: checked as the call, nothing is started.
+"""Estimates start and cost of a call, `fn.estimate(*args)`: checked as the call, without starting it.
 
     arguments ─▶ the same checks ─▶ remote? ── no ──▶ devices of this machine (`node/agent/availability.py`) ─▶ Estimate
                                        └────── yes ─▶ POST /estimates of the server (`remote/estimate.py`) ─▶
                                                       with the price of the devices (`model/cost.py`)
 
-Failure cases: what would refuse the call refuses the question. What cannot be known is an answer: no time, and why.
+Failure cases: an error that would refuse the call refuses the estimate. An unknown start is an answer with its reason.
 """
 
 from __future__ import annotations
@@ -91,31 +91,14 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
 def estimate(
     function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object], spec: RunSpec
 ) -> Estimate:
-    """Return when a call would start.
-
-    Args:
-        function: what every rank would call.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        spec: what would be asked for.
-
-    Raises:
-        ServerlessGpuError: such a call would be refused; the message says why and what to do.
-    """
+    """Return when a call would start; raise what would refuse it."""
     check_call(function, args, kwargs, spec)
     check_travels(function, args, kwargs, refusal(spec))
     return estimate_run(spec)
 
 
 def estimate_run(spec: RunSpec) -> Estimate:
-    """Return when a run would start, whatever it calls.
-
-    Args:
-        spec: what would be asked for.
-
-    Raises:
-        ServerlessGpuError: it would be refused; the message says why and what to do.
-    """
+    """Return when a run would start, whatever it calls; raise what would refuse it."""
     if isinstance(spec.payload, Command):
         check_command(spec.payload)
     if spec.remote:
@@ -125,13 +108,7 @@ def estimate_run(spec: RunSpec) -> Estimate:
 
 
 def made(estimate: values.StartEstimate, now_ns: int, cost: CostEstimate | None = None) -> Estimate:
-    """Return an estimate for people.
-
-    Args:
-        estimate: with a time in nanoseconds since 1970.
-        now_ns: now, by the same clock.
-        cost: what it would cost.
-    """
+    """Return an estimate in local time from one in nanoseconds since 1970."""
     at_ns = estimate.at_ns
     left_s = None if at_ns is None else max(0.0, (at_ns - now_ns) / 1e9)
     return Estimate(
@@ -148,7 +125,7 @@ def made(estimate: values.StartEstimate, now_ns: int, cost: CostEstimate | None 
 
 
 def _basis(estimate: values.StartEstimate) -> str:
-    """Return what an estimate rests on: who has the devices and until when, with the times of this place."""
+    """Return the basis of an estimate: owners of the devices and their ends, in local time."""
     if estimate.wait is None:
         return estimate.basis
     wait = msgspec.structs.replace(estimate.wait, place=0, at_ns=None)  # both are said beside it
@@ -156,12 +133,12 @@ def _basis(estimate: values.StartEstimate) -> str:
 
 
 def unknown(why: str) -> Estimate:
-    """Return that nobody can say, and why."""
+    """Return an estimate without a time, and its reason."""
     return Estimate(start=None, seconds=None, basis=why)
 
 
 def _here(spec: RunSpec) -> Estimate:
-    """Return when a run of this machine would start: its agent says what there is, locks who has it."""
+    """Return when a run of this machine would start, from its agent's devices and their locks."""
     home = noted_home()
     channel, greeting = connect(home)
     channel.close()
@@ -184,7 +161,7 @@ def _here(spec: RunSpec) -> Estimate:
 
 
 def _cost_here(home: Home, spec: RunSpec, chosen: Candidates, tariff: Tariff) -> CostEstimate:
-    """Return what a run of this machine would cost, by the prices of its configuration."""
+    """Return a local run's cost by the prices of the configuration."""
     devices = Devices(
         gpu_type=chosen.devices[0].type,
         count=chosen.count,

@@ -1,4 +1,4 @@
-"""What telemetry wrote of a run, as series by name: the same names as in MLflow.
+"""Telemetry of a run as series by name: the same names as in MLflow.
 
 logs/<node rank>.telemetry of every node and attempt ─▶ read_metrics() ─▶ {"system/node_0/gpu_0_…": Series}
 """
@@ -20,11 +20,7 @@ class Series(NamedTuple):
 
 
 def read_metrics(files: Iterable[bytes]) -> dict[str, Series]:
-    """Return all series of a run by name, those of several attempts one after the other.
-
-    Args:
-        files: contents of the files of samples, in any order.
-    """
+    """Return all series of a run by name, from its sample files in any order; attempts follow each other."""
     found: dict[str, Series] = {}
     for data in files:
         header: Header | None = None

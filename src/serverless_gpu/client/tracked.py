@@ -1,4 +1,4 @@
-"""Which run of MLflow's a run of ours is: heard while it goes on, and read from its files later.
+"""The MLflow run of a run: from its messages while it runs, from its files later.
 
     protocol.Tracked, tracking.json, receipt ──▶ link ──▶ TrackedRun
 
@@ -39,7 +39,7 @@ class TrackedRun(NamedTuple):
 
 
 class _Written(msgspec.Struct, frozen=True):
-    """What we read of the file that the node keeps."""
+    """The used part of the node's tracking file."""
 
     state: str = ""
     run_id: str = ""
@@ -47,12 +47,7 @@ class _Written(msgspec.Struct, frozen=True):
 
 
 def from_link(url: str, run_id: str = "") -> TrackedRun | None:
-    """Return the run a link leads to, or None where there is none.
-
-    Args:
-        url: the link, or "".
-        run_id: MLflow's identifier where it is known otherwise.
-    """
+    """Return the MLflow run of a link, or None for ""; `run_id` if it is known otherwise."""
     found = _LINK.fullmatch(url)
     if found is None:
         return TrackedRun(run_id, url) if run_id else None

@@ -6,14 +6,14 @@
 
 The first node of an attempt makes the MLflow run, unless a tag says that it is there: made for an attempt before, by a
 process before, or by a request whose answer did not come. Every other node waits until it is. Each step may be done
-again without a change in MLflow, so whatever is not known to have been done is done again. How the run goes is said by
-its last attempt alone: one that arrives when a later one has begun adds its points and files.
+again without a change in MLflow, so a step in doubt is repeated. Only the last attempt sets the run's state: one that
+arrives when a later one has begun adds its points and files.
 
-Failure cases: MLflow is away (refuses, hangs, answers 500): the step is tried again, more and more rarely, and said
-once; the file of samples is what waits, and beyond 64 MB of it the oldest points are given up, counted, and said once.
-MLflow does not want something (a parameter that has another value, a run that was deleted): that is left out, a
-parameter becomes a tag. Nothing but points is given up before 24 h after the end. This process is killed: another
-goes on. Nobody ever waits for this thread.
+Failure cases: MLflow is away (refuses, hangs, answers 500): the step is retried, more and more rarely, with one notice;
+the file of samples is the buffer, and beyond 64 MB of it the oldest points are dropped, counted, with one notice.
+MLflow refuses something (a parameter that has another value, a run that was deleted): that is left out, a parameter
+becomes a tag. Nothing but points is given up before 24 h after the end. This process is killed: another goes on. No
+thread ever waits for this one.
 """
 
 from __future__ import annotations
@@ -67,52 +67,35 @@ _SUSPICIOUS = 3
 
 
 class DeliveryJob(msgspec.Struct, frozen=True, kw_only=True):
-    """What is delivered.
-
-    Attributes:
-        node_rank: number of the node in the gang; the first one makes the MLflow run, says what it is and ends it.
-        environment: what ranks import, in words, or "".
-        called_ns: the call of the run, nanoseconds since 1970.
-    """
+    """The attempt to deliver."""
 
     run_id: str
     fence: int
-    node_rank: int = 0
+    node_rank: int = 0  # the first node of the gang makes, describes and ends the MLflow run
     num_nodes: int = 1
     spec: RunSpec
-    environment: str = ""
-    called_ns: int
+    environment: str = ""  # of the ranks, in words, or ""
+    called_ns: int  # the call of the run, nanoseconds since 1970
 
 
 class DeliveryListener(Protocol):
-    """Who is told; called in the delivery's thread, and may not wait."""
+    """Receives progress in the delivery's thread; its methods must not block."""
 
     def tracked(self, tracked: TrackerRun) -> None:
         """Hear which MLflow run it is: once per process, also when it was known from before."""
         ...
 
     def untracked(self, sentence: str, *, final: bool) -> None:
-        """Hear that there is none, yet or for good, and why; again only where it is another reason."""
+        """Take the reason why there is no MLflow run, yet or (`final`) for good; called on changes."""
         ...
 
     def said(self, sentence: str, *, note: bool) -> None:
-        """Hear a sentence for whoever watches the run; `note`: for its receipt, too."""
+        """Take a sentence for viewers of the run and, if `note`, for its receipt."""
         ...
 
 
 class MlflowDelivery:
-    """One attempt on one node; `run` is for a thread of its own, everything else for any other.
-
-    Args:
-        directory: of the attempt.
-        job: what it is; its spec has a tracker.
-        tracker: where to; closed when `run` ends.
-        listener: who is told.
-        clock: where time comes from.
-
-    Raises:
-        ValueError: the spec has no tracker.
-    """
+    """Delivery of one attempt on one node; `run` needs its own thread, and closes the tracker."""
 
     def __init__(
         self,
@@ -170,13 +153,13 @@ class MlflowDelivery:
             self._tracker.close()
 
     def stop(self) -> None:
-        """Have `run` return after the request it is in; what is not delivered is another process's."""
+        """Let `run` return after the current request; another process may deliver the rest."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
 
     def abandon(self, why: str) -> None:
-        """Have nobody try again, now or later; `run` must have returned."""
+        """End the delivery for good, once `run` has returned."""
         self._memory.over = why
         self._save()
 
@@ -216,7 +199,7 @@ class MlflowDelivery:
         return _POLL_S
 
     def _step(self) -> bool:
-        """Do the first thing there is to do; return whether there was one."""
+        """Do the next step; return whether there was one."""
         steps: tuple[Callable[[], bool], ...] = (
             self._establish,
             self._parameters,
@@ -292,7 +275,7 @@ class MlflowDelivery:
                     self._tracker.resume(self._known)
 
     def _has_later(self) -> bool:
-        """Return whether a later attempt has begun: state, description and end of the MLflow run are that one's."""
+        """Return whether a later attempt has begun, which then owns the MLflow run's state."""
         if not self._is_superseded:
             tags = self._tags()
             attempt = tags.get(ATTEMPT_TAG, "")
@@ -350,11 +333,7 @@ class MlflowDelivery:
         return True
 
     def _upload(self, name: str, data: bytes) -> None:
-        """Send a file; where MLflow takes no files from us, its text becomes a tag.
-
-        Raises:
-            TrackerAway: it is away as a whole, or this one is worth another try.
-        """
+        """Send a file, or a tag with its text where MLflow takes no files from us; TrackerAway to retry."""
         if self._suspicious.get(name):  # is it only files that it does not take?
             self._refusable(lambda: self._tracker.tags(self._known))
         try:
@@ -372,7 +351,7 @@ class MlflowDelivery:
     # --- points -------------------------------------------------------------------------------------------------
 
     def _some_points(self) -> bool:
-        """Send what fits into one request."""
+        """Send the points that fit into one request."""
         metrics = self._points.next(ended=self._memory.ending is not None)
         if not metrics:
             self._say_dropped()
@@ -462,7 +441,7 @@ class MlflowDelivery:
             self._refusable(lambda: self._tracker.log(self._known, tags=tags))
 
     def _refusable(self, act: Callable[[], object]) -> None:
-        """Do what is not worth more than a try, once MLflow answers."""
+        """Try an optional action once MLflow answers; a refusal is ignored."""
         with contextlib.suppress(TrackerRefused):
             act()
 
@@ -501,4 +480,4 @@ class MlflowDelivery:
 
 
 class _NotYet(TrackerAway):
-    """MLflow answers; what is waited for is not there yet."""
+    """MLflow answers, but the awaited run does not exist yet."""

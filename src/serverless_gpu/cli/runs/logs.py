@@ -4,7 +4,7 @@
                                                 ├─tail──▶ decode ─▶ TerminalDisplay   as in the call itself
     server: /runs/{run}/logs/{rank}/{stream}    ┘    └──── --raw ──────▶ the bytes
 
-Failure cases: those of `outputs.py` and `server/outputs.py`; a rank that wrote nothing (others are named),
+Failure cases: those of `outputs.py` and `server_outputs.py`; a rank that wrote nothing (others are named),
 a run that ends while it is followed (what was written last is still shown), a reader that goes away
 (click ends the command).
 """

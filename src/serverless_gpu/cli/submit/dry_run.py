@@ -1,8 +1,8 @@
 """`sgpu submit --dry-run`: shows the request, its server, start and cost. Only an estimate request is sent.
 
-A refusal of the run refuses the rehearsal with the same message and exit code, after all that is known was printed.
-A run that no node can ever serve starts never, with the exit code that it would end with.
-A server that is away refuses nothing: when the run would start is unknown then, and the line says why.
+A refusal of the run refuses the rehearsal with the same message and exit code, after all that is known was printed. A
+run that no node can ever serve starts never, with the exit code that it would end with. A server that is away refuses
+nothing: when the run would start is unknown then, and the line says why.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The program that calls: what it is called, who runs it, and which commit its code is.
+"""The calling program: its name, its user and the commit of its code.
 
     __main__, or the notebook ──▶ Program ──▶ directory ── .git ──▶ commit, branch
 
 Read from files and this process; no other process is started, and nothing is imported.
 
-Failure cases: whatever cannot be found out is "", an unreadable or strange `.git` among it.
+Failure case: what is unknown is "", for example with an unreadable `.git`.
 """
 
 from __future__ import annotations
@@ -33,21 +33,15 @@ _packed: dict[Path, tuple[tuple[int, int], str]] = {}  # file of packed referenc
 
 
 class Program(NamedTuple):
-    """What calls.
+    """The calling program."""
 
-    Attributes:
-        name: without directory and ending; `INTERACTIVE` where there is no file.
-        path: of its file, or "".
-        kind: as MLflow calls it.
-    """
-
-    name: str
-    path: str = ""
-    kind: Literal["LOCAL", "NOTEBOOK"] = "LOCAL"
+    name: str  # without directory and ending; `INTERACTIVE` without a file
+    path: str = ""  # or ""
+    kind: Literal["LOCAL", "NOTEBOOK"] = "LOCAL"  # MLflow's name for it
 
 
 class Commit(NamedTuple):
-    """Where a repository is; "" for what is not known."""
+    """Commit and branch of a repository; "" where unknown."""
 
     commit: str = ""
     branch: str = ""
@@ -82,7 +76,7 @@ def submitted_program(command: Command) -> Program:
 
 
 def user_name() -> str:
-    """Return the user's name, or the number where there is no name."""
+    """Return the user's name, or the number without one."""
     try:
         return getpass.getuser()
     except (ImportError, KeyError, OSError):  # by version of Python

@@ -5,7 +5,7 @@ current task to be cancelled, which happens when that task next awaits. A blocki
 with a stop button that does nothing. While we wait, SIGINT raises `KeyboardInterrupt` again. Handlers of the user's are
 left alone.
 
-A caller that SIGTERM ends without a word would leave a run in the queue that it alone waited for. While a call waits,
+A caller that SIGTERM killed silently would leave a run in the queue that it alone waited for. While a call waits,
 SIGTERM acts as Ctrl-C does: `on_interrupt` decides about the run, then the process ends of SIGTERM all the same.
 """
 
@@ -43,10 +43,7 @@ def _of_a_loop(handler: object) -> bool:
 
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
-    """Let SIGTERM raise `KeyboardInterrupt` in this block, and end the process of SIGTERM after it.
-
-    Only where SIGTERM would end the process: a handler of the user's is left alone.
-    """
+    """Let SIGTERM raise `KeyboardInterrupt` in this block, then end the process; user handlers stay."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield

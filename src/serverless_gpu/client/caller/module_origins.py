@@ -1,4 +1,4 @@
-"""Which file this process imports a module from, for those modules that a warm interpreter may have from another one.
+"""Finds the files from which this process imports modules that a warm interpreter may have from elsewhere.
 
     sys.path, from its end:   installed packages, standard library  │  PYTHONPATH, the script's directory
                                         names so far               ∩  names here   =  asked: from which file?
@@ -57,7 +57,7 @@ def _twice(path: Sequence[tuple[str, frozenset[str]]]) -> set[str]:
 
 
 def _names(entry: str) -> frozenset[str]:
-    """Return names of what lies in a directory of the path, without their endings."""
+    """Return the importable names in a directory of the path."""
     try:
         directory = os.path.abspath(entry)  # "" is the working directory
         changed_ns = os.stat(directory).st_mtime_ns

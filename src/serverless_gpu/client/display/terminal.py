@@ -1,6 +1,6 @@
-r"""Text of ranks on a person's terminal: what may reach it, and how wide it is there. Pure.
+r"""Makes rank output safe for a terminal, and measures its width. Pure.
 
-Whoever writes a rank's output is not whoever owns the terminal: a data set's file name can hold a sequence that changes
+The writer of a rank's output is not the owner of the terminal: a data set's file name can hold a sequence that changes
 the title, fills the clipboard or forges a line. So on a terminal
 
     colours (SGR)                              stay, and end with their line
@@ -30,12 +30,7 @@ _RESETS = ("\x1b[m", RESET)
 
 
 def safe(line: str, *, tty: bool) -> str:
-    """Return one line of a rank's output as it may be printed.
-
-    Args:
-        line: what the rank wrote, without its newline.
-        tty: whether it goes to a terminal.
-    """
+    """Return one line of a rank's output, safe to print; a terminal gets more escaped."""
     if not tty:
         return line
     colours: list[str] = []
@@ -51,12 +46,7 @@ def safe(line: str, *, tty: bool) -> str:
 
 
 def fit(line: str, columns: int) -> str:
-    """Return the beginning of a line of `safe` text that takes at most so many columns.
-
-    Args:
-        line: the text; its colours count nothing.
-        columns: how many there are.
-    """
+    """Return the beginning of a `safe` line that takes at most so many columns; colours take none."""
     kept: list[str] = []
     used = 0
     for piece, width in _measured(line.replace("\t", " ")):

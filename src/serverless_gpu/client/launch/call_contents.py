@@ -1,4 +1,4 @@
-"""What a call carries: walked to find the object that cannot be pickled, or those that are large.
+"""Walks the objects of a call to find the one that cannot be pickled, or those that are large.
 
 The walk sees objects as the pickler does: closures, referenced globals and defaults of functions that travel by value,
 items of containers, and for anything else the state its own `__reduce_ex__` gives. Everything is bounded: tries at
@@ -45,18 +45,7 @@ def explain_unpicklable(
     error: BaseException,
     reducer: payload.Reducer | None = None,
 ) -> str:
-    """Return the way to the object that cannot be pickled.
-
-    Args:
-        function: what was to be called.
-        args: its positional arguments.
-        kwargs: its named arguments.
-        error: what pickling the call raised; told when no single object can be blamed.
-        reducer: what was asked first for each object when that was raised.
-
-    Returns:
-        For example ``closure variable `lock` of `train` -> _thread.lock``.
-    """
+    """Return the path to the culprit, such as ``closure variable `lock` of `train` -> _thread.lock``, or `error`."""
     search = _Search(reducer)
     for root in _roots(function, args, kwargs):
         way = search.culprit(root.value, ())
@@ -72,7 +61,7 @@ class _Search:
         self._innocent: dict[int, object] = {}  # kept alive, so that an id is not used again
 
     def culprit(self, value: object, above: tuple[object, ...]) -> list[str] | None:
-        """Labels from `value` to the culprit, or None when `value` pickles or only fails for what is above it."""
+        """Return labels from `value` to the culprit, or None when it pickles or fails only for its ancestors."""
         if id(value) in self._innocent or not self._fails([value]):
             return None
         if len(above) >= _DEPTH_MAX or self._is_refused(value):
@@ -106,7 +95,7 @@ class _Search:
         return low
 
     def _is_refused(self, value: object) -> bool:
-        """Return whether the object itself is what is not to travel, whatever it refers to."""
+        """Return whether the object itself is refused, whatever it refers to."""
         try:
             if self._reducer is not None:
                 self._reducer(value)
@@ -164,7 +153,7 @@ def _called(function: object) -> str:
 
 
 def _parts(value: object) -> Iterator[_Part]:
-    """What the pickler would go into; nothing for what it takes whole."""
+    """Yield the parts that the pickler visits; none of what it takes whole."""
     if isinstance(value, FunctionType):
         return _function_parts(value) if payload.is_by_value(value) else iter(())
     if isinstance(value, type):
@@ -288,7 +277,7 @@ def _state_parts(state: object) -> Iterator[_Part]:
 def largest_captured(
     function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
 ) -> list[tuple[str, int]]:
-    """Return what a call carries, largest first, with about how many bytes each object adds.
+    """Return a call's objects and the approximate bytes that each adds, largest first.
 
     Each object counts once, where it is found first. Long containers are sampled.
     """
@@ -359,7 +348,7 @@ class _Scale:
 
 
 def _own_bytes(value: object) -> int | None:
-    """Bytes of what is one block of memory, else None."""
+    """Return the bytes of an object that is one block of memory, else None."""
     if isinstance(value, (bytes, bytearray, str)):
         return len(value)
     if isinstance(value, memoryview):
@@ -377,7 +366,7 @@ class _Storage(Protocol):
 
 
 class _Tensor(Protocol):
-    """What we use of `torch.Tensor`; torch itself may not be there."""
+    """The used part of `torch.Tensor`; torch itself may be missing."""
 
     def untyped_storage(self) -> _Storage: ...
     def numel(self) -> int: ...

@@ -31,13 +31,7 @@ class _Wire:
 
 
 def main(channel_fd: int, caller: int, index: str) -> NoReturn:
-    """Serve one caller until it is gone.
-
-    Args:
-        channel_fd: the inherited channel to it.
-        caller: its pid.
-        index: the directory of what recognises environments.
-    """
+    """Serve one caller over the inherited channel until it is gone."""
     if os.fork():
         os._exit(0)  # nobody's child: a caller that lives longer must not be left with a zombie
     linux.set_name("sgpu-snapshots")

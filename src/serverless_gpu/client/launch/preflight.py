@@ -1,9 +1,8 @@
 """Checks on a call before anything is started, and the call written to its file.
 
-Everything a caller can get wrong is said here, in the caller's process: what cannot be run on ranks, arguments that do
-not fit, captured objects that cannot travel (with the way to the culprit), captured objects that are surprisingly
-large. Nothing here runs user code, but for what pickling runs. Failure cases: a full disk (`StorageError`), with no
-half-written file left.
+Reports a caller's mistakes in the caller's process: a function that ranks cannot run, arguments that do not fit,
+captured objects that cannot travel (with the way to the culprit) or are surprisingly large. Nothing here runs user
+code, but for what pickling runs. Failure cases: a full disk (`StorageError`), with no half-written file left.
 """
 
 from __future__ import annotations
@@ -44,11 +43,7 @@ class WrittenCall(NamedTuple):
 
 
 def check_function(function: object) -> None:
-    """Refuse what cannot run on ranks.
-
-    Raises:
-        NotDistributable: not callable, an async function, a generator function, or a task or actor of Ray's.
-    """
+    """Raise NotDistributable for a function that ranks cannot run."""
     if not callable(function):
         hint = "put the decorator below @classmethod or @property" if hasattr(function, "__get__") else ""
         raise NotDistributable(
@@ -75,14 +70,7 @@ def check_function(function: object) -> None:
 def bind_arguments(
     function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
 ) -> dict[str, object]:
-    """Refuse arguments that do not fit; `rank` and `world_size` need not be given.
-
-    Returns:
-        The arguments by name, defaults among them.
-
-    Raises:
-        ArgumentMismatch: names what is missing or too much.
-    """
+    """Return the arguments by name with defaults; `rank` and `world_size` are optional."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # builtins may have none
@@ -111,21 +99,9 @@ def pack(
     kwargs: Mapping[str, object],
     reducer: payload.Reducer | None = None,
 ) -> WrittenCall:
-    """Write the call to `path`.
+    """Write a call to `path`; return its size, and a warning naming large objects above 10 MB.
 
-    Args:
-        path: file to create.
-        function: what each rank calls.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        reducer: asked first how to take each object apart; it may raise for what is not to travel.
-
-    Returns:
-        Its size, and a warning that names the largest captured objects when it is over 10 MB.
-
-    Raises:
-        NotPicklable: something the call carries cannot travel; says what, and by which way it got there.
-        StorageError: the file could not be written; none is left.
+    `reducer` is asked first for each object, and may raise. An error leaves no file.
     """
     try:
         size = call.dump_call(
@@ -149,11 +125,7 @@ def check_travels(
     kwargs: Mapping[str, object],
     reducer: payload.Reducer | None = None,
 ) -> None:
-    """Refuse a call that `pack` could not write; nothing is written.
-
-    Raises:
-        NotPicklable: as `pack`.
-    """
+    """Raise NotPicklable for a call that `pack` could not write."""
     try:
         call.measure_call(function, args, kwargs, _sources(function), reducer)
     except KeyboardInterrupt:
@@ -178,7 +150,7 @@ def _not_picklable(
 
 
 def _body(function: Callable[..., object]) -> object:
-    """The function whose code would run."""
+    """Return the function whose code would run."""
     body: object = function
     for _ in range(_UNWRAP_MAX):
         if isinstance(body, functools.partial):

@@ -1,4 +1,4 @@
-"""Objects that know only the process in which they were made: refused before a call is sent.
+"""Refuses to send objects that hold state of the process in which they were made.
 
 accelerate and Lightning set such an object up for the process that makes it. A copy of it in a rank says that the rank
 is alone, and whatever relies on it trains alone: each rank its own model, with a run that succeeds. transformers'
@@ -37,14 +37,7 @@ _DATA_MODULES = (
 
 
 def refusal(spec: RunSpec) -> Reducer | None:
-    """Return what refuses to pickle objects that would mislead ranks: of one process, or of another Ray cluster.
-
-    Args:
-        spec: the run.
-
-    Returns:
-        For `preflight.pack`; None where there is nothing to refuse.
-    """
+    """Return a reducer that refuses misleading objects, or None: of one process, or of another Ray cluster."""
     of_ray = ray_preflight.refusal(spec)
     kinds, data_modules = _loaded(_KINDS), _loaded(_DATA_MODULES)
     if not kinds:

@@ -1,4 +1,4 @@
-"""`env="snapshot"` in the caller's process: what environment this is, captured if need be, and whether it still is.
+"""`env="snapshot"` in the caller's process: recognises this environment, captures it if needed, and checks it.
 
     launch ─ ask ─────▶ service (a process of its own, `environment/service.py`)
            ◀─ wanted ── known: at once · else captured first, and that is shown
@@ -8,9 +8,9 @@
 The caller only describes itself (`interpreter.describe`). One service per process and home; it is started when it is
 needed first, or by a decorator. A forked child has none of its parent's: it starts its own.
 
-Failure cases: the service is killed (started again, once for each question); what it refuses is raised here, as the
-same class; it says nothing any more (said after 10 s; an error after 15 minutes); Ctrl-C (the question is abandoned, a
-capture that nobody else wants ends).
+Failure cases: the service is killed (started again, once for each question); its refusals are raised here, as the same
+class; it is silent (a notice after 10 s; an error after 15 minutes); Ctrl-C (the question is abandoned; a capture that
+no other caller wants ends).
 """
 
 from __future__ import annotations
@@ -53,14 +53,7 @@ class _Gone(Exception):
 
 
 class _Service:
-    """The service of this process for one home.
-
-    Args:
-        home: whose.
-
-    Raises:
-        EnvironmentProblem: it cannot be started.
-    """
+    """The service of this process for one home."""
 
     def __init__(self, home: Home) -> None:
         self._turn = threading.Condition()
@@ -90,11 +83,7 @@ class _Service:
                 os.close(log)
 
     def ask(self, description: dict[str, object], store: Where, *, capture: bool) -> int:
-        """Put a question and return its number.
-
-        Raises:
-            _Gone: nobody is there to answer.
-        """
+        """Send a question and return its number; raise _Gone when the service has ended."""
         with self._turn:
             self._number += 1
             number = self._number
@@ -112,11 +101,7 @@ class _Service:
         return number
 
     def answer(self, number: int, *, within_s: float) -> service_messages.Answer | None:
-        """Return the next answer to a question, or None after a time; one of the threads that wait reads for all.
-
-        Raises:
-            _Gone: there will be none.
-        """
+        """Return the next answer, or None after a time; one waiting thread reads for all. Raises _Gone."""
         until_ns = _clock.boottime_ns() + round(within_s * 1e9)
         with self._turn:
             while not self._inbox[number]:
@@ -137,12 +122,7 @@ class _Service:
             return self._inbox[number].popleft()
 
     def forget(self, number: int, *, abandon: bool) -> None:
-        """Take no more answers to a question.
-
-        Args:
-            number: which.
-            abandon: whether there may be more.
-        """
+        """Take no more answers to a question; `abandon` one that may have more."""
         with self._turn:
             self._inbox.pop(number, None)
         if abandon:
@@ -208,17 +188,7 @@ def _service_of(home: Home) -> _Service:
 
 
 class Recognition:
-    """One question: what environment is this, and does it stay so?
-
-    Args:
-        home: whose store and questions.
-        capture: whether to capture what is not known.
-        store: the store; None for the home's own.
-
-    Raises:
-        EnvironmentProblem: nobody can be asked.
-        InvalidValue: `SERVERLESS_GPU_RESTORE` says something else than a way to restore.
-    """
+    """One question: which environment is this, and does it change? `capture` unknown ones; store None is the home's."""
 
     def __init__(self, home: Home, *, capture: bool = True, store: Where | None = None) -> None:
         self._home = home
@@ -235,16 +205,7 @@ class Recognition:
         self._put()
 
     def wanted(self, display: Display | None = None) -> EnvironmentRequest | None:
-        """Return the snapshot of this environment, which is in the store then; None where it is not to be captured.
-
-        Args:
-            display: where a capture is shown; None for nowhere.
-
-        Raises:
-            EnvironmentProblem: it cannot be captured.
-            StorageError: the disk is full.
-            KeyboardInterrupt: Ctrl-C.
-        """
+        """Return this environment's snapshot, stored by then; None where it is not to be captured."""
         if not self.verified:
             self._display = display
             self._snapshot = self._until_known(display)
@@ -255,13 +216,9 @@ class Recognition:
         )
 
     def changes(self) -> tuple[str, ...]:
-        """Wait until every file was looked at and return what is not as the snapshot says, in words.
+        """Return differences from the snapshot once every file was checked.
 
-        After changes `wanted` returns another snapshot, which is captured by then, and says what they are.
-
-        Raises:
-            EnvironmentProblem: that cannot be known.
-            KeyboardInterrupt: Ctrl-C.
+        After changes `wanted` returns another snapshot, which is captured by then.
         """
         while not self.verified:
             answer = self._next()
@@ -277,7 +234,7 @@ class Recognition:
         return ()
 
     def is_about(self, home: Home, store: Where | None) -> bool:
-        """Return whether this asks what `recognise` of such a home and store would ask."""
+        """Return whether `recognise` of this home and store would ask the same."""
         return self._home.root == home.root and self._store == (store or _own(home))
 
     def close(self) -> None:
@@ -317,11 +274,7 @@ class Recognition:
         return answer
 
     def _heard(self) -> service_messages.Answer:
-        """Return the next answer; silence is said, and has an end.
-
-        Raises:
-            EnvironmentProblem: nothing was heard for too long.
-        """
+        """Return the next answer; announce silence, and raise EnvironmentProblem after too much of it."""
         waited_s = 0.0
         while True:
             with interruptible():
@@ -361,11 +314,7 @@ class Recognition:
 
 
 class _Said:
-    """What is shown of a capture: what changed, once; how far it is; what was stored.
-
-    Args:
-        display: where; None for nowhere.
-    """
+    """Shows a capture on a display, if any: its changes once, its progress, its result."""
 
     def __init__(self, display: Display | None) -> None:
         self._display = display
@@ -398,7 +347,7 @@ class _Said:
 
 
 def _is_readable(channel: Channel, within_s: float) -> bool:
-    """Return whether a message, or its end, comes over a channel in time."""
+    """Return whether a message or the end of a channel comes in time."""
     poller = select.poll()  # not `select`: a caller may have thousands of descriptors
     poller.register(channel, select.POLLIN)
     return bool(poller.poll(within_s * 1000))
@@ -409,15 +358,7 @@ def _own(home: Home) -> Where:
 
 
 def recognise(home: Home, store: Where | None = None) -> Recognition:
-    """Ask what environment this process has; inside of `shared` only the first call asks.
-
-    Args:
-        home: whose questions.
-        store: the store; None for the home's own.
-
-    Raises:
-        EnvironmentProblem: nobody can be asked.
-    """
+    """Ask for this process's environment; inside of `shared` only the first call asks. Store None is the home's."""
     kept: list[Recognition] | None = getattr(_shared, "kept", None)
     if kept is None:
         return Recognition(home, store=store)
@@ -442,11 +383,7 @@ def capturing(*, quiet: bool, logs: Path) -> Display:
 
 
 def asked_mode(text: str | None) -> Mode:
-    """Return how environments must be restored, as `SERVERLESS_GPU_RESTORE` says it.
-
-    Raises:
-        InvalidValue: there is no such way.
-    """
+    """Return the restore mode of `SERVERLESS_GPU_RESTORE`."""
     for mode in _MODES:
         if text == mode:
             return mode
@@ -467,7 +404,7 @@ def progress_text(progress: ProgressPoint) -> str:
 
 
 def found_text(found: service_messages.CapturedEnvironment) -> list[str]:
-    """Return what is said before a capture."""
+    """Return the lines shown before a capture."""
     said = []
     if found.first:
         said.append("capturing the environment (done once; later calls only look whether it has changed)")
@@ -477,7 +414,7 @@ def found_text(found: service_messages.CapturedEnvironment) -> list[str]:
 
 
 def taken_text(taken: service_messages.Taken, found: service_messages.CapturedEnvironment | None) -> str:
-    """Return what is said after a capture: all of it the first time, then what was new; "" where nothing was."""
+    """Return the line shown after a capture: all of it the first time, then additions, or ""."""
     address, took = taken.snapshot[:12], format_duration_ms(taken.ms)
     stored = format_bytes(taken.sent_bytes)
     if found is not None and not found.first:

@@ -37,7 +37,7 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 class Cell(NamedTuple):
-    """What `distributed_cell` takes."""
+    """Arguments of `distributed_cell`."""
 
     body: CodeType
     last: CodeType | None
@@ -45,17 +45,10 @@ class Cell(NamedTuple):
 
 
 def compile_cell(first_line: str, text: str, namespace: dict[str, object], *, name: str, flags: int = 0) -> Cell:
-    """Return a cell's code.
+    """Return a cell's code and names.
 
-    Args:
-        first_line: the line with the magic; line numbers count it, as the notebook does.
-        text: the lines below it.
-        namespace: the notebook's names.
-        name: what tracebacks call the cell; its lines are made known under it.
-        flags: the notebook's compiler flags, such as a `from __future__ import`.
-
-    Raises:
-        UsageError: this cannot run on ranks.
+    `first_line` has the magic and counts as the notebook's line 1; `name` names the cell in tracebacks; `flags` are the
+    notebook's compiler flags. A UsageError says why ranks cannot run it.
     """
     lines = [first_line, *text.splitlines()]
     linecache.cache[name] = (len(text), None, [f"{line}\n" for line in lines], name)
@@ -71,7 +64,7 @@ def compile_cell(first_line: str, text: str, namespace: dict[str, object], *, na
 
 
 def ends_silently(text: str) -> bool:
-    """Return whether a cell ends with a semicolon, which asks for its value not to be shown."""
+    """Return whether a cell ends with a semicolon, which suppresses its value."""
     code = [line.partition("#")[0].rstrip() for line in text.splitlines()]
     return next((line for line in reversed(code) if line), "").endswith(";")
 
@@ -119,7 +112,7 @@ def _refusal(text: str, error: SyntaxError) -> UsageError:
 
 
 def _walk(statements: Iterable[ast.stmt], bound: set[str], needed: set[str]) -> None:
-    """Add to `needed` what statements read unless it is in `bound`, and to `bound` what they surely bind."""
+    """Add names that statements read to `needed` unless `bound`, and surely bound names to `bound`."""
     for statement in statements:
         match statement:
             case ast.For():
@@ -147,7 +140,7 @@ def _walk(statements: Iterable[ast.stmt], bound: set[str], needed: set[str]) -> 
 
 
 def _branches(branches: list[list[ast.stmt]], bound: set[str], needed: set[str]) -> set[str]:
-    """Walk branches of which any may run; return what all of them bind."""
+    """Walk alternative branches; return the names that all of them bind."""
     after = []
     for branch in branches:
         own = set(bound)
@@ -164,7 +157,7 @@ def _own_name(statement: ast.stmt, code: CodeType) -> set[str]:
 
 
 def _bound(target: ast.expr, needed: set[str], bound: set[str]) -> set[str]:
-    """Names a target binds; what it reads (`for rows[i] in …`) is needed."""
+    """Return the names that a target binds; names it reads (`for rows[i] in …`) are needed."""
     code = _code(ast.Assign([target], ast.Constant(0)))
     needed |= _reads(code) - bound
     return _stores(code)
@@ -189,7 +182,7 @@ def _stores(code: CodeType) -> set[str]:
 
 
 def _operations(code: CodeType) -> Iterator[tuple[str, str]]:
-    """Names and what is done to them, in this code and in what is defined in it."""
+    """Yield names and their operations, in this code and in nested definitions."""
     for step in dis.get_instructions(code):
         if step.opname.endswith(("_NAME", "_GLOBAL", "_GLOBALS")):
             yield step.opname, str(step.argval)

@@ -5,8 +5,8 @@
     dist.init_process_group("gloo")
     rank * 10                               the list of these values is the cell's result: [0, 10]
 
-Names that the cell assigns stay in the ranks. Failure cases: whatever goes wrong is raised, so that the notebook stops
-here; it is shown without the frames of IPython and ours, which say nothing to the reader.
+Names that the cell assigns stay in the ranks. Failure cases: every error is raised, so that the notebook stops here;
+its traceback omits the frames of IPython and ours.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from serverless_gpu.units import parse_duration_s
 
 
 class Compiler(Protocol):
-    """What we use of IPython's compiler."""
+    """The used part of IPython's compiler."""
 
     flags: int
 
 
 class Shell(Protocol):
-    """What we use of IPython's shell."""
+    """The used part of IPython's shell."""
 
     user_ns: dict[str, object]
     execution_count: int
@@ -143,11 +143,7 @@ VALUES: dict[str, tuple[Callable[[str], object], str] | None] = {
 
 
 def parse_line(line: str) -> tuple[dict[str, object], str]:
-    """Return the options on a magic's line, and the name after ``-o`` or "".
-
-    Raises:
-        InvalidOption: names what is not understood, and what there is.
-    """
+    """Return the options on a magic's line, and the name after ``-o`` or ""."""
     try:
         words = shlex.split(line)
     except ValueError as error:
@@ -218,7 +214,7 @@ They mean what they mean for `distributed`.
 
 @contextlib.contextmanager
 def _shown_briefly() -> Iterator[None]:
-    """Let IPython show what is raised in its own words; by itself it would show its frames and ours."""
+    """Let IPython show an error's own text, without its frames and ours."""
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:

@@ -1,4 +1,4 @@
-"""What a person sees of a run in a notebook: the ranks' lines as the cell's output, and one status that is updated.
+"""Display of a run in a notebook: the ranks' lines as the cell's output, and one status that is updated.
 
     ● RUNNING for 12 s                       one display, updated in place at most four times a second:
       rank 0   40%|████      | 4/10            state, progress bars
@@ -6,8 +6,8 @@
     ● 2 × H100 · 41 s · verified free …      the receipt: a second display, which comes last
 
 Lines are plain stream text, so that every front end shows them and `nbconvert` keeps them. A progress bar becomes a
-line when it is finished; until then it is in the status. What we say before the run starts (what it waits for) is in
-the status, too; what we say later (a warning, a cancellation) is text on stderr and stays.
+line when it is finished; until then it is in the status. Messages before the start (about a wait) are in the status,
+too; later ones (a warning, a cancellation) are text on stderr and stay.
 
 Failure cases: the front end is gone, or showing something raises: the run goes on and the status is given up.
 """
@@ -40,7 +40,7 @@ class StatusOutput(Protocol):
     """One output of a cell."""
 
     def show(self, bundle: dict[str, str]) -> None:
-        """Show this, in place of what was shown before; may raise anything."""
+        """Replace the shown content; may raise anything."""
 
 
 class KernelOutput:
@@ -60,18 +60,13 @@ class KernelOutput:
 
 
 class _Handle(Protocol):
-    """What we use of `IPython.display.DisplayHandle`."""
+    """The used part of `IPython.display.DisplayHandle`."""
 
     def update(self, obj: Mapping[str, str], *, raw: bool) -> None: ...
 
 
 class OutputStatus:
-    """What an output shows, changed a few times a second at most.
-
-    Args:
-        output: where it is shown.
-        clock: where time comes from.
-    """
+    """Content of an output, updated a few times a second at most."""
 
     def __init__(self, output: StatusOutput, clock: Clock) -> None:
         self._output = output
@@ -86,13 +81,7 @@ class OutputStatus:
         return not self._shown or self._clock.boottime_ns() - self._shown_ns >= _TICK_S * 1e9
 
     def show(self, plain: str, page: str, *, now: bool) -> None:
-        """Show something else, unless that was done a moment ago.
-
-        Args:
-            plain: for readers that show no HTML.
-            page: HTML.
-            now: do it in any case.
-        """
+        """Show plain text and HTML, unless the last change was a moment ago and `now` is False."""
         bundle = {"text/plain": plain, "text/html": page}
         if self.broken or self._shown == bundle or not (now or self.due):
             return
@@ -104,15 +93,7 @@ class OutputStatus:
 
 
 class NotebookDisplay(LineDisplay):
-    """Shows one run in the cell that waits for it.
-
-    Args:
-        quiet: show nothing of our own (rank output is still shown).
-        logs: where the whole output of the ranks is: a directory, or the command that shows it.
-        clock: where time comes from.
-        status: where the status is shown.
-        account: where the receipt is shown.
-    """
+    """Shows one run in the cell that waits for it: `status` while it runs, `account` for the receipt."""
 
     tick_s: float | None = _TICK_S
 
@@ -136,7 +117,7 @@ class NotebookDisplay(LineDisplay):
         self._tracked = ""
 
     def output(self, rank: int, stream: str, text: str) -> None:
-        """Print the whole lines of what a rank wrote; show the line it redraws in the status."""
+        """Print a rank's finished lines; show its redrawn line in the status."""
         self._print(rank, stream, self._screens.feed(rank, stream, text, self._clock.boottime_ns()))
         self._show()
 
@@ -173,7 +154,7 @@ class NotebookDisplay(LineDisplay):
             self._show()
 
     def waits(self, sentence: str, queued_ns: int | None) -> None:
-        """Show what is waited for, and for how long by now."""
+        """Show the wait and its duration."""
         self._begin_to_wait(sentence, queued_ns)
         self._state, self._sentence = "QUEUED", sentence
         self._show()
@@ -220,7 +201,7 @@ class NotebookDisplay(LineDisplay):
         self._status.show(plain, markup.status(state, sentence, lines, self._tracked), now=self._finished)
 
     def _told(self) -> str:
-        """Return what there is to say about the state."""
+        """Return the text about the state."""
         if self._state in _BEFORE:
             is_waiting = self._wait.sentence == self._sentence != ""
             return f"for {self._wait.waited(self._clock.boottime_ns())}: " * is_waiting + self._sentence

@@ -1,4 +1,4 @@
-"""What became of each attempt of a run, as its picture marks it: when it began, was asked to stop, failed, ended.
+"""Marks of a run's attempts in its picture: start, stop request, failure, end.
 
     runs/<run>/<fence>/  facts.jsonl (boottime ↔ wall) · stop_reason · stopped.json  ─┐
                                                                                       ├─▶ Try, one per attempt ─▶ Mark
@@ -25,24 +25,17 @@ _WORD_CHARACTERS = 32
 
 
 class Try(msgspec.Struct, frozen=True, kw_only=True):
-    """One attempt; moments are nanoseconds since 1970, None where they are not known or not come yet.
-
-    Attributes:
-        asked_ns: when it was asked to stop.
-        asked: why, in the word that ranks read.
-        failed_ns: when its first failure happened, if something failed.
-        rank: which rank that was, or None.
-    """
+    """One attempt; moments are nanoseconds since 1970, None where unknown or still to come."""
 
     fence: int
     state: State | None = None
     reason: Reason | None = None
     began_ns: int | None = None
     ended_ns: int | None = None
-    asked_ns: int | None = None
-    asked: str = ""
-    failed_ns: int | None = None
-    rank: int | None = None
+    asked_ns: int | None = None  # stop request
+    asked: str = ""  # its reason, in the word that ranks read
+    failed_ns: int | None = None  # first failure
+    rank: int | None = None  # of the first failure
 
 
 def attempts_here(run: Path) -> list[Path]:
@@ -55,7 +48,7 @@ def attempts_here(run: Path) -> list[Path]:
 
 
 def read_try(directory: Path) -> Try:
-    """Return what the directory of an attempt says."""
+    """Return an attempt from its directory."""
     facts = first_facts(directory)
     stopped = read_ending(directory)
     cause = stopped.cause if stopped is not None and stopped.state in (State.FAILED, State.LOST) else None
@@ -73,7 +66,7 @@ def read_try(directory: Path) -> Try:
 
 
 def marks(tries: Iterable[Try]) -> list[CurveMark]:
-    """Return what is marked of a run: where attempts after the first began, what failed, who was asked to stop."""
+    """Return a run's marks: starts of later attempts, failures, stop requests."""
     found: list[CurveMark] = []
     for each in tries:
         name = f"attempt {each.fence}" if each.fence > 1 else ""

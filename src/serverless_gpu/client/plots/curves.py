@@ -1,4 +1,4 @@
-"""What a picture of a run shows: curves of its devices and marks in time, from its metrics. Pure.
+"""Curves of a run's devices and marks in time, from its metrics. Pure.
 
     metrics: "system/node_0/gpu_3_…" → times, values ─▶ Lane per device ─┬─ line: with breaks, at most 1,500 points
     attempts: began, ended, why ──────────────────────▶ Mark             └─ cells: at most 600 columns of a heat map
@@ -29,21 +29,13 @@ _EMPTY: Curve = ((), ())
 
 
 class Lane(NamedTuple):
-    """One device, or a rank where there are none, over time.
+    """Curves of one device, or of a rank where there are no devices."""
 
-    Attributes:
-        node: number of its node.
-        label: as ``"GPU 3"``, ``"rank 0"``.
-        busy: percent.
-        memory: of a GPU in GiB, as nvidia-smi has it; of a rank in GB.
-        memory_total: of a GPU in GiB, or None where that is not known.
-    """
-
-    node: int
-    label: str
-    busy: Curve
-    memory: Curve
-    memory_total: float | None
+    node: int  # its number
+    label: str  # ``"GPU 3"``, ``"rank 0"``
+    busy: Curve  # percent
+    memory: Curve  # of a GPU in GiB, as nvidia-smi has it; of a rank in GB
+    memory_total: float | None  # of a GPU in GiB; None where unknown
 
 
 class CurveMark(NamedTuple):
@@ -55,12 +47,7 @@ class CurveMark(NamedTuple):
 
 
 def lanes(metrics: Mapping[str, Curve], totals: Mapping[tuple[int, int], int] | None = None) -> list[Lane]:
-    """Return the curves of every GPU by node and number; of every rank where there is no GPU.
-
-    Args:
-        metrics: series by name.
-        totals: bytes of memory of GPUs, by node and number, as far as that is known.
-    """
+    """Return the curves of each GPU, or of each rank without GPUs; `totals` has GPU memory in bytes."""
     gpus = _found(metrics, _GPU)
     if gpus:
         known = totals or {}
@@ -70,7 +57,7 @@ def lanes(metrics: Mapping[str, Curve], totals: Mapping[tuple[int, int], int] | 
 
 
 def span(lanes: Sequence[Lane]) -> tuple[float, float] | None:
-    """Return the first and the last moment of any curve, or None where there is none."""
+    """Return the first and the last moment of all curves, or None without samples."""
     ends = [
         moment for lane in lanes for times, _ in (lane.busy, lane.memory) if times for moment in (times[0], times[-1])
     ]
@@ -99,14 +86,7 @@ def line(curve: Curve) -> tuple[list[float], list[float]]:
 
 
 def cells(curve: Curve, begin: float, end: float, columns: int) -> list[float]:
-    """Return a curve as one row of a heat map: the mean of each column, NaN where nothing was sampled.
-
-    Args:
-        curve: what was sampled.
-        begin: where the first column begins.
-        end: where the last one ends.
-        columns: how many there are.
-    """
+    """Return a curve as a row of a heat map: the mean of each column, NaN without samples."""
     times, values = curve
     width = max(end - begin, 1e-9) / columns
     sums, counts = [0.0] * columns, [0] * columns
@@ -151,13 +131,7 @@ def unit_of(seconds: float) -> tuple[float, str]:
 
 
 def spread(places: Sequence[float], gap: float, end: float) -> list[float]:
-    """Return places at least a gap apart: each group that had to move around its middle, none behind the end.
-
-    Args:
-        places: in order.
-        gap: how far apart neighbours are to be.
-        end: the last place there is room at.
-    """
+    """Return ordered places at least a gap apart, each moved group around its middle, none after the end."""
     groups: list[tuple[float, int]] = []  # middle, members
     for place in places:
         middle, members = place, 1
@@ -198,7 +172,7 @@ def _scaled(curve: Curve, factor: float) -> Curve:
 
 
 def _holes(times: Sequence[float]) -> list[bool]:
-    """Return for each step between two samples whether it is too long for the two before it (one may be a hole)."""
+    """Return for each step between samples whether it is too long for the two before it (one may be a hole)."""
     steps = [after - before for before, after in pairwise(times)]
     if len(steps) < 2:
         return [False] * len(steps)

@@ -4,12 +4,12 @@
     2 to 8       a row for each: use | memory           ├─ marks as lines through all, told below the panels
     more         two heat maps, a row for each device   ┘
 
-Matplotlib is imported here and nowhere else; whoever wants a picture loads this room by name. Only its objects are
-used, not `pyplot`, whose state is the caller's. All colours are set, so that neither a dark notebook nor the caller's
-style changes what can be read.
+Only this module and the other figures import Matplotlib; callers load them by name. Only its objects are used, not
+`pyplot`, whose state is the caller's. All colours are set, so that neither a dark notebook nor the caller's style
+changes what can be read.
 
-Failure cases: nothing was sampled, or too little to see (said in the picture); names with control characters or ``$``
-(shown as they are: nothing is mathematics).
+Failure cases: no samples, or too few to see (the picture says so); names with control characters or ``$`` (shown as
+they are, without math mode).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _MAPS = {
 
 
 class Titles(NamedTuple):
-    """What is written above a picture: the run, and what is known of it."""
+    """Titles of a picture: the run, and facts about it."""
 
     name: str
     about: str
@@ -63,7 +63,7 @@ class RunFigure(Figure):
 
 
 class _Stage(NamedTuple):
-    """What all panels share: the time axis, which begins at `begin` and counts in `unit` seconds, and the marks."""
+    """Shared state of panels: the time axis, which begins at `begin` in units of `unit` seconds, and the marks."""
 
     begin: float
     end: float
@@ -77,18 +77,7 @@ class _Stage(NamedTuple):
 
 
 def draw(lanes: Sequence[Lane], marks: Sequence[CurveMark], titles: Titles, path: Path | None) -> RunFigure:
-    """Return the picture of a run, written to a file if asked for.
-
-    Args:
-        lanes: its devices.
-        marks: moments to be marked.
-        titles: what is written above.
-        path: a file; its ending says which kind.
-
-    Raises:
-        OSError: the file cannot be written.
-        ValueError: Matplotlib knows no such kind of file.
-    """
+    """Return a run's picture, and write it if a path is given; raises OSError, or ValueError for its ending."""
     marks = sorted(marks, key=lambda mark: mark.at)[:MARKS_MAX]
     figure = RunFigure(figsize=(_WIDTH_IN, _height(len(lanes), len(marks))), facecolor=_PAPER, layout=None)
     stage = _stage(lanes, marks)
@@ -213,7 +202,7 @@ def _head(panel: Axes, text: str) -> None:
 
 
 def _beside(panel: Axes, place: float, side: Literal["left", "right"], label: str, number: str) -> None:
-    """Write what a device is called, and its number below that, beside its panel."""
+    """Write a device's name beside its panel, and its number below."""
     for text, y, colour in ((label, 0.62, _INK), (number, 0.3 if label else 0.5, _FAINT)):
         panel.text(place, y, text, transform=panel.transAxes, ha=side, va="center", color=colour, fontsize=8.5)
 
@@ -255,7 +244,7 @@ def _write_titles(figure: Figure, titles: Titles, remark: str) -> None:
 
 
 def _write_marks(figure: Figure, stage: _Stage) -> None:
-    """Tell below the panels what each mark is."""
+    """Write the legend of the marks below the panels."""
     height = figure.get_figheight()
     for place, mark in enumerate(stage.marks):
         y = (0.16 + 0.2 * (len(stage.marks) - 1 - place)) / height

@@ -1,4 +1,4 @@
-"""Large payloads on their way to the server: in parts named by their content, so that what broke off goes on.
+"""Uploads large payloads in parts named by their content, so that a broken upload resumes.
 
     call.pkl ──▶ parts of 16 MiB, BLAKE3 each ──▶ which are missing? ──▶ these are sent ──▶ BlobReference
 
@@ -22,15 +22,7 @@ _TRIES = 2
 
 
 def upload(server: RemoteServer, path: Path) -> BlobReference:
-    """Have a file in the server's store and return how it is called there.
-
-    Args:
-        server: where.
-        path: the file, which has at least one byte.
-
-    Raises:
-        ServerlessGpuError: the server refuses it, or is away.
-    """
+    """Upload a file of at least one byte and return its reference in the server's store."""
     size = path.stat().st_size
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         parts = tuple(blake3.blake3(part).hexdigest() for part in _parts(content, size))

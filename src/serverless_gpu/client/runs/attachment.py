@@ -1,8 +1,7 @@
-"""Finding a run again by its id: by its supervisor's socket while it runs, by its directory when it has ended, or in
-the server.
+"""Attaches to a run by its id: through its supervisor's socket, its directory after the end, or the server.
 
-Failure cases: it waits in the agent's queue and has no supervisor yet; its supervisor lives and cannot be reached
-(another /tmp, another SERVERLESS_GPU_SOCKETS); its directory was deleted. Each is said.
+Failure cases, each with an error: it waits in the agent's queue and has no supervisor yet; its supervisor is out of
+reach (another /tmp, another SERVERLESS_GPU_SOCKETS); its directory was deleted.
 """
 
 from __future__ import annotations

@@ -83,12 +83,12 @@ _waiter = RunWaiter()
 
 
 def future_of(run: Run[R]) -> Future[list[R]]:
-    """Return a future of what every rank of a run returns."""
+    """Return a future of a run's results."""
     return _waiter.add(run)
 
 
 async def results_of(run: Run[R]) -> list[R]:
-    """Return what every rank returned, without blocking the event loop; a task that is cancelled leaves the run."""
+    """Return a run's results without blocking the event loop; cancelling the task leaves the run."""
     try:
         return await asyncio.wrap_future(run.future())
     except asyncio.CancelledError:

@@ -1,7 +1,6 @@
-"""What a caller gets for how a run ended: its results, or one exception that tells the truth.
+"""Turns the ending of a run into its results, or one exception that explains it.
 
-Reads a run directory; the only process that unpickles what lies there is the one that made the call, or one of the same
-user that attached.
+Reads a run directory. Only the calling process, or an attached one of the same user, unpickles its files.
 """
 
 from __future__ import annotations
@@ -79,32 +78,17 @@ _CONSEQUENCE_CHARACTERS_MAX = 300
 
 
 class Origin(NamedTuple):
-    """Where the files of a run come from.
+    """Origin of a run's files."""
 
-    Attributes:
-        node: name of the node it ran on, through a server; "" for this machine.
-        untrusted: whose run it is, where that is somebody whose code must not be run here by loading what it returned.
-    """
-
-    node: str = ""
-    untrusted: str = ""
+    node: str = ""  # the server's node that ran it; "" for this machine
+    untrusted: str = ""  # owner of the run, if results of theirs must not be loaded here
 
 
 HERE = Origin()
 
 
 def checked_rank(rank: object, count: int | None, run_id: str) -> int:
-    """Return the number of a rank that somebody named.
-
-    Args:
-        rank: what they wrote.
-        count: how many the run has, or None while that is not known.
-        run_id: the run.
-
-    Raises:
-        InvalidOption: it is not a number.
-        InvalidValue: there is no such rank.
-    """
+    """Return a user-given rank; raise InvalidOption or InvalidValue. `count` None means not known yet."""
     if not isinstance(rank, SupportsIndex):
         raise InvalidOption(f"rank must be a number, not {rank!r}")
     number = operator.index(rank)
@@ -115,12 +99,7 @@ def checked_rank(rank: object, count: int | None, run_id: str) -> int:
 
 
 def load_result(directory: Path, rank: int, run_id: str, origin: Origin = HERE) -> object:
-    """Return what a rank returned.
-
-    Raises:
-        UntrustedResult: it is another's.
-        ResultUnavailableHere: the value needs something this process does not have, or its file is gone.
-    """
+    """Return a rank's result; UntrustedResult for another owner's, ResultUnavailableHere if it does not load."""
     path = directory / "results" / f"{rank}.pkl"
     if origin.untrusted:
         raise UntrustedResult(
@@ -151,16 +130,7 @@ def make_exception(
     *,
     with_tail: bool = True,
 ) -> BaseException:
-    """Return the exception that tells how a run ended.
-
-    Args:
-        stopped: the supervisor's word.
-        directory: the attempt's directory.
-        run_id: the run.
-        spec: of the run, which has the limit it may have reached; None where nobody knows it.
-        origin: where the directory's files come from.
-        with_tail: whether a note has the last output of the rank that failed.
-    """
+    """Return the exception for a run's ending; spec None is unknown, `with_tail` adds the failed rank's output."""
     rank, origin = _raised_by(stopped), _where(stopped, origin)
     error: BaseException
     if rank is None:
@@ -182,32 +152,19 @@ def failed_rank(stopped: Stopped) -> int | None:
 
 
 def carries_tail(stopped: Stopped) -> bool:
-    """Return whether the exception for an ending has the last output of its rank in a note."""
+    """Return whether the exception for an ending has its rank's last output in a note."""
     cause = stopped.cause
     return cause is not None and cause.rank is not None and _raised_by(stopped) is None and bool(stopped.log_tail)
 
 
 def untold_tails(stopped: Stopped, *, with_tail: bool = True) -> dict[int, str]:
-    """Return the last output of ranks, without that of the rank whose exception brings it along.
-
-    Args:
-        stopped: how the run ended.
-        with_tail: whether the exception's notes are shown.
-    """
+    """Return the last output by rank, except of the rank whose exception carries it if `with_tail`."""
     told = stopped.cause.rank if with_tail and stopped.cause is not None and carries_tail(stopped) else None
     return {rank: tail for rank, tail in stopped.tails.items() if rank != told}
 
 
 def ending_text(stopped: Stopped, directory: Path, run_id: str, spec: RunSpec | None, origin: Origin = HERE) -> str:
-    """Return how a run ended, for reading: as `make_exception`, but nothing of the user's is loaded or run.
-
-    Args:
-        stopped: the supervisor's word.
-        directory: the attempt's directory.
-        run_id: the run.
-        spec: of the run, which has the limit it may have reached; None where nobody knows it.
-        origin: where the directory's files come from.
-    """
+    """Return a run's ending as text: as `make_exception`, but without loading or running user code."""
     rank, origin = _raised_by(stopped), _where(stopped, origin)
     if rank is None:
         error = _ended(stopped, directory, run_id, spec, origin)
@@ -219,7 +176,7 @@ def ending_text(stopped: Stopped, directory: Path, run_id: str, spec: RunSpec | 
 
 
 def _where(stopped: Stopped, origin: Origin) -> Origin:
-    """Return where the files come from: of a run on several nodes, what is said is about the one that failed."""
+    """Return the origin of the files: of a run on several nodes, the node that failed."""
     node = _node(stopped)
     return origin._replace(node=node) if node else origin
 
@@ -230,13 +187,13 @@ def _node(stopped: Stopped) -> str:
 
 
 def _who(stopped: Stopped, rank: int) -> str:
-    """Return a rank as people are told of it: with its node, of a run on several."""
+    """Return a rank's name for messages: with its node if there are several."""
     node = _node(stopped)
     return f"rank {rank} on {node}" if node else f"rank {rank}"
 
 
 def _raised_by(stopped: Stopped) -> int | None:
-    """Return the rank whose exception ended the run; None when something else did."""
+    """Return the rank whose exception ended the run; None for another ending."""
     return stopped.cause.rank if stopped.cause is not None and stopped.reason in _RAISED else None
 
 
@@ -338,7 +295,7 @@ def _explain_hang(error: CollectiveHang, hang: Hang, directory: Path) -> None:
 
 
 def _explain_loss(error: RunError, record: dict[str, object]) -> None:
-    """Add what was lost of a Ray cluster, and what the function raised because of it, with where that was."""
+    """Add the lost part of a Ray cluster, and the exception it caused, with its place."""
     notes = record.get("notes")
     lost = [] if isinstance(error, EngineHeadLost) else [record.get("message")]
     for text in (*lost, *(notes if isinstance(notes, list) else []), record.get("traceback")):
@@ -391,7 +348,7 @@ def _hint_elsewhere(reason: Reason, run_id: str, origin: Origin, rank: int | Non
 
 
 def _limit(reason: Reason, spec: RunSpec) -> str:
-    """Return which limit a run has reached, and whose it is where its user did not set it; "" where it is no limit."""
+    """Return the limit that a run has reached, and its owner if not the user; "" for another ending."""
     by = spec.limited_by
     idle_s = idleness.limit_s(spec)
     if reason is Reason.IDLE and idle_s:

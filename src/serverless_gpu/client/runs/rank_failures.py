@@ -79,9 +79,9 @@ class NotebookTraceback:
 
 
 def in_notebooks(error: E) -> E:
-    """Return an error that a user caused, to be raised by a public method: IPython shows it without our frames.
+    """Return a user's error for a public method to raise: IPython shows it without our frames.
 
-    Errors that are not meant for the user (a bug of ours) do not come here and keep all frames.
+    Internal errors (bugs of ours) do not pass here and keep all frames.
     """
     if "IPython" in sys.modules and not hasattr(error, "_render_traceback_"):
         with contextlib.suppress(Exception):  # an exception class of the user's may refuse attributes
@@ -111,18 +111,10 @@ def rebuild(
     run_id: str,
     log_path: str,
 ) -> BaseException:
-    """Return the exception to raise in the caller for what a rank raised.
+    """Return the exception for a rank's failure: the user's own, or a `RunError`.
 
-    Args:
-        description: what `inside.failure.describe` said; `untrusted` in it names whose code loading it would run.
-        pickled_path: the file of what `inside.failure.pickle_exception` returned, or None.
-        rank: global rank that raised.
-        host: name of its node.
-        run_id: the run.
-        log_path: where the rank's output is.
-
-    Returns:
-        The user's own exception, or a `RunError`; with the remote traceback as `__cause__` and a note that says where.
+    The remote traceback is its `__cause__`, and a note names the place. `description` is that of
+    `inside.failure.describe`; `pickled_path` is None where the exception did not pickle.
     """
     kind = description.get("kind", "exception")
     error: BaseException
@@ -140,11 +132,7 @@ def rebuild(
 
 
 def _debugging(program: Path) -> str:
-    """Return how a function is stopped in a debugger.
-
-    Args:
-        program: what repeats the run by hand, where it lies on this machine.
-    """
+    """Return how to debug a function, from the local program that repeats the run."""
     by_hand = (
         f"`python {program}` repeats rank 0 in this terminal, and stops there"
         if program.is_absolute() and program.exists()  # of a run elsewhere there is no path
@@ -206,7 +194,7 @@ def _control_error(kind: str, description: Mapping[str, object], rank: int, run_
 
 
 def _printable(text: str) -> str:
-    """Return words of a rank as they may be printed: a traceback ends up on a terminal, whoever raised."""
+    """Return a rank's text made safe for printing: tracebacks end up on terminals."""
     return "\n".join(safe(line, tty=True) for line in text.split("\n"))
 
 
@@ -218,7 +206,7 @@ def _name(description: Mapping[str, object]) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """Return the text of an error, whatever its `__str__` does."""
+    """Return the text of an error, even if its `__str__` fails."""
     try:
         return str(error)
     except KeyboardInterrupt:
@@ -228,7 +216,7 @@ def text_of(error: BaseException) -> str:
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add a note to an error, also where its class refuses assignment; one that takes none is told without."""
+    """Add a note to an error, even if its class refuses assignment; skip one that takes none."""
     with contextlib.suppress(Exception, SystemExit, GeneratorExit):
         notes = vars(error).get("__notes__")
         object.__setattr__(error, "__notes__", [*(notes if isinstance(notes, list) else []), note])

@@ -1,13 +1,13 @@
 """The handle of one run: wait, results, cancel, receipt, logs.
 
-A handle is moved on by whoever asks it something, in that thread. What it hears, and its files, come from a
-`RunSource`: a supervisor of this machine, or a server. Either keeps what it has to say until it is read, so a handle
-that nobody asks costs nothing and loses nothing but live output (which is in the logs).
+Each call on a handle advances it, in the caller's thread. Its messages and files come from a `RunSource`: a supervisor
+of this machine, or a server. Either keeps its messages until they are read, so an unused handle costs nothing and loses
+nothing but live output (which is in the logs).
 
 A run whose environment is damaged in the store has not begun: it is captured and launched anew, and the handle is from
 then on that of the new run.
 
-Failure cases are those of the source; what it cannot find out it says as an ending, or raises.
+Failure cases are those of the source; it reports an unknown state as an ending, or raises.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Run(Generic[R]):
         self._left = False
 
     def _keep(self, source: RunSource) -> None:
-        """Have the run from this source; a handle that nobody keeps closes it and leaves the run alone."""
+        """Attach to a source; a garbage-collected handle closes it and leaves the run alone."""
         self._source = source
         # Not `__del__`: in a reference cycle, such as an exception's traceback makes, a socket would go first.
         weakref.finalize(self, source.close)
@@ -395,7 +395,7 @@ class Run(Generic[R]):
         display.say(f"{ended}; {gate}, after {format_duration_ms(took_ms)}")
 
     def _error(self, timeout: float | None, *, with_tail: bool = True) -> BaseException | None:
-        """Return what ended the run, to be raised by the public method: a user reads one frame of ours, not five."""
+        """Return the exception that ended the run; public methods raise it, so that users see one frame of ours."""
         if not self.wait(timeout):
             return TimeoutError(f"run {self.id} is still {self._state}")
         if self._refused is not None:
@@ -406,7 +406,7 @@ class Run(Generic[R]):
         return make_exception(stopped, self.directory, self.id, self._spec, self._source.origin, with_tail=with_tail)
 
     def _abandoned(self, *, interrupted: bool) -> bool:
-        """Return whether nobody is to wait for it: Ctrl-C came twice, or once (`interrupted`) where that detaches."""
+        """Return whether to stop waiting: Ctrl-C came twice, or once (`interrupted`) where that detaches."""
         return self._left or (interrupted and self._spec.on_interrupt == "detach")
 
     def _say_that_it_goes_on(self) -> None:
@@ -456,7 +456,7 @@ class Run(Generic[R]):
         return True
 
     def _tick(self, now_ns: int) -> None:
-        """Let the display do what is due, also while messages keep coming."""
+        """Let the display redraw, also while messages keep coming."""
         display = self._display
         if display is None or display.tick_s is None or now_ns - self._ticked_ns < display.tick_s * 1e9:
             return
@@ -464,7 +464,7 @@ class Run(Generic[R]):
         display.tick()
 
     def _tell_state(self) -> None:
-        """Tell the display when the state, or what is waited for, is another one."""
+        """Tell the display about a new state or wait."""
         if self._display is not None and self._told != (self._state, self._waiting):
             self._told = (self._state, self._waiting)
             if self._state is State.QUEUED and self._waiting and self._queued_ns is not None:
@@ -533,11 +533,11 @@ class Run(Generic[R]):
             self._started.is_over = True
 
     def _relaunch_with(self, relaunch: Relaunch) -> None:
-        """Have the run launched anew if its environment turns out to be damaged in the store."""
+        """Launch the run again if its environment turns out to be damaged in the store."""
         self._relaunch = relaunch
 
     def _relaunched(self) -> bool:
-        """Go on as another run, whose environment was captured again; whether there is one."""
+        """Continue as a new run, whose environment was captured again; return whether there is one."""
         if self._relaunch is None or not self._relaunches_left:
             return False
         if self._relaunches_left == _RELAUNCHES:

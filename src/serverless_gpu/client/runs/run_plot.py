@@ -1,4 +1,4 @@
-"""`Run.plot()`: what a picture of a run needs, put together; drawn by `run_figure.py`, which needs Matplotlib."""
+"""Collects the data of `Run.plot()`; `run_figure.py` draws it with Matplotlib."""
 
 from __future__ import annotations
 
@@ -23,19 +23,7 @@ if TYPE_CHECKING:
 
 
 def plot(source: RunSource, name: str, state: str, path: str | os.PathLike[str] | None) -> Figure:
-    """Return the picture of a run.
-
-    Args:
-        source: the run.
-        name: what it is called, or "".
-        state: how it is.
-        path: a file to write it to, or None.
-
-    Raises:
-        ServerlessGpuError: there is no Matplotlib here.
-        InvalidValue: Matplotlib cannot write such a file, or what is there is no file.
-        StorageError: the file cannot be written.
-    """
+    """Return a run's picture, and write it if a path is given; errors are ServerlessGpuError."""
     try:
         figures = load("serverless_gpu.client.plots.run_figure")
     except ModuleNotFoundError as error:
@@ -68,7 +56,7 @@ def plot(source: RunSource, name: str, state: str, path: str | os.PathLike[str] 
 
 
 def _devices_text(files: list[bytes]) -> str:
-    """Return what devices the last attempt had, and on how many nodes: ``16 H100 on 2 nodes``."""
+    """Return the last attempt's devices and its number of nodes: ``16 H100 on 2 nodes``."""
     headers = [header for header in map(_last_header, files) if header is not None]
     newest = max((header.fence for header in headers), default=0)
     nodes = {header.node_rank: header.devices for header in headers if header.fence == newest}

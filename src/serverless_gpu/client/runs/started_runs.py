@@ -24,7 +24,7 @@ _PRUNED_AT = 256
 
 
 class StartedRun:
-    """One run: where it is, and whether its end was seen."""
+    """A started run, its home, and whether its end was seen."""
 
     __slots__ = ("directory", "is_over", "is_remote", "run_id")
 
@@ -53,7 +53,7 @@ def note_started(run_id: str, directory: Path, *, is_remote: bool) -> StartedRun
 
 
 def unfinished_text(run_ids: list[str], unknown: list[str]) -> str:
-    """Return the line for runs that go on, and for those of which that is not known; "" for none."""
+    """Return the line for running runs and runs in an unknown state; "" without any."""
     if not run_ids and not unknown:
         return ""
     ids = run_ids + unknown
@@ -76,7 +76,7 @@ def _name_unfinished() -> None:
 
 
 def _of_the_server(run_ids: list[str]) -> tuple[list[str], list[str]]:
-    """Return which runs go on, and of which that is not known."""
+    """Return the running runs, and those in an unknown state."""
     try:
         return load("serverless_gpu.client.remote.attachment").unfinished(run_ids[:_ASKED_MAX]), run_ids[_ASKED_MAX:]
     except (ServerlessGpuError, OSError):

@@ -143,7 +143,7 @@ class Actors:
         ) from cause
 
     def _outcome(self, answers: Mapping[int, object]) -> list[object]:
-        """Return the values, by rank; raise what the rank raised that answered first."""
+        """Return the values by rank; raise the exception of the rank that answered first."""
         loaded = {rank: cast("tuple[bool, object]", answer) for rank, answer in answers.items()}
         for rank, (is_value, failure) in loaded.items():
             if not is_value:
@@ -241,7 +241,7 @@ class Actors:
 
 
 def _end_idle(reference: weakref.ref[Actors], limit_s: float) -> None:
-    """End actors that nobody has called for the idle limit."""
+    """End actors without calls for the idle limit."""
     actors = reference()
     if actors is not None and actors._lock.acquire(blocking=False):  # else a call has just begun
         try:
