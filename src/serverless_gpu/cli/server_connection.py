@@ -34,7 +34,11 @@ def connect(profile: ServerProfile, *, patience_s: float = 0.0, home: Path | Non
     """Return a connection, importing HTTP (60 ms) here; `home` names the file to re-read while waiting."""
     latest = _latest(profile, home)
     connection: Connection = load("serverless_gpu.wire.connection").Connection(
-        lambda: latest().url, lambda: latest().token, ca=profile.ca, patience_s=patience_s, announce=_say
+        lambda: latest().url,
+        lambda: latest().token,
+        ca=profile.ca,
+        patience_s=patience_s,
+        announce=lambda sentence: say(f"sgpu: {sentence}", err=True),
     )
     return connection
 
@@ -89,7 +93,3 @@ def _profile(home: Path) -> ServerProfile:
             raise
     context = click.get_current_context(silent=True)
     raise no_server(context.command_path if context is not None else "sgpu")
-
-
-def _say(sentence: str) -> None:
-    say(f"sgpu: {sentence}", err=True)

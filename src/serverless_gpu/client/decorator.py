@@ -30,7 +30,6 @@ from serverless_gpu.client.runs.run import Run
 from serverless_gpu.client.runs.run_list import RunList
 from serverless_gpu.errors import ArgumentMismatch, InvalidOption, ServerlessGpuError, UnknownGpuType
 from serverless_gpu.lazy_import import load
-from serverless_gpu.model.hardware import GpuType
 from serverless_gpu.model.spec import Options, RunSpec, make_spec
 from serverless_gpu.node.base.configuration import read_configuration
 from serverless_gpu.node.base.home import find_home
@@ -172,15 +171,12 @@ class DistributedFunction(Generic[P, R]):
         """Launch a run; what refuses it is the caller's mistake, and our frames say nothing about that."""
         __tracebackhide__ = True  # IPython and pytest leave such frames out
         try:
-            run = self._launch(args, kwargs, watch=watch)
+            run = launch(self.__wrapped__, args, kwargs, self.spec, watch=watch)
         except ServerlessGpuError as error:
             raise in_notebooks(without_own_frames(error)) from error.__cause__
         if not watch:
             run._note_started()
         return run
-
-    def _launch(self, args: Sequence[object], kwargs: Mapping[str, object], *, watch: bool) -> Run[R]:
-        return launch(self.__wrapped__, args, kwargs, self.spec, watch=watch)
 
 
 def _refuse_single(items: object, name: str, hint: str) -> None:
@@ -243,11 +239,7 @@ def parse_options(
     try:
         return make_spec(gpus, gpu_type, remote, timeout, options, ())
     except UnknownGpuType:
-        own = _own_types()
+        own = read_configuration(find_home(os.environ)).types
         if not own:
             raise
         return make_spec(gpus, gpu_type, remote, timeout, options, own)
-
-
-def _own_types() -> tuple[GpuType, ...]:
-    return read_configuration(find_home(os.environ)).types

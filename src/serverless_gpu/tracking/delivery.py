@@ -148,7 +148,12 @@ class MlflowDelivery:
         """Deliver until everything has arrived, or was given up, or `stop` is called."""
         try:
             while not self._stopped and not self._memory.over:
-                self._wait(self._turn())
+                seconds = self._turn()
+                with self._changed:
+                    self._changed.wait_for(
+                        lambda: self._stopped or self._woken or bool(self._memory.over), timeout=seconds
+                    )
+                    self._woken = False
         finally:
             self._tracker.close()
 
@@ -221,7 +226,10 @@ class MlflowDelivery:
         try:
             if memory.tracked is None:
                 makes = self._is_first and not self._tracking.run_id
-                memory.tracked = self._begun() if makes else self._found()
+                found = self._begun() if makes else self._tracker.find(self._tracking, self._job.run_id)
+                if found is None:
+                    raise _NotYet("the first node has not made the MLflow run yet")
+                memory.tracked = found
                 self._save()
             self._resume()
         except TrackerRefused as error:
@@ -256,12 +264,6 @@ class MlflowDelivery:
                     memory.asked_ns = shared.asked_ns = 0
                 raise
 
-    def _found(self) -> TrackerRun:
-        found = self._tracker.find(self._tracking, self._job.run_id)
-        if found is None:
-            raise _NotYet("the first node has not made the MLflow run yet")
-        return found
-
     def _resume(self) -> None:
         """Have the MLflow run go on where an attempt before has ended it."""
         if not self._is_first or self._job.fence == 1 or "end" in self._memory.done:
@@ -292,7 +294,10 @@ class MlflowDelivery:
         except TrackerRefused:
             # One of them is there with another value, from an attempt before or by its owner: the others are fine.
             for key, value in params.items():
-                self._parameter(key, value)
+                try:
+                    self._tracker.log(self._known, params={key: value})
+                except TrackerRefused:
+                    self._log_tags({valid_key(f"sgpu.param.{key}"): value})
         with self._together.lock:
             if not self._has_later():
                 tags = {ATTEMPT_TAG: str(self._job.fence), "sgpu.environment": self._job.environment}
@@ -301,12 +306,6 @@ class MlflowDelivery:
                 self._log_tags(tags)
         self._memory.done.add("params")
         return True
-
-    def _parameter(self, key: str, value: str) -> None:
-        try:
-            self._tracker.log(self._known, params={key: value})
-        except TrackerRefused:
-            self._log_tags({valid_key(f"sgpu.param.{key}"): value})
 
     # --- files --------------------------------------------------------------------------------------------------
 
@@ -384,13 +383,11 @@ class MlflowDelivery:
             with self._together.lock:
                 if not self._has_later() and not (self._job.num_nodes > 1 and is_told(ending.reason, self._tags())):
                     self._log_tags(last_tags(self._tracking, ending.state, ending.reason, ending.sentence))
-                    self._refusable(lambda: self._end_run(ending))
+                    if not self._tracking.run_id or self._known.had_ended:  # else its maker ends it
+                        at_ms = ending.at_ns // 1_000_000
+                        self._refusable(lambda: self._tracker.end(self._known, status_of(ending.state), at_ms))
         self._memory.done.add("end")
         return True
-
-    def _end_run(self, ending: AttemptEnding) -> None:
-        if not self._tracking.run_id or self._known.had_ended:  # else whoever made it ends it
-            self._tracker.end(self._known, status_of(ending.state), ending.at_ns // 1_000_000)
 
     def _account(self) -> bool:
         if not self._has_settled or "receipt" in self._memory.done:
@@ -472,11 +469,6 @@ class MlflowDelivery:
         elif self._failures > 1 and not self._said_away:  # one answer that did not come is no news
             self._said_away = True
             self._listener.said(f"{sentence}; system metrics wait on the node's disk until it is back", note=False)
-
-    def _wait(self, seconds: float) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._stopped or self._woken or bool(self._memory.over), timeout=seconds)
-            self._woken = False
 
 
 class _NotYet(TrackerAway):

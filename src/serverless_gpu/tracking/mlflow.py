@@ -151,7 +151,8 @@ class MlflowTracker:
         After TrackerAway some may have arrived; TrackerRefused rejects the whole request that has a wrong item.
         """
         for points in _batches(metrics, METRICS_MAX):
-            self._batch(tracked, "metrics", [_point(point) for point in points])
+            rows = [{"key": at.key, "value": at.value, "timestamp": at.at_ms, "step": at.step} for at in points]
+            self._batch(tracked, "metrics", rows)
         for name, pairs in (("params", params), ("tags", tags)):
             for batch in _batches(list((pairs or {}).items()), PAIRS_MAX):
                 self._batch(tracked, name, [{"key": key, "value": value} for key, value in batch])
@@ -251,10 +252,6 @@ class MlflowTracker:
 def _named(error: TrackerRefused, variable: str) -> TrackerRefused:
     """Return a refusal that names the caller's variable with the unknown value."""
     return type(error)(f"{error} ({variable} names it)") if variable else error
-
-
-def _point(point: Metric) -> dict[str, object]:
-    return {"key": point.key, "value": point.value, "timestamp": point.at_ms, "step": point.step}
 
 
 def _proxied(artifacts: str, uri: str) -> str | None:

@@ -75,7 +75,7 @@ class Rest:
     """One server, for one thread at a time; `address` and `environ` as for `MlflowTracker`."""
 
     def __init__(self, address: str | Callable[[], str], environ: Mapping[str, str]) -> None:
-        self._address = _always(address) if isinstance(address, str) else address
+        self._address = address
         self._environ = environ
         self._client: httpx2.Client | None = None
         self._known = False
@@ -173,13 +173,15 @@ class Rest:
 
     def _connected(self) -> httpx2.Client:
         """Return the client for where the server is now."""
-        uri, userinfo = split_userinfo(self._address())
+        uri, userinfo = split_userinfo(self._address if isinstance(self._address, str) else self._address())
         if self._client is not None and uri == self.uri:
             return self._client
         self.close()
         if urlsplit(uri).scheme not in ("http", "https"):
             raise TrackerRefused(f"{uri or 'an empty address'} is not the address of an MLflow server (http or https)")
-        environ = self._environ if _is_named(uri, self._environ) else {}
+        # Only the server that the caller's variables name gets their credentials.
+        is_named = split_userinfo(self._environ.get("MLFLOW_TRACKING_URI", ""))[0] == uri
+        environ = self._environ if is_named else {}
         self.uri = uri
         self._known = False
         self._client = httpx2.Client(
@@ -223,15 +225,6 @@ class Rest:
 def make_ready() -> None:
     """Load the modules of the first request (100 ms), for a process that will be in a hurry."""
     httpx2.Client(verify=False, trust_env=False).close()
-
-
-def _always(address: str) -> Callable[[], str]:
-    return lambda: address
-
-
-def _is_named(uri: str, environ: Mapping[str, str]) -> bool:
-    """Return whether the caller's variables, and so the credentials, name this server."""
-    return split_userinfo(environ.get("MLFLOW_TRACKING_URI", ""))[0] == uri
 
 
 def _headers(environ: Mapping[str, str], userinfo: str) -> dict[str, str]:

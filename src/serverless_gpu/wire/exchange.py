@@ -105,7 +105,10 @@ class Exchange(abc.ABC):
         reply = self._patiently(method, path, content=content, headers=headers, params=dict(query or {}))
         if answer is type(None):
             return None
-        return _decoded(reply, answer)
+        try:
+            return from_json(reply.content, answer)
+        except msgspec.MsgspecError as error:
+            raise ServerProblem(f"the answer of {reply.url} cannot be understood: {error}") from None
 
     def health(self) -> Health:
         """Return how the server is, also when it is not well; as `ask` otherwise."""
@@ -217,8 +220,9 @@ class Exchange(abc.ABC):
         """Return the exception for a transport error; `is_no_http` if something answers that does not speak HTTP."""
         said = str(error)
         if _UNTRUSTED in said:
+            why = said.partition("certificate verify failed: ")[2].partition(" (_ssl")[0] or said
             return ServerUnavailable(
-                f"the certificate of the server at {self.url} is not trusted here ({_UNTRUSTED}: {_untrusted(said)})",
+                f"the certificate of the server at {self.url} is not trusted here ({_UNTRUSTED}: {why})",
                 hint=_trusted_by(said),
             )
         hint = "is `sgpu up` running there? `sgpu doctor` looks"
@@ -247,13 +251,6 @@ def _always(text: str) -> Callable[[], str]:
     return lambda: text
 
 
-def _decoded(reply: Reply, answer: type[T]) -> T:
-    try:
-        return from_json(reply.content, answer)
-    except msgspec.MsgspecError as error:
-        raise ServerProblem(f"the answer of {reply.url} cannot be understood: {error}") from None
-
-
 def problem_of(reply: Reply) -> ServerlessGpuError:
     """Return the exception for an answer of 400 or more."""
     try:
@@ -269,10 +266,6 @@ def problem_of(reply: Reply) -> ServerlessGpuError:
         there = problem.shortage
         error.gpus, error.gpu_type, error.pool, error.choices = there.gpus, there.gpu_type, there.pool, there.choices
     return error
-
-
-def _untrusted(said: str) -> str:
-    return said.partition("certificate verify failed: ")[2].partition(" (_ssl")[0] or said
 
 
 def _trusted_by(said: str) -> str:

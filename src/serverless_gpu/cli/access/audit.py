@@ -46,7 +46,11 @@ def list_entries(who: str, action: str, subject: str, limit: int, as_json: bool)
     if as_json:
         print_json(found)
         return
-    for line in columns([["WHEN", "WHO", "DID", "TO", ""], *(_row(each) for each in found)]):
+    rows = [["WHEN", "WHO", "DID", "TO", ""]]
+    for each in found:
+        detail = msgspec.json.encode(each.detail).decode() if each.detail else ""
+        rows.append([format_moment(each.at_ns), each.principal, each.action, each.subject, detail])
+    for line in columns(rows):
         say(line)
 
 
@@ -152,11 +156,6 @@ def _refuse_stuck(page: AuditPage) -> None:
             f"{page.pending} entries are not in the chain, the oldest since {format_moment(since_ns)}",
             hint="the server's log says what keeps it from chaining them",
         )
-
-
-def _row(link: ChainedEntry) -> list[str]:
-    detail = msgspec.json.encode(link.detail).decode() if link.detail else ""
-    return [format_moment(link.at_ns), link.principal, link.action, link.subject, detail]
 
 
 def _told(link: ChainedEntry) -> str:

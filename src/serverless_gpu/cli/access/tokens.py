@@ -26,8 +26,12 @@ def list_tokens(as_json: bool) -> None:
     if as_json:
         print_json(tokens)
         return
-    head = ["ID", "OF", "LABEL", "SCOPES", "STATE", "LAST USED"]
-    for line in columns([head, *(_row(each) for each in tokens)]):
+    rows = [["ID", "OF", "LABEL", "SCOPES", "STATE", "LAST USED"]]
+    for each in tokens:
+        used = "never" if each.used_ns is None else format_moment(each.used_ns)
+        scopes = " ".join(each.scopes) or "all"
+        rows.append([each.id, each.principal, each.label or "-", scopes, _state(each), used])
+    for line in columns(rows):
         say(line)
 
 
@@ -63,11 +67,6 @@ def say_secret(made: TokenMade) -> None:
     until = "does not expire" if made.token.expires_ns is None else f"until {format_moment(made.token.expires_ns)}"
     say(f"token {made.token.id} of {made.token.principal}, {until}; shown this once:", err=True)
     say(made.secret)
-
-
-def _row(view: TokenView) -> list[str]:
-    used = "never" if view.used_ns is None else format_moment(view.used_ns)
-    return [view.id, view.principal, view.label or "-", " ".join(view.scopes) or "all", _state(view), used]
 
 
 def _state(view: TokenView) -> str:

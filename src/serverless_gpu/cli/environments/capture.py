@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -43,13 +42,10 @@ def capture(python: str | None, store: str | None, *, repair: bool, as_json: boo
         print_json(_captured_json(captured, blobs.store.url, took_ms) | ({"repaired": removed} if repair else {}))
         return
     if repair:
-        say(f"damaged in the store, and sent again: {_short(removed) or 'nothing'}")
+        shown = ", ".join(key[: key.index("/") + 1 + SHORT] for key in removed)
+        say(f"damaged in the store, and sent again: {shown or 'nothing'}")
     for line in captured_text(captured, blobs.store.url, took_ms):
         say(line)
-
-
-def _short(keys: Sequence[str]) -> str:
-    return ", ".join(key[: key.index("/") + 1 + SHORT] for key in keys)
 
 
 def captured_text(captured: Captured, url: str, took_ms: int) -> list[str]:

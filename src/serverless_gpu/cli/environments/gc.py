@@ -35,7 +35,8 @@ def collect_garbage(
     limit = None if cache_size is None else size_bytes("--cache", cache_size)
     directory = locations.environments()
     blobs, cache = locations.blobs(store, directory), Cache(directory)
-    in_use = _in_use(cache, keep_s)
+    since_ns = SystemClock().wall_ns() - keep_s * 1_000_000_000
+    in_use = [one.address for one in environments(cache) if one.held or one.used_ns > since_ns]
     with Meters() as meters:
         done = collect(blobs, in_use=in_use, keep_s=keep_s, grace_s=grace_s, dry_run=dry_run, report=meters.report)
     if done.busy:
@@ -54,12 +55,6 @@ def collect_garbage(
         say(f"unpacked on this node: {units:,} units, {format_bytes(held)}{went}")
     if done.unreadable:
         sys.exit(1)
-
-
-def _in_use(cache: Cache, keep_s: int) -> list[str]:
-    """Return the snapshots that stay at any age: running here or used here within `keep_s`."""
-    since_ns = SystemClock().wall_ns() - keep_s * 1_000_000_000
-    return [one.address for one in environments(cache) if one.held or one.used_ns > since_ns]
 
 
 def collected_text(done: CollectionResult, url: str) -> list[str]:

@@ -38,8 +38,9 @@ def blobs(url: str | None, directory: Path) -> StoreBlobs:
 def describe(python: str | None) -> Description:
     """Return an interpreter's description of itself, started in this directory; None means sgpu's own."""
     path = sys.executable if python is None else str(_interpreter(python))
-    if python is None:
-        _mention_other(os.environ.get("VIRTUAL_ENV", ""))
+    active = os.environ.get("VIRTUAL_ENV", "")
+    if python is None and os.path.isdir(active) and not os.path.samefile(active, sys.prefix):
+        say(f"sgpu: this is about {sys.prefix}, which sgpu belongs to; for the active one: --python {active}", err=True)
     try:
         return read_description(describe_other(path))
     except (RuntimeError, OSError, ValueError) as error:
@@ -67,9 +68,3 @@ def _interpreter(text: str) -> Path:
             f"--python: there is no interpreter {path}", hint="name a python, or the directory of a venv"
         )
     return path
-
-
-def _mention_other(active: str) -> None:
-    """Print the environment's name when another one is active in the shell."""
-    if os.path.isdir(active) and not os.path.samefile(active, sys.prefix):
-        say(f"sgpu: this is about {sys.prefix}, which sgpu belongs to; for the active one: --python {active}", err=True)

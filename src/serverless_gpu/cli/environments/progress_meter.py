@@ -62,32 +62,24 @@ class ProgressMeter:
         if seen.bytes_done or seen.bytes_total:  # a walk counts files only
             parts.append(_of(format_bytes(seen.bytes_done), format_bytes(seen.bytes_total), known=seen.bytes_total > 0))
         parts.append(_of(f"{seen.files_done:,}", f"{seen.files_total:,}", known=seen.files_total > 0) + " files")
-        rate = self._rate(now_ns)
+        first_ns, first = self._seen[0]
+        rate = 0  # while it would be a guess
+        if now_ns - self._began_ns >= _SURE_NS and now_ns > first_ns:
+            rate = (seen.bytes_done - first) * 1_000_000_000 // (now_ns - first_ns)
         if rate:
             parts.append(f"{format_bytes(rate)}/s")
             if seen.bytes_total > seen.bytes_done:
-                parts.append(f"{_seconds_text(seen.bytes_total - seen.bytes_done, rate)} left")
+                seconds = max(1, -(-(seen.bytes_total - seen.bytes_done) // rate))
+                parts.append(f"{seconds} s left" if seconds < 60 else f"{format_duration_ms(seconds * 1000)} left")
         if seen.waits_for:
             parts.append(f"waiting for another process here, which fetches {seen.waits_for}")
         elif seen.name:
             parts.append(seen.name)
         return f"{_WORDS[self.phase]}: {' · '.join(parts)}"
 
-    def _rate(self, now_ns: int) -> int:
-        """Return bytes per second, or 0 while that is a guess."""
-        first_ns, first = self._seen[0]
-        if now_ns - self._began_ns < _SURE_NS or now_ns <= first_ns:
-            return 0
-        return (self._latest.bytes_done - first) * 1_000_000_000 // (now_ns - first_ns)
-
 
 def _of(done: str, total: str, *, known: bool) -> str:
     return f"{done} of {total}" if known else done
-
-
-def _seconds_text(size: int, rate: int) -> str:
-    seconds = max(1, -(-size // rate))
-    return f"{seconds} s" if seconds < 60 else format_duration_ms(seconds * 1000)
 
 
 class Meters:
@@ -123,14 +115,11 @@ class Meters:
             self._meter.note(progress, now_ns)
             if now_ns - self._drawn_ns >= (_REDRAW_NS if self._is_terminal else _PLAIN_NS):
                 self._drawn_ns = now_ns
-                self._draw(self._meter.line(now_ns))
-
-    def _draw(self, line: str) -> None:
-        if self._is_terminal:
-            self._is_drawn = True
-            self._write("\r" + fit(safe(line, tty=True), _columns(self._stream) - 1) + "\x1b[K")
-        else:
-            self._write(line + "\n")
+                line = self._meter.line(now_ns)
+                if self._is_terminal:
+                    self._is_drawn = True
+                    line = "\r" + fit(safe(line, tty=True), _columns(self._stream) - 1) + "\x1b[K"
+                self._write(line if self._is_terminal else line + "\n")
 
     def _write(self, text: str) -> None:
         try:

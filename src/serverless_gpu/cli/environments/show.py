@@ -80,7 +80,11 @@ def show_stored(address: str, store: str | None, *, as_json: bool, everything: b
 def fingerprint(python: str | None, *, as_json: bool) -> None:
     """Print an environment's address, whether it was known, and its changes if not."""
     look = _look(python)
-    difference = Difference(changes=()) if look.last is None else _difference(look, _home_blobs())
+    difference = (
+        Difference(changes=())
+        if look.last is None
+        else _difference(look, locations.blobs(None, locations.environments()))
+    )
     if as_json:
         last = None if look.last is None else look.last.address
         said = {"address": look.now.address, "known": look.known, "last": last, "changes": difference.changes}
@@ -163,17 +167,10 @@ def _contents(sources: Mapping[str, LocalUnit]) -> Contents:
         for number, row in enumerate(source.rows):
             file = next(files) if row.has_content else ""
             if is_pth(row.path) and file:
-                texts[address, row.path] = source.texts.get(number, _read(file)).decode(errors="replace")
+                with open(file, "rb") as opened:
+                    text = source.texts.get(number, opened.read(_PTH_BYTES_MAX))
+                texts[address, row.path] = text.decode(errors="replace")
     return Contents(rows={address: source.rows for address, source in sources.items()}, texts=texts)
-
-
-def _read(path: str) -> bytes:
-    with open(path, "rb") as file:
-        return file.read(_PTH_BYTES_MAX)
-
-
-def _home_blobs() -> StoreBlobs:
-    return locations.blobs(None, locations.environments())
 
 
 def _print(lines: list[str]) -> None:

@@ -43,7 +43,8 @@ def mlflow(store: str, is_end: bool, as_json: bool) -> None:
     STORE is one of your own (sqlite:////path/mlflow.db, or a directory): it gets a server in front of it, too.
     """
     home = durable_home("the MLflow server keeps its runs there")
-    store = _absolute(store)
+    if store and ":" not in store:
+        store = os.path.abspath(store)
     if is_end:
         count = int(stop_server(place_of(home, store))) if store else stop_servers(home)
         say("stopped" if count else "no MLflow server is running")
@@ -135,7 +136,3 @@ def _python(home: Home, store: str) -> str:
         f"{sys.executable} has no MLflow, and no run of this home has been tracked with one",
         hint="pip install 'serverless-gpu[mlflow]', or run `sgpu` of the environment that has it",
     )
-
-
-def _absolute(store: str) -> str:
-    return os.path.abspath(store) if store and ":" not in store else store

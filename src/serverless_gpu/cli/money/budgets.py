@@ -108,7 +108,10 @@ def set_budget(
         try:
             before = _request_of(connection.ask("GET", _path(name), answer=BudgetView))
         except NotFound:
-            _check_is_whole(changes)
+            if "kind" not in changes:
+                raise click.UsageError(f"there is no such budget yet: say for whom it is: {_FOR}") from None
+            if "limit_micros" not in changes:
+                raise click.UsageError(f"there is no such budget yet: say how much it is: {_MUCH}") from None
             before = BudgetRequest(kind="everything", period=Period.MONTH)
         asked = msgspec.structs.replace(before, **changes)
         found = connection.ask("PUT", _path(name), asked, answer=BudgetView)
@@ -167,14 +170,6 @@ def _limit(said: Mapping[str, str | None]) -> dict[str, object]:
     if hours is not None:
         return {"limit_gpu_ms": micros("--gpu-hours", hours, unit=MS_PER_HOUR), "limit_micros": None}
     return {}
-
-
-def _check_is_whole(changes: Mapping[str, object]) -> None:
-    """Refuse a new budget of which it was not said for whom it is, and how much."""
-    if "kind" not in changes:
-        raise click.UsageError(f"there is no such budget yet: say for whom it is: {_FOR}")
-    if "limit_micros" not in changes:
-        raise click.UsageError(f"there is no such budget yet: say how much it is: {_MUCH}")
 
 
 def _row(each: BudgetView) -> list[str]:

@@ -61,7 +61,10 @@ def chargeback(view: UsageView, shares: Iterable[CostShare]) -> UsageTable:
         ),
     )
     whole = {total.currency: total.amounts.micros for total in model.totals(share.group for share in kept)}
-    parts = [_part(share.group.amounts.micros, whole[share.group.currency]) for share in kept]
+    parts: list[float | None] = []
+    for share in kept:
+        micros, total = share.group.amounts.micros, whole[share.group.currency]
+        parts.append(micros / total if micros is not None and total else None)
     return UsageTable(
         names=(*made.names, "part_of_cost"),
         kinds=(*made.kinds, "part"),
@@ -115,10 +118,6 @@ def put_prices(found: ListPrices, *, as_json: bool) -> None:
         _say_csv(ListPrice.__struct_fields__, (_csv_cells(price) for price in found.prices))
     if found.is_cut:
         say("sgpu: cut: more was used than is shown", err=True)
-
-
-def _part(micros: int | None, whole: int | None) -> float | None:
-    return micros / whole if micros is not None and whole else None
 
 
 # --- CSV --------------------------------------------------------------------------------------------------------------

@@ -71,7 +71,9 @@ def join(host: str, token_file: Path, **options: Any) -> None:
             say(f"{wish.name} gives {ready.offer} to the pool of {file.server}; Ray here has ports {ready.ports}")
 
         say(f"Ray is being started here, with its head at {ready.plan.head}")
-        keeper = load("serverless_gpu.engines.ray.ray_keeper").Keeper(ready.plan, say=_say, started=started)
+        keeper = load("serverless_gpu.engines.ray.ray_keeper").Keeper(
+            ready.plan, say=lambda sentence: say(f"sgpu: {sentence}", err=True), started=started
+        )
         try:
             keeper.keep(stop)
         finally:
@@ -136,7 +138,3 @@ def _unit(home: Home) -> str:
         (sys.executable, "-m", "serverless_gpu.cli", *words), user=getpass.getuser(), home=home.root
     )
     return text
-
-
-def _say(sentence: str) -> None:
-    say(f"sgpu: {sentence}", err=True)

@@ -35,20 +35,15 @@ def nodes(as_json: bool) -> None:
     if not found:
         say("no node has joined")
         return
-    rows = [
-        [
-            each.name,
-            each.pool,
-            each.state,
-            _devices(each),
-            f"{each.busy} busy",
-            _heard(each),
-            for_whom(each),
-            _words(each),
-        ]
-        for each in found
-    ]
-    for line in columns([["NODE", "POOL", "STATE", "DEVICES", "USE", "HEARD", "FOR", ""], *rows]):
+    rows = [["NODE", "POOL", "STATE", "DEVICES", "USE", "HEARD", "FOR", ""]]
+    for each in found:
+        types = [device.type for device in each.devices]
+        devices = ", ".join(f"{types.count(name)} {name}" for name in dict.fromkeys(types)) or "none"
+        heard = f"{format_duration_ms(max(0, SystemClock().wall_ns() - each.seen_ns) // 1_000_000)} ago"
+        left_out = [f"{one.uuid} is left out{f' ({one.note})' if one.note else ''}" for one in each.rules.quarantined]
+        remarks = "; ".join(filter(None, (each.sentence, *left_out, *each.findings, clock_text(each.clock))))
+        rows.append([each.name, each.pool, each.state, devices, f"{each.busy} busy", heard, for_whom(each), remarks])
+    for line in columns(rows):
         say(line)
 
 
@@ -142,15 +137,6 @@ def find_node(found: Sequence[NodeView], name: str) -> NodeView:
     raise InvalidValue(f"there is no node {name!r}", hint=f"nodes: {names}")
 
 
-def _devices(view: NodeView) -> str:
-    types = [device.type for device in view.devices]
-    return ", ".join(f"{types.count(name)} {name}" for name in dict.fromkeys(types)) or "none"
-
-
-def _heard(view: NodeView) -> str:
-    return f"{format_duration_ms(max(0, SystemClock().wall_ns() - view.seen_ns) // 1_000_000)} ago"
-
-
 def for_whom(view: NodeView) -> str:
     """Return whose runs a node takes now, and until when."""
     calendar = view.rules.calendar
@@ -158,9 +144,3 @@ def for_whom(view: NodeView) -> str:
     until = f" until {format_soon(view.turns_ns)}" if view.turns_ns is not None else ""
     first = f", {calendar.owner} first" if view.shared and calendar.owner_first else ""
     return f"{who}{until}{first}"
-
-
-def _words(view: NodeView) -> str:
-    """Return why it cannot be used, what is left out, and that its clock is off: it writes other times then."""
-    left_out = [f"{one.uuid} is left out{f' ({one.note})' if one.note else ''}" for one in view.rules.quarantined]
-    return "; ".join(filter(None, (view.sentence, *left_out, *view.findings, clock_text(view.clock))))

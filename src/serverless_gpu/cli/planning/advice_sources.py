@@ -190,7 +190,8 @@ def of_home(home: Home, wanted: UseFilter) -> PastUse:
         record = read_run(home.runs, run_id)
         if record.ended_ns is not None and record.ended_ns <= wanted.start_ns:
             continue
-        if not _is_wanted(record, wanted):
+        team, pool = (record.spec.team, record.spec.pool) if record.spec is not None else ("", "")
+        if (wanted.team and team != wanted.team) or (wanted.pool and pool != wanted.pool):
             continue
         if not _add(past, record):
             untold += 1
@@ -206,11 +207,6 @@ def book_of_home(configuration: Configuration) -> Book:
     priced = {name: paid.gpu_micros_per_hour for name, paid in configuration.prices.items()}
     rows = (Price(resource=name, micros_per_hour=micros) for name, micros in priced.items() if micros is not None)
     return Book(rows=tuple(rows))
-
-
-def _is_wanted(record: RunRecord, wanted: UseFilter) -> bool:
-    team, pool = (record.spec.team, record.spec.pool) if record.spec is not None else ("", "")
-    return (not wanted.team or team == wanted.team) and (not wanted.pool or pool == wanted.pool)
 
 
 def _add(past: PastUse, record: RunRecord) -> bool:

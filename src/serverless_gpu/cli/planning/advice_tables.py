@@ -68,7 +68,7 @@ def as_json(report: AdviceReport) -> dict[str, object]:
         "currency": report.currency,
         "advice": None,
         "queues": [_queue_json(queue) for queue in report.queues],
-        "runs": [_run_json(run) for run in report.runs],
+        "runs": [msgspec.structs.asdict(run) | {"advice": run.text()} for run in report.runs],
         "formulas": _formulas(report),
     }
     if advice is not None:
@@ -273,7 +273,3 @@ def _mix_json(each: Mix) -> dict[str, object]:
 def _queue_json(queue: QueueOutcome) -> dict[str, object]:
     parts = msgspec.structs.asdict(queue)
     return {"waited_gpu_ms": parts.pop("waited_ns") // 1_000_000} | parts
-
-
-def _run_json(run: Unneeded) -> dict[str, object]:
-    return msgspec.structs.asdict(run) | {"advice": run.text()}

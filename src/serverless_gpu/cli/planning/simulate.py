@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import click
@@ -115,7 +114,8 @@ def simulate_command(**options: Any) -> None:
         for line in _lines(outcomes, trace):
             say(line)
     if drawing is not None:
-        _draw(drawing, outcomes, trace, options["png"])
+        title = f"{len(outcomes[0].jobs):,} jobs of {trace.source} on {outcomes[0].cluster.text()}"
+        written(lambda: drawing.draw(outcomes, title, options["png"]), options["png"])
 
 
 # --- what is asked ----------------------------------------------------------------------------------------------------
@@ -208,9 +208,11 @@ def _lines(outcomes: Sequence[Outcome], trace: Trace) -> list[str]:
     first = outcomes[0]
     gangs = f"gangs (≥ {first.cluster.gang_gpus} GPUs)"
     rows = [["", *(outcome.policy for outcome in outcomes)]]
-    for name, pick in (("wait", _wait), (f"wait of {gangs}", _gang_wait), ("completion", _completion)):
+    for name, field in (("wait", "wait"), (f"wait of {gangs}", "gang_wait"), ("completion", "completion")):
         for part in ("mean", "p50", "p95", "p99"):
-            rows.append([f"{name}, {part}", *(_span_text(pick(outcome), part) for outcome in outcomes)])
+            rows.append(
+                [f"{name}, {part}", *(_span_text(getattr(outcome.figures, field), part) for outcome in outcomes)]
+            )
     for name, field in (("in use", "utilisation"), ("free while jobs wait", "idle"), ("fragmented", "fragmented")):
         rows.append([name, *(f"{100 * getattr(outcome.figures, field):.1f} %" for outcome in outcomes)])
     teams = list(first.figures.teams)
@@ -225,18 +227,6 @@ def _lines(outcomes: Sequence[Outcome], trace: Trace) -> list[str]:
     if len(teams) > _TEAMS_MAX:
         lines.append(f"shares of {len(teams) - _TEAMS_MAX} more teams: --json")
     return [*lines, "", *columns(rows)]
-
-
-def _wait(outcome: Outcome) -> Spread | None:
-    return outcome.figures.wait
-
-
-def _gang_wait(outcome: Outcome) -> Spread | None:
-    return outcome.figures.gang_wait
-
-
-def _completion(outcome: Outcome) -> Spread | None:
-    return outcome.figures.completion
 
 
 def _span_text(spread: Spread | None, part: str) -> str:
@@ -256,8 +246,3 @@ def _as_json(outcomes: Sequence[Outcome], trace: Trace) -> dict[str, object]:
             for outcome in outcomes
         },
     }
-
-
-def _draw(drawing: ModuleType, outcomes: Sequence[Outcome], trace: Trace, path: Path) -> None:
-    title = f"{len(outcomes[0].jobs):,} jobs of {trace.source} on {outcomes[0].cluster.text()}"
-    written(lambda: drawing.draw(outcomes, title, path), path)

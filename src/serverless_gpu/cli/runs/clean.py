@@ -46,7 +46,10 @@ def clean(run: tuple[str, ...], older_than: str | None, keep: str | None, dry_ru
         total = sum(each.entry.size_bytes for each in chosen)
         say(f"would delete {_count(_runs_of(chosen))}, {format_bytes(total)}{spared}")
         return
-    done = [_delete(place, [each.entry for each in chosen if each.place == place]) for place in _places(home)]
+    done = []
+    for place in _places(home):
+        empty_trash(place)
+        done.append(delete_all(place, [each.entry for each in chosen if each.place == place]))
     deleted = {run_id for each in done for run_id in each.deleted}
     problems = tuple(problem for each in done for problem in each.problems)
     cleaned = Cleaned(tuple(deleted), sum(each.freed_bytes for each in done), problems)
@@ -69,11 +72,6 @@ class _Chosen(NamedTuple):
 def _places(home: Home) -> tuple[Path, Path]:
     """Return the directories of runs: own ones, and copies of results from a server."""
     return home.runs, home.remote
-
-
-def _delete(place: Path, entries: list[RunDirectory]) -> Cleaned:
-    empty_trash(place)
-    return delete_all(place, entries)
 
 
 def _named(home: Home, runs: tuple[str, ...]) -> list[_Chosen]:

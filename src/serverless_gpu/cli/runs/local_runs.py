@@ -12,7 +12,6 @@ from serverless_gpu.units import format_bytes, format_duration_ms
 
 if TYPE_CHECKING:
     from serverless_gpu.model.cost import Cost
-    from serverless_gpu.model.receipt import Receipt
 
 _NAME_CHARACTERS_MAX = 32
 
@@ -52,7 +51,7 @@ def as_json(home: Home, record: RunRecord, *, size: bool) -> dict[str, object]:
         "ranks": record.world_size,
         "gpu_type": receipt.gpu_type if receipt is not None else None,
         "devices": list(receipt.gpus) if receipt is not None else None,
-        **_spent(receipt or cost),
+        **{name: getattr(receipt or cost, name, None) for name in ("gpu_ms", "micros", "currency")},
         "directory": str(record.directory),
         "problem": record.problem,
     }
@@ -101,7 +100,3 @@ def _devices_text(record: RunRecord) -> str:
     if receipt is None:
         return f"{record.world_size} rank{'' if record.world_size == 1 else 's'}" if record.world_size else "-"
     return receipt.devices_text()
-
-
-def _spent(said: Receipt | Cost | None) -> dict[str, object]:
-    return {name: getattr(said, name, None) for name in ("gpu_ms", "micros", "currency")}

@@ -68,7 +68,7 @@ def logs(run: str | None, rank: str | None, stream: str, attempt: int | None, **
         if tail is not None:
             for source in sources:
                 source.skip_to_tail(tail)
-        display = _display(raw=options["raw"], tagged=len(ranks) > 1)
+        display = None if options["raw"] else TerminalDisplay(quiet=True, tagged=len(ranks) > 1, write=_write)
         _show(sources, display, lambda: follow and output.goes_on(), output.look_s_max)
         if tail != 0 and not any(source.has_written for source in sources):
             where = "stdout or stderr" if stream == "both" else stream
@@ -127,12 +127,6 @@ def _show(
                 display.tick()
     if display is not None:
         display.finish()
-
-
-def _display(*, raw: bool, tagged: bool) -> Display | None:
-    if raw:
-        return None
-    return TerminalDisplay(quiet=True, tagged=tagged, write=_write)
 
 
 def _write(target: TextIO | None, text: str) -> str:

@@ -58,7 +58,13 @@ class ServedOutput(RunOutput):
     def written(self) -> list[int]:
         """Return the ranks that wrote anything."""
         ranks = range(min(self.ranks(), _ASKED_MAX))
-        return [rank for rank in ranks if any(self._size(rank, stream) for stream in ("stdout", "stderr"))]
+        return [
+            rank
+            for rank in ranks
+            if any(
+                _Log(self._connection, self.run_id, self._fence, rank, stream).size() for stream in ("stdout", "stderr")
+            )
+        ]
 
     def failed_rank(self) -> int | None:
         """Return the first rank that failed; None where no rank did, or another attempt was asked for."""
@@ -87,9 +93,6 @@ class ServedOutput(RunOutput):
             self._next = self._view.fence if self._is_last else 0
             return self._is_last
         return self._view.state not in TERMINAL
-
-    def _size(self, rank: int, stream: str) -> int:
-        return _Log(self._connection, self.run_id, self._fence, rank, stream).size()
 
 
 class _Log(OutputStream):

@@ -111,7 +111,8 @@ def _in_words_of_the_shell(program: str) -> Iterator[None]:
 def _spec(program: str, arguments: Sequence[str], *, remote: bool, options: Mapping[str, Any]) -> RunSpec:
     argv, name = command_of(program, arguments, is_here=not remote)
     given = {name: options[name] for name in _OPTIONS if options.get(name) is not None}
-    given |= _secrets(options["secrets"])
+    secrets = [pair.partition("=")[::2] for pair in options["secrets"]]
+    given |= {"secrets": {name: variable or None for name, variable in secrets}} if secrets else {}
     given |= {name: options[name] for name in ("resume", "retry_on_infra", "same_node", "wait")}
     given |= {"tags": _tags(options["tags"]), "ranks_log": _ranks(options["ranks_log"])}
     spec = parse_options(options["gpus"], options["gpu_type"], remote, options["timeout"], given)
@@ -142,12 +143,6 @@ def _tags(pairs: Sequence[str]) -> dict[str, str]:
         if "=" not in pair:
             raise click.BadParameter(f"{pair!r} is not KEY=VALUE", param_hint="--tag")
     return dict(pair.split("=", 1) for pair in pairs)
-
-
-def _secrets(pairs: Sequence[str]) -> dict[str, Any]:
-    """Return what `secrets=` is to be, where anything was said."""
-    split = [pair.partition("=")[::2] for pair in pairs]
-    return {"secrets": {name: variable or None for name, variable in split}} if split else {}
 
 
 def _ranks(text: str) -> str | tuple[int, ...]:

@@ -42,7 +42,7 @@ def top(once: bool, as_json_: bool) -> None:
     try:
         if as_json_:
             print_json(as_json(_first(feed, home)))
-        elif once or not _is_drawable():
+        elif once or not sys.stdout.isatty() or os.environ.get("TERM", "dumb") == "dumb":
             _print(_first(feed, home))
         else:
             _live(feed, home)
@@ -68,10 +68,6 @@ def visible(lines: list[str], *, rows: int, columns: int, offset: int, status: s
     if rows < 2:
         return shown, offset
     return [*shown, *[""] * (room - len(shown)), fit(f"{more}{status}", columns)], offset
-
-
-def _is_drawable() -> bool:
-    return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 def _style(*, colour: bool) -> Style:
@@ -121,15 +117,10 @@ def _live(feed: Feed, home: Home) -> None:
                 if table is not None:
                     lines = draw(table, columns=size.columns, style=style, user=user)
                 offset += sum(_STEPS.get(key, 0) for key in keys)
-                shown, offset = visible(
-                    lines, rows=size.lines, columns=size.columns, offset=offset, status=_status(feed, table)
-                )
+                moment = "" if table is None else f"{format_clock(table.at_ns)} · "
+                status = f"{moment}{feed.problem or 'q quits'}"
+                shown, offset = visible(lines, rows=size.lines, columns=size.columns, offset=offset, status=status)
                 terminal.show(shown)
                 terminal.wait(feed.fds(), _FRAME_S)
     except KeyboardInterrupt:
         pass  # that is how it is ended
-
-
-def _status(feed: Feed, table: TopTable | None) -> str:
-    moment = "" if table is None else f"{format_clock(table.at_ns)} · "
-    return f"{moment}{feed.problem or 'q quits'}"

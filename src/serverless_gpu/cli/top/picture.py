@@ -140,7 +140,11 @@ def _devices(table: TopTable, columns: int, style: Style, user: str) -> list[str
         _Column("CLOCK", 3, _clock),
         _Column("WHO", 7, lambda row: _who(row, user)),
     ]
-    shown = [column for column in wanted if column.head in ("#", "BUSY", "WHO") or _any(rows, column)]
+    shown = [
+        column
+        for column in wanted
+        if column.head in ("#", "BUSY", "WHO") or any(column.cells(row).text for row in rows)
+    ]
     if len({row.device.type for row in rows}) < 2 and DeviceKind.CPU not in kinds:
         shown = [column for column in shown if column.head != "TYPE"]
     bar = _BAR_MIN
@@ -155,10 +159,6 @@ def _devices(table: TopTable, columns: int, style: Style, user: str) -> list[str
     bar = min(_BAR_MAX, bar + max(0, spare) // barred) if spare >= 0 else 0
     bar = bar if bar >= _BAR_MIN else 0
     return _aligned(rows, shown, bar, style)
-
-
-def _any(rows: Sequence[DeviceRow], column: _Column) -> bool:
-    return any(column.cells(row).text for row in rows)
 
 
 def _cells(row: DeviceRow, shown: Sequence[_Column], bar: int, style: Style) -> list[_Cell]:

@@ -89,17 +89,11 @@ def commit_of(directory: Path) -> Commit:
         for above in (directory, *directory.parents)[:_ABOVE_MAX]:
             git = above / ".git"
             if os.path.lexists(git):
-                return _head(_git_directory(git))
+                # In a worktree or a submodule `.git` is a file that names the repository's own directory.
+                return _head(git if git.is_dir() else above / _read(git).removeprefix("gitdir:").strip())
     except (OSError, ValueError):
         pass
     return Commit()
-
-
-def _git_directory(git: Path) -> Path:
-    """Return the repository's own directory; in a worktree or a submodule `.git` is a file that names it."""
-    if git.is_dir():
-        return git
-    return git.parent / _read(git).removeprefix("gitdir:").strip()
 
 
 def _head(git: Path) -> Commit:

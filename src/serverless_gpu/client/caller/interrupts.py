@@ -25,7 +25,11 @@ _LOOPS = ("asyncio", "ipykernel", "IPython", "tornado")
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
     """Let Ctrl-C raise `KeyboardInterrupt` in this block also where an event loop has taken it."""
-    if threading.current_thread() is not threading.main_thread() or not _of_a_loop(signal.getsignal(signal.SIGINT)):
+    handler: object = signal.getsignal(signal.SIGINT)
+    while isinstance(handler, functools.partial):
+        handler = handler.func
+    is_of_loop = str(getattr(handler, "__module__", "")).partition(".")[0] in _LOOPS
+    if threading.current_thread() is not threading.main_thread() or not is_of_loop:
         yield
         return
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -33,12 +37,6 @@ def interruptible() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _of_a_loop(handler: object) -> bool:
-    while isinstance(handler, functools.partial):
-        handler = handler.func
-    return str(getattr(handler, "__module__", "")).partition(".")[0] in _LOOPS
 
 
 @contextlib.contextmanager

@@ -111,12 +111,14 @@ def resolve(
         place, driver = TrackingStore(), _Driver()
         environ = {name: value for name, value in environ.items() if name not in (RUN_ID, EXPERIMENT_ID)}
     if not place.uri and not place.store and far is not None:
-        place = _offered(far.mlflow())
+        offered = far.mlflow()
+        place = TrackingStore(uri=place_of(offered, "/").uri if offered else "")
     if not is_installed and not place.uri:
         return Resolved(None)
     if far is not None and elsewhere and not far.is_beside and not place.uri:
         return Resolved(None, sentence or _NOWHERE)
-    if elsewhere and place.uri and _is_loopback(place.uri):
+    host = urlsplit(place.uri).hostname or ""
+    if elsewhere and (host in ("localhost", "::1") or host.startswith("127.")):
         sentence = f"{place.uri} is this machine to itself; from a node on another one it is not reached"
     return Resolved(_tracking(spec, arguments, environ, place, driver), sentence)
 
@@ -163,12 +165,6 @@ def _server(text: str) -> TrackingStore:
     return TrackingStore(uri=f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/')}")
 
 
-def _offered(uri: str) -> TrackingStore:
-    """Return the MLflow server that a server of ours says is beside it; nothing where that is no address of one."""
-    place = place_of(uri, "/") if uri else TrackingStore()
-    return TrackingStore(uri=place.uri)
-
-
 def _directory(rest: str, directory: str) -> TrackingStore:
     path = rest
     if rest.startswith("//"):
@@ -191,11 +187,6 @@ def _database(scheme: str, rest: str, directory: str) -> TrackingStore:
 def _path(directory: str, path: str) -> str:
     """Return the canonical form of a path, which identifies the store's server."""
     return os.path.normpath(os.path.join(directory, path))
-
-
-def _is_loopback(uri: str) -> bool:
-    host = urlsplit(uri).hostname or ""
-    return host == "localhost" or host == "::1" or host.startswith("127.")
 
 
 def _is_installed() -> bool:

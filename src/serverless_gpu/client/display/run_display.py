@@ -111,12 +111,10 @@ class LineDisplay(Display):
         """Return where all output of a rank is: the directory, or the command that shows it."""
         return str(self._logs) if isinstance(self._logs, Path) else f"`{self._logs} --rank {rank}`"
 
-    def _log_of(self, rank: int, stream: str) -> str:
-        return str(self._logs / f"{rank}.{stream}") if isinstance(self._logs, Path) else self._logs_of(rank)
-
     def _missing(self, rank: int, stream: str, bytes_: int, lost: bool) -> str:
         """Return the line that says how much is missing and where it is."""
-        where = "dropped" if lost else f"not shown (too fast for a screen), in {self._log_of(rank, stream)}"
+        log = self._logs / f"{rank}.{stream}" if isinstance(self._logs, Path) else self._logs_of(rank)
+        where = "dropped" if lost else f"not shown (too fast for a screen), in {log}"
         return f"[rank {rank}] — {format_bytes(bytes_)} {where} —\n"
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterator
 
 RESET = "\x1b[0m"
 _SGR = r"\x1b\[[0-9;:]{0,64}m"
@@ -30,7 +29,7 @@ _RESETS = ("\x1b[m", RESET)
 
 
 def safe(line: str, *, tty: bool) -> str:
-    """Return one line of a rank's output, safe to print; a terminal gets more escaped."""
+    """Return one line of a rank's output, safe to print; unchanged without a terminal."""
     if not tty:
         return line
     colours: list[str] = []
@@ -39,7 +38,10 @@ def safe(line: str, *, tty: bool) -> str:
         if match["colour"]:
             colours.append(match["colour"])
             return match["colour"]
-        return _visible(match["control"]) if match["control"] else ""
+        if not match["control"]:
+            return ""
+        number = ord(match["control"])
+        return f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}"
 
     text = _TOKEN.sub(replaced, line)
     return text + RESET if colours and colours[-1] not in _RESETS else text
@@ -49,18 +51,14 @@ def fit(line: str, columns: int) -> str:
     """Return the beginning of a `safe` line that takes at most so many columns; colours take none."""
     kept: list[str] = []
     used = 0
-    for piece, width in _measured(line.replace("\t", " ")):
+    for match in _PIECE.finditer(line.replace("\t", " ")):
+        piece = match[0]
+        width = 0 if len(piece) > 1 else _columns(piece)
         if used + width > columns:
             return "".join(kept) + (RESET if "\x1b" in line else "")
         used += width
         kept.append(piece)
     return "".join(kept)
-
-
-def _measured(line: str) -> Iterator[tuple[str, int]]:
-    for match in _PIECE.finditer(line):
-        piece = match[0]
-        yield piece, 0 if len(piece) > 1 else _columns(piece)
 
 
 def _columns(character: str) -> int:
@@ -69,8 +67,3 @@ def _columns(character: str) -> int:
     if unicodedata.category(character) in ("Mn", "Me", "Cf"):
         return 0
     return 2 if unicodedata.east_asian_width(character) in "WF" else 1
-
-
-def _visible(character: str) -> str:
-    number = ord(character)
-    return f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}"

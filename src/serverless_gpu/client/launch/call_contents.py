@@ -136,7 +136,8 @@ def _type_name(value: object) -> str:
 
 
 def _roots(function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> Iterator[_Part]:
-    yield _Part("" if isinstance(function, FunctionType) else f"`{_called(function)}`", function)
+    called = getattr(function, "__name__", None) or type(function).__name__
+    yield _Part("" if isinstance(function, FunctionType) else f"`{called}`", function)
     try:
         names = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # builtins may have no signature
@@ -148,10 +149,6 @@ def _roots(function: Callable[..., object], args: Sequence[object], kwargs: Mapp
         yield _Part(f"argument `{name}`", value)
 
 
-def _called(function: object) -> str:
-    return str(getattr(function, "__name__", None) or type(function).__name__)
-
-
 def _parts(value: object) -> Iterator[_Part]:
     """Yield the parts that the pickler visits; none of what it takes whole."""
     if isinstance(value, FunctionType):
@@ -161,7 +158,8 @@ def _parts(value: object) -> Iterator[_Part]:
     if isinstance(value, (ModuleType, str, bytes, bytearray, memoryview, int, float, complex, type(None))):
         return iter(())
     if type(value) is dict:
-        return _dict_parts(value)
+        pairs = cast("dict[object, object]", value).items()
+        return (part for key, item in pairs for part in (_Part("a key", key), _Part(f"key {_short(key)}", item)))
     if type(value) in (list, tuple, set, frozenset):
         items = cast("Iterable[object]", value)
         return (_Part(f"item {index}", item) for index, item in enumerate(items))
@@ -209,12 +207,6 @@ def _class_parts(cls: type) -> Iterator[_Part]:
                 yield _Part(label, accessor)
         else:
             yield _Part(label, value)
-
-
-def _dict_parts(value: dict[object, object]) -> Iterator[_Part]:
-    for key, item in value.items():
-        yield _Part("a key", key)
-        yield _Part(f"key {_short(key)}", item)
 
 
 def _short(key: object) -> str:

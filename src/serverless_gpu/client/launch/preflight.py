@@ -110,8 +110,10 @@ def pack(
     except payload.PayloadNotWritten as error:
         if error.errno in _FULL and lacks_inodes(Path(path)):
             raise storage_error(error, Path(path)) from None
-        message = f"the call cannot be written to {path}: {error.strerror}"
-        raise StorageError(message, hint=_storage_hint(error)) from None
+        hint = "set SERVERLESS_GPU_HOME to a directory you can write to"
+        if error.errno in _FULL:
+            hint = "free some space, or set SERVERLESS_GPU_HOME to a directory on another disk"
+        raise StorageError(f"the call cannot be written to {path}: {error.strerror}", hint=hint) from None
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # pickling runs user code, which may raise anything
@@ -211,12 +213,6 @@ def _argument_hint(signature: inspect.Signature, args: Sequence[object], kwargs:
     if ranked:
         return f"{' and '.join(ranked)} took a positional argument; pass the others by name to have it filled in"
     return ""
-
-
-def _storage_hint(error: OSError) -> str:
-    if error.errno in _FULL:
-        return "free some space, or set SERVERLESS_GPU_HOME to a directory on another disk"
-    return "set SERVERLESS_GPU_HOME to a directory you can write to"
 
 
 def _size_warning(

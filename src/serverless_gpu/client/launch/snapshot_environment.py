@@ -34,7 +34,7 @@ from serverless_gpu.errors import EnvironmentProblem, InvalidValue, error_class
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.protocol import EnvironmentRequest
 from serverless_gpu.node.base.statuses import Mode
-from serverless_gpu.node.inside.channel import Channel, pair
+from serverless_gpu.node.inside.channel import pair
 from serverless_gpu.node.processes.spawn import clean_process, open_log
 from serverless_gpu.units import format_bytes, format_duration_ms
 
@@ -139,7 +139,9 @@ class _Service:
         self._turn.release()
         received = None
         try:
-            if not _is_readable(self._channel, within_s):
+            poller = select.poll()  # not `select`: a caller may have thousands of descriptors
+            poller.register(self._channel, select.POLLIN)
+            if not poller.poll(within_s * 1000):
                 return
             received = self._channel.receive()
         except OSError:
@@ -177,14 +179,6 @@ def _forget_all() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_all)
-
-
-def _service_of(home: Home) -> _Service:
-    with _starting:
-        known = _services.get(home.root)
-        if known is None or not known.alive:
-            known = _services[home.root] = _Service(home)
-        return known
 
 
 class Recognition:
@@ -246,7 +240,11 @@ class Recognition:
     def _put(self) -> None:
         self._tries += 1
         while True:
-            self._service = _service_of(self._home)
+            with _starting:
+                known = _services.get(self._home.root)
+                if known is None or not known.alive:
+                    known = _services[self._home.root] = _Service(self._home)
+            self._service = known
             try:
                 self._number = self._service.ask(self._description, self._store, capture=self._capture)
                 return
@@ -344,13 +342,6 @@ class _Said:
                     display.say(sentence)
             case _:
                 pass
-
-
-def _is_readable(channel: Channel, within_s: float) -> bool:
-    """Return whether a message or the end of a channel comes in time."""
-    poller = select.poll()  # not `select`: a caller may have thousands of descriptors
-    poller.register(channel, select.POLLIN)
-    return bool(poller.poll(within_s * 1000))
 
 
 def _own(home: Home) -> Where:

@@ -90,14 +90,6 @@ def _number(shell: Shell, cell: str) -> int:
 # --- the line ---------------------------------------------------------------------------------------------------------
 
 
-def _ranks(text: str) -> object:
-    return text if text == "all" else [int(number) for number in text.split(",")]
-
-
-def _names(text: str) -> object:
-    return text.split(",")
-
-
 def _seconds(text: str) -> object:
     """Return a number of seconds; text with a unit is read where all options are."""
     try:
@@ -105,10 +97,6 @@ def _seconds(text: str) -> object:
     except ValueError:
         parse_duration_s(text)
         return text
-
-
-def _tags(text: str) -> object:
-    return dict(pair.split("=", 1) for pair in text.split(","))
 
 
 # Options of `distributed` by how their value is written; None: a switch.
@@ -121,8 +109,14 @@ VALUES: dict[str, tuple[Callable[[str], object], str] | None] = {
     "idle_timeout": (_seconds, "a duration such as 90, 5m or 2h"),
     "cpus": (int, "a whole number"),
     "memory": (str, "bytes, such as 64GiB"),
-    "ranks_log": (_ranks, "all, or ranks such as 0,3"),
-    "tags": (_tags, "pairs such as team=search,job=nightly"),
+    "ranks_log": (
+        lambda text: text if text == "all" else [int(rank) for rank in text.split(",")],
+        "all, or ranks such as 0,3",
+    ),
+    "tags": (
+        lambda text: dict(pair.split("=", 1) for pair in text.split(",")),
+        "pairs such as team=search,job=nightly",
+    ),
     "on_interrupt": (str, "cancel or detach"),
     "init": (str, "nccl or gloo"),
     "policy": (str, "a name"),
@@ -131,7 +125,7 @@ VALUES: dict[str, tuple[Callable[[str], object], str] | None] = {
     "priority": (str, "a name"),
     "retries": (int, "a whole number"),
     "env": (str, "a name"),
-    "secrets": (_names, "names such as A,B"),
+    "secrets": (lambda text: text.split(","), "names such as A,B"),
     "quiet": None,
     "ignore_busy": None,
     "same_node": None,

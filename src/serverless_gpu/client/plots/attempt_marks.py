@@ -16,8 +16,8 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.client.plots.curves import CurveMark
-from serverless_gpu.model.lifecycle.attempt import MEANINGS, Failure, Reason, State
-from serverless_gpu.model.lifecycle.facts import Fact, FactKind
+from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason, State
+from serverless_gpu.model.lifecycle.facts import FactKind
 from serverless_gpu.node.attempt.history import first_facts, read_ending
 from serverless_gpu.node.supervisor.rank_environment import STOP_FILE
 
@@ -52,6 +52,9 @@ def read_try(directory: Path) -> Try:
     facts = first_facts(directory)
     stopped = read_ending(directory)
     cause = stopped.cause if stopped is not None and stopped.state in (State.FAILED, State.LOST) else None
+    failed_ns = None
+    if cause is not None and facts and cause.at_ns > 0:  # facts of the same boot have both times
+        failed_ns = facts[0].wall_ns + cause.at_ns - facts[0].boottime_ns
     return Try(
         fence=int(directory.name),
         state=None if stopped is None else stopped.state,
@@ -60,7 +63,7 @@ def read_try(directory: Path) -> Try:
         ended_ns=None if stopped is None else _written_ns(directory / "stopped.json"),
         asked_ns=_written_ns(directory / STOP_FILE),
         asked=_word(directory / STOP_FILE),
-        failed_ns=None if cause is None else _wall_ns(cause, facts),
+        failed_ns=failed_ns,
         rank=None if cause is None else cause.rank,
     )
 
@@ -91,13 +94,6 @@ def marks(tries: Iterable[Try]) -> list[CurveMark]:
 
 def _sentence(name: str, text: str) -> str:
     return f"{name}: {text}" if name else text
-
-
-def _wall_ns(failure: Failure, facts: list[Fact]) -> int | None:
-    """Return when a failure happened by the calendar: facts of the same boot tell both times."""
-    if not facts or failure.at_ns <= 0:
-        return None
-    return facts[0].wall_ns + failure.at_ns - facts[0].boottime_ns
 
 
 def _written_ns(path: Path) -> int | None:

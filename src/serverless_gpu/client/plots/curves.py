@@ -48,12 +48,18 @@ class CurveMark(NamedTuple):
 
 def lanes(metrics: Mapping[str, Curve], totals: Mapping[tuple[int, int], int] | None = None) -> list[Lane]:
     """Return the curves of each GPU, or of each rank without GPUs; `totals` has GPU memory in bytes."""
-    gpus = _found(metrics, _GPU)
-    if gpus:
-        known = totals or {}
-        return [_gpu(place, curves, known.get(place)) for place, curves in sorted(gpus.items())]
-    ranks = _found(metrics, _RANK)
-    return [_rank(node, number, curves) for (node, number), curves in sorted(ranks.items())]
+    found = []
+    for place, series in sorted(_found(metrics, _GPU).items()):
+        memory = _scaled(series.get("memory_usage_megabytes", _EMPTY), 1e6 / _GIB)
+        total = (totals or {}).get(place)
+        busy = series.get("utilization_percentage", _EMPTY)
+        found.append(Lane(place[0], f"GPU {place[1]}", busy, memory, None if total is None else total / _GIB))
+    if found:
+        return found
+    for (node, number), series in sorted(_found(metrics, _RANK).items()):
+        memory = _scaled(series.get("memory_usage_megabytes", _EMPTY), 1e-3)
+        found.append(Lane(node, f"rank {number}", series.get("cpu_utilization_percentage", _EMPTY), memory, None))
+    return found
 
 
 def span(lanes: Sequence[Lane]) -> tuple[float, float] | None:
@@ -154,17 +160,6 @@ def _found(metrics: Mapping[str, Curve], pattern: re.Pattern[str]) -> dict[tuple
         if match is not None and curve[0]:
             found.setdefault((int(match[1]), int(match[2])), {})[match[3]] = curve
     return found
-
-
-def _gpu(place: tuple[int, int], curves: Mapping[str, Curve], total: int | None) -> Lane:
-    memory = _scaled(curves.get("memory_usage_megabytes", _EMPTY), 1e6 / _GIB)
-    busy = curves.get("utilization_percentage", _EMPTY)
-    return Lane(place[0], f"GPU {place[1]}", busy, memory, None if total is None else total / _GIB)
-
-
-def _rank(node: int, number: int, curves: Mapping[str, Curve]) -> Lane:
-    memory = _scaled(curves.get("memory_usage_megabytes", _EMPTY), 1e-3)
-    return Lane(node, f"rank {number}", curves.get("cpu_utilization_percentage", _EMPTY), memory, None)
 
 
 def _scaled(curve: Curve, factor: float) -> Curve:

@@ -219,7 +219,10 @@ class EventStream:
                     continue  # another server listens by now where ours was
                 if isinstance(error, NotAuthenticated) and self._request is None:
                     if not self._server.wait_for_token(
-                        self._explained(error), token, say=self._say, closed=self._closed
+                        self._explained(error),
+                        token,
+                        say=lambda sentence: self._put(Away(sentence)),
+                        closed=self._closed,
                     ):
                         return
                     continue
@@ -239,9 +242,6 @@ class EventStream:
                 self._put(Away(f"the server at {self._server.profile.url} does not answer; waiting for it"))
             self._closed.wait(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, _PAUSE_S_MAX)
-
-    def _say(self, sentence: str) -> None:
-        self._put(Away(sentence))
 
     def _explained(self, error: E) -> E:
         """Return a refusal with the state of the run if the server had accepted it."""

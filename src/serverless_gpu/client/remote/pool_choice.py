@@ -58,20 +58,14 @@ def _pool(spec: RunSpec, environ: Mapping[str, str], pools: Callable[[], Iterabl
         return PoolChoice(spec.pool)
     if environ.get(POOL):
         return PoolChoice(environ[POOL], POOL)
-    reserved = _switch(environ.get(USE_RESERVED, ""))
-    if reserved is False:
+    reserved = environ.get(USE_RESERVED, "").lower()
+    if reserved and reserved not in (*_TRUE, *_FALSE):
+        raise InvalidValue(f"{USE_RESERVED}={environ[USE_RESERVED]!r} is neither true nor false")
+    if reserved in _FALSE:
         return PoolChoice(None, USE_RESERVED)
     if environ.get(POOL_ID):
         return PoolChoice(environ[POOL_ID], POOL_ID)
     return PoolChoice(_only_reserved(pools()), USE_RESERVED) if reserved else PoolChoice(None)
-
-
-def _switch(text: str) -> bool | None:
-    if not text:
-        return None
-    if text.lower() not in (*_TRUE, *_FALSE):
-        raise InvalidValue(f"{USE_RESERVED}={text!r} is neither true nor false")
-    return text.lower() in _TRUE
 
 
 def _only_reserved(pools: Iterable[PoolView]) -> str:

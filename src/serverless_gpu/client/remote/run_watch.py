@@ -274,7 +274,8 @@ class RemoteRun(RunSource):
             )
         if sentence:
             queued_ns = self._queued_ns if state is State.QUEUED else None
-            passing = not _is_said(state, sentence)
+            # A sentence that matters to a waiting caller is printed, any other one only shown.
+            passing = state not in _SAID_IN and not sentence.startswith(NOT_SENT)
             self._pending.append(protocol.Waiting(sentence=sentence, passing=passing, queued_ns=queued_ns))
         self._told = (state, sentence)
 
@@ -326,24 +327,13 @@ def _sentence(said: RunView | StateMessage, run_id: str) -> str:
     return said.sentence if wait is None else wait_messages.sentence(wait, format_soon)
 
 
-def _is_said(state: State, sentence: str) -> bool:
-    """Return whether a sentence matters to a waiting caller, so that it is printed and not only shown."""
-    return state in _SAID_IN or sentence.startswith(NOT_SENT)
-
-
-def _with_why(said: protocol.Stopped, message: EndedMessage) -> protocol.Stopped:
-    """Return the supervisor's ending with the server's part: the preemptor, the used-up budget."""
-    cause = Failure(rank=None, reason=message.reason, at_ns=0, detail=message.sentence)
-    return msgspec.structs.replace(said, cause=cause)
-
-
 def _stopped(message: EndedMessage) -> protocol.Stopped:
     """Return the supervisor's ending, or the server's without one."""
+    why = Failure(rank=None, reason=message.reason, at_ns=0, detail=message.sentence)
     if message.ending is not msgspec.UNSET:
         said = from_json(message.ending, protocol.Stopped)
         if said.state is message.state and said.reason is message.reason:
-            return _with_why(said, message) if message.reason in _DISPLACED else said
-    cause = None
-    if message.sentence and message.reason is not Reason.COMPLETED:
-        cause = Failure(rank=None, reason=message.reason, at_ns=0, detail=message.sentence)
+            # Only the server knows the preemptor, or the used-up budget.
+            return msgspec.structs.replace(said, cause=why) if message.reason in _DISPLACED else said
+    cause = why if message.sentence and message.reason is not Reason.COMPLETED else None
     return protocol.Stopped(state=message.state, reason=message.reason, cause=cause, consequences=())

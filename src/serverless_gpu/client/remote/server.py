@@ -100,7 +100,10 @@ class RemoteServer:
                 raise ended
             if not told:
                 told = True
-                say(f"{ended.message}: {self._other_token()}, and this wait goes on; the run does in any case")
+                other = f"`sgpu login {self.profile.url}` in a terminal stores another one"
+                if self._environ.get(TOKEN):
+                    other = f"put another one into {TOKEN} of this process"
+                say(f"{ended.message}: {other}, and this wait goes on; the run does in any case")
             if closed.wait(min(_TOKEN_LOOK_S, self.patience_s)):
                 return False
         return True
@@ -113,12 +116,6 @@ class RemoteServer:
                 return ask()
             except NotAuthenticated as error:
                 self.wait_for_token(error, used, say=_say, closed=threading.Event())
-
-    def _other_token(self) -> str:
-        """Return how a person gives us another token."""
-        if self._environ.get(TOKEN):
-            return f"put another one into {TOKEN} of this process"
-        return f"`sgpu login {self.profile.url}` in a terminal stores another one"
 
     def connect(self) -> Connection:
         """Return a connection for one stream; the caller closes it."""

@@ -92,9 +92,13 @@ def launch(call: Call | None, spec: RunSpec, *, watch: bool) -> Run[object]:
     run_id = new_run_id()
     root = home.remote / run_id
     try:
-        _write_down(root, run_id, spec)
+        ranks = spec.resources.gpus or 0
+        submission = Submission(run_id=run_id, fence=1, world_size=ranks, spec=spec, version=__version__)
+        write_whole(root / "1" / "spec.json", msgspec.json.encode(submission))
         if call is not None:
-            _pack(root, call, spec)
+            packed = pack(str(root / "call.pkl"), call.function, call.args, call.kwargs, refusal(spec))
+            if packed.warning and not spec.quiet:
+                print(f"serverless-gpu: {packed.warning}", file=sys.stderr)
         snapshot = _snapshot(home, server, spec, root) if spec.environment == "snapshot" else ""
         request = _request(server, root, run_id, spec, snapshot)
     except BaseException:
@@ -110,13 +114,9 @@ def launch(call: Call | None, spec: RunSpec, *, watch: bool) -> Run[object]:
     with contextlib.suppress(OSError):
         (root / "call.pkl").unlink()
     clean_now_and_then(home)
-    return Run(source, _accepted_as(source.spec, spec))
-
-
-def _accepted_as(accepted: RunSpec, asked: RunSpec) -> RunSpec:
-    """Return a run with the limits that its policy and its server have for it."""
-    limits = {name: getattr(accepted, name) for name in ("policy", "team", "timeout_s", "max_run_s", "idle_timeout_s")}
-    return msgspec.structs.replace(asked, **limits)
+    # The run's policy and its server set these limits.
+    names = ("policy", "team", "timeout_s", "max_run_s", "idle_timeout_s")
+    return Run(source, msgspec.structs.replace(spec, **{name: getattr(source.spec, name) for name in names}))
 
 
 def is_of_this_machine(home: Home, spec: RunSpec) -> bool:
@@ -138,17 +138,6 @@ def environment_of(spec: RunSpec, server: RemoteServer) -> Environment:
 
 def _is_beside(server: RemoteServer) -> bool:
     return server.profile.embedded and server.version().machine == machine()
-
-
-def _write_down(root: Path, run_id: str, spec: RunSpec) -> None:
-    submission = Submission(run_id=run_id, fence=1, world_size=spec.resources.gpus or 0, spec=spec, version=__version__)
-    write_whole(root / "1" / "spec.json", msgspec.json.encode(submission))
-
-
-def _pack(root: Path, call: Call, spec: RunSpec) -> None:
-    packed = pack(str(root / "call.pkl"), call.function, call.args, call.kwargs, refusal(spec))
-    if packed.warning and not spec.quiet:
-        print(f"serverless-gpu: {packed.warning}", file=sys.stderr)
 
 
 def _snapshot(home: Home, server: RemoteServer, spec: RunSpec, root: Path) -> str:

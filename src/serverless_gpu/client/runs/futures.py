@@ -59,7 +59,10 @@ class RunWaiter:
                 pending = list(self._pending)
             ended = [run for run in pending if run.done()]
             for run in ended:
-                _resolve(run, self._pending[run])
+                try:
+                    self._pending[run].set_result(run.results())
+                except BaseException as error:  # noqa: BLE001 - whatever ended the run, also SystemExit of a result
+                    self._pending[run].set_exception(error)
             with self._lock:
                 for run in ended:
                     del self._pending[run]
@@ -94,13 +97,6 @@ async def results_of(run: Run[R]) -> list[R]:
     except asyncio.CancelledError:
         run._say_that_it_goes_on()
         raise
-
-
-def _resolve(run: Run[R], future: Future[list[R]]) -> None:
-    try:
-        future.set_result(run.results())
-    except BaseException as error:  # noqa: BLE001 - whatever ended the run is the caller's, SystemExit of a result too
-        future.set_exception(error)
 
 
 def _forget_after_fork() -> None:

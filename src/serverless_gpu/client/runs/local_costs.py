@@ -47,7 +47,10 @@ def attempt_used(directory: Path, clock: Clock) -> AttemptUse:
     stopped = read_ending(directory)
     meter, _ = meter_of(directory)
     if live and facts and receipt is None:
-        meter.add(_alive(facts[0], clock))
+        first = facts[0]  # a living supervisor would give a sign of life now
+        now_ns = clock.boottime_ns() if first.boot_id == clock.boot_id() else first.boottime_ns
+        alive_ns = max(first.boottime_ns, now_ns)
+        meter.add(msgspec.structs.replace(first, kind=FactKind.ALIVE, boottime_ns=alive_ns))
     return AttemptUse(
         lines=priced(meter.used(), tariff or UNPRICED, is_billed=stopped is None or MEANINGS[stopped.reason].is_billed),
         currency=(tariff or UNPRICED).currency,
@@ -55,12 +58,6 @@ def attempt_used(directory: Path, clock: Clock) -> AttemptUse:
         queued_ms=_waited_ms(directory, facts, receipt),
         is_final=receipt is not None or not live,  # it is the last word: whoever wrote it is about to end
     )
-
-
-def _alive(first: Fact, clock: Clock) -> Fact:
-    """Return the sign of life that a living supervisor would give now."""
-    now_ns = clock.boottime_ns() if first.boot_id == clock.boot_id() else first.boottime_ns
-    return msgspec.structs.replace(first, kind=FactKind.ALIVE, boottime_ns=max(first.boottime_ns, now_ns))
 
 
 def _waited_ms(directory: Path, facts: list[Fact], receipt: Receipt | None) -> int:

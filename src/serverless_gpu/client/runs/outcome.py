@@ -33,7 +33,7 @@ from serverless_gpu.errors import (
     UntrustedResult,
 )
 from serverless_gpu.model.hangs.stacks import readable
-from serverless_gpu.model.lifecycle.attempt import MEANINGS, SUPERVISOR_GONE, Failure, Hang, Reason, State
+from serverless_gpu.model.lifecycle.attempt import MEANINGS, SUPERVISOR_GONE, Hang, Reason, State
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.model.telemetry import idleness
 from serverless_gpu.node.base.entrypoint import INSIDE
@@ -204,7 +204,12 @@ def _detail(stopped: Stopped) -> str:
 def _consequences(stopped: Stopped) -> list[str]:
     if stopped.state is not State.FAILED:
         return []
-    shown = [f"consequence: {_failure_text(failure)}" for failure in stopped.consequences[:_CONSEQUENCES_MAX]]
+    shown = []
+    for failure in stopped.consequences[:_CONSEQUENCES_MAX]:
+        who = "the attempt" if failure.rank is None else f"rank {failure.rank}"
+        who = f"{who} on {failure.node}" if failure.node else who
+        text = f"{who}: {failure.detail or MEANINGS[failure.reason].sentence}"
+        shown.append(f"consequence: {text[:_CONSEQUENCE_CHARACTERS_MAX]}")
     more = len(stopped.consequences) - _CONSEQUENCES_MAX
     return shown + ([f"consequence: {more} more ranks failed"] if more > 0 else [])
 
@@ -237,14 +242,16 @@ def _raised(rank: int, detail: str, directory: Path, run_id: str, origin: Origin
         record = {"kind": "exception", "type": detail, "message": "", "traceback": ""}
     if origin.untrusted:
         record["untrusted"] = origin.untrusted
-    pickled = directory / "failures" / f"{rank}.pkl"
+    pickled, logs = directory / "failures" / f"{rank}.pkl", directory / "logs"
+    # The rank's last words are in stderr if it wrote there.
+    log = next((path for path in (logs / f"{rank}.stderr", logs / f"{rank}.stdout") if path.exists()), logs)
     return rebuild(
         record,
         str(pickled) if record.get("pickled") else None,
         rank=rank,
         host=origin.node or socket.gethostname(),
         run_id=run_id,
-        log_path=f"`sgpu logs {run_id} --rank {rank}`" if origin.node else str(_log(directory, rank)),
+        log_path=f"`sgpu logs {run_id} --rank {rank}`" if origin.node else str(log),
     )
 
 
@@ -416,18 +423,6 @@ def _result_message(reason: Reason, who: str, detail: str, record: dict[str, obj
         return f"{finished} cannot be pickled: {detail}"
     why = f"({record.get('type')}: {record.get('message')})"
     return f"{finished} of type {record['value_type']} cannot be pickled {why}: {record.get('value_repr')}"
-
-
-def _failure_text(failure: Failure) -> str:
-    who = "the attempt" if failure.rank is None else f"rank {failure.rank}"
-    who = f"{who} on {failure.node}" if failure.node else who
-    return f"{who}: {failure.detail or MEANINGS[failure.reason].sentence}"[:_CONSEQUENCE_CHARACTERS_MAX]
-
-
-def _log(directory: Path, rank: int) -> Path:
-    """Return the file with a rank's last words: of the streams it wrote to, stderr first; the directory without any."""
-    logs = directory / "logs"
-    return next((path for path in (logs / f"{rank}.stderr", logs / f"{rank}.stdout") if path.exists()), logs)
 
 
 def _record(directory: Path, rank: int) -> dict[str, object]:

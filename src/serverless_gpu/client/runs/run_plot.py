@@ -15,7 +15,7 @@ from serverless_gpu.errors import InvalidValue, ServerlessGpuError, StorageError
 from serverless_gpu.lazy_import import load
 from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.lifecycle.attempt import State
-from serverless_gpu.model.telemetry.samples import Header, Sample, Sampled, decode
+from serverless_gpu.model.telemetry.samples import Header, Sample, decode
 from serverless_gpu.units import format_duration_ms
 
 if TYPE_CHECKING:
@@ -61,7 +61,14 @@ def _devices_text(files: list[bytes]) -> str:
     newest = max((header.fence for header in headers), default=0)
     nodes = {header.node_rank: header.devices for header in headers if header.fence == newest}
     devices = [device for devices in nodes.values() for device in devices]
-    names = [_type_name(device) for device in devices]
+    names = [
+        "CPU slots"
+        if device.kind is DeviceKind.CPU
+        else f"{device.type} (fake)"
+        if device.kind is DeviceKind.FAKE
+        else device.type
+        for device in devices
+    ]
     counted = ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names))
     return f"{counted} on {len(nodes)} nodes" if len(nodes) > 1 else counted
 
@@ -77,12 +84,6 @@ def _totals(files: list[bytes]) -> dict[tuple[int, int], int]:
                 known = ((place, gpu.memory_total_bytes) for place, gpu in enumerate(line.gpus))
                 totals |= {(header.node_rank, place): total for place, total in known if total}
     return totals
-
-
-def _type_name(device: Sampled) -> str:
-    if device.kind is DeviceKind.CPU:
-        return "CPU slots"
-    return f"{device.type} (fake)" if device.kind is DeviceKind.FAKE else device.type
 
 
 def _last_header(data: bytes) -> Header | None:

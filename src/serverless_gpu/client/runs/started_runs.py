@@ -10,6 +10,7 @@ Failure cases: the server does not answer within a second (the line says that th
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -69,15 +70,11 @@ def _name_unfinished() -> None:
     left = [one for one in _started if not one.is_over]
     here = [one.run_id for one in left if not one.is_remote and read_ending(one.directory) is None]
     far = [one.run_id for one in left if one.is_remote]
-    going, unknown = _of_the_server(far) if far else ([], [])
+    going, unknown = [], far
+    if far:
+        with contextlib.suppress(ServerlessGpuError, OSError):
+            going = load("serverless_gpu.client.remote.attachment").unfinished(far[:_ASKED_MAX])
+            unknown = far[_ASKED_MAX:]
     text = unfinished_text(here + going, unknown)
     if text:
         print(f"serverless-gpu: {text}", file=sys.stderr)
-
-
-def _of_the_server(run_ids: list[str]) -> tuple[list[str], list[str]]:
-    """Return the running runs, and those in an unknown state."""
-    try:
-        return load("serverless_gpu.client.remote.attachment").unfinished(run_ids[:_ASKED_MAX]), run_ids[_ASKED_MAX:]
-    except (ServerlessGpuError, OSError):
-        return [], run_ids

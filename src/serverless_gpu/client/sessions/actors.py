@@ -124,7 +124,11 @@ class Actors:
                 for sock in self._socks.values():
                     with contextlib.suppress(OSError):  # the rank is gone: reading says so
                         send_frame(sock, request)
-                return self._outcome(self._answers())
+                answers = {rank: cast("tuple[bool, object]", answer) for rank, answer in self._answers().items()}
+                for rank, (is_value, failure) in answers.items():
+                    if not is_value:  # of the rank that answered first
+                        raise self._with_note(self._error(rank, failure), len(answers))
+                return [answers[rank][1] for rank in sorted(answers)]
             except KeyboardInterrupt:
                 self._abort("a call was interrupted")
                 raise KeyboardInterrupt from None
@@ -141,14 +145,6 @@ class Actors:
             f"the arguments of {self._cls.__qualname__}.{name} cannot be pickled: {cause}",
             hint="pass plain data, arrays or CPU tensors, and open files and connections in the method",
         ) from cause
-
-    def _outcome(self, answers: Mapping[int, object]) -> list[object]:
-        """Return the values by rank; raise the exception of the rank that answered first."""
-        loaded = {rank: cast("tuple[bool, object]", answer) for rank, answer in answers.items()}
-        for rank, (is_value, failure) in loaded.items():
-            if not is_value:
-                raise self._with_note(self._error(rank, failure), len(loaded))
-        return [loaded[rank][1] for rank in sorted(loaded)]
 
     def _with_note(self, error: BaseException, answered: int) -> BaseException:
         if answered < len(self._socks):
