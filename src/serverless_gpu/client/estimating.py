@@ -109,27 +109,22 @@ def estimate_run(spec: RunSpec) -> Estimate:
 
 def made(estimate: values.StartEstimate, now_ns: int, cost: CostEstimate | None = None) -> Estimate:
     """Return an estimate in local time from one in nanoseconds since 1970."""
-    at_ns = estimate.at_ns
+    at_ns, basis = estimate.at_ns, estimate.basis
+    if estimate.wait is not None:
+        wait = msgspec.structs.replace(estimate.wait, place=0, at_ns=None)  # both are said beside it
+        basis += f"; {wait_messages.sentence(wait, format_soon)}"
     left_s = None if at_ns is None else max(0.0, (at_ns - now_ns) / 1e9)
     return Estimate(
         start=None if at_ns is None else datetime.fromtimestamp(at_ns / 1e9, UTC).astimezone(),
         seconds=0.0 if left_s is not None and not estimate.place else left_s,
         is_bound=estimate.is_bound,
-        basis=_basis(estimate),
+        basis=basis,
         node=estimate.node,
         nodes=estimate.nodes,
         place=estimate.place,
         impossible=estimate.impossible,
         cost=cost,
     )
-
-
-def _basis(estimate: values.StartEstimate) -> str:
-    """Return the basis of an estimate: owners of the devices and their ends, in local time."""
-    if estimate.wait is None:
-        return estimate.basis
-    wait = msgspec.structs.replace(estimate.wait, place=0, at_ns=None)  # both are said beside it
-    return f"{estimate.basis}; {wait_messages.sentence(wait, format_soon)}"
 
 
 def unknown(why: str) -> Estimate:

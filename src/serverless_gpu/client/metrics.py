@@ -34,12 +34,9 @@ def read_metrics(files: Iterable[bytes]) -> dict[str, Series]:
                         one = found[name] = Series([], [])
                     one.times.append(line.at_ns / 1e9)
                     one.values.append(value)
-    return {name: _in_order(one) for name, one in sorted(found.items())}
-
-
-def _in_order(one: Series) -> Series:
-    """Return the series, oldest first: attempts come in any order, and a clock may have been set back."""
-    if all(before <= after for before, after in pairwise(one.times)):
-        return one
-    points = sorted(zip(one.times, one.values, strict=True))
-    return Series([at for at, _ in points], [value for _, value in points])
+    for name, one in found.items():
+        # Attempts come in any order, and a clock may have been set back.
+        if any(before > after for before, after in pairwise(one.times)):
+            points = sorted(zip(one.times, one.values, strict=True))
+            found[name] = Series([at for at, _ in points], [value for _, value in points])
+    return dict(sorted(found.items()))

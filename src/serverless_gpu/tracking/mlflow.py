@@ -103,9 +103,11 @@ class MlflowTracker:
         experiment_id = self._experiment(tracking, make=False)
         if experiment_id is None:
             return None
+        if not run_id.isalnum():  # it stands between quotes in the filter
+            raise TrackerRefused(f"{run_id!r} is no identifier of a run")
         wanted = {
             "experiment_ids": [experiment_id],
-            "filter": f"tags.`{RUN_TAG}` = '{_quotable(run_id)}'",
+            "filter": f"tags.`{RUN_TAG}` = '{run_id}'",
             "max_results": 10,
             "order_by": ["attributes.start_time ASC"],
         }
@@ -267,13 +269,6 @@ def _proxied(artifacts: str, uri: str) -> str | None:
 
 def _is_id(text: str) -> bool:
     return 0 < len(text) <= KEY_CHARACTERS_MAX and text.isascii() and text.isprintable()
-
-
-def _quotable(text: str) -> str:
-    """Return text that may stand between single quotes in a filter of MLflow's."""
-    if not text.isalnum():
-        raise TrackerRefused(f"{text!r} is no identifier of a run")
-    return text
 
 
 def _batches(entries: Sequence[T], size: int) -> Iterator[list[T]]:

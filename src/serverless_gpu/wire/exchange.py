@@ -220,10 +220,15 @@ class Exchange(abc.ABC):
         """Return the exception for a transport error; `is_no_http` if something answers that does not speak HTTP."""
         said = str(error)
         if _UNTRUSTED in said:
+            hint = "of an authority of your own? `sgpu login URL --ca FILE`, with the authority's certificate"
+            if "mismatch" in said:
+                hint = "use a name that it has; whoever runs the server sees them where `sgpu up` says `others:`"
+            elif "expired" in said or "not yet valid" in said:
+                hint = "is the clock of this machine right? whoever runs the server renews the certificate"
             why = said.partition("certificate verify failed: ")[2].partition(" (_ssl")[0] or said
             return ServerUnavailable(
                 f"the certificate of the server at {self.url} is not trusted here ({_UNTRUSTED}: {why})",
-                hint=_trusted_by(said),
+                hint=hint,
             )
         hint = "is `sgpu up` running there? `sgpu doctor` looks"
         if proxy := proxy_variable(self.url, os.environ):
@@ -266,12 +271,3 @@ def problem_of(reply: Reply) -> ServerlessGpuError:
         there = problem.shortage
         error.gpus, error.gpu_type, error.pool, error.choices = there.gpus, there.gpu_type, there.pool, there.choices
     return error
-
-
-def _trusted_by(said: str) -> str:
-    """Return the remedy for an untrusted certificate."""
-    if "mismatch" in said:
-        return "use a name that it has; whoever runs the server sees them where `sgpu up` says `others:`"
-    if "expired" in said or "not yet valid" in said:
-        return "is the clock of this machine right? whoever runs the server renews the certificate"
-    return "of an authority of your own? `sgpu login URL --ca FILE`, with the authority's certificate"

@@ -30,7 +30,10 @@ def list_tokens(as_json: bool) -> None:
     for each in tokens:
         used = "never" if each.used_ns is None else format_moment(each.used_ns)
         scopes = " ".join(each.scopes) or "all"
-        rows.append([each.id, each.principal, each.label or "-", scopes, _state(each), used])
+        state = "good" if each.expires_ns is None else f"until {format_moment(each.expires_ns)}"
+        if each.revoked_ns is not None:
+            state = f"revoked {format_moment(each.revoked_ns)}"
+        rows.append([each.id, each.principal, each.label or "-", scopes, state, used])
     for line in columns(rows):
         say(line)
 
@@ -67,9 +70,3 @@ def say_secret(made: TokenMade) -> None:
     until = "does not expire" if made.token.expires_ns is None else f"until {format_moment(made.token.expires_ns)}"
     say(f"token {made.token.id} of {made.token.principal}, {until}; shown this once:", err=True)
     say(made.secret)
-
-
-def _state(view: TokenView) -> str:
-    if view.revoked_ns is not None:
-        return f"revoked {format_moment(view.revoked_ns)}"
-    return "good" if view.expires_ns is None else f"until {format_moment(view.expires_ns)}"

@@ -110,7 +110,10 @@ def directory_of(snapshot: Snapshot, number: int) -> str:
 def _root_lines(snapshot: Snapshot, number: int, root: Root, contents: Contents, *, everything: bool) -> list[str]:
     size = format_bytes(sum(member.size for member in root.members))
     place = ", before the standard library" if root.before else ""
-    lines = [f"{directory_of(snapshot, number)}  ({_kind_text(root)}, {size}{place})"]
+    kind = {"own": "the interpreter's own", "library": "packages", "code": "code"}[root.kind]
+    if root.kind != "code":
+        kind += f", {_many(sum(_is_distribution(member) for member in root.members), 'distribution')}"
+    lines = [f"{directory_of(snapshot, number)}  ({kind}, {size}{place})"]
     named = sorted((m for m in root.members if m.kind != "unowned"), key=lambda member: (-member.size, member.name))
     shown = named if everything else named[:_LARGEST]
     rows = [[_title(m), format_bytes(m.size), _files(m.files), m.address[:SHORT]] for m in shown]
@@ -135,12 +138,6 @@ def _root_json(snapshot: Snapshot, number: int, root: Root, contents: Contents) 
         "generated": [item.path for item in root.generated],
         "pth": pth_files(snapshot, root, contents),
     }
-
-
-def _kind_text(root: Root) -> str:
-    count = sum(_is_distribution(member) for member in root.members)
-    words = {"own": "the interpreter's own", "library": "packages", "code": "code"}[root.kind]
-    return f"{words}, {_many(count, 'distribution')}" if root.kind != "code" else words
 
 
 def _title(member: SnapshotMember) -> str:

@@ -32,7 +32,6 @@ from serverless_gpu.replay import (
     read_trace,
     simulate,
 )
-from serverless_gpu.replay.figures import Spread
 from serverless_gpu.replay.traces import jobs_of, rows_of_json
 from serverless_gpu.units import format_duration_ms
 
@@ -210,9 +209,9 @@ def _lines(outcomes: Sequence[Outcome], trace: Trace) -> list[str]:
     rows = [["", *(outcome.policy for outcome in outcomes)]]
     for name, field in (("wait", "wait"), (f"wait of {gangs}", "gang_wait"), ("completion", "completion")):
         for part in ("mean", "p50", "p95", "p99"):
-            rows.append(
-                [f"{name}, {part}", *(_span_text(getattr(outcome.figures, field), part) for outcome in outcomes)]
-            )
+            spreads = [getattr(outcome.figures, field) for outcome in outcomes]
+            times = ["-" if one is None else format_duration_ms(round(1000 * getattr(one, part))) for one in spreads]
+            rows.append([f"{name}, {part}", *times])
     for name, field in (("in use", "utilisation"), ("free while jobs wait", "idle"), ("fragmented", "fragmented")):
         rows.append([name, *(f"{100 * getattr(outcome.figures, field):.1f} %" for outcome in outcomes)])
     teams = list(first.figures.teams)
@@ -227,10 +226,6 @@ def _lines(outcomes: Sequence[Outcome], trace: Trace) -> list[str]:
     if len(teams) > _TEAMS_MAX:
         lines.append(f"shares of {len(teams) - _TEAMS_MAX} more teams: --json")
     return [*lines, "", *columns(rows)]
-
-
-def _span_text(spread: Spread | None, part: str) -> str:
-    return "-" if spread is None else format_duration_ms(round(1000 * getattr(spread, part)))
 
 
 def _as_json(outcomes: Sequence[Outcome], trace: Trace) -> dict[str, object]:

@@ -32,7 +32,10 @@ def cancel(run: str | None) -> None:
         _refuse_unnamed(home)
     found = locate(home, run)
     wanted = found.run_id
-    inside = [] if found.view is not None else [attach(run_id) for run_id in _runs_of(home, wanted)]
+    inside: list[Run[object]] = []  # the runs that use a session's devices
+    if found.view is None and read_run(home.runs, wanted).kind != FUNCTION:
+        records = [read_run(home.runs, run_id) for run_id in run_ids(home.runs)]
+        inside = [attach(record.run_id) for record in records if record.live and record.session == wanted]
     for handle in inside:
         handle.cancel()
     for handle in inside:
@@ -67,11 +70,3 @@ def describe_gate(handle: Run[object]) -> str:
     if receipt.state != handle.status():  # it waited again: the last receipt is of what it had before
         return f"it had no devices any more; attempt {receipt.fence} gave them back, {receipt.gate}"
     return receipt.gate
-
-
-def _runs_of(home: Home, session: str) -> list[str]:
-    """Return the runs that use a session's devices now; none for a run."""
-    if read_run(home.runs, session).kind == FUNCTION:
-        return []
-    records = (read_run(home.runs, run_id) for run_id in run_ids(home.runs))
-    return [record.run_id for record in records if record.live and record.session == session]

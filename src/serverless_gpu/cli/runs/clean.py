@@ -41,7 +41,12 @@ def clean(run: tuple[str, ...], older_than: str | None, keep: str | None, dry_ru
         raise click.UsageError("name runs, or give --older-than and --keep; not both")
     chosen, spared = (_named(home, run), "") if run else _kept_no_longer(home, older_than, keep)
     if dry_run:
-        for line in columns([_row(home, each) for each in chosen]):
+        rows = []
+        for place, entry in chosen:
+            ended = "" if entry.ended_ns is None else format_moment(entry.ended_ns)
+            copies = "copies of results" if place == home.remote else ""
+            rows.append([entry.run_id, ended, format_bytes(entry.size_bytes), copies])
+        for line in columns(rows):
             say(line)
         total = sum(each.entry.size_bytes for each in chosen)
         say(f"would delete {_count(_runs_of(chosen))}, {format_bytes(total)}{spared}")
@@ -136,10 +141,3 @@ def _policy(home: Home, older_than: str | None, keep: str | None) -> Policy:
 
 def _count(runs: int) -> str:
     return f"{runs} run{'' if runs == 1 else 's'}"
-
-
-def _row(home: Home, chosen: _Chosen) -> list[str]:
-    entry = chosen.entry
-    ended = "" if entry.ended_ns is None else format_moment(entry.ended_ns)
-    copies = "copies of results" if chosen.place == home.remote else ""
-    return [entry.run_id, ended, format_bytes(entry.size_bytes), copies]

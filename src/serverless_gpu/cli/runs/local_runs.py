@@ -21,13 +21,16 @@ def row(record: RunRecord, home: Home, *, size: bool = False) -> list[str]:
     name = name_of(record) or "-"
     if len(name) > _NAME_CHARACTERS_MAX:
         name = name[: _NAME_CHARACTERS_MAX - 1] + "…"
+    devices = f"{record.world_size} rank{'' if record.world_size == 1 else 's'}" if record.world_size else "-"
+    if record.receipt is not None:
+        devices = record.receipt.devices_text()
     return [
         record.run_id,
         name,
         record.state,
         format_moment(record.began_ns or record.created_ns),
         took_text(record),
-        _devices_text(record),
+        devices,
         "here",
         *([format_bytes(size_on_disk(home.runs / record.run_id))] if size else []),
         record.receipt.used_text() if record.receipt is not None else used_text(cost_so_far(home, record)),
@@ -93,10 +96,3 @@ def cost_so_far(home: Home, record: RunRecord) -> Cost | None:
 def used_text(cost: Cost | None) -> str:
     """Return a run's use as one table cell."""
     return "-" if cost is None or not cost.gpu_ms else cost.used_text()
-
-
-def _devices_text(record: RunRecord) -> str:
-    receipt = record.receipt
-    if receipt is None:
-        return f"{record.world_size} rank{'' if record.world_size == 1 else 's'}" if record.world_size else "-"
-    return receipt.devices_text()

@@ -62,7 +62,14 @@ def logs(run: str | None, rank: str | None, stream: str, attempt: int | None, **
             if attempt is not None:
                 refuse_missing_attempt(found.run_id, attempt, 1)  # a run without a server has one
             output = OwnOutput(home, record)
-        ranks = _default_ranks(output) if rank is None else _ranks(output, rank)
+        if rank is None:
+            failed = output.failed_rank()  # the first one
+            ranks = [failed or 0]
+            if failed is not None and output.ranks() > 1:
+                shown = f"rank {failed} of run {output.run_id} failed; --rank N or --rank all shows others"
+                click.echo(f"sgpu: {shown}", err=True)
+        else:
+            ranks = _ranks(output, rank)
         streams = ("stdout", "stderr") if stream == "both" else (stream,)
         sources = [output.source(number, name) for number in ranks for name in streams]
         if tail is not None:
@@ -73,14 +80,6 @@ def logs(run: str | None, rank: str | None, stream: str, attempt: int | None, **
         if tail != 0 and not any(source.has_written for source in sources):
             where = "stdout or stderr" if stream == "both" else stream
             click.echo(f"sgpu: {_silence_text(output, ranks, where)}", err=True)
-
-
-def _default_ranks(output: RunOutput) -> list[int]:
-    """Return the rank that failed first, and say which it is of several; rank 0 where none failed."""
-    failed = output.failed_rank()
-    if failed is not None and output.ranks() > 1:
-        click.echo(f"sgpu: rank {failed} of run {output.run_id} failed; --rank N or --rank all shows others", err=True)
-    return [failed or 0]
 
 
 def _silence_text(output: RunOutput, ranks: Sequence[int], where: str) -> str:

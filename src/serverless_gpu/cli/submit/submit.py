@@ -114,7 +114,11 @@ def _spec(program: str, arguments: Sequence[str], *, remote: bool, options: Mapp
     secrets = [pair.partition("=")[::2] for pair in options["secrets"]]
     given |= {"secrets": {name: variable or None for name, variable in secrets}} if secrets else {}
     given |= {name: options[name] for name in ("resume", "retry_on_infra", "same_node", "wait")}
-    given |= {"tags": _tags(options["tags"]), "ranks_log": _ranks(options["ranks_log"])}
+    for pair in options["tags"]:
+        if "=" not in pair:
+            raise click.BadParameter(f"{pair!r} is not KEY=VALUE", param_hint="--tag")
+    tags = dict(pair.split("=", 1) for pair in options["tags"])
+    given |= {"tags": tags, "ranks_log": _ranks(options["ranks_log"])}
     spec = parse_options(options["gpus"], options["gpu_type"], remote, options["timeout"], given)
     if isinstance(spec.ranks_log, tuple) and not any(rank < options["gpus"] for rank in spec.ranks_log):
         raise click.BadParameter(f"the run has ranks 0 to {options['gpus'] - 1}", param_hint="--ranks-log")
@@ -136,13 +140,6 @@ def _enter(workdir: str | None, variables: Sequence[str], *, is_here: bool) -> N
     if workdir is not None:
         os.chdir(workdir)
         os.environ["PWD"] = os.getcwd()
-
-
-def _tags(pairs: Sequence[str]) -> dict[str, str]:
-    for pair in pairs:
-        if "=" not in pair:
-            raise click.BadParameter(f"{pair!r} is not KEY=VALUE", param_hint="--tag")
-    return dict(pair.split("=", 1) for pair in pairs)
 
 
 def _ranks(text: str) -> str | tuple[int, ...]:

@@ -179,14 +179,12 @@ def _aligned(rows: Sequence[DeviceRow], shown: Sequence[_Column], bar: int, styl
     lines = [style.paint(head, _DIM)]
     for row in rows:
         cells = _cells(row, shown, bar, style)
-        parts = [_painted(cell, width, style) for cell, width in zip(cells, widths, strict=True)]
+        parts = []
+        for cell, width in zip(cells, widths, strict=True):
+            text = style.paint(cell.text, cell.code) if cell.code else cell.text
+            parts.append(text + " " * (width - len(cell.text)))
         lines.append("  ".join(parts).rstrip())
     return lines
-
-
-def _painted(cell: _Cell, width: int, style: Style) -> str:
-    padding = " " * (width - len(cell.text))
-    return (style.paint(cell.text, cell.code) if cell.code else cell.text) + padding
 
 
 def _busy(row: DeviceRow, bar: int, style: Style) -> _Cell:

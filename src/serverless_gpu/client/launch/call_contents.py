@@ -14,7 +14,7 @@ import io
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from types import CellType, FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import NamedTuple, Protocol, cast
 
 from serverless_gpu.node.inside import payload
@@ -169,8 +169,11 @@ def _parts(value: object) -> Iterator[_Part]:
 def _function_parts(function: FunctionType) -> Iterator[_Part]:
     name = function.__name__
     for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        if not _is_empty(cell):
-            yield _Part(f"closure variable `{variable}` of `{name}`", cell.cell_contents)
+        try:
+            contents = cell.cell_contents
+        except ValueError:  # it is empty
+            continue
+        yield _Part(f"closure variable `{variable}` of `{name}`", contents)
     for variable, value in payload.referenced_globals(function).items():
         yield _Part(f"global `{variable}` of `{name}`", value)
     defaults = function.__defaults__ or ()
@@ -183,14 +186,6 @@ def _function_parts(function: FunctionType) -> Iterator[_Part]:
         yield _Part(f"attribute `{attribute}` of `{name}`", value)
     for parameter, value in function.__annotations__.items():
         yield _Part(f"annotation of `{parameter}` of `{name}`", value)
-
-
-def _is_empty(cell: CellType) -> bool:
-    try:
-        _ = cell.cell_contents
-    except ValueError:
-        return True
-    return False
 
 
 def _class_parts(cls: type) -> Iterator[_Part]:
@@ -349,7 +344,11 @@ def _own_bytes(value: object) -> int | None:
     if numpy is not None and isinstance(value, numpy.ndarray):
         return int(value.nbytes)
     if torch is not None and isinstance(value, torch.Tensor):
-        return _tensor_bytes(value)
+        tensor: _Tensor = value
+        try:
+            return tensor.untyped_storage().nbytes()
+        except (RuntimeError, NotImplementedError):  # sparse and other layouts have no single storage
+            return tensor.numel() * tensor.element_size()
     return None
 
 
@@ -363,10 +362,3 @@ class _Tensor(Protocol):
     def untyped_storage(self) -> _Storage: ...
     def numel(self) -> int: ...
     def element_size(self) -> int: ...
-
-
-def _tensor_bytes(tensor: _Tensor) -> int:
-    try:
-        return tensor.untyped_storage().nbytes()
-    except (RuntimeError, NotImplementedError):  # sparse and other layouts have no single storage
-        return tensor.numel() * tensor.element_size()

@@ -50,8 +50,10 @@ def check_function(function: object) -> None:
             f"{type(function).__qualname__!r} objects cannot be run on ranks: not callable", hint=hint
         )
     if any(cls.__module__ in _OF_RAY for cls in type(function).__mro__):
+        plain = getattr(function, "_function", None) or getattr(function, "__ray_actor_class__", None)
+        name = _name(function if plain is None else plain)
         raise NotDistributable(
-            f"{_rays_name(function)} is a task or an actor of Ray's, which a driver starts with .remote(...)",
+            f"{name} is a task or an actor of Ray's, which a driver starts with .remote(...)",
             hint="leave @ray.remote out, or decorate the function that starts it: that is the driver",
         )
     body = _body(function)
@@ -170,11 +172,6 @@ def _name(function: object) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     return str(getattr(function, "__qualname__", None) or type(function).__qualname__).rpartition("<locals>.")[2]
-
-
-def _rays_name(wrapper: object) -> str:
-    plain = getattr(wrapper, "_function", None) or getattr(wrapper, "__ray_actor_class__", None)
-    return _name(wrapper if plain is None else plain)
 
 
 def _problems(signature: inspect.Signature, args: Sequence[object], kwargs: Mapping[str, object]) -> list[str]:

@@ -64,7 +64,10 @@ def run_magic(shell: Shell, line: str, cell: str) -> list[object] | None:
     """Run a cell on every rank and return the values of its last expression, or None when there is nothing to show."""
     with _shown_briefly():
         options, output = parse_line(line)
-        name = f"<%%distributed In[{_number(shell, cell)}]>"
+        # A newer IPython counts a cell before it runs it, an older one after.
+        history = getattr(shell.history_manager, "input_hist_raw", [])
+        stored = len(history) > 1 and history[-1].rstrip().endswith(cell.rstrip())
+        name = f"<%%distributed In[{len(history) - 1 if stored else shell.execution_count}]>"
         code = compile_cell(f"%%distributed {line}", cell, shell.user_ns, name=name, flags=shell.compile.flags)
         decorate = distributed(**options)  # type: ignore[arg-type]  # checked there, as from anybody
         try:
@@ -78,13 +81,6 @@ def run_magic(shell: Shell, line: str, cell: str) -> list[object] | None:
         shell.user_ns[output] = results
     silent = ends_silently(cell) or all(value is None for value in results)
     return None if silent else results
-
-
-def _number(shell: Shell, cell: str) -> int:
-    """Return the number of a cell in the notebook; a newer IPython counts before it runs the cell, an older after."""
-    history = getattr(shell.history_manager, "input_hist_raw", [])
-    stored = len(history) > 1 and history[-1].rstrip().endswith(cell.rstrip())
-    return len(history) - 1 if stored else shell.execution_count
 
 
 # --- the line ---------------------------------------------------------------------------------------------------------

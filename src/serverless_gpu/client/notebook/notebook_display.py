@@ -217,7 +217,9 @@ class NotebookDisplay(LineDisplay):
         bars: dict[int, list[str]] = {}
         for (rank, _), screen in sorted(self._screens.by_stream.items()):
             if screen.moving:
-                bars.setdefault(rank, []).extend(_printable(row) for row in screen.open_rows)
+                plain = (_COLOUR_CODE.sub("", row) for row in screen.open_rows)
+                rows = ["".join(filter(str.isprintable, row)).strip() for row in plain]
+                bars.setdefault(rank, []).extend(rows)
         shown = [
             f"rank {rank}  {'  '.join(told)}"[:_PROGRESS_CHARACTERS_MAX]
             for rank, told in list(bars.items())[:_RANKS_MAX]
@@ -227,11 +229,6 @@ class NotebookDisplay(LineDisplay):
     def _elapsed_ms(self) -> int:
         started_ns = self._running_ns if self._running_ns is not None else self._clock.boottime_ns()
         return (self._clock.boottime_ns() - started_ns) // 1_000_000
-
-
-def _printable(line: str) -> str:
-    """Return a progress line without colours and control characters."""
-    return "".join(char for char in _COLOUR_CODE.sub("", line) if char.isprintable()).strip()
 
 
 def _write(stream: str, text: str) -> None:

@@ -79,7 +79,11 @@ class _Stage(NamedTuple):
 def draw(lanes: Sequence[Lane], marks: Sequence[CurveMark], titles: Titles, path: Path | None) -> RunFigure:
     """Return a run's picture, and write it if a path is given; raises OSError, or ValueError for its ending."""
     marks = sorted(marks, key=lambda mark: mark.at)[:MARKS_MAX]
-    figure = RunFigure(figsize=(_WIDTH_IN, _height(len(lanes), len(marks))), facecolor=_PAPER, layout=None)
+    height, n = 2.0, len(lanes)  # inches
+    if n:
+        rows = 3.6 if n == 1 else 0.72 * n + 0.4 if n <= ROWS_MAX else 2 * min(5.0, max(2.0, 0.085 * n))
+        height = _ABOVE_IN + rows + 0.6 + 0.2 * len(marks)
+    figure = RunFigure(figsize=(_WIDTH_IN, height), facecolor=_PAPER, layout=None)
     stage = _stage(lanes, marks)
     if stage is None:
         _say_nothing(figure)
@@ -286,14 +290,6 @@ def _plain(text: str) -> str:
 
 
 # --- room and time ------------------------------------------------------------------------------------------------
-
-
-def _height(lanes: int, marks: int) -> float:
-    """Return how high the figure is, in inches."""
-    if lanes == 0:
-        return 2.0
-    rows = 3.6 if lanes == 1 else 0.72 * lanes + 0.4 if lanes <= ROWS_MAX else 2 * min(5.0, max(2.0, 0.085 * lanes))
-    return _ABOVE_IN + rows + 0.6 + 0.2 * marks
 
 
 def _place(figure: Figure, stage: _Stage, rows: int, *, left: float, right: float, gap_in: float) -> None:
