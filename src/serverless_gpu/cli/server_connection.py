@@ -3,9 +3,8 @@
     about one run (attach, cancel, show, logs, result, metrics, run preempt)   wait as `sgpu submit` does
     everything else                                                            ends at once
 
-Both end with exit code 75 (`exit_codes.py`): a server that cannot be reached says nothing about what it has.
-`SERVERLESS_GPU_PATIENCE` says how long the first kind waits. While a command waits, it reads the server's address and
-token again: a server that was started again may have others.
+Both end with exit code 75 (`exit_codes.py`). `SERVERLESS_GPU_PATIENCE` bounds the wait. While a command waits, it reads
+the server's address and token again: a restarted server may have others.
 """
 
 from __future__ import annotations

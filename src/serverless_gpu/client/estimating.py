@@ -1,10 +1,9 @@
-"""Estimates start and cost of a call, `fn.estimate(*args)`: checked as the call, without starting it.
+"""Estimates start and cost of a call, `fn.estimate(*args)`, after the same checks and without starting it.
 
-    arguments ─▶ the same checks ─▶ remote? ── no ──▶ devices of this machine (`node/agent/availability.py`) ─▶ Estimate
-                                       └────── yes ─▶ POST /estimates of the server (`remote/estimate.py`) ─▶
-                                                      with the price of the devices (`model/cost.py`)
+    local: devices of this machine (`node/agent/availability.py`) ─▶ Estimate, with the price (`model/cost.py`)
+    remote: POST /estimates of the server (`remote/estimate.py`)  ─▶
 
-Failure cases: an error that would refuse the call refuses the estimate. An unknown start is an answer with its reason.
+An error that would refuse the call refuses the estimate. An unknown start is an answer with its reason.
 """
 
 from __future__ import annotations

@@ -2,9 +2,7 @@
 
     protocol.Tracked, tracking.json, receipt ──▶ link ──▶ TrackedRun
 
-The link has everything: where the server is, the experiment and the run.
-
-Failure case: a link of another shape has no server and experiment to be read from it; they are "".
+The link has the server, the experiment and the run; of a link of another shape the first two are "".
 """
 
 from __future__ import annotations

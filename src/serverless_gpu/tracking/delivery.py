@@ -9,11 +9,10 @@ process before, or by a request whose answer did not come. Every other node wait
 again without a change in MLflow, so a step in doubt is repeated. Only the last attempt sets the run's state: one that
 arrives when a later one has begun adds its points and files.
 
-Failure cases: MLflow is away (refuses, hangs, answers 500): the step is retried, more and more rarely, with one notice;
-the file of samples is the buffer, and beyond 64 MB of it the oldest points are dropped, counted, with one notice.
-MLflow refuses something (a parameter that has another value, a run that was deleted): that is left out, a parameter
-becomes a tag. Nothing but points is given up before 24 h after the end. This process is killed: another goes on. No
-thread ever waits for this one.
+While MLflow is away, the step is retried, more and more rarely, with one notice. The file of samples is the buffer;
+beyond 64 MB of it the oldest points are dropped, counted, with one notice. A refused item (a parameter that has another
+value, a run that was deleted) is left out; a parameter becomes a tag. Nothing but points is given up before 24 h after
+the end. Another process continues a killed one. No thread ever waits for this one.
 """
 
 from __future__ import annotations

@@ -5,12 +5,10 @@
     upload        PUT mlflow-artifacts/artifacts/…, where the server takes files itself
     resume, end   runs/update
 
-An MLflow run of ours is found by the tag `sgpu.run_id`, so that it is not made twice: by another node, by a restarted
-process, or after a request whose answer did not come.
-
-Failure cases: see `rest.py`; an experiment that was deleted: refused, nothing can be written there; two that make an
-experiment at the same moment: the second looks again; a server whose files lie in a bucket or on its disk: `upload` is
-refused, since only programs that have the credentials can write there.
+The tag `sgpu.run_id` identifies an MLflow run of ours, so that it is not made twice: by another node, by a restarted
+process, or after a request whose answer did not come. Of two that make an experiment at once, the second looks again.
+A deleted experiment is refused, and so is `upload` to a server whose files lie in a bucket or on its disk. Failures of
+the connection: see `rest.py`.
 """
 
 from __future__ import annotations

@@ -9,12 +9,9 @@ itself. All else depends on whether this server has ever answered as an MLflow d
 a hint: a wrong address, a login page, a wrong password, an untrusted certificate. If it has, it is probably under
 maintenance, and away.
 
-An answer is given up that takes twice its time; only its head, of 100 kB at most, may come byte by byte for longer,
-which holds up the delivery of that one attempt and nothing else.
-
-Credentials are those of the caller's variables, as MLflow reads them, and go to the server these variables name, never
-to another one; where they name none, to none. No redirect is followed. Messages hold neither credentials nor control
-characters of a server.
+A request is given up after twice its time; only the answer's head, of 100 kB at most, may take longer. Credentials are
+those of the caller's variables, as MLflow reads them, and go only to the server that these variables name. No redirect
+is followed. Messages hold neither credentials nor control characters of a server.
 """
 
 from __future__ import annotations

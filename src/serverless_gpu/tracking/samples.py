@@ -3,8 +3,8 @@
     logs/<node rank>.telemetry   header, sample, sample, header, sample, …  ─▶ Samples.read() ─▶ (header, sample), …
                                                      ▲ offset: a cursor that survives its reader
 
-Failure cases: no file yet, or none any more: nothing to read; half a line at the end: it is read when it is whole, and
-skipped when its writer was killed; a reader that begins in the middle finds the header that applies there.
+A missing file has nothing to read. Half a line is read when it is whole, and skipped when its writer was killed. A
+reader that begins in the middle finds the header that applies there.
 """
 
 from __future__ import annotations

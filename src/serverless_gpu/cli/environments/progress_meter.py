@@ -1,12 +1,12 @@
-r"""How far a capture or a restore is, for a person: bytes, files, rate, time that remains.
+r"""Progress of a capture or a restore: bytes, files, rate, remaining time.
 
     Progress ──▶ Meter ──▶ one line of text        pure: times are given
                    └──▶ Meters on stderr           a terminal: redrawn in place, ten times a second at most
                                                    a file or a pipe: a plain line every five seconds
 
-The result of a command goes to stdout, this to stderr. Reports come from several threads, a thousand a second. The rate
-is that of the last seconds, so that a slow line after a fast disk is visible; no estimate appears before a second is
-over. A terminal that goes away, or a full disk under stderr, ends the drawing and not the work.
+Reports come from several threads, a thousand a second. The rate is that of the last seconds, so that a slow line after
+a fast disk is visible; no estimate appears before a second is over. A terminal that goes away, or a full disk under
+stderr, ends the drawing and not the work.
 """
 
 from __future__ import annotations

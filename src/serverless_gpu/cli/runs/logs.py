@@ -1,12 +1,9 @@
 """`sgpu logs`: output of a run's ranks, once or followed.
 
-    this machine: logs/<rank>.<stream>          ┐
-                                                ├─tail──▶ decode ─▶ TerminalDisplay   as in the call itself
+    this machine: logs/<rank>.<stream>          ┬─tail──▶ decode ─▶ TerminalDisplay   as in the call itself
     server: /runs/{run}/logs/{rank}/{stream}    ┘    └──── --raw ──────▶ the bytes
 
-Failure cases: those of `outputs.py` and `server_outputs.py`; a rank that wrote nothing (others are named),
-a run that ends while it is followed (what was written last is still shown), a reader that goes away
-(click ends the command).
+Of a silent rank it names others with output. It shows the last output of a run that ends while it is followed.
 """
 
 from __future__ import annotations

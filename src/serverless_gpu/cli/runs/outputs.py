@@ -1,9 +1,6 @@
-"""Output of ranks from files of this machine. `server_outputs.py` reads it from a server.
+"""Output of ranks from files of this machine; `server_outputs.py` reads it from a server.
 
-    Output ──▶ one Source for each rank and stream ──pieces──▶ logs.py
-
-Failure cases: a rank that wrote nothing (no file), files that grow without end (read in pieces), a run that still waits
-or is being launched (it goes on).
+RunOutput ──▶ one OutputStream for each rank and stream ──pieces──▶ logs.py
 """
 
 from __future__ import annotations

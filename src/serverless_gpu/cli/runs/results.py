@@ -1,7 +1,6 @@
 """`sgpu result`: copies results of ranks into a directory without loading them, which would run code.
 
-Failure cases: a run that goes on (refused), a rank that returned nothing (said), a file that grows shorter or a server
-that goes away in the middle (nothing half is left), a full disk.
+Refuses a run that goes on. A file that shrinks, or a server that goes away, leaves no half-written copy.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Locates the wanted run: on this machine, or on the server.
 
-A run of local mode has its directory here and nothing anywhere else. A run of a server is the server's, also when this
-machine is the node that it ran on and has a directory of it. Without a server everything is here.
-
-A server that cannot be reached is an error of its own and never "there is no run": a named run that is not here is
-waited for (`cli/server_connection.py`), a list shows what is here and fails afterwards.
+A local run has its directory only here. A run of a server is the server's, even if this machine is the node that it
+ran on and has a directory of it. A server that cannot be reached is an error of its own and never "there is no run": a
+named run that is not here waits for it (`cli/server_connection.py`), a list shows the local runs and fails afterwards.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Output of a server run's ranks, read by rank and offset.
 
-Failure cases: the server goes away while a run is followed (waited for, said once, and taken up where it was); the run
-is tried again (what the former attempt wrote is shown to its end, then the next one from its start).
+When the server goes away, following waits with one notice and resumes. When the run is tried again, the former
+attempt's output is shown to its end, then the next one's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,1 @@
-"""Commands that run a server and look at it: `up`, `server`.
-
-Start with `up.py`; `operations.py` has the operator's other tasks.
-"""
+"""Commands that run a server and look at it: `up.py`, and `operations.py` with the operator's other tasks."""

@@ -1,10 +1,8 @@
-"""`sgpu server logs`: the server's own log as text, on its machine, from its home.
+"""`sgpu server logs`: the server's own log as text, on its machine, from its home, without a server.
 
-The server writes JSON lines and turns the file over at a size (`server/logfile.py`). Here they are read in the order in
-which they were written, over all files that are left, with what a line is about at its end. It works without a server.
-
-Failure cases: a line that is cut (the server died while it wrote) or is no JSON is shown as it is; a file that is
-turned over while it is followed is read to its end first; names and messages cannot steer the terminal.
+The server writes JSON lines and rotates the file at a size (`server/logfile.py`). This reads all files in the order of
+writing. A line that is cut or not JSON is shown as it is; a file that rotates while it is followed is read to its end
+first; names and messages cannot steer the terminal.
 """
 
 from __future__ import annotations

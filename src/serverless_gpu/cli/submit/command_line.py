@@ -1,12 +1,11 @@
-"""The command line of `sgpu submit`: where its own options end, and which program is meant.
+"""The command line of `sgpu submit`: the end of its own options, and the program.
 
     sgpu submit --gpus 2 train.py --lr 1     a script: this Python runs it
     sgpu submit -m pkg.train --lr 1          a module: `python -m`, found in the working directory first
     sgpu submit job.sh                       a file of the working directory, or a program of PATH
 
-Failure cases: a mistyped option before the program, a program that begins with a dash, a script or module that is not
-there, and a program that ranks could not find, where that can be seen here. All of them are usage errors: nothing is
-queued, and no device is taken.
+Usage errors, before anything is queued: a mistyped option before the program, a program that begins with a dash, a
+missing script or module, and a program that ranks could not find, where that can be seen here.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-r"""A terminal that shows one picture after the other: the other screen, keys at once, its size as it changes.
+"""A terminal that shows one picture after the other: the other screen, keys at once, its size as it changes.
 
-    with Terminal() as terminal:   other screen on, cursor off, no echo   ─▶   on every way out all is as it was
+    with Terminal() as terminal:   other screen on, cursor off, no echo   ─▶   restored on every way out
         terminal.show(lines)       only what fits, without a flicker
         terminal.wait(fds, 1.0)    until one can be read, a key was pressed or the window has another size
 
-Failure cases: Ctrl-Z (the screen is given back, and taken again after `fg`), SIGTERM and a window that is closed (the
-command ends), a window of no size or of three rows, stdin that is no terminal (no keys, but Ctrl-C).
+Ctrl-Z gives the screen back until `fg`. SIGTERM and a closed window end the command. A window may have no size, and
+stdin may be no terminal (no keys, but Ctrl-C).
 """
 
 from __future__ import annotations

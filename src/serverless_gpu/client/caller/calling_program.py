@@ -1,10 +1,6 @@
 """The calling program: its name, its user and the commit of its code.
 
-    __main__, or the notebook ──▶ Program ──▶ directory ── .git ──▶ commit, branch
-
-Read from files and this process; no other process is started, and nothing is imported.
-
-Failure case: what is unknown is "", for example with an unreadable `.git`.
+Reads files and this process, starts no process and imports nothing. What is unknown is "".
 """
 
 from __future__ import annotations

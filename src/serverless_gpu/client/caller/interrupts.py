@@ -1,12 +1,9 @@
 """Ctrl-C while a call blocks an event loop, and SIGTERM while a call waits.
 
 `asyncio.run` and an IPython kernel that runs an `async` cell take SIGINT for themselves: their handler only asks the
-current task to be cancelled, which happens when that task next awaits. A blocking call in it would go on to its end,
-with a stop button that does nothing. While we wait, SIGINT raises `KeyboardInterrupt` again. Handlers of the user's are
-left alone.
-
-A caller that SIGTERM killed silently would leave a run in the queue that it alone waited for. While a call waits,
-SIGTERM acts as Ctrl-C does: `on_interrupt` decides about the run, then the process ends of SIGTERM all the same.
+current task to be cancelled when it next awaits, so a blocking call would not stop. During a wait, SIGINT raises
+`KeyboardInterrupt` again, and SIGTERM acts like Ctrl-C: `on_interrupt` decides about the run, then the process ends of
+SIGTERM. Otherwise a killed caller would leave a run in the queue that it alone waited for. Handlers of the user's stay.
 """
 
 from __future__ import annotations

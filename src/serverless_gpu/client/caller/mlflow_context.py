@@ -4,12 +4,9 @@
     an imported mlflow: its URI, set_experiment, the active run ───────┼──▶ resolve ──▶ Tracking, part of the RunSpec
     the program, its user, its commit, the arguments ──────────────────┘
 
-MLflow is never imported here, and the network is not used: this stands between a call and its first line. What comes
-out holds no credentials: it is written to the run's directory, and sent to servers.
-
-Failure cases: no MLflow in the caller's environment (the run is not tracked, unless its server has an MLflow); a URI
-that only MLflow itself can speak to (a warning; ranks use it as they find it); an MLflow of another version, or half
-imported (its answers are missing).
+Neither imports MLflow nor uses the network: this stands between a call and its first line. The result holds no
+credentials: it is written to the run's directory, and sent to servers. Without an MLflow in the caller's environment
+the run is tracked only by its server's. A URI that only MLflow itself can use gives a warning; ranks use it as it is.
 """
 
 from __future__ import annotations

@@ -3,12 +3,10 @@
     sys.path, from its end:   installed packages, standard library  │  PYTHONPATH, the script's directory
                                         names so far               ∩  names here   =  asked: from which file?
 
-A zygote knows what it has loaded and from where; it was not started beside the caller's files. So only names that lie
-in a directory of the caller's and once more further down the path are of interest: a `calendar.py` beside the script.
-Nothing is imported. As in Python's own import, a directory is read again when its modification time has changed.
-
-Failure cases: a directory that is not there or cannot be read has no names (Python's import skips it, too); modules in
-a zip file on the path are not seen.
+A zygote knows what it has loaded and from where; it was not started beside the caller's files. So only names in a
+directory of the caller's that occur again further down the path matter: a `calendar.py` beside the script. Nothing is
+imported. As in Python's import, a directory is read again when its modification time has changed, and an unreadable
+one has no names. Modules in a zip file on the path are not seen.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     [rank 0]  45%|████▌     |        ◀─ the block: erased before anything is printed, drawn again after it
     [rank 3] loading …
 
-Failure cases: no stream (a program without a console), a closed one, a pipe without a reader: nothing is shown, the run
-matters more. A full disk: as well, and the caller is told why. A stream that cannot encode a character gets it escaped.
+A missing or closed stream and a pipe without a reader show nothing, since the run matters more. A full disk does the
+same with a notice. A stream that cannot encode a character gets it escaped.
 """
 
 from __future__ import annotations

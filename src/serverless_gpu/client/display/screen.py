@@ -1,12 +1,11 @@
-r"""What a rank draws with `\r` and "cursor up", followed row by row, so that a progress bar is one line. Pure.
+r"""Follows what a rank draws with `\r` and "cursor up" row by row, so that a progress bar is one line. Pure.
 
     text ──feed──▶ rows ──▶ lines that are final, to be printed
-                    │
                     └─────▶ open rows: unfinished lines, bars that still move
 
 A row that was rewritten is final when its line has ended and the cursor does not come back to it. tqdm draws a second
-bar below the first by a newline and then goes up again, so a rewritten row is held a moment after its newline. Lines
-that were not rewritten are final at once. A row keeps its last state only; all the others are in the rank's log.
+bar below the first by a newline and then goes up again, so a rewritten row is held a moment after its newline. Other
+lines are final at once. A row keeps its last state only; all the others are in the rank's log.
 """
 
 from __future__ import annotations

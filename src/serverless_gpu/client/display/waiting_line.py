@@ -1,10 +1,7 @@
 """Messages about a wait in the queue: redrawn rows on a terminal, else lines at growing intervals. Pure.
 
-    serverless-gpu: queued for 3 min: needs 8 H100 on one node; 5 free on n3; alice/bert-ft holds 3 until
-      14:20 at the latest; you are 2nd
-
-In a queue of thousands the place changes every few seconds. A row is replaced by the next one; where that is not
-possible, the first sentence is a line at once and later ones are now and then, in the end every five minutes.
+In a queue of thousands the place changes every few seconds. A row is replaced by the next one; elsewhere the first
+sentence is a line at once, and later ones come ever more rarely, in the end every five minutes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Walks the objects of a call to find the one that cannot be pickled, or those that are large.
 
 The walk sees objects as the pickler does: closures, referenced globals and defaults of functions that travel by value,
-items of containers, and for anything else the state its own `__reduce_ex__` gives. Everything is bounded: tries at
-pickling, objects looked at, depth. Failure cases: user code raises while it is walked (the walk ends there); the bound
-is reached (the answer is the nearest object known to hold the culprit, or a size known to be a lower one).
+items of containers, and else the state from `__reduce_ex__`. Pickling attempts, objects and depth are bounded; at the
+bound, or when user code raises, the answer is the nearest object known to hold the culprit, or a lower size.
 """
 
 from __future__ import annotations

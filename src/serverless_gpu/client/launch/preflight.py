@@ -1,8 +1,8 @@
-"""Checks on a call before anything is started, and the call written to its file.
+"""Checks a call before anything is started, and writes it to its file.
 
 Reports a caller's mistakes in the caller's process: a function that ranks cannot run, arguments that do not fit,
-captured objects that cannot travel (with the way to the culprit) or are surprisingly large. Nothing here runs user
-code, but for what pickling runs. Failure cases: a full disk (`StorageError`), with no half-written file left.
+captured objects that cannot travel (with the way to the culprit) or are surprisingly large. Only pickling runs user
+code. A full disk raises `StorageError` and leaves no half-written file.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Refuses to send objects that hold state of the process in which they were made.
 
-accelerate and Lightning set such an object up for the process that makes it. A copy of it in a rank says that the rank
-is alone, and whatever relies on it trains alone: each rank its own model, with a run that succeeds. transformers'
-`TrainingArguments` travel without what they know of their process (`node/inside/payload.py`); these do not, since what
-they have prepared (data loaders, optimizers, strategies) is prepared for one process. Data modules of Lightning that
-were used before travel without the trainer that used them, as its modules do.
+accelerate and Lightning set such an object up for one process. A copy in a rank says that the rank is alone, so each
+rank would train its own model, with a run that succeeds. transformers' `TrainingArguments` travel without that state
+(`node/inside/payload.py`); these do not, since their data loaders, optimizers and strategies are prepared for one
+process. Used data modules of Lightning travel without their trainer, as its modules do.
 """
 
 from __future__ import annotations

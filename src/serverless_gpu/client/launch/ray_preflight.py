@@ -1,10 +1,8 @@
 """Checks before a Ray cluster starts: the caller's Ray, and references to other clusters in the call.
 
-Ranks import what the caller imports, from where it lies or from a copy, so the caller's Ray is the cluster's. Ray
-itself is not imported here: that takes a second, and a notebook that only calls a driver needs none in its process.
-
-Failure cases: no Ray; an old one; a file or directory of the user's named `ray` that ranks would import. The rank
-reports problems that stay unknown here (no metadata, a finder of the user's that fails).
+Ranks import what the caller imports, so the caller's Ray is the cluster's. Ray itself is not imported here: that takes
+a second. Refuses a missing or old Ray, and a file or directory of the user's named `ray` that ranks would import. The
+rank reports problems that stay unknown here (no metadata, a finder of the user's that fails).
 """
 
 from __future__ import annotations

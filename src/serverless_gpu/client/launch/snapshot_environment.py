@@ -5,12 +5,9 @@
            ─ launched, beside it every file is looked at ─
            ◀─ changes ─ none: Confirm, user code starts · else: said, captured, launched anew
 
-The caller only describes itself (`interpreter.describe`). One service per process and home; it is started when it is
-needed first, or by a decorator. A forked child has none of its parent's: it starts its own.
-
-Failure cases: the service is killed (started again, once for each question); its refusals are raised here, as the same
-class; it is silent (a notice after 10 s; an error after 15 minutes); Ctrl-C (the question is abandoned; a capture that
-no other caller wants ends).
+One service per process and home, started at its first use or by a decorator; a forked child starts its own. A killed
+service is started again, once for each question, and its refusals are raised here as the same class. Silence gives a
+notice after 10 s and an error after 15 minutes. Ctrl-C abandons the question and a capture that only it wants.
 """
 
 from __future__ import annotations

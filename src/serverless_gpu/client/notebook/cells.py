@@ -3,11 +3,8 @@
     text ─▶ statements · last expression · the notebook's names they need ─▶ `distributed_cell(…)` in each rank
 
 The names are found statement by statement. A name that the cell surely binds before it reads it (`model = …`, an
-import, a loop variable) does not travel: what the notebook has under that name may be large, or unable to. Where that
-cannot be decided the name travels.
-
-Failure cases: what is not Python, and what only a notebook's own process can do (`%magic`, `!command`, top-level
-`await`), is refused with its line.
+import, a loop variable) does not travel: the notebook's value may be large, or unable to. Undecided names travel. What
+is not Python, and what only a notebook can do (`%magic`, `!command`, top-level `await`), is refused with its line.
 """
 
 from __future__ import annotations

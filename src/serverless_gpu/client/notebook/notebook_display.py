@@ -6,10 +6,8 @@
     ● 2 × H100 · 41 s · verified free …      the receipt: a second display, which comes last
 
 Lines are plain stream text, so that every front end shows them and `nbconvert` keeps them. A progress bar becomes a
-line when it is finished; until then it is in the status. Messages before the start (about a wait) are in the status,
-too; later ones (a warning, a cancellation) are text on stderr and stay.
-
-Failure cases: the front end is gone, or showing something raises: the run goes on and the status is given up.
+line when it is finished. Messages before the start are in the status, too; later ones are text on stderr. When the
+front end is gone, or showing raises, the run goes on without the status.
 """
 
 from __future__ import annotations

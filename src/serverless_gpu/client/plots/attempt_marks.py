@@ -1,11 +1,9 @@
 """Marks of a run's attempts in its picture: start, stop request, failure, end.
 
     runs/<run>/<fence>/  facts.jsonl (boottime ↔ wall) · stop_reason · stopped.json  ─┐
-                                                                                      ├─▶ Try, one per attempt ─▶ Mark
-    a server's list of attempts ──────────────────────────────────────────────────────┘
+    a server's list of attempts ──────────────────────────────────────────────────────┴─▶ Try, one per attempt ─▶ Mark
 
-Failure cases: an attempt that was killed has no ending (its last sign of life is not known: nothing is marked), a file
-that cannot be read is as if it were not there.
+A killed attempt has no ending and no mark for it. An unreadable file counts as absent.
 """
 
 from __future__ import annotations

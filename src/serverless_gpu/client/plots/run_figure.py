@@ -1,15 +1,12 @@
-"""The picture of a run, `Run.plot()`: use and memory of every device over time, with what went wrong marked.
+"""The picture of a run, `Run.plot()`: use and memory of every device over time, with marked failures and stops.
 
     1 device     two panels, one above the other        ┐
-    2 to 8       a row for each: use | memory           ├─ marks as lines through all, told below the panels
+    2 to 8       a row for each: use | memory           ├─ marks as lines through all, explained below the panels
     more         two heat maps, a row for each device   ┘
 
-Only this module and the other figures import Matplotlib; callers load them by name. Only its objects are used, not
-`pyplot`, whose state is the caller's. All colours are set, so that neither a dark notebook nor the caller's style
-changes what can be read.
-
-Failure cases: no samples, or too few to see (the picture says so); names with control characters or ``$`` (shown as
-they are, without math mode).
+Only figure modules import Matplotlib; callers load them by name. Only its objects are used, not `pyplot`, whose state
+is the caller's. All colours are set, so that a dark notebook or the caller's style changes nothing. Without samples
+the picture says so. Names with control characters or ``$`` are shown as they are, without math mode.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
 """The event stream of a run, resumed after a break without a gap and without a repeat.
 
-    thread: POST /runs, or GET /runs/{run}/events?after&offsets ──▶ cursor ──▶ queue ──▶ whoever holds the handle
+    thread: POST /runs, or GET /runs/{run}/events?after&offsets ──▶ cursor ──▶ queue ──▶ reader: the run's handle
             ▲── again: after a pause, from the cursor ──┘                     pipe: something to read
 
 The thread only moves messages; files and displays belong to the reader. The queue is bounded: an unread handle holds up
 its stream, and the server keeps the messages. Each stream has a connection, so that closing one touches no other.
 
-Failure cases: the connection breaks, or the server ends it (retried with one notice, until patience is over); the
-server refuses (the reader gets the exception); the token ends after the run was accepted (a notice, and the wait goes
-on with the next one: `Server.wait_for_token`); a proxy cuts streams again and again (each one gets on); the handle is
-given up (the thread ends with the next sign of life, a comment every 10 s).
+A broken connection is retried with one notice, until patience is over. A refusal goes to the reader. When the token
+ends after the run was accepted, the wait goes on with the next one (`RemoteServer.wait_for_token`). A proxy may cut
+streams again and again: each one advances. A dropped handle ends the thread at the next comment, sent every 10 s.
 """
 
 from __future__ import annotations

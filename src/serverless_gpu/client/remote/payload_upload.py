@@ -2,8 +2,7 @@
 
     call.pkl ──▶ parts of 16 MiB, BLAKE3 each ──▶ which are missing? ──▶ these are sent ──▶ BlobReference
 
-Failure cases: the server goes away in the middle (each part is tried again while patience lasts), parts that are there
-already (not sent), a part that arrives damaged (the server refuses it; it is sent once more).
+Each part is retried while patience lasts; a part that arrives damaged is sent once more.
 """
 
 from __future__ import annotations

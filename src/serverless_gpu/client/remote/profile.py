@@ -3,8 +3,7 @@
     SERVERLESS_GPU_SERVER + SERVERLESS_GPU_TOKEN      win, for jobs and containers
     $SERVERLESS_GPU_HOME/server.json (0600)           written by `sgpu up` on this machine, or by `sgpu login`
 
-Failure cases: neither is there (`ServerNotConfigured`), an address without a token, a file that cannot be read or is
-not ours, plain HTTP to another machine (the token would be readable on its way).
+Refuses an address without a token, an unreadable file or one of another user, and plain HTTP to another machine.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
     $SERVERLESS_GPU_HOME/remote/<run>/<fence>/    spec.json · stopped.json · receipt.json · results/ · failures/
 
-Small files come with the run's end and are written when they are asked for, large ones are fetched then, in pieces; a
-file is there whole or not at all. Failure cases: a server that names a file outside a run's (never written), a full
-disk, fewer bytes than announced.
+Small files come with the run's end, large ones in pieces at their first use; each is written atomically. Names outside
+a run's files are never written.
 """
 
 from __future__ import annotations

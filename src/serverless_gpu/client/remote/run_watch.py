@@ -4,10 +4,7 @@
                                                          └─ the run's files, copied when they are asked for
 
 A run may have several attempts, one after the other; the files are those of the last. Of a run on several nodes the end
-may come twice: first the known part, then all of it.
-
-Failure cases: those of the stream and of copies; a run whose node never came back (its ending is the server's word);
-output in the middle of a character (kept until the rest comes).
+may come twice: first the known part, then all of it. The server states the ending of a run whose node never came back.
 """
 
 from __future__ import annotations

@@ -1,15 +1,12 @@
 """A server as the client uses it: its routes as methods, and one pool of connections for each process and server.
 
-A call waits for a server that is away as long as its patience says, ten minutes unless `SERVERLESS_GPU_PATIENCE` (in
-seconds) says otherwise, with one notice. Streams have connections of their own (`event_stream.py`): they may be many
-and long, and closing one must not touch the others.
+A call waits for a server that is away for ten minutes, or the seconds in `SERVERLESS_GPU_PATIENCE`, with one notice.
+Streams have connections of their own (`event_stream.py`): they may be many and long, and closing one must not touch the
+others. When a token ends during a wait, the wait goes on until there is another one (`wait_for_token`); a new request
+is refused at once.
 
-A token may end during a wait: the run goes on, so the wait does, too, as long as for a server that is away, until there
-is another token (`wait_for_token`). A new request is refused at once.
-
-Failure cases: the process forks (the child makes connections of its own); the server was started again on another port,
-with other tokens, or both (its file in the home, or the variables, are read again when it does not answer or refuses
-the token).
+A forked child makes connections of its own. The address and token are read again when the server does not answer or
+refuses the token: it may have restarted on another port or with other tokens.
 """
 
 from __future__ import annotations

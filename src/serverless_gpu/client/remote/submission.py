@@ -3,12 +3,10 @@
     profile ─ environment: live, or which snapshot? ─ id and call on disk ─ large? parts first ─ POST /runs
                                                                                its answer is the stream ┘
 
-Lives here: what `launch.py` is for this machine. The identifier is on the caller's disk before the request leaves, and
-the request says the same when it is sent again: an answer that got lost costs nothing.
-
-Failure cases: a refusal leaves nothing behind here; an unanswered request may have become a run, so its identifier
-stays here and is printed; Ctrl-C during the request cancels the run that it may have started; an environment that
-changes during the check is checked again.
+The counterpart of `launch.py`. The identifier is on the caller's disk before the request leaves, and a repeated request
+has the same one: a lost answer costs nothing. A refusal leaves no files; an unanswered request may have become a run,
+so its identifier stays here and is printed. Ctrl-C during the request cancels the run that it may have started. An
+environment that changes during the check is checked again.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Futures of runs, for `concurrent.futures.wait`, executors and `await`.
 
-    run.future() ──▶ Waiter ──poll──▶ descriptors of all runs that have a future
+    run.future() ──▶ RunWaiter ──poll──▶ descriptors of all runs that have a future
                        │ one daemon thread of the process, which ends when no run is left
                        └──▶ Future.set_result(run.results()) or set_exception(...)
 
-Failure cases: no thread can be started (HardwareError); the process forks (the child has the futures and no thread: it
-asks the handles themselves); another thread waits for a run and reads its news (the waiter looks again every second).
+A forked child has the futures and no thread: it asks the handles themselves. When another thread reads a run's
+messages, the waiter looks again every second.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
     runs/<run>/<fence>/   spec.json (what it pays) · facts.jsonl · stopped.json · lock held ─▶ lines ─▶ `Cost`
                           receipt.json: where facts or the price are not there (an earlier version, a full disk)
 
-Read only. A running attempt counts up to now: its supervisor lives, and would have recorded that its devices are free.
-
-Failure cases: an unreadable file counts as absent; the use of a killed supervisor ends with its last fact.
+A running attempt counts up to now: its supervisor lives, and would have recorded that its devices are free. An
+unreadable file counts as absent; the use of a killed supervisor ends with its last fact.
 """
 
 from __future__ import annotations

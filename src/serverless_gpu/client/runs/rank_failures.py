@@ -1,9 +1,8 @@
 """A rank's failure as the caller sees it: an exception to raise.
 
-An `Exception` of user code is raised as its own type with the remote traceback as its cause; where that cannot be, and
-for what would end the caller's own process (`SystemExit`, `KeyboardInterrupt`, cancellation), an error of ours says it
-in words. Failure cases: the exception's class cannot be loaded here, or loading it raises; the description lacks fields
-(an older runtime).
+An `Exception` of user code is raised as its own type with the remote traceback as its cause. What would end the
+caller's own process (`SystemExit`, `KeyboardInterrupt`, cancellation), and a class that cannot be loaded here, becomes
+an error of ours.
 """
 
 from __future__ import annotations

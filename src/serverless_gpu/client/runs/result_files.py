@@ -1,7 +1,7 @@
 """Output files at user-given paths: a report, a picture, a result, a copy of the audit.
 
-Failure cases: the path is no regular file (a device, a pipe, a directory: left alone, `InvalidValue`); a link (its
-target is written, the link stays); killed or out of room in the middle (the old file stays).
+A path that is no regular file (a device, a pipe, a directory) is left alone. A link stays, and its target is written.
+The old file stays if the new one cannot be completed.
 """
 
 from __future__ import annotations

@@ -4,10 +4,8 @@ Each call on a handle advances it, in the caller's thread. Its messages and file
 of this machine, or a server. Either keeps its messages until they are read, so an unused handle costs nothing and loses
 nothing but live output (which is in the logs).
 
-A run whose environment is damaged in the store has not begun: it is captured and launched anew, and the handle is from
+A run whose environment is damaged in the store has not begun: it is captured and launched again, and the handle is from
 then on that of the new run.
-
-Failure cases are those of the source; it reports an unknown state as an ending, or raises.
 """
 
 from __future__ import annotations

@@ -3,11 +3,9 @@
     Run ──▶ RunSource ──┬─ LocalRun    the run's supervisor on this machine: a socket and the run directory
                         └─ RemoteRun   a server: its event stream, and copies of the run's files (`remote/run_watch.py`)
 
-Every source returns messages of `node.protocol`: there is one handle, with one behaviour.
-
-Failure cases of `LocalRun`: the connection ends before a supervisor had accepted the run (the agent died with the run
-in its queue), then the launch is sent again to a new agent, which is safe because nothing has run; it ends without the
-last message, then the run directory has it, or the supervisor was killed.
+Every source returns messages of `node.protocol`, so that all handles behave alike. When the connection of a `LocalRun`
+ends before a supervisor had accepted it (the agent died with the run in its queue), the launch goes to a new agent:
+nothing has run. When it ends without the last message, the run directory has it, or the supervisor was killed.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Runs that this process started and has not seen end: a line on stderr names them when the process ends.
 
 A script that drops the handles of `.map()` and returns leaves runs behind that hold devices. `submit` and `map` note
-each run here; its handle notes the end. What is left at the exit of the interpreter is looked up once more.
-
-Failure cases: the server does not answer within a second (the line says that these runs may go on); a forked child ends
-(it has the list, and started nothing); the process is killed (no line).
+each run here; its handle notes the end. The exit of the interpreter looks the rest up once more. When the server does
+not answer within a second, the line says that these runs may go on. A forked child prints nothing.
 """
 
 from __future__ import annotations

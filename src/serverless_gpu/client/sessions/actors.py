@@ -7,9 +7,9 @@ One run of the session serves all calls. Its ranks connect to a Unix socket in a
 agent, supervisor and server see neither calls nor answers. The ranks return when this process closes the channel or
 ends, so the run ends, and its devices are verified and handed back, as those of any run.
 
-Failure cases: a method raises (that exception here; the ranks live on); ranks that do not answer within the grace after
-another one raised, say in a collective (the run is cancelled, a note says so); a rank dies (the error of the run, which
-names it); Ctrl-C during a call (the run is cancelled); no call for the session's idle limit (the channel closes).
+An exception of a method is raised here, and the ranks live on. The run is cancelled when ranks do not answer within the
+grace after another one raised, say in a collective, and at Ctrl-C during a call. A rank's death is the error of the
+run. The channel closes after the session's idle limit without a call.
 """
 
 from __future__ import annotations

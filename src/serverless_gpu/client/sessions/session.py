@@ -5,11 +5,8 @@
         s.distributed(evaluate)
 
 The devices are held by a process of the node (`node/supervisor/session.py`) that lives as long as this one is connected
-to it. Between calls, a daemon thread listens to that process: the session has been idle for long, or it ended.
-
-Failure cases: this process dies (the session ends, its runs go on); the session's process dies, or the idle limit is
-reached (the next call says that the session has ended, and why); Ctrl-C while devices are waited for (nothing is held
-any more).
+to it. Between calls, a daemon thread listens to that process: the session has been idle for long, or it ended. The next
+call raises the reason. The death of this process ends the session, but not its runs.
 """
 
 from __future__ import annotations
