@@ -62,7 +62,7 @@ def size_bytes(option: str, text: str) -> int:
 
 
 def micros(option: str, text: str, *, unit: int = MICROS_PER_UNIT, most: int = _LIMIT) -> int:
-    """Return the exact millionths of an amount such as 2.99; `unit` scales the input, rounded to the nearest."""
+    """Return the exact millionths of an amount such as 2.99; `unit` scales it, rounded to the nearest."""
     try:
         amount = Decimal(text.strip())
         if not (amount.is_finite() and 0 <= amount <= most):

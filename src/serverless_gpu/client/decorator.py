@@ -109,7 +109,7 @@ class DistributedFunction(Generic[P, R]):
         """Return when this call would start, and what that rests on; it is checked as the call is, and not made.
 
         Returns:
-            `start` and `seconds` (None where nobody can say), `is_bound`, `basis`; `print` says it in words.
+            `start` and `seconds` (None where that is unknown), `is_bound`, `basis`; `print` says it in words.
 
         Raises:
             UsageError: the arguments do not fit, or cannot be pickled.
@@ -213,7 +213,7 @@ def distributed(
 
 
 def decorator(spec: RunSpec) -> Callable[[Callable[P, R]], DistributedFunction[P, R]]:
-    """Return what makes a function one that runs as a spec says."""
+    """Return a decorator whose functions run as a spec says."""
 
     def decorate(function: Callable[P, R]) -> DistributedFunction[P, R]:
         if isinstance(function, DistributedFunction):
@@ -230,11 +230,9 @@ def decorator(spec: RunSpec) -> Callable[[Callable[P, R]], DistributedFunction[P
 def parse_options(
     gpus: object, gpu_type: object, remote: object, timeout: object, options: Mapping[str, object]
 ) -> RunSpec:
-    """Return the spec for what a user wrote; types of their own are looked up only when the catalogue lacks one.
+    """Return the spec for a user's options; own GPU types are read only if the catalogue lacks one.
 
-    Raises:
-        InvalidOption: an option does not exist, or has the wrong type.
-        InvalidValue: a value is not possible.
+    Raises InvalidOption for an unknown option or a wrong type, and InvalidValue for an impossible value.
     """
     try:
         return make_spec(gpus, gpu_type, remote, timeout, options, ())

@@ -37,17 +37,17 @@ _REMOTE = "serverless_gpu.client.remote.estimate"
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
-    """When a run would start if it were asked for now, and what it would cost. `print` says it in words.
+    """Estimated start and cost of a run that is requested now. `print` shows it in words.
 
     Attributes:
-        start: when, with its time zone; None where nobody can say.
-        seconds: from now until then; 0 for at once, None where nobody can say.
-        is_bound: whether that is the latest time: everybody who is waited for has declared how long they run at most.
-        basis: what that rests on, or why nobody can say.
+        start: when, with its time zone; None where that is unknown.
+        seconds: from now until then; 0 for at once, None where that is unknown.
+        is_bound: whether that is the latest time: all runs ahead of it have declared a limit.
+        basis: what that rests on, or why it is unknown.
         node: where, by name, or "".
         nodes: where, by name, of a gang on several nodes.
         place: its place in the queue for such devices; 0 when it would start at once.
-        impossible: whether nothing that is there can ever serve it.
+        impossible: whether no existing node can ever serve it.
         cost: what it would cost, at most and about; None where a server does not say.
         policy: the server's usage policy that it would be under, or "".
         budgets: in words, what is left of the budgets that it would count for.
@@ -155,7 +155,6 @@ def _here(spec: RunSpec) -> Estimate:
 
 
 def _cost_here(home: Home, spec: RunSpec, chosen: Candidates, tariff: Tariff) -> CostEstimate:
-    """Return a local run's cost by the prices of the configuration."""
     devices = Devices(
         gpu_type=chosen.devices[0].type,
         count=chosen.count,
@@ -163,6 +162,6 @@ def _cost_here(home: Home, spec: RunSpec, chosen: Candidates, tariff: Tariff) ->
         memory_bytes=spec.resources.memory_bytes or 0,
         tariff=tariff,
     )
-    # Here nobody tries again: `retries` and `resume` are a server's.
+    # `retries` and `resume` are a server's.
     lasting = Lasting(limit_s=spec.timeout_s, expected_s=expected_s(home, spec.name))
     return estimated(devices, lasting, advice="[prices] of config.toml sets one")

@@ -37,8 +37,6 @@ class TrackedRun(NamedTuple):
 
 
 class _Written(msgspec.Struct, frozen=True):
-    """The used part of the node's tracking file."""
-
     state: str = ""
     run_id: str = ""
     url: str = ""
@@ -53,7 +51,7 @@ def from_link(url: str, run_id: str = "") -> TrackedRun | None:
 
 
 def from_directory(directory: Path) -> TrackedRun | None:
-    """Return the run that an attempt's directory on this machine says, or None where it says none."""
+    """Return the MLflow run from an attempt's directory on this machine, or None."""
     try:
         with (directory / _FILE).open("rb") as file:
             written = from_json(file.read(_FILE_BYTES_MAX), _Written)

@@ -174,7 +174,7 @@ class MlflowDelivery:
             self._changed.notify_all()
 
     def ending(self, state: State, reason: Reason, sentence: str = "") -> None:
-        """Say that the attempt has ended: logs and failures lie in its directory."""
+        """Note that the attempt has ended: logs and failures lie in its directory."""
         ending = AttemptEnding(state=state, reason=reason, sentence=sentence, at_ns=self._clock.wall_ns())
         with self._changed:
             if self._memory.ending is None:
@@ -183,7 +183,7 @@ class MlflowDelivery:
             self._changed.notify_all()
 
     def settled(self) -> None:
-        """Say that the receipt is there, too, or never will be."""
+        """Note that the receipt is there, too, or never will be."""
         with self._changed:
             self._memory.is_settled = True
             self._woken = True
@@ -203,7 +203,6 @@ class MlflowDelivery:
         return _POLL_S
 
     def _step(self) -> bool:
-        """Do the next step; return whether there was one."""
         steps: tuple[Callable[[], bool], ...] = (
             self._establish,
             self._parameters,
@@ -264,7 +263,7 @@ class MlflowDelivery:
                 raise
 
     def _resume(self) -> None:
-        """Have the MLflow run go on where an attempt before has ended it."""
+        """Reopen the MLflow run where an attempt before has ended it."""
         if not self._is_first or self._job.fence == 1 or "end" in self._memory.done:
             return
         with self._together.lock:
@@ -349,7 +348,6 @@ class MlflowDelivery:
     # --- points -------------------------------------------------------------------------------------------------
 
     def _some_points(self) -> bool:
-        """Send the points that fit into one request."""
         metrics = self._points.next(ended=self._memory.ending is not None)
         if not metrics:
             self._say_dropped()
@@ -396,11 +394,11 @@ class MlflowDelivery:
             if "receipt.json" not in self._memory.done:
                 self._upload("receipt.json", data)
                 self._memory.done.add("receipt.json")
-            with self._together.lock, contextlib.suppress(msgspec.MsgspecError):  # of another version: the file says it
+            with self._together.lock, contextlib.suppress(msgspec.MsgspecError):  # of another version
                 receipt = from_json(data, Receipt)
                 if not self._has_later():
                     self._log_tags(receipt_tags(self._tracking, receipt, self._job.node_rank, self._job.num_nodes))
-                    if self._job.num_nodes > 1:  # whoever is the last has those of all
+                    if self._job.num_nodes > 1:  # the last node has those of all
                         self._log_tags(gang_tags(self._tracking, self._tags(), self._job.num_nodes))
         self._memory.done.add("receipt")
         return True

@@ -58,7 +58,7 @@ def failures(directory: Path) -> Iterator[tuple[str, bytes]]:
             tail = _tail(directory / "logs" / f"{rank}.{stream}", LOG_BYTES_MAX)
             if tail:
                 yield f"logs/{rank}.{stream}.txt", tail
-    for path in sorted(directory.glob("hang-*.txt"))[-1:]:  # the last look says most
+    for path in sorted(directory.glob("hang-*.txt"))[-1:]:  # the last one has most
         yield "failures/hang.txt", _head(path)
 
 

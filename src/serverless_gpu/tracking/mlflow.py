@@ -80,7 +80,7 @@ class _Runs(msgspec.Struct):
 
 
 class _Nothing(msgspec.Struct):
-    """An answer that says no more than that it was done."""
+    """An answer without content."""
 
 
 class MlflowTracker:
@@ -197,7 +197,7 @@ class MlflowTracker:
                     "POST", "mlflow/experiments/create", {"name": name}, answer=_Created, timeout_s=LONG_TIMEOUT_S
                 )
                 experiment_id = made.experiment_id
-            except Exists:  # somebody was faster
+            except Exists:  # another process was faster
                 experiment_id = self._looked_up(name)
         if experiment_id is not None:
             self._experiments = {name: experiment_id}

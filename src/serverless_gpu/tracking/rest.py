@@ -254,7 +254,7 @@ def _credentials_file(name: str, password: str) -> tuple[str, str]:
 
 
 def _trust(uri: str, environ: Mapping[str, str]) -> ssl.SSLContext | bool:
-    """Return the check of the server's certificate; it takes 20 ms to make, which plain HTTP does not need."""
+    """Return the check of the server's certificate (20 ms to make); False for plain HTTP."""
     if not uri.startswith("https://"):
         return False
     bundle = next((environ[name] for name in _BUNDLES if environ.get(name)), None)

@@ -115,7 +115,7 @@ class Exchange(abc.ABC):
         reply = self._patiently("GET", "/health", fine=(503,))
         try:
             return from_json(reply.content, Health)
-        except msgspec.MsgspecError:  # something in front of the server says that it is away
+        except msgspec.MsgspecError:  # a proxy in front of the server answered for it
             raise problem_of(reply) from None
 
     def put(self, path: str, data: bytes | memoryview) -> None:
@@ -156,7 +156,7 @@ class Exchange(abc.ABC):
     def _send(
         self, method: str, path: str, *, content: bytes | None, headers: Mapping[str, str], params: Mapping[str, str]
     ) -> Reply:
-        """Send a request to `self.url` with `self._headers()`; raise the exception from `_away` without an answer."""
+        """Send a request to `self.url` with `self._headers()`; without an answer raise `_away`'s exception."""
 
     def _headers(self) -> dict[str, str]:
         """Return the headers of every request."""
@@ -217,7 +217,7 @@ class Exchange(abc.ABC):
         return reply
 
     def _away(self, error: Exception, *, is_no_http: bool = False) -> ServerUnavailable:
-        """Return the exception for a transport error; `is_no_http` if something answers that does not speak HTTP."""
+        """Return the exception for a transport error; `is_no_http` if another protocol answers."""
         said = str(error)
         if _UNTRUSTED in said:
             hint = "of an authority of your own? `sgpu login URL --ca FILE`, with the authority's certificate"

@@ -8,7 +8,7 @@ from serverless_gpu.errors import InvalidValue
 
 
 def trust(ca: str) -> ssl.SSLContext:
-    """Return the context that checks a server's certificate; it takes 20 ms to make. `ca` "" is the system's."""
+    """Return the context that checks a server's certificate (20 ms to make); "" is the system's."""
     try:
         return ssl.create_default_context(cafile=ca or None)
     except OSError as error:

@@ -116,7 +116,7 @@ def _followed(links: Iterable[ChainedEntry], *, after: ChainHead) -> ChainHead:
 
 
 def compare_links(links: Iterable[ChainedEntry], copied: Iterator[ChainedEntry], file: Path) -> Iterator[ChainedEntry]:
-    """Yield the server's entries, as long as they are those of the copy, and the copy has no more than those."""
+    """Yield the server's entries; raise AuditBroken where the copy differs or has more."""
     known: ChainedEntry | None = None
     for link in links:
         known = next(copied, None)

@@ -182,7 +182,6 @@ def _path(name: str) -> str:
 
 
 def _changes(said: Mapping[str, Any]) -> dict[str, object]:
-    """Return the changed fields of a policy from the command line."""
     changes: dict[str, object] = {}
     if said["pool"] is not None:
         changes["pool"] = "" if said["pool"] == ANY else said["pool"]

@@ -125,7 +125,7 @@ class Meters:
         try:
             self._stream.write(text)
             self._stream.flush()
-        except (OSError, ValueError):  # nobody looks any more, or it was closed
+        except (OSError, ValueError):  # the terminal is gone, or it was closed
             self._is_over = True
 
 

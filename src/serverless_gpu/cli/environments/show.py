@@ -68,7 +68,7 @@ def show_stored(address: str, store: str | None, *, as_json: bool, everything: b
     """Show a snapshot of a store."""
     blobs = locations.blobs(store, locations.environments())
     snapshot = locations.choose_snapshot(address, blobs)
-    # Documents of all units may be many and far away; those of files nobody owns are one for each root.
+    # Documents of all units may be many and far away; those of unowned files are one for each root.
     wanted = {m.address for root in snapshot.roots for m in root.members if everything or m.kind == "unowned"}
     contents = Contents(rows={one: blobs.read_unit(one).rows for one in sorted(wanted)})
     if as_json:

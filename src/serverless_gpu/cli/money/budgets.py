@@ -152,7 +152,6 @@ def _request_of(view: BudgetView) -> BudgetRequest:
 
 
 def _scope(everything: bool, said: Mapping[str, str | None]) -> dict[str, object]:
-    """Return the scope that the options name."""
     given: list[tuple[str, str]] = [(kind, scope) for kind in _SCOPES if (scope := said[kind]) is not None]
     given += [("everything", "")] if everything else []
     if len(given) > 1:
@@ -161,7 +160,6 @@ def _scope(everything: bool, said: Mapping[str, str | None]) -> dict[str, object
 
 
 def _limit(said: Mapping[str, str | None]) -> dict[str, object]:
-    """Return the limit that the options name."""
     money, hours = said["money"], said["gpu_hours"]
     if money is not None and hours is not None:
         raise click.UsageError(f"say how much it is, once: {_MUCH}")

@@ -115,7 +115,7 @@ def usage(as_json: bool, as_csv: bool, parquet: Path | None, **asked: Any) -> No
 
 
 def _window(asked: dict[str, Any]) -> DayRange:
-    """Return the days that are asked for; those of the month so far would surprise on its first day, so 30 of them."""
+    """Return the requested days, by default the last 30: a month would be empty on its first day."""
     ways = [name for name in ("lately", "in_month", "chargeback") if asked[name]]
     ways += ["first"] if asked["first"] or asked["last"] else []
     if len(ways) > 1:
@@ -150,7 +150,7 @@ def _where(texts: Sequence[str]) -> dict[str, str]:
 
 
 def _records(connection: Connection, window: DayRange) -> Iterator[BillingRow]:
-    """Return the rows of the ledger, page by page; the first was asked for, so that a refusal comes before a head."""
+    """Return the ledger's rows, page by page; the first page is fetched at once to fail early."""
 
     def page(after: int) -> RecordPage:
         query = {"after": str(after), "from_day": str(window.from_day), "until_day": str(window.until_day)}

@@ -110,7 +110,7 @@ def put_records(records: Iterator[BillingRow], path: Path | None) -> None:
 
 
 def put_prices(found: ListPrices, *, as_json: bool) -> None:
-    """Print the price book with the columns of billing tables: as CSV, in which structs are JSON, or as JSON lines."""
+    """Print the price book in billing columns: as CSV with JSON cells, or as JSON lines."""
     if as_json:
         for price in found.prices:
             say(msgspec.json.encode(price).decode())
@@ -156,7 +156,6 @@ def _pyarrow() -> Any:
 
 
 def _records_schema(pyarrow: Any) -> Any:
-    """Return the types that billing tables have."""
     texts = {name: pyarrow.string() for name in BillingRow.__struct_fields__}
     moment, date = pyarrow.timestamp("ms", tz="UTC"), pyarrow.date32()
     structs = {field.name: field.type for field in msgspec.structs.fields(BillingRow)}

@@ -119,7 +119,7 @@ def invite(name: str, uses: int, lifetime: str, out: Path) -> None:
 
 
 def join_address(home: Path) -> tuple[str, str]:
-    """Return the server address and certificates for joining machines: the join file's, else this client's."""
+    """Return the server and certificates for joining: the join file's, else this client's."""
     own = home / "server" / "join.json"
     with contextlib.suppress(InvalidValue):
         file = load("serverless_gpu.engines.ray.join_file").read_join_file(own)

@@ -7,8 +7,7 @@
 A run counts from the moment it was asked for, and for as long as it had its GPUs: as if it had not waited. A session
 counts for as long as no run had its devices: those runs count themselves.
 
-Failure cases: rows beyond the limit are left out, the newest first, and a remark says so; another names what a receipt
-does not tell.
+Rows beyond the limit and incomplete receipts are left out, and a remark says so.
 """
 
 from __future__ import annotations

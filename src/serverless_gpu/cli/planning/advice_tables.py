@@ -166,7 +166,7 @@ def _slots(advice: Advice) -> list[str]:
 
 
 def _few(slots: Sequence[Slot]) -> list[Slot]:
-    """Return at most so many slots: the first, the last, those on both sides of the advice, and some between."""
+    """Return a few slots: the first, the last, both sides of the advice, and some between."""
     if len(slots) <= SLOTS_MAX:
         return list(slots)
     turn = next((place for place, slot in enumerate(slots) if not slot.pays), len(slots) - 1)

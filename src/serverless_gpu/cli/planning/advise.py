@@ -91,7 +91,6 @@ def _wanted(options: Mapping[str, Any]) -> UseFilter:
 
 
 def _known(options: Mapping[str, Any], wanted: UseFilter, configuration: Configuration) -> tuple[PastUse, Book]:
-    """Return past use and prices."""
     book = book_of_home(configuration)
     if options["trace"] is not None:
         return of_trace(read_trace(options["trace"]), wanted), book
@@ -136,7 +135,7 @@ def _report(
 
 
 def _sizes(advice: Advice, curve: Curve) -> set[int]:
-    """Return the pools that are replayed: what is advised, what there is, and just enough for the mean demand."""
+    """Return the pools to replay: the advised one, the current one, and one for the mean demand."""
     mean = -(-curve.used_ns // curve.span_ns)
     return {advice.best.slots, advice.now.slots, mean, (mean + curve.peak) // 2}
 

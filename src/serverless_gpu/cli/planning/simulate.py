@@ -150,7 +150,6 @@ def _history() -> Iterator[dict[str, Any]]:
 
 
 def _scheduling(options: Mapping[str, Any]) -> Scheduling:
-    """Return the scheduling settings from the options."""
     told: dict[str, Any] = {}
     if options["half_life"]:
         told["half_life_s"] = duration_s("--half-life", options["half_life"])
@@ -180,7 +179,7 @@ def _pairs(option: str, texts: Sequence[str]) -> dict[str, str]:
 
 
 class _Progress:
-    """A line on stderr that says how far a replay is; on a terminal only."""
+    """A line on stderr with the progress of a replay; on a terminal only."""
 
     def __init__(self, policy: str) -> None:
         self._policy, self._shown = policy, sys.stderr.isatty()

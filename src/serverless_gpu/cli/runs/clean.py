@@ -106,7 +106,7 @@ def _kept_no_longer(home: Home, older_than: str | None, keep: str | None) -> tup
     """Return the directories that the rules delete, and in words those spared as just ended."""
     policy, now_ns, queued = _policy(home, older_than, keep), SystemClock().wall_ns(), queued_runs(home)
     scanned = [[_Chosen(place, entry) for entry in scan(place, queued, now_ns)] for place in _places(home)]
-    # What the configuration says holds for each place; a size that is asked for is meant for both together.
+    # The configuration holds for each place; a size from the command line is for both together.
     groups = scanned if keep is None else [[*scanned[0], *scanned[1]]]
     chosen = [each for group in groups for each in _lost(group, policy, now_ns)]
     old = [each for group in groups for each in _lost(group, replace(policy, spared_ns=0), now_ns)]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     pass
 
 _FILES_MAX = 200
-_NOT_ASKED = frozenset({"name", "resources", "tracker", "ray"})  # shown otherwise, or nobody's wish
+_NOT_ASKED = frozenset({"name", "resources", "tracker", "ray"})  # shown otherwise, or not an option
 
 
 @click.command()
@@ -57,7 +57,6 @@ def show(run: str | None, as_json: bool) -> None:
 
 
 def _story(home: Home, record: RunRecord) -> str:
-    """Return everything about one run, for reading."""
     reason = record.stopped.reason.value if record.stopped is not None else ""
     head = " · ".join(part for part in (f"run {record.run_id}", name_of(record), record.state, reason) if part)
     parts = [head]

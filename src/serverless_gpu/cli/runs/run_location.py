@@ -77,11 +77,10 @@ def locate(home: Home, wanted: str | None) -> Located:
 
 
 def _of_the_server(home: Home, wanted: str | None, own: Sequence[str]) -> tuple[tuple[RunView, ...], str]:
-    """Return the server's runs that a text may mean, and how "there is no run" goes on when it means none of them.
+    """Return the server's runs that a text may mean, and the end of the error if there are none.
 
-    An identifier is asked for by itself, and a beginning where such runs begin, however many came later; an end is
-    looked for among the latest runs. The latest run is not waited for: with its name, one of this machine needs no
-    server.
+    An identifier is requested by itself, and a beginning among the runs that begin so; an end is searched among the
+    latest runs. The latest run does not wait for the server: with its name, a local run needs none.
     """
     if not is_configured(home.root, os.environ):
         return (), ""

@@ -39,7 +39,7 @@ class ServedResult:
             wanted = min(_PIECE_BYTES, self.size - done)
             data = self._connection.get(path, query={"fence": str(self._fence)}, start=done, length=wanted)
             if not data:
-                return  # whoever writes it down sees that something is missing
+                return  # the writer notices that something is missing
             yield data
             done += len(data)
 

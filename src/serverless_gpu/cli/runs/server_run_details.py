@@ -129,7 +129,6 @@ def _asked(view: RunView) -> tuple[FileList, AttemptList]:
 
 
 def _crew_row(view: RunView, crew: CrewView) -> list[str]:
-    """Return the cells of a line about one of several nodes."""
     state = crew.state.value if crew.reason is None else f"{crew.state.value} · {crew.reason.value}"
     silent = f"no word since {format_moment(crew.heard_ns)}" if crew.state is State.UNREACHABLE else ""
     last = crew.first_rank + crew.gpus - 1

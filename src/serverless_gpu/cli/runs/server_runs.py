@@ -119,7 +119,6 @@ def _waiting(waiting: WaitView) -> dict[str, object]:
 
 
 def _crew(crew: CrewView) -> dict[str, object]:
-    """Return a crew as JSON."""
     return {
         "node": crew.node,
         "state": crew.state.value,

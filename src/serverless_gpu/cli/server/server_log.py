@@ -87,7 +87,7 @@ class FollowedFile:
                 return
             if is_same:
                 return
-            yield from self._lines()  # what came before it was turned over
+            yield from self._lines()  # the lines before it are in rotated files
             os.close(self._fd)
             self._fd, self._held = -1, b""
 

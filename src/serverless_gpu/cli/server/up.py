@@ -179,7 +179,6 @@ def disk_warnings(home: Home) -> list[str]:
 
 
 def _outside(settings: Settings, running: Running) -> list[str]:
-    """Return how others reach it."""
     if running.certificate:
         others = f"others: https://…:{running.port}; {running.certificate}"
         ended = "warning: the certificate has ended, so no other machine reaches this server: renew it, then SIGHUP"

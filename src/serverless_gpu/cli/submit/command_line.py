@@ -138,12 +138,12 @@ def _has_module(name: str) -> bool:
 def _installed(name: str) -> ModuleSpec | None:
     try:
         return find_spec(name)
-    except (ImportError, ValueError):  # ValueError: a name that is no name, or a module without a spec
+    except (ImportError, ValueError):  # ValueError: not a valid name, or a module without a spec
         return None
 
 
 def _program(program: str, *, is_here: bool) -> tuple[str, ...]:
-    """Return how a program is started: one of the ranks' PATH as it is, a file of the working directory by its path."""
+    """Return a program's start: a name in the ranks' PATH, or a file of the working directory by path."""
     path = program_path(os.environ.get("PATH", os.defpath), sys.executable)
     if os.sep not in program and shutil.which(program, path=path) is not None:
         return (program,)

@@ -41,7 +41,7 @@ class Feed:
         self._channel: Channel | None = None
         self._heard_ns = self._tried_ns = clock.boottime_ns()
         self._failure = ""
-        self._is_same = False  # whether the last frame is of the monitor that is connected: counters begin anew
+        self._is_same = False  # whether the last frame is of the monitor that is connected: counters start again
         self.frame: messages.NodeFrame | None = None
         self.before: messages.NodeFrame | None = None
 

@@ -1,4 +1,4 @@
-"""The node as lines of text that fit a terminal, whatever its size. Pure.
+"""The node as lines of text that fit a terminal of any size. Pure.
 
     node-7 · cpu 37 % · memory 61.2/251.0 GB · disk 412.0 GB free · network ↓ 12.0 MB/s ↑ 3.1 MB/s
     8 H100: 6 lent, 2 free · 4.2 kW
@@ -53,7 +53,7 @@ class _Cell(NamedTuple):
 
 
 class _Column(NamedTuple):
-    """One column: `keep` says how long it stays when room is scarce, and larger stays longer."""
+    """One column: when room is scarce, a larger `keep` stays longer."""
 
     head: str
     keep: int
@@ -111,7 +111,6 @@ def _type_name(row: DeviceRow) -> str:
 
 
 def _wrapped(parts: Sequence[str], columns: int, style: Style) -> list[str]:
-    """Return parts on as few lines as there is room for."""
     dot = " · " if style.unicode else " | "
     lines: list[str] = []
     for part in parts:

@@ -21,7 +21,7 @@ class DeviceOwner(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeviceRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One device now; `owner` None is free, `quarantined` says why it is not lent, or ""."""
+    """One device now; `owner` None is free, `quarantined` is why it is not lent, or ""."""
 
     device: Device
     now: GpuSample

@@ -240,7 +240,6 @@ def _driver() -> _Driver:
 
 
 def _place(driver: _Driver, environ: Mapping[str, str]) -> TrackingStore:
-    """Return the caller's tracking store, or none if unset."""
     uri = environ.get(URI, "")
     # The number of a run or an experiment is of the store that the caller's MLflow has, its default among them.
     is_numbered = bool(driver.experiment_id or environ.get(RUN_ID) or environ.get(EXPERIMENT_ID))
@@ -250,7 +249,7 @@ def _place(driver: _Driver, environ: Mapping[str, str]) -> TrackingStore:
         return TrackingStore()
     try:
         return place_of(uri, os.getcwd())
-    except FileNotFoundError:  # the working directory was removed: the launch says so
+    except FileNotFoundError:  # the working directory was removed: the launch reports it
         return TrackingStore()
 
 
@@ -304,7 +303,6 @@ def _params(arguments: Mapping[str, object]) -> dict[str, str]:
 
 
 def _part(name: str) -> str:
-    """Return a name as one part of an experiment's."""
     return "".join(char if char.isprintable() and char not in "/\\" else "_" for char in name) or "_"
 
 

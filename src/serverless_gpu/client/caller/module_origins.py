@@ -32,7 +32,7 @@ _resolved: dict[str, tuple[_State, str]] = {}  # module → in which state it wa
 
 
 def origins() -> dict[str, str]:
-    """Return the file of each module that is, or would be, imported here and may be another one in a zygote."""
+    """Return the files of modules that are imported here and may be others in a zygote."""
     entries: Sequence[object] = sys.path
     path = [(entry, _names(entry)) for entry in entries if isinstance(entry, str)]  # import ignores other types, too
     state = (*map(id, sys.meta_path), *path)
@@ -40,7 +40,7 @@ def origins() -> dict[str, str]:
 
 
 def _twice(path: Sequence[tuple[str, frozenset[str]]]) -> set[str]:
-    """Return names that lie in a directory of the user's and belong to something further down the path as well."""
+    """Return names in a directory of the user's that also occur further down the path."""
     library = os.path.dirname(os.__file__)
     further = set(sys.stdlib_module_names)
     found: set[str] = set()

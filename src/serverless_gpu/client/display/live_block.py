@@ -84,7 +84,7 @@ def write(target: TextIO | None, text: str) -> str:
             encoding = target.encoding or "ascii"
             target.write(text.encode(encoding, "backslashreplace").decode(encoding))
         target.flush()
-    except (BrokenPipeError, ValueError):  # whoever read has gone, or closed it
+    except (BrokenPipeError, ValueError):  # the reader has gone, or closed it
         return ""
     except OSError as error:
         return error.strerror or str(error)

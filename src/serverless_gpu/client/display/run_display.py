@@ -112,7 +112,7 @@ class LineDisplay(Display):
         return str(self._logs) if isinstance(self._logs, Path) else f"`{self._logs} --rank {rank}`"
 
     def _missing(self, rank: int, stream: str, bytes_: int, lost: bool) -> str:
-        """Return the line that says how much is missing and where it is."""
+        """Return the line about missing output and its place."""
         log = self._logs / f"{rank}.{stream}" if isinstance(self._logs, Path) else self._logs_of(rank)
         where = "dropped" if lost else f"not shown (too fast for a screen), in {log}"
         return f"[rank {rank}] — {format_bytes(bytes_)} {where} —\n"

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 ROWS_MAX = 10
 LINE_CHARACTERS_MAX = 64 << 10
 HELD_S = 0.3  # the time between a newline and the way up again
-_HELD_AGAIN_S = 3.0  # once somebody has gone up: some draw all their bars and rest below them
+_HELD_AGAIN_S = 3.0  # after a move up: some programs draw all their bars and rest below them
 GLIMPSE_S = 10.0
 
 _TOKEN = re.compile(r"\n|\r|\x1b\[(?P<count>[0-9]{0,3})(?P<move>[ABEF])|\x1b\[[01]?G|\x1b\[[02]?K|[^\n\r\x1b]+|\x1b")

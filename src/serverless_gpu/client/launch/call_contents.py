@@ -44,7 +44,7 @@ def explain_unpicklable(
     error: BaseException,
     reducer: payload.Reducer | None = None,
 ) -> str:
-    """Return the path to the culprit, such as ``closure variable `lock` of `train` -> _thread.lock``, or `error`."""
+    """Return the path to the culprit, such as ``global `x` of `train` -> _thread.lock``, or `error`."""
     search = _Search(reducer)
     for root in _roots(function, args, kwargs):
         way = search.culprit(root.value, ())

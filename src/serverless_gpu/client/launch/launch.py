@@ -50,7 +50,7 @@ from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.threads import start_thread
 
 R = TypeVar("R")
-Handle = TypeVar("Handle", bound=Run)  # type: ignore[type-arg]  # of whatever its ranks return
+Handle = TypeVar("Handle", bound=Run)  # type: ignore[type-arg]  # of what its ranks return
 
 _REMOTE = "serverless_gpu.client.remote.submission"
 _OWN = ("serverless_gpu.", "_sgpu_inside")
@@ -288,7 +288,7 @@ def prewarm(spec: RunSpec) -> None:
             asked = protocol.Prewarm(context=caller_context(), ranks=ranks, environment=environment, tracker=tracker)
             protocol.send(channel, asked)
             channel.close()
-        except Exception:  # noqa: BLE001 - a help for later, in a thread nobody watches
+        except Exception:  # noqa: BLE001 - a help for later, in a background thread
             pass
 
     with contextlib.suppress(HardwareError):  # no thread: the run starts cold

@@ -154,7 +154,6 @@ def _not_picklable(
 
 
 def _body(function: Callable[..., object]) -> object:
-    """Return the function whose code would run."""
     body: object = function
     for _ in range(_UNWRAP_MAX):
         if isinstance(body, functools.partial):
@@ -223,7 +222,7 @@ def _size_warning(
 
 
 def _sources(function: Callable[..., object]) -> dict[str, list[str]]:
-    """Source lines of notebook cells and other code that is in no file: the function's own first, then the newest."""
+    """Return source lines of code outside files: the function's own first, then the newest."""
     code = getattr(_body(function), "__code__", None)
     own = getattr(code, "co_filename", None)
     sources: dict[str, list[str]] = {}

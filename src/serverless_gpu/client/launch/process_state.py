@@ -36,7 +36,7 @@ _DATA_MODULES = (
 
 
 def refusal(spec: RunSpec) -> Reducer | None:
-    """Return a reducer that refuses misleading objects, or None: of one process, or of another Ray cluster."""
+    """Return a reducer that refuses objects of one process or of another Ray cluster, or None."""
     of_ray = ray_preflight.refusal(spec)
     kinds, data_modules = _loaded(_KINDS), _loaded(_DATA_MODULES)
     if not kinds:

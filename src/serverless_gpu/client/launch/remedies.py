@@ -32,7 +32,6 @@ def no_server(typed: str, instead: str = "") -> ServerNotConfigured:
 
 
 def _written(choice: Mapping[str, int | str], syntax: Syntax) -> str:
-    """Return a choice as its options are typed."""
     if syntax == "python":
         return ", ".join(
             f'{name}="{value}"' if isinstance(value, str) else f"{name}={value}" for name, value in choice.items()

@@ -166,7 +166,6 @@ _shared = threading.local()
 
 
 def _forget_all() -> None:
-    """Leave the parent's services to the parent."""
     global _starting
     for each in _services.values():
         with contextlib.suppress(OSError):
@@ -179,7 +178,7 @@ os.register_at_fork(after_in_child=_forget_all)
 
 
 class Recognition:
-    """One question: which environment is this, and does it change? `capture` unknown ones; store None is the home's."""
+    """One question to the service about this environment; `store` None is the home's own."""
 
     def __init__(self, home: Home, *, capture: bool = True, store: Where | None = None) -> None:
         self._home = home
@@ -315,7 +314,7 @@ class _Said:
         self._display = display
         self._shown = False
         self._found: service_messages.CapturedEnvironment | None = (
-            None  # of a service that has died meanwhile, too: it is said once
+            None  # of a service that has died meanwhile, too: shown once
         )
 
     def take(self, answer: service_messages.Answer) -> None:
@@ -346,7 +345,7 @@ def _own(home: Home) -> Where:
 
 
 def recognise(home: Home, store: Where | None = None) -> Recognition:
-    """Ask for this process's environment; inside of `shared` only the first call asks. Store None is the home's."""
+    """Ask for this process's environment, once inside of `shared`; `store` None is the home's own."""
     kept: list[Recognition] | None = getattr(_shared, "kept", None)
     if kept is None:
         return Recognition(home, store=store)
@@ -357,7 +356,7 @@ def recognise(home: Home, store: Where | None = None) -> Recognition:
 
 @contextlib.contextmanager
 def shared() -> Iterator[None]:
-    """Have all launches of this block, in this thread, take the environment for the same: that of the first."""
+    """Let all launches of this block, in this thread, use the environment of the first."""
     _shared.kept = []
     try:
         yield

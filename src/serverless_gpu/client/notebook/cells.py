@@ -147,7 +147,7 @@ def _branches(branches: list[list[ast.stmt]], bound: set[str], needed: set[str])
 
 
 def _own_name(statement: ast.stmt, code: CodeType) -> set[str]:
-    """The name of a definition, which its body may use once it is bound; a base or a decorator reads it before."""
+    """Return a definition's name, which its body may use; bases and decorators read it before."""
     if not isinstance(statement, _DEFINITIONS):
         return set()
     return {statement.name} - {name for operation, name in _operations(code) if operation in _NOW}
@@ -199,7 +199,7 @@ def _compile(tree: ast.Module | ast.Expression, name: str, flags: int) -> CodeTy
 
 
 def _referring(names: Iterable[str], namespace: Mapping[str, object]) -> FunctionType:
-    """Return a function of the notebook that refers to these globals and is never called: pickling takes them along."""
+    """Return a function that refers to these globals and is never called, so that pickling takes them."""
     code = compile(f"lambda: [{', '.join(names)}]", "<names>", "eval", dont_inherit=True)
     inner = next(constant for constant in code.co_consts if isinstance(constant, CodeType))
     assert isinstance(namespace, dict)

@@ -61,7 +61,7 @@ def load_ipython_extension(ipython: Shell) -> None:
 
 
 def run_magic(shell: Shell, line: str, cell: str) -> list[object] | None:
-    """Run a cell on every rank and return the values of its last expression, or None when there is nothing to show."""
+    """Run a cell on every rank and return its values, or None when there is nothing to show."""
     with _shown_briefly():
         options, output = parse_line(line)
         # A newer IPython counts a cell before it runs it, an older one after.

@@ -199,7 +199,6 @@ class NotebookDisplay(LineDisplay):
         self._status.show(plain, markup.status(state, sentence, lines, self._tracked), now=self._finished)
 
     def _told(self) -> str:
-        """Return the text about the state."""
         if self._state in _BEFORE:
             is_waiting = self._wait.sentence == self._sentence != ""
             return f"for {self._wait.waited(self._clock.boottime_ns())}: " * is_waiting + self._sentence
@@ -211,7 +210,6 @@ class NotebookDisplay(LineDisplay):
         return f"{elapsed}; {self._sentence}" if self._sentence else elapsed
 
     def _progress(self) -> list[str]:
-        """Return the lines that ranks redraw, one for each rank."""
         bars: dict[int, list[str]] = {}
         for (rank, _), screen in sorted(self._screens.by_stream.items()):
             if screen.moving:

@@ -21,7 +21,7 @@ Curve = tuple[Sequence[float], Sequence[float]]
 POINTS_MAX = 1_500
 COLUMNS_MAX = 600
 _GIB = 1 << 30
-_FIRST_S = 1.0  # as receipts have it
+_FIRST_S = 1.0  # as in receipts
 _HOLE = 4.0  # so many times the interval before: intervals grow with a run's age, but never more than twofold at once
 _GPU = re.compile(r"system/node_(\d+)/gpu_(\d+)_(utilization_percentage|memory_usage_megabytes)")
 _RANK = re.compile(r"system/node_(\d+)/rank_(\d+)_(cpu_utilization_percentage|memory_usage_megabytes)")
@@ -76,7 +76,7 @@ def samples(lanes: Sequence[Lane]) -> int:
 
 
 def line(curve: Curve) -> tuple[list[float], list[float]]:
-    """Return a curve to be drawn as a line: NaN where it has a hole, and not more points than a picture has pixels."""
+    """Return a curve as a line: NaN where it has a hole, and at most as many points as pixels."""
     times, values = curve
     if len(times) > POINTS_MAX:
         times, values = _thinned(times, values)
@@ -111,7 +111,7 @@ def cells(curve: Curve, begin: float, end: float, columns: int) -> list[float]:
 
 
 def mean(curve: Curve) -> float | None:
-    """Return the mean over time of a curve: each value counts for as long as it held, the first for a second."""
+    """Return a curve's mean over time: each value counts while it held, the first for a second."""
     times, values = curve
     if not values:
         return None
@@ -167,7 +167,7 @@ def _scaled(curve: Curve, factor: float) -> Curve:
 
 
 def _holes(times: Sequence[float]) -> list[bool]:
-    """Return for each step between samples whether it is too long for the two before it (one may be a hole)."""
+    """Return for each step between samples whether it is too long for the two before it."""
     steps = [after - before for before, after in pairwise(times)]
     if len(steps) < 2:
         return [False] * len(steps)

@@ -60,7 +60,7 @@ class RunFigure(Figure):
 
 
 class _Stage(NamedTuple):
-    """Shared state of panels: the time axis, which begins at `begin` in units of `unit` seconds, and the marks."""
+    """Shared state of panels: marks, and the time axis from `begin` in units of `unit` seconds."""
 
     begin: float
     end: float
@@ -74,7 +74,7 @@ class _Stage(NamedTuple):
 
 
 def draw(lanes: Sequence[Lane], marks: Sequence[CurveMark], titles: Titles, path: Path | None) -> RunFigure:
-    """Return a run's picture, and write it if a path is given; raises OSError, or ValueError for its ending."""
+    """Return a run's picture, and write it if a path is given; ValueError for an unknown file type."""
     marks = sorted(marks, key=lambda mark: mark.at)[:MARKS_MAX]
     height, n = 2.0, len(lanes)  # inches
     if n:
@@ -141,7 +141,6 @@ def _panel(panel: Axes, curve: Curve, stage: _Stage, colour: str, top: float) ->
 
 
 def _maps(figure: Figure, lanes: Sequence[Lane], stage: _Stage) -> None:
-    """Draw use and memory of many devices as two heat maps, one above the other."""
     panels = figure.subplots(2, 1, sharex=True)
     _place(figure, stage, 2, left=0.13, right=0.955, gap_in=0.55)
     columns = max(1, min(curves.COLUMNS_MAX, math.ceil(stage.end - stage.begin)))
@@ -245,7 +244,6 @@ def _write_titles(figure: Figure, titles: Titles, remark: str) -> None:
 
 
 def _write_marks(figure: Figure, stage: _Stage) -> None:
-    """Write the legend of the marks below the panels."""
     height = figure.get_figheight()
     for place, mark in enumerate(stage.marks):
         y = (0.16 + 0.2 * (len(stage.marks) - 1 - place)) / height

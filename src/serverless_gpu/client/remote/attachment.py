@@ -18,7 +18,7 @@ from serverless_gpu.node.base.home import Home, find_home
 
 
 def attach(home: Home, run_id: str, trusted: Collection[str]) -> Run[object] | None:
-    """Return the handle of a server's run, or None without a server; `trusted` principals' results load, too."""
+    """Return a server's run, or None without a server; `trusted` principals' results load, too."""
     if not is_configured(home.root, os.environ):
         return None
     server = server_of(home.root, os.environ)

@@ -138,7 +138,9 @@ class EventStream:
                 if self._queue:
                     return self._pop()
                 if self._error is not None:
-                    raise self._error.with_traceback(None)  # whoever waits reads one frame of ours, not the thread's
+                    raise self._error.with_traceback(
+                        None
+                    )  # the waiting caller reads one frame of ours, not the thread's
                 if self._over or self._closed.is_set():
                     return None
             left_s = None if deadline_ns is None else (deadline_ns - self._clock.boottime_ns()) / 1e9

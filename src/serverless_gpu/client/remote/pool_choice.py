@@ -4,7 +4,7 @@
                                                                  >  DATABRICKS_USE_RESERVED_GPU_POOL=true: the only one
     policy=  >  SGPU_POLICY  >  the one that is attached (the server knows it)
 
-`DATABRICKS_USE_RESERVED_GPU_POOL=false` asks for on-demand devices, whatever pool the variable before it names. The
+`DATABRICKS_USE_RESERVED_GPU_POOL=false` asks for on-demand devices and overrides the variable before it. The
 run's spec records the choice.
 """
 

@@ -94,7 +94,7 @@ def reread(home: Path, known: ServerProfile, environ: Mapping[str, str]) -> Serv
 
 
 def _is_same_server(there: ServerProfile, known: ServerProfile) -> bool:
-    """Return whether two profiles are of one server: one address, `sgpu up` of this home, or one host and principal."""
+    """Return whether profiles share the address, this home's `sgpu up`, or host and principal."""
     if there.url.rstrip("/") == known.url.rstrip("/"):
         return True
     if there.embedded and known.embedded:

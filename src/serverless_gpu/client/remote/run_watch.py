@@ -106,7 +106,7 @@ class RemoteRun(RunSource):
                     self._is_over_there = self._is_over_there or self._look()
                     if not self._is_over_there:
                         break
-                # Its first words are not to be missed by whoever only looks, nor the ending of a run that has one.
+                # A viewer must not miss its first messages, nor the ending of a run that has one.
                 fresh = self._stream is None or (self._is_over_there and self._stopped is None)
                 left_s = None if deadline_ns is None else max(0.0, (deadline_ns - SystemClock().boottime_ns()) / 1e9)
                 heard = self._opened().read(max(left_s, _FIRST_S) if fresh and left_s is not None else left_s)
@@ -261,11 +261,11 @@ class RemoteRun(RunSource):
             self._pending.append(protocol.Tracked(run_id="", url=url))
 
     def _tell(self, state: State, sentence: str) -> None:
-        """Say the state, and the sentence about it: one that a person waits for once, one that passes in passing."""
+        """Queue the state and its sentence; one that a person waits for is printed, others are shown."""
         if (state, sentence) == self._told:  # again after a look, or a reconnect
             return
         if state is not self._told[0] or not sentence:
-            waiting = sentence if state is not State.QUEUED else ""  # that is said next, and since when
+            waiting = sentence if state is not State.QUEUED else ""  # the next message has it, and its start
             self._pending.append(
                 protocol.Snapshot(run_id=self.run_id, fence=self._fence, state=state, pid=0, waiting=waiting)
             )
@@ -308,7 +308,7 @@ class RemoteRun(RunSource):
         self._pending.append(protocol.Finished(receipt=self._receipt))
 
     def _turn_to(self, fence: int, node: str) -> None:
-        """Take in which attempt the talk is of, and where it is."""
+        """Set the current attempt and its node."""
         self._fence = fence
         self.directory = self._root / str(max(1, fence))
         if node or not self.origin.node:
@@ -325,7 +325,6 @@ def _sentence(said: RunView | StateMessage, run_id: str) -> str:
 
 
 def _stopped(message: EndedMessage) -> protocol.Stopped:
-    """Return the supervisor's ending, or the server's without one."""
     why = Failure(rank=None, reason=message.reason, at_ns=0, detail=message.sentence)
     if message.ending is not msgspec.UNSET:
         said = from_json(message.ending, protocol.Stopped)

@@ -200,7 +200,6 @@ _making = threading.Lock()
 
 
 def _forget_all() -> None:
-    """Leave the parent's connections to the parent."""
     global _making
     _servers.clear()
     _making = threading.Lock()

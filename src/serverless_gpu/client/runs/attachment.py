@@ -88,7 +88,7 @@ def _attach_here(home: Home, record: RunRecord) -> Run[object]:
 
 
 def _find_supervisor(home: Home, run_id: str, directory: Path) -> Channel | None:
-    """Return a connection to a run's supervisor, None when it has ended; a run just launched is waited for."""
+    """Return a connection to a run's supervisor, waiting for a new run; None when it has ended."""
     path = str(home.sockets() / f"{run_id}.sock")
     deadline_ns = SystemClock().boottime_ns() + int(_APPEAR_S * 1e9)
     while True:

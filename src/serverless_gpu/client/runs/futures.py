@@ -61,7 +61,7 @@ class RunWaiter:
             for run in ended:
                 try:
                     self._pending[run].set_result(run.results())
-                except BaseException as error:  # noqa: BLE001 - whatever ended the run, also SystemExit of a result
+                except BaseException as error:  # noqa: BLE001 - any ending of the run, also SystemExit of a result
                     self._pending[run].set_exception(error)
             with self._lock:
                 for run in ended:

@@ -55,7 +55,7 @@ def attempt_used(directory: Path, clock: Clock) -> AttemptUse:
         currency=(tariff or UNPRICED).currency,
         gpu_type=gpu_type,
         queued_ms=_waited_ms(directory, facts, receipt),
-        is_final=receipt is not None or not live,  # it is the last word: whoever wrote it is about to end
+        is_final=receipt is not None or not live,  # the last receipt: its writer is about to end
     )
 
 

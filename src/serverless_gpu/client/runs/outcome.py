@@ -99,7 +99,7 @@ def checked_rank(rank: object, count: int | None, run_id: str) -> int:
 
 
 def load_result(directory: Path, rank: int, run_id: str, origin: Origin = HERE) -> object:
-    """Return a rank's result; UntrustedResult for another owner's, ResultUnavailableHere if it does not load."""
+    """Return a rank's result; raise UntrustedResult or ResultUnavailableHere."""
     path = directory / "results" / f"{rank}.pkl"
     if origin.untrusted:
         raise UntrustedResult(
@@ -130,7 +130,7 @@ def make_exception(
     *,
     with_tail: bool = True,
 ) -> BaseException:
-    """Return the exception for a run's ending; spec None is unknown, `with_tail` adds the failed rank's output."""
+    """Return the exception for a run's ending; `with_tail` adds the failed rank's output."""
     rank, origin = _raised_by(stopped), _where(stopped, origin)
     error: BaseException
     if rank is None:
@@ -411,7 +411,7 @@ def _message(stopped: Stopped, rank: int | None, directory: Path, spec: RunSpec 
 
 
 def _result_message(reason: Reason, who: str, detail: str, record: dict[str, object]) -> str:
-    """Return the sentence for a value that did not get out of its rank; a full disk may have kept the record, too."""
+    """Return the message for an unreturned value; a full disk may have lost its record."""
     finished = f"{who} finished, but its result"
     if reason is Reason.RESULT_STORAGE:
         return f"{finished} could not be written: {detail}"

@@ -42,7 +42,7 @@ class RemoteTraceback(Exception):
 
 
 def without_own_frames(error: BaseException) -> BaseException:
-    """Return the error, with the frames of this package left out of its traceback and of those of its causes."""
+    """Return the error without frames of this package in its traceback and in its causes'."""
     link: BaseException | None = error
     for _ in range(_CHAIN_MAX):
         if link is None:
@@ -56,7 +56,7 @@ def without_own_frames(error: BaseException) -> BaseException:
 
 
 class NotebookTraceback:
-    """Renders the traceback of an error for IPython: the caller's frames and the remote traceback, none of ours.
+    """Renders an error for IPython: the caller's frames and the remote traceback, none of ours.
 
     IPython leaves out frames with `__tracebackhide__`, but always shows the last one, which raised.
     """

@@ -93,7 +93,7 @@ class Run(Generic[R]):
     def id(self) -> str:
         """Return the run's identifier, with which `serverless_gpu.attach(id)` finds it from another process.
 
-        It is another one after the environment was found damaged in the store, and the run was launched anew.
+        It is another one after the environment was found damaged in the store, and the run was launched again.
         """
         return self._source.run_id
 
@@ -116,7 +116,7 @@ class Run(Generic[R]):
         return self._state.value
 
     def last_sentence(self) -> str:
-        """Return what the run says about itself: what it waits for, who returned long ago, that it stands still."""
+        """Return the run's last sentence: its wait, ranks that returned long ago, a standstill."""
         self.status()
         return self._waiting
 
@@ -323,8 +323,8 @@ class Run(Generic[R]):
         """Show the run while it goes on; return what ended it, or None when its results are there.
 
         Args:
-            only_looks: whether whoever looks did not ask for the run: it is shown, and Ctrl-C leaves it to itself,
-                whatever was asked for.
+            only_looks: whether the caller only views the run: Ctrl-C leaves it to itself, whatever
+                its options say.
             raises: whether the caller raises what ended the run, which shows its notes; else the last output of the
                 rank that failed is shown here, where it was not shown live.
 
@@ -354,9 +354,9 @@ class Run(Generic[R]):
         except KeyboardInterrupt:
             self._interrupted(display)
             raise
-        except ServerProblem:  # nobody could be told to stop the run, which goes on
+        except ServerProblem:  # the stop request reached no server: the run goes on
             raise
-        except BaseException:  # a signal handler that exits, a notebook's own interrupt: nobody waits any more
+        except BaseException:  # a signal handler that exits, a notebook's own interrupt: the wait is over
             if self._spec.on_interrupt == "cancel":
                 self.cancel()
             raise
@@ -393,7 +393,7 @@ class Run(Generic[R]):
         display.say(f"{ended}; {gate}, after {format_duration_ms(took_ms)}")
 
     def _error(self, timeout: float | None, *, with_tail: bool = True) -> BaseException | None:
-        """Return the exception that ended the run; public methods raise it, so that users see one frame of ours."""
+        """Return the exception that ended the run; public methods raise it, with one frame of ours."""
         if not self.wait(timeout):
             return TimeoutError(f"run {self.id} is still {self._state}")
         if self._refused is not None:
@@ -431,7 +431,7 @@ class Run(Generic[R]):
                         return done()
                     tick_s = self._display.tick_s if self._display is not None else None
                     pause_s = min((limit for limit in (left_s, tick_s) if limit is not None), default=None)
-                    if not self._hear(pause_s) and left_s == 0:  # what is there already is heard in any case
+                    if not self._hear(pause_s) and left_s == 0:  # messages that are there are read in any case
                         return done()
                     self._tick(clock.boottime_ns())
         finally:
@@ -462,7 +462,6 @@ class Run(Generic[R]):
         display.tick()
 
     def _tell_state(self) -> None:
-        """Tell the display about a new state or wait."""
         if self._display is not None and self._told != (self._state, self._waiting):
             self._told = (self._state, self._waiting)
             if self._state is State.QUEUED and self._waiting and self._queued_ns is not None:
@@ -472,7 +471,7 @@ class Run(Generic[R]):
 
     def _take(self, message: protocol.AnyMessage | ConnectionNote) -> None:
         match message:
-            case ConnectionNote(sentence=sentence):  # also where nothing else is shown: somebody waits
+            case ConnectionNote(sentence=sentence):  # also where nothing else is shown: the caller waits
                 (self._display or TerminalDisplay(quiet=self._spec.quiet)).say(sentence)
             case protocol.Snapshot(state=state, waiting=waiting, tracked=tracked):
                 self._state, self._waiting, self._queued_ns = state, waiting, created_wall_ns(self.id)
@@ -521,7 +520,7 @@ class Run(Generic[R]):
                 pass
 
     def _note_started(self) -> None:
-        """Have the run named at the end of this process, unless its end is seen before."""
+        """Register the run to be named at the end of this process, unless its end is seen before."""
         if not self._spec.quiet:
             is_remote = self._spec.remote
             self._started = load(_STARTED).note_started(self.id, self.directory, is_remote=is_remote)
@@ -553,7 +552,7 @@ class Run(Generic[R]):
         return True
 
     def _nothing_more(self) -> None:
-        """Take in how the run ended where its source has ended without the last word."""
+        """Set the ending of a run whose source has ended without the last message."""
         self._source.close()
         if self._stopped is None:
             self._stopped = self._source.ending()

@@ -74,7 +74,7 @@ def _devices_text(files: list[bytes]) -> str:
 
 
 def _totals(files: list[bytes]) -> dict[tuple[int, int], int]:
-    """Return how much memory each GPU has, by node and number, as the last sample of each file says."""
+    """Return each GPU's memory by node and number, from the last sample of each file."""
     totals: dict[tuple[int, int], int] = {}
     for data in files:
         header = _last_header(data)

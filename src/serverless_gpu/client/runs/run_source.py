@@ -132,7 +132,7 @@ class LocalRun(RunSource):
         self._again = again
         self._tries = 1
         self._accepted = again is None
-        self._lost_ns: int | None = None  # boottime at which the supervisor's end was heard
+        self._lost_ns: int | None = None  # boottime at which the supervisor's end was noticed
 
     @property
     def is_open(self) -> bool:
@@ -182,7 +182,7 @@ class LocalRun(RunSource):
             self.channel = None
 
     def ending(self) -> protocol.Stopped:
-        """Return how the run directory says it ended; write that where the supervisor died."""
+        """Return the ending from the run directory; write it where the supervisor died."""
         stopped = read_ending(self.directory)
         if stopped is None and self._settle():
             stopped = read_ending(self.directory)

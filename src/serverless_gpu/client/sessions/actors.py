@@ -122,7 +122,7 @@ class Actors:
             self._stop_timer()
             try:
                 for sock in self._socks.values():
-                    with contextlib.suppress(OSError):  # the rank is gone: reading says so
+                    with contextlib.suppress(OSError):  # the rank is gone: reading reports it
                         send_frame(sock, request)
                 answers = {rank: cast("tuple[bool, object]", answer) for rank, answer in self._answers().items()}
                 for rank, (is_value, failure) in answers.items():
@@ -202,7 +202,6 @@ class Actors:
         return error
 
     def _connect(self) -> None:
-        """Accept every rank."""
         world_size = 1
         while len(self._socks) < world_size:
             if select.select([self._listener], [], [], _TICK_S)[0]:

@@ -274,7 +274,6 @@ def _end_in(owner: int, held: _Hold) -> None:
 
 
 def _wait_for(runs: Sequence[Run[object]]) -> None:
-    """Wait until runs have given their devices back."""
     for run in runs:
         with contextlib.suppress(ServerlessGpuError):  # it has no receipt, because its supervisor was killed
             run.receipt()
@@ -285,8 +284,6 @@ def _runs_text(count: int) -> str:
 
 
 class _InSession(DistributedFunction[P, R]):
-    """A function bound to a session."""
-
     def __init__(self, function: Callable[P, R], spec: RunSpec, session: Session) -> None:
         super().__init__(function, spec)
         self._session = session
