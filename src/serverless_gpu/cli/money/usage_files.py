@@ -106,7 +106,8 @@ def put_records(records: Iterator[BillingRow], path: Path | None) -> None:
     if path is None:
         _say_csv(BillingRow.__struct_fields__, (_csv_cells(record) for record in records))
         return
-    _write_parquet(path, _records_schema(_pyarrow()), _portions(_parquet_row(record) for record in records))
+    rows = (_parquet_row(record) for record in records)
+    _write_parquet(path, _records_schema(_pyarrow()), iter(lambda: list(islice(rows, AT_ONCE)), []))
 
 
 def put_prices(found: ListPrices, *, as_json: bool) -> None:
@@ -189,11 +190,6 @@ def _parquet_row(record: BillingRow) -> dict[str, Any]:
     row["usage_quantity"] = Decimal(row["usage_quantity"])
     row["custom_tags"] = sorted(row["custom_tags"].items())
     return row
-
-
-def _portions(rows: Iterator[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    while some := list(islice(rows, AT_ONCE)):
-        yield some
 
 
 def _write_parquet(path: Path, schema: Any, portions: Iterable[list[dict[str, Any]]]) -> None:

@@ -54,6 +54,10 @@ def lines(report: AdviceReport, *, explain: bool) -> Iterator[str]:
 def as_json(report: AdviceReport) -> dict[str, object]:
     """Return the same for machines: money in micros, time in device-milliseconds, shares in per cent."""
     advice, past = report.advice, report.past
+    queues = []
+    for queue in report.queues:
+        parts = msgspec.structs.asdict(queue)
+        queues.append({"waited_gpu_ms": parts.pop("waited_ns") // 1_000_000} | parts)
     found: dict[str, object] = {
         "source": past.source,
         "from": format_utc(past.start_ns),
@@ -67,7 +71,7 @@ def as_json(report: AdviceReport) -> dict[str, object]:
         "waited_gpu_ms": report.kind.waited_ns // 1_000_000,
         "currency": report.currency,
         "advice": None,
-        "queues": [_queue_json(queue) for queue in report.queues],
+        "queues": queues,
         "runs": [msgspec.structs.asdict(run) | {"advice": run.text()} for run in report.runs],
         "formulas": _formulas(report),
     }
@@ -268,8 +272,3 @@ def _mix_json(each: Mix) -> dict[str, object]:
         "on_demand_gpu_ms": each.on_demand_ns // 1_000_000,
         "duty_percent": each.duty_percent,
     }
-
-
-def _queue_json(queue: QueueOutcome) -> dict[str, object]:
-    parts = msgspec.structs.asdict(queue)
-    return {"waited_gpu_ms": parts.pop("waited_ns") // 1_000_000} | parts

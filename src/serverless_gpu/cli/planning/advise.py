@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import click
@@ -77,8 +76,11 @@ def advise_command(**options: Any) -> None:
     else:
         for line in lines(report, explain=options["explain"]):
             say(line)
-    if drawing is not None:
-        _draw(drawing, report, options["png"])
+    path, advice = options["png"], report.advice
+    if drawing is not None and advice is None:
+        say(f"{path} was not written: {report.why_not}", err=True)
+    elif drawing is not None and advice is not None:
+        written(lambda: drawing.draw(advice, title_of(report), path), path)
 
 
 def _wanted(options: Mapping[str, Any]) -> UseFilter:
@@ -183,11 +185,3 @@ def _bought(options: Mapping[str, Any]) -> int:
     if not (0 <= buy <= 1e9 and 0.1 <= years <= 100 and 0 <= running <= _PRICE_MAX):
         raise click.UsageError("--buy and --running are prices from 0 on, --years is 0.1 to 100")
     return round((buy / (years * _HOURS_PER_YEAR) + running) * MICROS_PER_UNIT)
-
-
-def _draw(drawing: ModuleType, report: AdviceReport, path: Path) -> None:
-    if report.advice is None:
-        say(f"{path} was not written: {report.why_not}", err=True)
-        return
-    advice = report.advice
-    written(lambda: drawing.draw(advice, title_of(report), path), path)

@@ -20,7 +20,7 @@ from serverless_gpu.client.runs.result_files import whole
 from serverless_gpu.errors import InvalidValue, StorageError
 from serverless_gpu.model.lifecycle.attempt import TERMINAL
 from serverless_gpu.node.attempt.history import read_run
-from serverless_gpu.node.base.home import Home, storage_error
+from serverless_gpu.node.base.home import storage_error
 from serverless_gpu.units import format_bytes
 
 _PIECE_BYTES = 4 << 20
@@ -54,7 +54,10 @@ def result(run: str | None, rank: str, directory: Path | None, as_json: bool) ->
     target = Path(found.run_id) if directory is None else directory
     with contextlib.ExitStack() as stack:
         if found.view is None:
-            state, results = _own(home, found.run_id)
+            record = read_run(home.runs, found.run_id, queued_runs(home))
+            paths = [path for path in (record.directory / "results").glob("*.pkl") if path.stem.isdecimal()]
+            paths.sort(key=lambda path: int(path.stem))
+            state, results = record.state, {int(p.stem): Result(p.stat().st_size, _pieces(p)) for p in paths}
         else:
             state, served = found.view.state.value, stack.enter_context(served_results(home, found.view))
             results = {number: Result(each.size, each.pieces()) for number, each in served.items()}
@@ -69,13 +72,6 @@ def result(run: str | None, rank: str, directory: Path | None, as_json: bool) ->
         say(str(path))
     total = format_bytes(sum(size for _, _, size in copied))
     say(f"sgpu: {total}; in Python: serverless_gpu.attach({found.run_id!r}).results()", err=True)
-
-
-def _own(home: Home, run_id: str) -> tuple[str, dict[int, Result]]:
-    record = read_run(home.runs, run_id, queued_runs(home))
-    paths = [path for path in (record.directory / "results").glob("*.pkl") if path.stem.isdecimal()]
-    found = {int(path.stem): Result(path.stat().st_size, _pieces(path)) for path in paths}
-    return record.state, dict(sorted(found.items()))
 
 
 def _chosen(run_id: str, state: str, results: dict[int, Result], rank: str) -> dict[int, Result]:

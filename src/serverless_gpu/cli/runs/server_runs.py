@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 def row(view: RunView) -> list[str]:
     """Return a line's cells: run, name, state, started, took, devices, owner, place."""
+    nodes = nodes_text([crew.node for crew in view.crews])
+    place = nodes or view.node or ("waits" if view.state is State.QUEUED else "server")
+    if view.waiting is not None and view.waiting.place:
+        place = f"{place} {wait_messages.ordinal(view.waiting.place)}"
     return [
         view.id,
         view.name or "-",
@@ -30,7 +34,7 @@ def row(view: RunView) -> list[str]:
         format_moment(view.started_ns or view.created_ns),
         "-" if view.started_ns is None else format_duration_ms(took_ms(view)),
         devices_text(view),
-        _where(view),
+        f"{place}, {view.owner}",
     ]
 
 
@@ -130,11 +134,3 @@ def _crew(crew: CrewView) -> dict[str, object]:
         "started": None if crew.started_ns is None else format_utc(crew.started_ns),
         "ended": None if crew.ended_ns is None else format_utc(crew.ended_ns),
     }
-
-
-def _where(view: RunView) -> str:
-    nodes = nodes_text([crew.node for crew in view.crews])
-    place = nodes or view.node or ("waits" if view.state is State.QUEUED else "server")
-    if view.waiting is not None and view.waiting.place:
-        place = f"{place} {wait_messages.ordinal(view.waiting.place)}"
-    return f"{place}, {view.owner}"

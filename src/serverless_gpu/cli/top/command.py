@@ -43,7 +43,10 @@ def top(once: bool, as_json_: bool) -> None:
         if as_json_:
             print_json(as_json(_first(feed, home)))
         elif once or not sys.stdout.isatty() or os.environ.get("TERM", "dumb") == "dumb":
-            _print(_first(feed, home))
+            table, style = _first(feed, home), _style(colour=False)
+            columns = (os.get_terminal_size(1).columns if sys.stdout.isatty() else 0) or _COLUMNS_UNKNOWN
+            for line in draw(table, columns=columns, style=style, user=user_name(os.environ)):
+                say(line)
         else:
             _live(feed, home)
     finally:
@@ -94,14 +97,6 @@ def _first(feed: Feed, home: Home) -> TopTable:
     if table is None:
         raise AgentUnavailable(feed.problem or "the monitor shows nothing", hint=f"what it wrote: {home.monitor_log}")
     return table
-
-
-def _print(table: TopTable) -> None:
-    columns = os.get_terminal_size(1).columns if sys.stdout.isatty() else _COLUMNS_UNKNOWN
-    for line in draw(
-        table, columns=columns or _COLUMNS_UNKNOWN, style=_style(colour=False), user=user_name(os.environ)
-    ):
-        say(line)
 
 
 def _live(feed: Feed, home: Home) -> None:

@@ -172,11 +172,14 @@ def _try_place(
             if recognition is not None:
                 message = _in_environment(message, recognition)
             channel = _send(home, channel, message)
-            if not message.confirmed and recognition is not None and not _confirmed(channel, recognition):
-                withdraw(channel)
-                secret_files.remove(directory)
-                home.remove_run(message.run_id)
-                return None
+            if not message.confirmed and recognition is not None:
+                if recognition.changes():  # the next capture reports them
+                    withdraw(channel)
+                    secret_files.remove(directory)
+                    home.remove_run(message.run_id)
+                    return None
+                with contextlib.suppress(OSError):  # its supervisor is gone: the handle finds out, and what to do
+                    protocol.send(channel, protocol.Confirm())
         except BaseException:
             # Ctrl-C may have come just after the launch was sent: then a supervisor reads this.
             with contextlib.suppress(OSError):
@@ -245,15 +248,6 @@ def _in_environment(message: protocol.Launch, recognition: snapshot_environment.
         display.finish()
     confirmed = recognition.verified or message.idle_timeout_s is not None  # a session runs nothing
     return msgspec.structs.replace(message, environment=wanted, confirmed=confirmed)
-
-
-def _confirmed(channel: Channel, recognition: snapshot_environment.Recognition) -> bool:
-    """Start user code if every file matches the snapshot; the next capture reports changes."""
-    if recognition.changes():
-        return False
-    with contextlib.suppress(OSError):  # its supervisor is gone: the handle finds out, and what to do
-        protocol.send(channel, protocol.Confirm())
-    return True
 
 
 def withdraw(channel: Channel) -> None:

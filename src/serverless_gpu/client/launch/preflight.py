@@ -228,16 +228,11 @@ def _sources(function: Callable[..., object]) -> dict[str, list[str]]:
     sources: dict[str, list[str]] = {}
     left = _SOURCES_SIZE_MAX
     for name in sorted(reversed(list(linecache.cache)), key=lambda name: name != own):
-        lines = _cell_lines(name)
+        entry = linecache.cache.get(name)
+        # A lazy entry has its loader only.
+        lines = [] if entry is None or len(entry) != 4 or os.path.exists(name) else list(entry[2])
         size = sum(map(len, lines))
         if lines and size <= left:
             sources[name] = lines
             left -= size
     return sources
-
-
-def _cell_lines(name: str) -> list[str]:
-    entry = linecache.cache.get(name)
-    if entry is None or len(entry) != 4:  # a lazy entry has its loader only
-        return []
-    return [] if os.path.exists(name) else list(entry[2])

@@ -49,7 +49,10 @@ def refusal(spec: RunSpec) -> Reducer | None:
                 "would train alone"
             )
         if isinstance(value, data_modules):
-            return _without_trainer(value)
+            reduced: Reduced = value.__reduce_ex__(5)
+            if isinstance(reduced, str) or len(reduced) < 3 or not isinstance(reduced[2], dict):
+                return reduced
+            return reduced[0], reduced[1], {**reduced[2], "trainer": None}, *reduced[3:]
         return cast("Reduced", NotImplemented) if of_ray is None else of_ray(value)
 
     return refuse
@@ -59,10 +62,3 @@ def _loaded(names: Sequence[tuple[str, str]]) -> tuple[type, ...]:
     """Return those of some classes that this process has imported."""
     found = (getattr(sys.modules.get(module), name, None) for module, name in names)
     return tuple(kind for kind in found if isinstance(kind, type))
-
-
-def _without_trainer(value: object) -> Reduced:
-    reduced = value.__reduce_ex__(5)
-    if isinstance(reduced, str) or len(reduced) < 3 or not isinstance(reduced[2], dict):
-        return reduced
-    return reduced[0], reduced[1], {**reduced[2], "trainer": None}, *reduced[3:]

@@ -131,7 +131,11 @@ def _walk(statements: Iterable[ast.stmt], bound: set[str], needed: set[str]) -> 
                 _walk(statement.body, bound, needed)
             case _:
                 code = _code(statement)
-                needed |= (_reads(code) - _own_name(statement, code)) - bound
+                reads = _reads(code)
+                if isinstance(statement, _DEFINITIONS):
+                    # Its body may use its name once that is bound; a base or a decorator reads it before.
+                    reads = reads - ({statement.name} - {name for how, name in _operations(code) if how in _NOW})
+                needed |= reads - bound
                 if isinstance(statement, (*_SIMPLE, *_DEFINITIONS)):
                     bound |= _stores(code)
 
@@ -144,13 +148,6 @@ def _branches(branches: list[list[ast.stmt]], bound: set[str], needed: set[str])
         _walk(branch, own, needed)
         after.append(own)
     return set.intersection(*after)
-
-
-def _own_name(statement: ast.stmt, code: CodeType) -> set[str]:
-    """Return a definition's name, which its body may use; bases and decorators read it before."""
-    if not isinstance(statement, _DEFINITIONS):
-        return set()
-    return {statement.name} - {name for operation, name in _operations(code) if operation in _NOW}
 
 
 def _bound(target: ast.expr, needed: set[str], bound: set[str]) -> set[str]:

@@ -433,7 +433,12 @@ class Run(Generic[R]):
                     pause_s = min((limit for limit in (left_s, tick_s) if limit is not None), default=None)
                     if not self._hear(pause_s) and left_s == 0:  # messages that are there are read in any case
                         return done()
-                    self._tick(clock.boottime_ns())
+                    # The display redraws also while messages keep coming.
+                    display, now_ns = self._display, clock.boottime_ns()
+                    tick_s = display.tick_s if display is not None else None
+                    if display is not None and tick_s is not None and now_ns - self._ticked_ns >= tick_s * 1e9:
+                        self._ticked_ns = now_ns
+                        display.tick()
         finally:
             self._lock.release()
         return True
@@ -452,14 +457,6 @@ class Run(Generic[R]):
             self._take(message)
         self._tell_state()
         return True
-
-    def _tick(self, now_ns: int) -> None:
-        """Let the display redraw, also while messages keep coming."""
-        display = self._display
-        if display is None or display.tick_s is None or now_ns - self._ticked_ns < display.tick_s * 1e9:
-            return
-        self._ticked_ns = now_ns
-        display.tick()
 
     def _tell_state(self) -> None:
         if self._display is not None and self._told != (self._state, self._waiting):
