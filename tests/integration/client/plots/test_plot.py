@@ -42,10 +42,10 @@ import sys
 from pathlib import Path
 sys.modules["matplotlib"] = None
 from serverless_gpu import Run
-from serverless_gpu.client.runs.run_source import Supervised
+from serverless_gpu.client.runs.run_source import LocalRun
 from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.model.spec import RunSpec
-run = Run(Supervised("r", Path({str(directory)!r}), 1, None), RunSpec())
+run = Run(LocalRun("r", Path({str(directory)!r}), 1, None), RunSpec())
 run._nothing_more()
 assert run.metrics()
 try:
