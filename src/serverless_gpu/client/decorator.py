@@ -171,12 +171,16 @@ class DistributedFunction(Generic[P, R]):
         """Launch a run; what refuses it is the caller's mistake, and our frames say nothing about that."""
         __tracebackhide__ = True  # IPython and pytest leave such frames out
         try:
-            run = launch(self.__wrapped__, args, kwargs, self.spec, watch=watch)
+            run = self._launch(args, kwargs, watch=watch)
         except ServerlessGpuError as error:
             raise in_notebooks(without_own_frames(error)) from error.__cause__
         if not watch:
             run._note_started()
         return run
+
+    def _launch(self, args: Sequence[object], kwargs: Mapping[str, object], *, watch: bool) -> Run[R]:
+        """Launch a run; a session overrides this."""
+        return launch(self.__wrapped__, args, kwargs, self.spec, watch=watch)
 
 
 def _refuse_single(items: object, name: str, hint: str) -> None:
