@@ -20,11 +20,7 @@ _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
 
 def age_s(option: str, text: str) -> int:
-    """Return the seconds of an age: 12h, 7d, 2w.
-
-    Raises:
-        InvalidValue: it does not read like that.
-    """
+    """Return the seconds of an age: 12h, 7d, 2w."""
     try:
         return parse_duration_s(text)
     except ValueError as error:
@@ -32,11 +28,7 @@ def age_s(option: str, text: str) -> int:
 
 
 def duration_s(option: str, text: str) -> float:
-    """Return the seconds of a duration: 30s, 12h, 30d.
-
-    Raises:
-        click.BadParameter: it does not read like that.
-    """
+    """Return the seconds of a duration: 30s, 12h, 30d."""
     try:
         return float(parse_duration_s(text))
     except ValueError as error:
@@ -49,7 +41,7 @@ class Seconds(click.ParamType[float]):
     name = "duration"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return the seconds; what they may be is decided where the option is read."""
+        """Return the seconds; the option's reader checks the range."""
         with contextlib.suppress(ValueError):
             return float(value)
         try:
@@ -59,11 +51,7 @@ class Seconds(click.ParamType[float]):
 
 
 def size_bytes(option: str, text: str) -> int:
-    """Return the bytes of a size: 500MB, 20GiB, 0.
-
-    Raises:
-        InvalidValue: it does not read like that.
-    """
+    """Return the bytes of a size: 500MB, 20GiB, 0."""
     written = text.strip().upper()
     if written.rstrip("KMGTIB ") == "0":
         return 0
@@ -74,17 +62,7 @@ def size_bytes(option: str, text: str) -> int:
 
 
 def micros(option: str, text: str, *, unit: int = MICROS_PER_UNIT, most: int = _LIMIT) -> int:
-    """Return the millionths of an amount: 2.99, 0.005; exactly, or not at all.
-
-    Args:
-        option: it was said with.
-        text: as it was typed.
-        unit: how many there are of what is returned in what is typed: milliseconds of an hour; the nearest is taken.
-        most: that may be typed.
-
-    Raises:
-        click.BadParameter: it is not a number from 0 to `most`, or has more than six digits behind the point.
-    """
+    """Return the exact millionths of an amount such as 2.99; `unit` scales it, rounded to the nearest."""
     try:
         amount = Decimal(text.strip())
         if not (amount.is_finite() and 0 <= amount <= most):
@@ -97,11 +75,7 @@ def micros(option: str, text: str, *, unit: int = MICROS_PER_UNIT, most: int = _
 
 
 def moment_ns(option: str, text: str) -> int:
-    """Return a moment, nanoseconds since 1970: 2026-12-01, 2026-12-01T08:00; of UTC unless they say more.
-
-    Raises:
-        click.BadParameter: it does not read like that.
-    """
+    """Return nanoseconds since 1970 of 2026-12-01 or 2026-12-01T08:00, in UTC unless it has an offset."""
     try:
         moment = datetime.datetime.fromisoformat(text.strip())
     except ValueError:

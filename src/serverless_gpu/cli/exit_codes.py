@@ -37,7 +37,7 @@ _CODES: tuple[tuple[type[BaseException], int], ...] = (
 
 
 def exit_code(error: BaseException | None) -> int:
-    """Return what a command exits with for how its run ended; None is success."""
+    """Return the exit code for an ending; None is success."""
     if error is None:
         return 0
     if isinstance(error, CommandFailed):

@@ -1,4 +1,4 @@
-"""A click group that imports a command when somebody runs it or asks for its help.
+"""A click group that imports a command when it runs or shows its help.
 
 `sgpu --version`, `sgpu --help` and each command load only what they need: importing all commands takes 30 times as long
 as starting Python. The table repeats the first sentence of each command's help; a test compares the two.
@@ -15,24 +15,14 @@ from serverless_gpu.lazy_import import load
 
 
 class CommandEntry(NamedTuple):
-    """One command of the table.
+    """One command of the table."""
 
-    Attributes:
-        place: where it is, ``"module:attribute"``; the module is below `serverless_gpu.cli`.
-        summary: the first sentence of its help.
-    """
-
-    place: str
-    summary: str
+    place: str  # ``"module:attribute"`` below `serverless_gpu.cli`
+    summary: str  # the first sentence of its help
 
 
 class LazyGroup(click.Group):
-    """A group whose commands are imported one by one.
-
-    Args:
-        table: its commands by name.
-        **settings: as for `click.Group`.
-    """
+    """A group that imports its commands one by one from a table."""
 
     def __init__(self, *, table: Mapping[str, CommandEntry], **settings: Any) -> None:
         super().__init__(**settings)

@@ -16,21 +16,11 @@ def print_json(value: object) -> None:
 
 
 def say(line: str, *, err: bool = False) -> None:
-    """Print a line, in which names and words of others may stand: on a terminal it is one line, and moves nothing.
-
-    Args:
-        line: the line. An error's has its hint after a newline of its own: see `say_lines`.
-        err: whether it goes to stderr.
-    """
+    """Print one line; on a terminal, escape names and foreign text that could move the cursor."""
     click.echo(safe(line, tty=(sys.stderr if err else sys.stdout).isatty()), err=err)
 
 
 def say_lines(text: str, *, err: bool = False) -> None:
-    """Print text of several lines, each as `say` does.
-
-    Args:
-        text: the text.
-        err: whether it goes to stderr.
-    """
+    """Print text of several lines, each as `say` does."""
     for line in text.split("\n"):
         say(line, err=err)

@@ -1,21 +1,4 @@
-"""The commands of `sgpu`.
-
-    node.py      status · gpus · stop             what this machine keeps warm and lends
-    mlflow_server.py  mlflow                      the MLflow server in front of this home's runs
-    top/         top                              what this node does, live
-    runs.py      runs                             run directories, and the runs behind them
-    run_details.py  show                          everything about one run
-    cancellation.py  cancel                       stopping one run
-    attending.py attach · run                     being there while one goes on, asking one to make room
-    logs.py      logs                             what ranks wrote
-    results.py   result                           what ranks returned, as files
-    metrics.py   metrics                          what was sampled of a run
-    cleaning.py  clean                            deleting run directories
-    simulate.py  simulate                         schedulers, side by side, on a trace
-    advise.py    advise                           how many GPUs to reserve, and who had too many
-    diagnosis.py doctor                           what is wrong here, and what mends it
-    environments/ env                             what Python sees: captured, restored, compared
-    server/      up · login · token · user · …    a server, who one is there, and its machines
+"""The command table of `sgpu`: each command's module and the first sentence of its help.
 
 Every command but `gpus` leaves the agent as it is: none is started for looking. A command's module is imported when the
 command runs (`lazy_group.py`).

@@ -3,9 +3,8 @@
     about one run (attach, cancel, show, logs, result, metrics, run preempt)   wait as `sgpu submit` does
     everything else                                                            ends at once
 
-Both end with exit code 75 (`exit_codes.py`): a server that cannot be reached says nothing about what it has.
-`SERVERLESS_GPU_PATIENCE` says how long the first kind waits. While a command waits, it reads the server's address and
-token again: a server that was started again may have others.
+Both end with exit code 75 (`exit_codes.py`). `SERVERLESS_GPU_PATIENCE` bounds the wait. While a command waits, it reads
+the server's address and token again: a restarted server may have others.
 """
 
 from __future__ import annotations
@@ -31,16 +30,14 @@ if TYPE_CHECKING:
 
 
 def connect(profile: ServerProfile, *, patience_s: float = 0.0, home: Path | None = None) -> Connection:
-    """Return a connection; HTTP is loaded here, 60 ms that other commands need not wait for.
-
-    Args:
-        profile: which server, and as whom.
-        patience_s: how long a server that is away is waited for, in seconds; that is said on stderr.
-        home: the home whose file may have another address and another token by now; None: they stay as they are.
-    """
+    """Return a connection, importing HTTP (60 ms) here; `home` names the file to re-read while waiting."""
     latest = _latest(profile, home)
     connection: Connection = load("serverless_gpu.wire.connection").Connection(
-        lambda: latest().url, lambda: latest().token, ca=profile.ca, patience_s=patience_s, announce=_say
+        lambda: latest().url,
+        lambda: latest().token,
+        ca=profile.ca,
+        patience_s=patience_s,
+        announce=lambda sentence: say(f"sgpu: {sentence}", err=True),
     )
     return connection
 
@@ -54,7 +51,7 @@ def connect_briefly(profile: ServerProfile) -> BriefConnection:
 
 
 def _latest(profile: ServerProfile, home: Path | None) -> Callable[[], ServerProfile]:
-    """Return what says how the server is reached by now."""
+    """Return the function that re-reads the server's address and token."""
     known = profile
 
     def latest() -> ServerProfile:
@@ -68,15 +65,7 @@ def _latest(profile: ServerProfile, home: Path | None) -> Callable[[], ServerPro
 
 @contextlib.contextmanager
 def patient_server(home: Path) -> Iterator[Connection]:
-    """Yield a connection for a command about one run: it waits for a server that is away, as `sgpu submit` does.
-
-    Args:
-        home: says which server.
-
-    Raises:
-        ServerNotConfigured: no server is configured.
-        InvalidValue: what is configured cannot be used.
-    """
+    """Yield a connection for a command about one run: it waits for a server that is away."""
     connection = connect(find_profile(home, os.environ), patience_s=configured_patience_s(os.environ), home=home)
     try:
         yield connection
@@ -86,15 +75,7 @@ def patient_server(home: Path) -> Iterator[Connection]:
 
 @contextlib.contextmanager
 def server(*, patience_s: float = 0.0) -> Iterator[Connection]:
-    """Yield a connection to the server of this user; a command does not wait for one that is away, unless told.
-
-    Args:
-        patience_s: how long it does, in seconds.
-
-    Raises:
-        ServerNotConfigured: there is none.
-        InvalidValue: what is configured cannot be used.
-    """
+    """Yield a connection to this user's server, waiting `patience_s` seconds for one that is away."""
     home = remote_home(os.environ).root
     connection = connect(_profile(home), patience_s=patience_s, home=home)
     try:
@@ -111,7 +92,3 @@ def _profile(home: Path) -> ServerProfile:
             raise
     context = click.get_current_context(silent=True)
     raise no_server(context.command_path if context is not None else "sgpu")
-
-
-def _say(sentence: str) -> None:
-    say(f"sgpu: {sentence}", err=True)

@@ -1,4 +1,4 @@
-"""Ending the agent of a home, with what it keeps warm."""
+"""Stops a home's agent and its warm processes."""
 
 from __future__ import annotations
 
@@ -20,14 +20,7 @@ _END_S = 10.0
 
 
 def stop_agent(home: Path) -> bool:
-    """End the agent of a home with its zygotes, its uplinks and its monitor; wait for that. Running attempts go on.
-
-    Returns:
-        Whether there was an agent.
-
-    Raises:
-        AgentUnavailable: one of them did not end.
-    """
+    """End the agent with its zygotes, uplinks and monitor; return whether one ran. Attempts continue."""
     stop_all(Home(home))  # first: they would start another agent
     connection = running_agent(Home(home))
     if connection is not None:

@@ -1,4 +1,4 @@
-"""Asking the agent of a home what it does."""
+"""Asks a home's agent for its status."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ _ANSWER_S = 10.0
 
 
 def agent_status(home: Path) -> protocol.Status | None:
-    """Return what the agent of a home looks after, or None when none is running.
-
-    Raises:
-        AgentUnavailable: it does not answer.
-    """
+    """Return the status of a home's agent, or None when none is running."""
     connection = running_agent(Home(home))
     if connection is None:
         return None

@@ -30,7 +30,6 @@ from serverless_gpu.client.runs.run import Run
 from serverless_gpu.client.runs.run_list import RunList
 from serverless_gpu.errors import ArgumentMismatch, InvalidOption, ServerlessGpuError, UnknownGpuType
 from serverless_gpu.lazy_import import load
-from serverless_gpu.model.hardware import GpuType
 from serverless_gpu.model.spec import Options, RunSpec, make_spec
 from serverless_gpu.node.base.configuration import read_configuration
 from serverless_gpu.node.base.home import find_home
@@ -110,7 +109,7 @@ class DistributedFunction(Generic[P, R]):
         """Return when this call would start, and what that rests on; it is checked as the call is, and not made.
 
         Returns:
-            `start` and `seconds` (None where nobody can say), `is_bound`, `basis`; `print` says it in words.
+            `start` and `seconds` (None where that is unknown), `is_bound`, `basis`; `print` says it in words.
 
         Raises:
             UsageError: the arguments do not fit, or cannot be pickled.
@@ -180,6 +179,7 @@ class DistributedFunction(Generic[P, R]):
         return run
 
     def _launch(self, args: Sequence[object], kwargs: Mapping[str, object], *, watch: bool) -> Run[R]:
+        """Launch a run; a session overrides this."""
         return launch(self.__wrapped__, args, kwargs, self.spec, watch=watch)
 
 
@@ -217,7 +217,7 @@ def distributed(
 
 
 def decorator(spec: RunSpec) -> Callable[[Callable[P, R]], DistributedFunction[P, R]]:
-    """Return what makes a function one that runs as a spec says."""
+    """Return a decorator whose functions run as a spec says."""
 
     def decorate(function: Callable[P, R]) -> DistributedFunction[P, R]:
         if isinstance(function, DistributedFunction):
@@ -234,20 +234,14 @@ def decorator(spec: RunSpec) -> Callable[[Callable[P, R]], DistributedFunction[P
 def parse_options(
     gpus: object, gpu_type: object, remote: object, timeout: object, options: Mapping[str, object]
 ) -> RunSpec:
-    """Return the spec for what a user wrote; types of their own are looked up only when the catalogue lacks one.
+    """Return the spec for a user's options; own GPU types are read only if the catalogue lacks one.
 
-    Raises:
-        InvalidOption: an option does not exist, or has the wrong type.
-        InvalidValue: a value is not possible.
+    Raises InvalidOption for an unknown option or a wrong type, and InvalidValue for an impossible value.
     """
     try:
         return make_spec(gpus, gpu_type, remote, timeout, options, ())
     except UnknownGpuType:
-        own = _own_types()
+        own = read_configuration(find_home(os.environ)).types
         if not own:
             raise
         return make_spec(gpus, gpu_type, remote, timeout, options, own)
-
-
-def _own_types() -> tuple[GpuType, ...]:
-    return read_configuration(find_home(os.environ)).types

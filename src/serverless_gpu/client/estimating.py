@@ -1,10 +1,9 @@
-"""When would this call start, and what would it cost? `fn.estimate(*args)`: checked as the call, nothing is started.
+"""Estimates start and cost of a call, `fn.estimate(*args)`, after the same checks and without starting it.
 
-    arguments ─▶ the same checks ─▶ remote? ── no ──▶ devices of this machine (`node/agent/availability.py`) ─▶ Estimate
-                                       └────── yes ─▶ POST /estimates of the server (`remote/estimate.py`) ─▶
-                                                      with the price of the devices (`model/cost.py`)
+    local: devices of this machine (`node/agent/availability.py`) ─▶ Estimate, with the price (`model/cost.py`)
+    remote: POST /estimates of the server (`remote/estimate.py`)  ─▶
 
-Failure cases: what would refuse the call refuses the question. What cannot be known is an answer: no time, and why.
+An error that would refuse the call refuses the estimate. An unknown start is an answer with its reason.
 """
 
 from __future__ import annotations
@@ -38,17 +37,17 @@ _REMOTE = "serverless_gpu.client.remote.estimate"
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
-    """When a run would start if it were asked for now, and what it would cost. `print` says it in words.
+    """Estimated start and cost of a run that is requested now. `print` shows it in words.
 
     Attributes:
-        start: when, with its time zone; None where nobody can say.
-        seconds: from now until then; 0 for at once, None where nobody can say.
-        is_bound: whether that is the latest time: everybody who is waited for has declared how long they run at most.
-        basis: what that rests on, or why nobody can say.
+        start: when, with its time zone; None where that is unknown.
+        seconds: from now until then; 0 for at once, None where that is unknown.
+        is_bound: whether that is the latest time: all runs ahead of it have declared a limit.
+        basis: what that rests on, or why it is unknown.
         node: where, by name, or "".
         nodes: where, by name, of a gang on several nodes.
         place: its place in the queue for such devices; 0 when it would start at once.
-        impossible: whether nothing that is there can ever serve it.
+        impossible: whether no existing node can ever serve it.
         cost: what it would cost, at most and about; None where a server does not say.
         policy: the server's usage policy that it would be under, or "".
         budgets: in words, what is left of the budgets that it would count for.
@@ -91,31 +90,14 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
 def estimate(
     function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object], spec: RunSpec
 ) -> Estimate:
-    """Return when a call would start.
-
-    Args:
-        function: what every rank would call.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        spec: what would be asked for.
-
-    Raises:
-        ServerlessGpuError: such a call would be refused; the message says why and what to do.
-    """
+    """Return when a call would start; raise what would refuse it."""
     check_call(function, args, kwargs, spec)
     check_travels(function, args, kwargs, refusal(spec))
     return estimate_run(spec)
 
 
 def estimate_run(spec: RunSpec) -> Estimate:
-    """Return when a run would start, whatever it calls.
-
-    Args:
-        spec: what would be asked for.
-
-    Raises:
-        ServerlessGpuError: it would be refused; the message says why and what to do.
-    """
+    """Return when a run would start, whatever it calls; raise what would refuse it."""
     if isinstance(spec.payload, Command):
         check_command(spec.payload)
     if spec.remote:
@@ -125,20 +107,17 @@ def estimate_run(spec: RunSpec) -> Estimate:
 
 
 def made(estimate: values.StartEstimate, now_ns: int, cost: CostEstimate | None = None) -> Estimate:
-    """Return an estimate for people.
-
-    Args:
-        estimate: with a time in nanoseconds since 1970.
-        now_ns: now, by the same clock.
-        cost: what it would cost.
-    """
-    at_ns = estimate.at_ns
+    """Return an estimate in local time from one in nanoseconds since 1970."""
+    at_ns, basis = estimate.at_ns, estimate.basis
+    if estimate.wait is not None:
+        wait = msgspec.structs.replace(estimate.wait, place=0, at_ns=None)  # both are said beside it
+        basis += f"; {wait_messages.sentence(wait, format_soon)}"
     left_s = None if at_ns is None else max(0.0, (at_ns - now_ns) / 1e9)
     return Estimate(
         start=None if at_ns is None else datetime.fromtimestamp(at_ns / 1e9, UTC).astimezone(),
         seconds=0.0 if left_s is not None and not estimate.place else left_s,
         is_bound=estimate.is_bound,
-        basis=_basis(estimate),
+        basis=basis,
         node=estimate.node,
         nodes=estimate.nodes,
         place=estimate.place,
@@ -147,21 +126,13 @@ def made(estimate: values.StartEstimate, now_ns: int, cost: CostEstimate | None 
     )
 
 
-def _basis(estimate: values.StartEstimate) -> str:
-    """Return what an estimate rests on: who has the devices and until when, with the times of this place."""
-    if estimate.wait is None:
-        return estimate.basis
-    wait = msgspec.structs.replace(estimate.wait, place=0, at_ns=None)  # both are said beside it
-    return f"{estimate.basis}; {wait_messages.sentence(wait, format_soon)}"
-
-
 def unknown(why: str) -> Estimate:
-    """Return that nobody can say, and why."""
+    """Return an estimate without a time, and its reason."""
     return Estimate(start=None, seconds=None, basis=why)
 
 
 def _here(spec: RunSpec) -> Estimate:
-    """Return when a run of this machine would start: its agent says what there is, locks who has it."""
+    """Return when a run of this machine would start, from its agent's devices and their locks."""
     home = noted_home()
     channel, greeting = connect(home)
     channel.close()
@@ -184,7 +155,6 @@ def _here(spec: RunSpec) -> Estimate:
 
 
 def _cost_here(home: Home, spec: RunSpec, chosen: Candidates, tariff: Tariff) -> CostEstimate:
-    """Return what a run of this machine would cost, by the prices of its configuration."""
     devices = Devices(
         gpu_type=chosen.devices[0].type,
         count=chosen.count,
@@ -192,6 +162,6 @@ def _cost_here(home: Home, spec: RunSpec, chosen: Candidates, tariff: Tariff) ->
         memory_bytes=spec.resources.memory_bytes or 0,
         tariff=tariff,
     )
-    # Here nobody tries again: `retries` and `resume` are a server's.
+    # `retries` and `resume` are a server's.
     lasting = Lasting(limit_s=spec.timeout_s, expected_s=expected_s(home, spec.name))
     return estimated(devices, lasting, advice="[prices] of config.toml sets one")

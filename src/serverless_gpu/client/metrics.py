@@ -1,4 +1,4 @@
-"""What telemetry wrote of a run, as series by name: the same names as in MLflow.
+"""Telemetry of a run as series by name: the same names as in MLflow.
 
 logs/<node rank>.telemetry of every node and attempt ─▶ read_metrics() ─▶ {"system/node_0/gpu_0_…": Series}
 """
@@ -20,11 +20,7 @@ class Series(NamedTuple):
 
 
 def read_metrics(files: Iterable[bytes]) -> dict[str, Series]:
-    """Return all series of a run by name, those of several attempts one after the other.
-
-    Args:
-        files: contents of the files of samples, in any order.
-    """
+    """Return all series of a run by name, from its sample files in any order; attempts follow each other."""
     found: dict[str, Series] = {}
     for data in files:
         header: Header | None = None
@@ -38,12 +34,9 @@ def read_metrics(files: Iterable[bytes]) -> dict[str, Series]:
                         one = found[name] = Series([], [])
                     one.times.append(line.at_ns / 1e9)
                     one.values.append(value)
-    return {name: _in_order(one) for name, one in sorted(found.items())}
-
-
-def _in_order(one: Series) -> Series:
-    """Return the series, oldest first: attempts come in any order, and a clock may have been set back."""
-    if all(before <= after for before, after in pairwise(one.times)):
-        return one
-    points = sorted(zip(one.times, one.values, strict=True))
-    return Series([at for at, _ in points], [value for _, value in points])
+    for name, one in found.items():
+        # Attempts come in any order, and a clock may have been set back.
+        if any(before > after for before, after in pairwise(one.times)):
+            points = sorted(zip(one.times, one.values, strict=True))
+            found[name] = Series([at for at, _ in points], [value for _, value in points])
+    return dict(sorted(found.items()))

@@ -1,10 +1,8 @@
-"""Which run of MLflow's a run of ours is: heard while it goes on, and read from its files later.
+"""The MLflow run of a run: from its messages while it runs, from its files later.
 
     protocol.Tracked, tracking.json, receipt ──▶ link ──▶ TrackedRun
 
-The link has everything: where the server is, the experiment and the run.
-
-Failure case: a link of another shape has no server and experiment to be read from it; they are "".
+The link has the server, the experiment and the run; of a link of another shape the first two are "".
 """
 
 from __future__ import annotations
@@ -39,20 +37,13 @@ class TrackedRun(NamedTuple):
 
 
 class _Written(msgspec.Struct, frozen=True):
-    """What we read of the file that the node keeps."""
-
     state: str = ""
     run_id: str = ""
     url: str = ""
 
 
 def from_link(url: str, run_id: str = "") -> TrackedRun | None:
-    """Return the run a link leads to, or None where there is none.
-
-    Args:
-        url: the link, or "".
-        run_id: MLflow's identifier where it is known otherwise.
-    """
+    """Return the MLflow run of a link, or None for ""; `run_id` if it is known otherwise."""
     found = _LINK.fullmatch(url)
     if found is None:
         return TrackedRun(run_id, url) if run_id else None
@@ -60,7 +51,7 @@ def from_link(url: str, run_id: str = "") -> TrackedRun | None:
 
 
 def from_directory(directory: Path) -> TrackedRun | None:
-    """Return the run that an attempt's directory on this machine says, or None where it says none."""
+    """Return the MLflow run from an attempt's directory on this machine, or None."""
     try:
         with (directory / _FILE).open("rb") as file:
             written = from_json(file.read(_FILE_BYTES_MAX), _Written)

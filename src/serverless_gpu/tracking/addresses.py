@@ -1,4 +1,4 @@
-"""Addresses of tracking servers, for whoever does not speak to them: nothing is loaded for it."""
+"""Addresses of tracking servers, in a module that loads nothing else."""
 
 from __future__ import annotations
 

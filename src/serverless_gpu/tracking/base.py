@@ -1,4 +1,4 @@
-"""The port: what serverless-gpu asks of whatever keeps experiments.
+"""The port to experiment trackers.
 
     Delivery ──▶ Tracker ──── MlflowTracker   MLflow's REST interface (`mlflow.py`); `mlflow` is never imported
 
@@ -18,7 +18,7 @@ from serverless_gpu.model.tracking_context import Tracking
 
 
 class TrackerAway(Exception):
-    """It does not answer, or answers that it cannot now; the text says what happened.
+    """The tracker does not answer, or cannot now; the text says what happened.
 
     Attributes:
         is_doubtful: whether what was asked for may have been done nevertheless.
@@ -30,7 +30,7 @@ class TrackerAway(Exception):
 
 
 class TrackerRefused(Exception):
-    """It will never take this; the text says why."""
+    """The tracker will never take this; the text says why."""
 
 
 class Metric(NamedTuple):
@@ -69,7 +69,7 @@ class Tracker(Protocol):
         ...
 
     def begin(self, tracking: Tracking, run_id: str, *, tags: Mapping[str, str], at_ms: int) -> TrackerRun:
-        """Return the tracked run: made, or the one that `tracking` says is continued."""
+        """Return the tracked run: made, or the one that `tracking` continues."""
         ...
 
     def log(
@@ -92,11 +92,11 @@ class Tracker(Protocol):
         ...
 
     def resume(self, tracked: TrackerRun) -> None:
-        """Say that it goes on: another attempt of a run whose attempt before had ended."""
+        """Mark the run as running again: another attempt of a run whose attempt before had ended."""
         ...
 
     def end(self, tracked: TrackerRun, status: Status, at_ms: int) -> None:
-        """Say that it has ended."""
+        """Mark the run as ended."""
         ...
 
     def close(self) -> None:

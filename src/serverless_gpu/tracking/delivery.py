@@ -6,14 +6,13 @@
 
 The first node of an attempt makes the MLflow run, unless a tag says that it is there: made for an attempt before, by a
 process before, or by a request whose answer did not come. Every other node waits until it is. Each step may be done
-again without a change in MLflow, so whatever is not known to have been done is done again. How the run goes is said by
-its last attempt alone: one that arrives when a later one has begun adds its points and files.
+again without a change in MLflow, so a step in doubt is repeated. Only the last attempt sets the run's state: one that
+arrives when a later one has begun adds its points and files.
 
-Failure cases: MLflow is away (refuses, hangs, answers 500): the step is tried again, more and more rarely, and said
-once; the file of samples is what waits, and beyond 64 MB of it the oldest points are given up, counted, and said once.
-MLflow does not want something (a parameter that has another value, a run that was deleted): that is left out, a
-parameter becomes a tag. Nothing but points is given up before 24 h after the end. This process is killed: another
-goes on. Nobody ever waits for this thread.
+While MLflow is away, the step is retried, more and more rarely, with one notice. The file of samples is the buffer;
+beyond 64 MB of it the oldest points are dropped, counted, with one notice. A refused item (a parameter that has another
+value, a run that was deleted) is left out; a parameter becomes a tag. Nothing but points is given up before 24 h after
+the end. Another process continues a killed one. No thread ever waits for this one.
 """
 
 from __future__ import annotations
@@ -67,52 +66,35 @@ _SUSPICIOUS = 3
 
 
 class DeliveryJob(msgspec.Struct, frozen=True, kw_only=True):
-    """What is delivered.
-
-    Attributes:
-        node_rank: number of the node in the gang; the first one makes the MLflow run, says what it is and ends it.
-        environment: what ranks import, in words, or "".
-        called_ns: the call of the run, nanoseconds since 1970.
-    """
+    """The attempt to deliver."""
 
     run_id: str
     fence: int
-    node_rank: int = 0
+    node_rank: int = 0  # the first node of the gang makes, describes and ends the MLflow run
     num_nodes: int = 1
     spec: RunSpec
-    environment: str = ""
-    called_ns: int
+    environment: str = ""  # of the ranks, in words, or ""
+    called_ns: int  # the call of the run, nanoseconds since 1970
 
 
 class DeliveryListener(Protocol):
-    """Who is told; called in the delivery's thread, and may not wait."""
+    """Receives progress in the delivery's thread; its methods must not block."""
 
     def tracked(self, tracked: TrackerRun) -> None:
         """Hear which MLflow run it is: once per process, also when it was known from before."""
         ...
 
     def untracked(self, sentence: str, *, final: bool) -> None:
-        """Hear that there is none, yet or for good, and why; again only where it is another reason."""
+        """Take the reason why there is no MLflow run, yet or (`final`) for good; called on changes."""
         ...
 
     def said(self, sentence: str, *, note: bool) -> None:
-        """Hear a sentence for whoever watches the run; `note`: for its receipt, too."""
+        """Take a sentence for viewers of the run and, if `note`, for its receipt."""
         ...
 
 
 class MlflowDelivery:
-    """One attempt on one node; `run` is for a thread of its own, everything else for any other.
-
-    Args:
-        directory: of the attempt.
-        job: what it is; its spec has a tracker.
-        tracker: where to; closed when `run` ends.
-        listener: who is told.
-        clock: where time comes from.
-
-    Raises:
-        ValueError: the spec has no tracker.
-    """
+    """Delivery of one attempt on one node; `run` needs its own thread, and closes the tracker."""
 
     def __init__(
         self,
@@ -165,18 +147,23 @@ class MlflowDelivery:
         """Deliver until everything has arrived, or was given up, or `stop` is called."""
         try:
             while not self._stopped and not self._memory.over:
-                self._wait(self._turn())
+                seconds = self._turn()
+                with self._changed:
+                    self._changed.wait_for(
+                        lambda: self._stopped or self._woken or bool(self._memory.over), timeout=seconds
+                    )
+                    self._woken = False
         finally:
             self._tracker.close()
 
     def stop(self) -> None:
-        """Have `run` return after the request it is in; what is not delivered is another process's."""
+        """Let `run` return after the current request; another process may deliver the rest."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
 
     def abandon(self, why: str) -> None:
-        """Have nobody try again, now or later; `run` must have returned."""
+        """End the delivery for good, once `run` has returned."""
         self._memory.over = why
         self._save()
 
@@ -187,7 +174,7 @@ class MlflowDelivery:
             self._changed.notify_all()
 
     def ending(self, state: State, reason: Reason, sentence: str = "") -> None:
-        """Say that the attempt has ended: logs and failures lie in its directory."""
+        """Note that the attempt has ended: logs and failures lie in its directory."""
         ending = AttemptEnding(state=state, reason=reason, sentence=sentence, at_ns=self._clock.wall_ns())
         with self._changed:
             if self._memory.ending is None:
@@ -196,7 +183,7 @@ class MlflowDelivery:
             self._changed.notify_all()
 
     def settled(self) -> None:
-        """Say that the receipt is there, too, or never will be."""
+        """Note that the receipt is there, too, or never will be."""
         with self._changed:
             self._memory.is_settled = True
             self._woken = True
@@ -216,7 +203,6 @@ class MlflowDelivery:
         return _POLL_S
 
     def _step(self) -> bool:
-        """Do the first thing there is to do; return whether there was one."""
         steps: tuple[Callable[[], bool], ...] = (
             self._establish,
             self._parameters,
@@ -238,7 +224,10 @@ class MlflowDelivery:
         try:
             if memory.tracked is None:
                 makes = self._is_first and not self._tracking.run_id
-                memory.tracked = self._begun() if makes else self._found()
+                found = self._begun() if makes else self._tracker.find(self._tracking, self._job.run_id)
+                if found is None:
+                    raise _NotYet("the first node has not made the MLflow run yet")
+                memory.tracked = found
                 self._save()
             self._resume()
         except TrackerRefused as error:
@@ -273,14 +262,8 @@ class MlflowDelivery:
                     memory.asked_ns = shared.asked_ns = 0
                 raise
 
-    def _found(self) -> TrackerRun:
-        found = self._tracker.find(self._tracking, self._job.run_id)
-        if found is None:
-            raise _NotYet("the first node has not made the MLflow run yet")
-        return found
-
     def _resume(self) -> None:
-        """Have the MLflow run go on where an attempt before has ended it."""
+        """Reopen the MLflow run where an attempt before has ended it."""
         if not self._is_first or self._job.fence == 1 or "end" in self._memory.done:
             return
         with self._together.lock:
@@ -292,7 +275,7 @@ class MlflowDelivery:
                     self._tracker.resume(self._known)
 
     def _has_later(self) -> bool:
-        """Return whether a later attempt has begun: state, description and end of the MLflow run are that one's."""
+        """Return whether a later attempt has begun, which then owns the MLflow run's state."""
         if not self._is_superseded:
             tags = self._tags()
             attempt = tags.get(ATTEMPT_TAG, "")
@@ -309,7 +292,10 @@ class MlflowDelivery:
         except TrackerRefused:
             # One of them is there with another value, from an attempt before or by its owner: the others are fine.
             for key, value in params.items():
-                self._parameter(key, value)
+                try:
+                    self._tracker.log(self._known, params={key: value})
+                except TrackerRefused:
+                    self._log_tags({valid_key(f"sgpu.param.{key}"): value})
         with self._together.lock:
             if not self._has_later():
                 tags = {ATTEMPT_TAG: str(self._job.fence), "sgpu.environment": self._job.environment}
@@ -318,12 +304,6 @@ class MlflowDelivery:
                 self._log_tags(tags)
         self._memory.done.add("params")
         return True
-
-    def _parameter(self, key: str, value: str) -> None:
-        try:
-            self._tracker.log(self._known, params={key: value})
-        except TrackerRefused:
-            self._log_tags({valid_key(f"sgpu.param.{key}"): value})
 
     # --- files --------------------------------------------------------------------------------------------------
 
@@ -350,11 +330,7 @@ class MlflowDelivery:
         return True
 
     def _upload(self, name: str, data: bytes) -> None:
-        """Send a file; where MLflow takes no files from us, its text becomes a tag.
-
-        Raises:
-            TrackerAway: it is away as a whole, or this one is worth another try.
-        """
+        """Send a file, or a tag with its text where MLflow takes no files from us; TrackerAway to retry."""
         if self._suspicious.get(name):  # is it only files that it does not take?
             self._refusable(lambda: self._tracker.tags(self._known))
         try:
@@ -372,7 +348,6 @@ class MlflowDelivery:
     # --- points -------------------------------------------------------------------------------------------------
 
     def _some_points(self) -> bool:
-        """Send what fits into one request."""
         metrics = self._points.next(ended=self._memory.ending is not None)
         if not metrics:
             self._say_dropped()
@@ -405,13 +380,11 @@ class MlflowDelivery:
             with self._together.lock:
                 if not self._has_later() and not (self._job.num_nodes > 1 and is_told(ending.reason, self._tags())):
                     self._log_tags(last_tags(self._tracking, ending.state, ending.reason, ending.sentence))
-                    self._refusable(lambda: self._end_run(ending))
+                    if not self._tracking.run_id or self._known.had_ended:  # else its maker ends it
+                        at_ms = ending.at_ns // 1_000_000
+                        self._refusable(lambda: self._tracker.end(self._known, status_of(ending.state), at_ms))
         self._memory.done.add("end")
         return True
-
-    def _end_run(self, ending: AttemptEnding) -> None:
-        if not self._tracking.run_id or self._known.had_ended:  # else whoever made it ends it
-            self._tracker.end(self._known, status_of(ending.state), ending.at_ns // 1_000_000)
 
     def _account(self) -> bool:
         if not self._has_settled or "receipt" in self._memory.done:
@@ -421,11 +394,11 @@ class MlflowDelivery:
             if "receipt.json" not in self._memory.done:
                 self._upload("receipt.json", data)
                 self._memory.done.add("receipt.json")
-            with self._together.lock, contextlib.suppress(msgspec.MsgspecError):  # of another version: the file says it
+            with self._together.lock, contextlib.suppress(msgspec.MsgspecError):  # of another version
                 receipt = from_json(data, Receipt)
                 if not self._has_later():
                     self._log_tags(receipt_tags(self._tracking, receipt, self._job.node_rank, self._job.num_nodes))
-                    if self._job.num_nodes > 1:  # whoever is the last has those of all
+                    if self._job.num_nodes > 1:  # the last node has those of all
                         self._log_tags(gang_tags(self._tracking, self._tags(), self._job.num_nodes))
         self._memory.done.add("receipt")
         return True
@@ -462,7 +435,7 @@ class MlflowDelivery:
             self._refusable(lambda: self._tracker.log(self._known, tags=tags))
 
     def _refusable(self, act: Callable[[], object]) -> None:
-        """Do what is not worth more than a try, once MLflow answers."""
+        """Try an optional action once MLflow answers; a refusal is ignored."""
         with contextlib.suppress(TrackerRefused):
             act()
 
@@ -494,11 +467,6 @@ class MlflowDelivery:
             self._said_away = True
             self._listener.said(f"{sentence}; system metrics wait on the node's disk until it is back", note=False)
 
-    def _wait(self, seconds: float) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._stopped or self._woken or bool(self._memory.over), timeout=seconds)
-            self._woken = False
-
 
 class _NotYet(TrackerAway):
-    """MLflow answers; what is waited for is not there yet."""
+    """MLflow answers, but the awaited run does not exist yet."""

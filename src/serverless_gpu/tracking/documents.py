@@ -5,7 +5,7 @@
     in the end         receipt.json
 
 Failure cases: a file that is not there or cannot be read is left out; what is too long is cut, logs and failures at
-their beginning; what is no UTF-8 is shown with replacements. A result is never sent: it may be anything.
+their beginning; invalid UTF-8 gets replacement characters. A result is never sent: it may be anything.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def early(directory: Path) -> Iterator[tuple[str, Path]]:
 
 
 def failures(directory: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield names and texts of what ranks that failed have left."""
+    """Yield names and texts of the failed ranks' files."""
     for rank in _failed(directory):
         text = _failure_text(directory, rank)
         if text:
@@ -58,7 +58,7 @@ def failures(directory: Path) -> Iterator[tuple[str, bytes]]:
             tail = _tail(directory / "logs" / f"{rank}.{stream}", LOG_BYTES_MAX)
             if tail:
                 yield f"logs/{rank}.{stream}.txt", tail
-    for path in sorted(directory.glob("hang-*.txt"))[-1:]:  # the last look says most
+    for path in sorted(directory.glob("hang-*.txt"))[-1:]:  # the last one has most
         yield "failures/hang.txt", _head(path)
 
 

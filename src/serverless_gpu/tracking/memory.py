@@ -1,9 +1,9 @@
-"""What a delivery remembers between two processes: a file beside the logs of its attempt, whole or not there.
+"""State of a delivery across processes: a file beside the logs of its attempt, written atomically.
 
     <attempt>/tracking-<node rank>.state     which MLflow run, up to where points were sent, which steps are done
 
-Failure cases: a full disk, or a directory that was deleted: the delivery goes on with what it has in memory, and a next
-one does again what it cannot know was done, which changes nothing in MLflow; a file that cannot be read: likewise.
+Failure cases: with a full disk, a deleted directory or an unreadable file the delivery continues in memory, and a later
+one repeats the steps in doubt, which changes nothing in MLflow.
 """
 
 from __future__ import annotations
@@ -30,29 +30,17 @@ class AttemptEnding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeliveryState(msgspec.Struct, kw_only=True):
-    """The state of one delivery.
+    """The state of one delivery."""
 
-    Attributes:
-        tracked: the MLflow run, once it is known.
-        asked_ns: when MLflow was last asked to make one without an answer yet, nanoseconds since 1970, or 0.
-        offset: up to where the file of samples is sent, or was given up.
-        sent_ns: moment of the last sample that was sent; those behind `offset` that are not later were sent, too.
-        dropped: points that were given up.
-        done: steps that need not be done again.
-        ending: how the attempt ended, or None while it has not.
-        is_settled: whether its receipt is there.
-        over: why there is nothing left to do, or "".
-    """
-
-    tracked: TrackerRun | None = None
-    asked_ns: int = 0
-    offset: int = 0
-    sent_ns: int = 0
-    dropped: int = 0
-    done: set[str] = msgspec.field(default_factory=set)
-    ending: AttemptEnding | None = None
-    is_settled: bool = False
-    over: str = ""
+    tracked: TrackerRun | None = None  # None while unknown
+    asked_ns: int = 0  # last unanswered request to make the run, nanoseconds since 1970, or 0
+    offset: int = 0  # in the file of samples: everything before is sent or dropped
+    sent_ns: int = 0  # last sample sent; earlier samples behind `offset` were sent, too
+    dropped: int = 0  # points
+    done: set[str] = msgspec.field(default_factory=set)  # steps
+    ending: AttemptEnding | None = None  # of the attempt; None before
+    is_settled: bool = False  # whether the receipt exists
+    over: str = ""  # why nothing is left to do, or ""
 
 
 def memory_path(directory: Path, node_rank: int) -> Path:
@@ -61,7 +49,7 @@ def memory_path(directory: Path, node_rank: int) -> Path:
 
 
 def load_memory(path: Path) -> DeliveryState:
-    """Return what was remembered; an empty memory where nothing was, or nothing can be read."""
+    """Return the stored state; an empty one if absent or unreadable."""
     with contextlib.suppress(OSError, msgspec.MsgspecError), path.open("rb") as file:
         return from_json(file.read(_BYTES_MAX), DeliveryState)
     return DeliveryState()

@@ -5,12 +5,10 @@
     upload        PUT mlflow-artifacts/artifacts/…, where the server takes files itself
     resume, end   runs/update
 
-An MLflow run of ours is found by the tag `sgpu.run_id`, so that it is not made twice: by another node, by a process
-that was started again, or after a request whose answer did not come.
-
-Failure cases: see `rest.py`; an experiment that was deleted: refused, nothing can be written there; two that make an
-experiment at the same moment: the second looks again; a server whose files lie in a bucket or on its disk: `upload` is
-refused, since only programs that have the credentials can write there.
+The tag `sgpu.run_id` identifies an MLflow run of ours, so that it is not made twice: by another node, by a restarted
+process, or after a request whose answer did not come. Of two that make an experiment at once, the second looks again.
+A deleted experiment is refused, and so is `upload` to a server whose files lie in a bucket or on its disk. Failures of
+the connection: see `rest.py`.
 """
 
 from __future__ import annotations
@@ -82,17 +80,14 @@ class _Runs(msgspec.Struct):
 
 
 class _Nothing(msgspec.Struct):
-    """An answer that says no more than that it was done."""
+    """An answer without content."""
 
 
 class MlflowTracker:
     """One MLflow server, for one thread at a time.
 
-    Args:
-        address: its URI, which may carry user and password; or a function that returns it, or raises `TrackerAway`
-            as long as it is not known: the home's own server is being started.
-        environ: the caller's variables that say how it is reached, as MLflow knows them; none for a server that is not
-            the caller's choice.
+    `address` is its URI, with optional user and password, or a function that returns it or raises `TrackerAway` while
+    it is unknown. `environ` has the caller's MLflow variables; none for a server that the caller did not choose.
     """
 
     def __init__(self, address: str | Callable[[], str], environ: Mapping[str, str]) -> None:
@@ -100,20 +95,17 @@ class MlflowTracker:
         self._experiments: dict[str, str] = {}
 
     def find(self, tracking: Tracking, run_id: str) -> TrackerRun | None:
-        """Return the MLflow run that carries this run's tag, or None; the first one, should there be several.
-
-        Raises:
-            TrackerAway: MLflow does not answer.
-            TrackerRefused: it does not let us look.
-        """
+        """Return the first MLflow run with this run's tag, or None."""
         if tracking.run_id:
             return self._continued(tracking.run_id)
         experiment_id = self._experiment(tracking, make=False)
         if experiment_id is None:
             return None
+        if not run_id.isalnum():  # it stands between quotes in the filter
+            raise TrackerRefused(f"{run_id!r} is no identifier of a run")
         wanted = {
             "experiment_ids": [experiment_id],
-            "filter": f"tags.`{RUN_TAG}` = '{_quotable(run_id)}'",
+            "filter": f"tags.`{RUN_TAG}` = '{run_id}'",
             "max_results": 10,
             "order_by": ["attributes.start_time ASC"],
         }
@@ -121,17 +113,9 @@ class MlflowTracker:
         return min((self._tracked(run.info) for run in found), key=lambda tracked: tracked.run_id, default=None)
 
     def begin(self, tracking: Tracking, run_id: str, *, tags: Mapping[str, str], at_ms: int) -> TrackerRun:
-        """Return the MLflow run: made, or the one that `tracking` says is continued, which keeps its name and parent.
+        """Return the MLflow run: made, or the continued one, which keeps its name and parent.
 
-        Args:
-            tracking: where and as what.
-            run_id: ours.
-            tags: of the run from its beginning.
-            at_ms: when it began, milliseconds since 1970.
-
-        Raises:
-            TrackerAway: MLflow does not answer; where that is doubtful, it may have made the run nevertheless.
-            TrackerRefused: it will not make one.
+        A doubtful TrackerAway may have made the run nevertheless.
         """
         if tracking.run_id:
             tracked = self._continued(tracking.run_id)
@@ -162,61 +146,35 @@ class MlflowTracker:
         params: Mapping[str, str] | None = None,
         tags: Mapping[str, str] | None = None,
     ) -> None:
-        """Add points, parameters and tags; the same again changes nothing.
+        """Add points, parameters and tags; repeating changes nothing.
 
-        Raises:
-            TrackerAway: MLflow does not answer; some of it may have arrived.
-            TrackerRefused: it does not take them: nothing of the request in which one is wrong.
+        After TrackerAway some may have arrived; TrackerRefused rejects the whole request that has a wrong item.
         """
         for points in _batches(metrics, METRICS_MAX):
-            self._batch(tracked, "metrics", [_point(point) for point in points])
+            rows = [{"key": at.key, "value": at.value, "timestamp": at.at_ms, "step": at.step} for at in points]
+            self._batch(tracked, "metrics", rows)
         for name, pairs in (("params", params), ("tags", tags)):
             for batch in _batches(list((pairs or {}).items()), PAIRS_MAX):
                 self._batch(tracked, name, [{"key": key, "value": value} for key, value in batch])
 
     def tags(self, tracked: TrackerRun) -> Mapping[str, str]:
-        """Return the tags it has now.
-
-        Raises:
-            TrackerAway: MLflow does not answer.
-            TrackerRefused: the run is not there any more.
-        """
+        """Return the run's current tags."""
         run = self._get(tracked.run_id)
         return {tag.key: tag.value for tag in run.data.tags}
 
     def upload(self, tracked: TrackerRun, name: str, data: bytes) -> None:
-        """Add a file to the artifacts, or replace it.
-
-        Args:
-            tracked: the run.
-            name: a path below its artifacts.
-            data: what is in it.
-
-        Raises:
-            TrackerAway: MLflow does not answer.
-            TrackerRefused: its files lie where only programs with other credentials can write.
-        """
+        """Add or replace an artifact at the relative path `name`; TrackerRefused where we cannot write."""
         root = _proxied(tracked.artifacts, tracked.uri)
         if root is None:
             raise TrackerRefused(f"MLflow at {tracked.uri} takes no files for {tracked.artifacts or 'this run'}")
         self._rest.put(f"{_ARTIFACTS}/{quote(root.strip('/'))}/{quote(name)}", data)
 
     def resume(self, tracked: TrackerRun) -> None:
-        """Say that it goes on.
-
-        Raises:
-            TrackerAway: MLflow does not answer.
-            TrackerRefused: the run was deleted.
-        """
+        """Mark the run as running again."""
         self._update(tracked, {"status": "RUNNING"})
 
     def end(self, tracked: TrackerRun, status: Status, at_ms: int) -> None:
-        """Say that it has ended.
-
-        Raises:
-            TrackerAway: MLflow does not answer.
-            TrackerRefused: the run was deleted.
-        """
+        """Mark the run as ended."""
         self._update(tracked, {"status": status, "end_time": at_ms})
 
     def close(self) -> None:
@@ -239,7 +197,7 @@ class MlflowTracker:
                     "POST", "mlflow/experiments/create", {"name": name}, answer=_Created, timeout_s=LONG_TIMEOUT_S
                 )
                 experiment_id = made.experiment_id
-            except Exists:  # somebody was faster
+            except Exists:  # another process was faster
                 experiment_id = self._looked_up(name)
         if experiment_id is not None:
             self._experiments = {name: experiment_id}
@@ -292,12 +250,8 @@ class MlflowTracker:
 
 
 def _named(error: TrackerRefused, variable: str) -> TrackerRefused:
-    """Return a refusal that says which variable of the caller's brought what MLflow does not know."""
+    """Return a refusal that names the caller's variable with the unknown value."""
     return type(error)(f"{error} ({variable} names it)") if variable else error
-
-
-def _point(point: Metric) -> dict[str, object]:
-    return {"key": point.key, "value": point.value, "timestamp": point.at_ms, "step": point.step}
 
 
 def _proxied(artifacts: str, uri: str) -> str | None:
@@ -313,13 +267,6 @@ def _proxied(artifacts: str, uri: str) -> str | None:
 
 def _is_id(text: str) -> bool:
     return 0 < len(text) <= KEY_CHARACTERS_MAX and text.isascii() and text.isprintable()
-
-
-def _quotable(text: str) -> str:
-    """Return text that may stand between single quotes in a filter of MLflow's."""
-    if not text.isalnum():
-        raise TrackerRefused(f"{text!r} is no identifier of a run")
-    return text
 
 
 def _batches(entries: Sequence[T], size: int) -> Iterator[list[T]]:

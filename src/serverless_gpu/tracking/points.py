@@ -4,8 +4,8 @@
                                     ▲                                                  │ sent(): the cursor moves
                                     └───────────── Cursor, for the next process ◀──────┘
 
-The file is the buffer: MLflow may be away for as long as it likes. What is next is handed out again, unchanged, until
-it was sent. Windows are cut by the samples' own times, so that a process that starts anew cuts them alike.
+The file is the buffer: MLflow may be away for any time. The next points are returned again, unchanged, until they were
+sent. The samples' own times delimit windows, so that a restarted process makes the same ones.
 
 Failure cases: half a line, no file: see `samples.py`; the wall clock was set back: a window ends there.
 """
@@ -49,13 +49,10 @@ def telemetry_path(directory: Path, node_rank: int) -> Path:
 
 
 class Points:
-    """The points of one file; for one thread.
+    """The points of one file, which may appear later; for one thread.
 
-    Args:
-        path: of the file, which may come later.
-        num_nodes: of the gang: all of them together stay below the limit of a run.
-        cursor: where another process stopped.
-        backlog_bytes_max: of the file that may wait.
+    The points of all `num_nodes` together stay below a run's limit; more than `backlog_bytes_max` of the file drops the
+    oldest.
     """
 
     def __init__(
@@ -77,11 +74,7 @@ class Points:
         return self._cursor
 
     def next(self, *, ended: bool) -> Sequence[Metric]:
-        """Return what one request has room for, the same again until `sent` is called; nothing when nothing is due.
-
-        Args:
-            ended: whether the file is complete, so that a window need not be full.
-        """
+        """Return one request's points, the same again until `sent`; `ended` allows a window that is not full."""
         if self._batch:
             return self._batch
         room = _POINTS_MAX
@@ -98,7 +91,7 @@ class Points:
         return self._batch
 
     def sent(self) -> None:
-        """Note that what `next` returned has arrived, or was given up."""
+        """Note that the points from `next` have arrived, or were given up."""
         self._batch = []
         waiting = self._window or self._rows
         offset = waiting[0].offset if waiting else self._samples.offset

@@ -1,20 +1,17 @@
-"""One MLflow server over HTTP: addresses, credentials, and what its answers mean for whoever asked.
+"""One MLflow server over HTTP: addresses, credentials, and the classes of its failures.
 
     call, put ─▶ one request, at most 2 s (10 s where MLflow has work to do) ─▶ answer, at most 1 MiB
                                                                              ├▶ TrackerAway     ask again later
                                                                              └▶ TrackerRefused  never ask that again
 
-What counts as away: nobody listens, no answer in time, 408, 425, 429, every 5xx but 501. What counts as refused: what
-MLflow itself says is wrong with the request. All else depends on whether this server has ever answered as an MLflow
-does. If not, it will hardly begin to: a wrong address, a login page, a password that is wrong, a certificate that
-nobody trusts are refused at once, with a hint. If it has, somebody is at work on it, and it is away.
+Away: no listener, no answer in time, 408, 425, 429, every 5xx but 501. Refused: an error about the request from MLflow
+itself. All else depends on whether this server has ever answered as an MLflow does. If not, it is refused at once, with
+a hint: a wrong address, a login page, a wrong password, an untrusted certificate. If it has, it is probably under
+maintenance, and away.
 
-An answer is given up that takes twice its time; only its head, of 100 kB at most, may come byte by byte for longer,
-which holds up the delivery of that one attempt and nothing else.
-
-Credentials are those of the caller's variables, as MLflow reads them, and go to the server these variables name, never
-to another one; where they name none, to none. No redirect is followed. No sentence holds them, nor anything of what a
-server says that a terminal would obey.
+A request is given up after twice its time; only the answer's head, of 100 kB at most, may take longer. Credentials are
+those of the caller's variables, as MLflow reads them, and go only to the server that these variables name. No redirect
+is followed. Messages hold neither credentials nor control characters of a server.
 """
 
 from __future__ import annotations
@@ -51,7 +48,7 @@ _ERRNO = re.compile(r"^\[Errno -?\d+\] ")
 
 
 class MlflowProblem(msgspec.Struct):
-    """What MLflow says when it refuses."""
+    """Error body of a refusal by MLflow."""
 
     error_code: str | int
     message: str = ""
@@ -72,15 +69,10 @@ class _Answer(NamedTuple):
 
 
 class Rest:
-    """One server; for one thread at a time.
-
-    Args:
-        address: its URI, or a function that returns it, or raises `TrackerAway` as long as it is not known.
-        environ: the caller's variables; none where the server is not the caller's choice.
-    """
+    """One server, for one thread at a time; `address` and `environ` as for `MlflowTracker`."""
 
     def __init__(self, address: str | Callable[[], str], environ: Mapping[str, str]) -> None:
-        self._address = _always(address) if isinstance(address, str) else address
+        self._address = address
         self._environ = environ
         self._client: httpx2.Client | None = None
         self._known = False
@@ -98,20 +90,7 @@ class Rest:
         query: Mapping[str, str] | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> T:
-        """Send a request and return what is answered.
-
-        Args:
-            method: for example ``"POST"``.
-            path: below ``/api/2.0/``.
-            body: what is sent as JSON, or None.
-            answer: what comes back.
-            query: parameters of the address.
-            timeout_s: how long an answer may take.
-
-        Raises:
-            TrackerAway: it may work later.
-            TrackerRefused: it will not.
-        """
+        """Send a JSON request to a path below ``/api/2.0/`` and return the answer, after `timeout_s` at most."""
         content = b"" if body is None else msgspec.json.encode(body)
         headers = {"Content-Type": "application/json"} if body is not None else {}
         found = self._send(method, path, content, headers, query or {}, timeout_s)
@@ -191,13 +170,15 @@ class Rest:
 
     def _connected(self) -> httpx2.Client:
         """Return the client for where the server is now."""
-        uri, userinfo = split_userinfo(self._address())
+        uri, userinfo = split_userinfo(self._address if isinstance(self._address, str) else self._address())
         if self._client is not None and uri == self.uri:
             return self._client
         self.close()
         if urlsplit(uri).scheme not in ("http", "https"):
             raise TrackerRefused(f"{uri or 'an empty address'} is not the address of an MLflow server (http or https)")
-        environ = self._environ if _is_named(uri, self._environ) else {}
+        # Only the server that the caller's variables name gets their credentials.
+        is_named = split_userinfo(self._environ.get("MLFLOW_TRACKING_URI", ""))[0] == uri
+        environ = self._environ if is_named else {}
         self.uri = uri
         self._known = False
         self._client = httpx2.Client(
@@ -211,7 +192,7 @@ class Rest:
         return self._client
 
     def _problem(self, found: _Answer) -> Exception:
-        """Return what an answer of 300 or more means."""
+        """Return the exception for an answer of 300 or more."""
         try:
             problem = from_json(found.body, MlflowProblem)
         except msgspec.MsgspecError:
@@ -232,24 +213,15 @@ class Rest:
         return kinds.get(str(problem.error_code), TrackerRefused)(f"MLflow at {self.uri} answers {said}")
 
     def _strange(self, what: str) -> Exception:
-        """Return the exception for what no MLflow that knows us says: final if it never did."""
+        """Return the exception for an answer that is not MLflow's: final unless it answered well before."""
         if self._known:
             return TrackerAway(f"MLflow at {self.uri} is not itself: {what}")
         return TrackerRefused(f"MLflow at {self.uri} cannot be used: {what}")
 
 
 def make_ready() -> None:
-    """Load what the first request would load, 100 ms of it: a process that will be in a hurry calls this before."""
+    """Load the modules of the first request (100 ms), for a process that will be in a hurry."""
     httpx2.Client(verify=False, trust_env=False).close()
-
-
-def _always(address: str) -> Callable[[], str]:
-    return lambda: address
-
-
-def _is_named(uri: str, environ: Mapping[str, str]) -> bool:
-    """Return whether the caller's variables, and with them the credentials, are meant for this server."""
-    return split_userinfo(environ.get("MLFLOW_TRACKING_URI", ""))[0] == uri
 
 
 def _headers(environ: Mapping[str, str], userinfo: str) -> dict[str, str]:
@@ -282,7 +254,7 @@ def _credentials_file(name: str, password: str) -> tuple[str, str]:
 
 
 def _trust(uri: str, environ: Mapping[str, str]) -> ssl.SSLContext | bool:
-    """Return what checks the server's certificate; making that costs 20 ms, which plain HTTP need not pay."""
+    """Return the check of the server's certificate (20 ms to make); False for plain HTTP."""
     if not uri.startswith("https://"):
         return False
     bundle = next((environ[name] for name in _BUNDLES if environ.get(name)), None)
@@ -324,7 +296,7 @@ def proxy_for(uri: str, environ: Mapping[str, str]) -> str | None:
 
 
 def _unsendable(error: Exception) -> str:
-    """Return why there can be no request, without what is wrong in it, which may be a credential."""
+    """Return why a request is impossible, without the faulty part, which may be a credential."""
     if isinstance(error, ImportError):
         return "a SOCKS proxy needs a package that is not installed beside serverless-gpu (socksio)"
     kind = type(error).__name__
@@ -340,6 +312,6 @@ def _why(error: httpx2.TransportError, timeout_s: float) -> str:
 
 
 def _shown(text: str) -> str:
-    """Return the beginning of a text that others wrote, on one line, without what a terminal would obey."""
+    """Return the beginning of a foreign text, on one line and without control characters."""
     printable = "".join(char if char.isprintable() else " " for char in text)
     return " ".join(printable.split())[:_TEXT_CHARACTERS_MAX]

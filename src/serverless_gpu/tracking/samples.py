@@ -1,10 +1,10 @@
-"""Reads a file of samples on, from an offset: it is the buffer of whatever is sent, and may be written to meanwhile.
+"""Reads a growing file of samples from an offset; the file is the buffer of the delivery.
 
     logs/<node rank>.telemetry   header, sample, sample, header, sample, …  ─▶ Samples.read() ─▶ (header, sample), …
                                                      ▲ offset: a cursor that survives its reader
 
-Failure cases: no file yet, or none any more: nothing to read; half a line at the end: it is read when it is whole, and
-left out when its writer was killed; a reader that begins in the middle finds the header that holds there.
+A missing file has nothing to read. Half a line is read when it is whole, and skipped when its writer was killed. A
+reader that begins in the middle finds the header that applies there.
 """
 
 from __future__ import annotations
@@ -18,12 +18,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 class Samples:
-    """The reader of one file.
-
-    Args:
-        path: the file.
-        offset: where an earlier reader stopped.
-    """
+    """Reader of one file, from an earlier reader's offset on."""
 
     def __init__(self, path: Path, offset: int = 0) -> None:
         self._path = path
@@ -44,11 +39,7 @@ class Samples:
             return 0
 
     def read(self, limit: int = _CHUNK_BYTES) -> list[tuple[Header, Sample]]:
-        """Return what comes next, each sample with the header that holds for it; nothing when that is all.
-
-        Args:
-            limit: bytes to read at most; a line that is longer is left out.
-        """
+        """Return the next samples with their headers, from `limit` bytes at most; a longer line is skipped."""
         data = _bytes(self._path, self._offset, limit)
         lines, used = decode(data)
         self._offset += used if used or len(data) < limit else len(data)

@@ -1,4 +1,4 @@
-"""What deliveries of one run in one process have to know of each other: its attempts may all be on their way."""
+"""State shared by deliveries of one run in one process: several of its attempts may be on their way."""
 
 from __future__ import annotations
 
@@ -7,12 +7,7 @@ import weakref
 
 
 class Together:
-    """Shared by the deliveries of a run.
-
-    Attributes:
-        lock: held from a look at the MLflow run to what is done about it.
-        asked_ns: when one of them last asked for the MLflow run without an answer yet, nanoseconds since 1970, or 0.
-    """
+    """Shared state of a run's deliveries."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -24,7 +19,7 @@ _of_runs: weakref.WeakValueDictionary[str, Together] = weakref.WeakValueDictiona
 
 
 def together(run_id: str) -> Together:
-    """Return what the deliveries of a run share; it is forgotten with the last of them."""
+    """Return the shared state of a run's deliveries; it is dropped with the last of them."""
     with _guard:
         shared = _of_runs.get(run_id)
         if shared is None:

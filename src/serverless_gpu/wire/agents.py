@@ -1,4 +1,4 @@
-"""Nodes: how an agent joins the server and what it is told to do. The agent dials out; nothing on a node listens, but a
+"""Nodes: how an agent joins the server and gets its orders. The agent dials out; nothing on a node listens, but a
 crew's supervisor while its gang meets (`node/supervisor/rendezvous.py`).
 
     POST /agents                            AgentHello → AgentWelcome    (scope `agent`; again after a reconnect)
@@ -116,7 +116,7 @@ def is_off(clock: ClockReading | None) -> bool:
 
 
 def clock_text(clock: ClockReading | None) -> str:
-    """Return what is said of a node's clock that is off, in words that follow its name, or ""."""
+    """Return the remark about a node's clock that is off, to follow its name, or ""."""
     if clock is None or not is_off(clock):
         return ""
     apart = format_duration_ms(abs(clock.ahead_ns) // 1_000_000)

@@ -18,7 +18,7 @@ from serverless_gpu.wire.exchange import ANSWER_S, CONNECT_S, Exchange, Reply
 
 
 class BriefConnection(Exchange):
-    """One server and one token, for a few requests one after another; its arguments are those of `Exchange`."""
+    """One server and one token, for a few requests in sequence; the arguments are `Exchange`'s."""
 
     def _send(
         self, method: str, path: str, *, content: bytes | None, headers: Mapping[str, str], params: Mapping[str, str]

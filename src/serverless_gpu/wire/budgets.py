@@ -1,6 +1,6 @@
-"""Budgets: how much somebody may use in a day, week or month, and how much of that is used.
+"""Budgets: limits of use per day, week or month, and their use.
 
-GET    /budgets                          → BudgetList    as far as whoever asks may see it
+GET    /budgets                          → BudgetList    as far as the caller may see it
 GET    /budgets/{name}                   → BudgetView
 PUT    /budgets/{name}   BudgetRequest   → BudgetView    made, or put in the place of another
 POST   /budgets/{name}/reopen            → BudgetView    one that has stopped runs lets others start again

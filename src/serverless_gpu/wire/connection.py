@@ -1,4 +1,4 @@
-"""The connection to a server that clients and nodes use: bodies in, bodies out, problems as our own exceptions.
+"""The connection of clients and nodes to a server: bodies in, bodies out, problems as our own exceptions.
 
     ask     one request, one answer            tried again while the server is away, for as long as `patience_s` says
     put     bytes of a part or an object       likewise
@@ -30,12 +30,7 @@ EVENT_BYTES_MAX = 32 << 20
 class Connection(Exchange):
     """One server and one token; safe to use from several threads, not after a fork.
 
-    Args:
-        url: as for `Exchange`.
-        token: as for `Exchange`.
-        patience_s: as for `Exchange`.
-        announce: as for `Exchange`.
-        ca: file with certificates to trust; "" for the system's.
+    The arguments are those of `Exchange`.
     """
 
     def __init__(
@@ -64,18 +59,9 @@ class Connection(Exchange):
         answer: Any,
         query: Mapping[str, str] | None = None,
     ) -> Iterator[Any]:
-        """Yield the events of a stream, until the server ends it.
+        """Yield the events of a stream until the server ends it; `answer` is their type or tagged union.
 
-        Args:
-            method: ``"GET"``, or ``"POST"`` for a request that is answered by a stream.
-            path: as for `ask`.
-            body: as for `ask`.
-            answer: a type, or a tagged union of types: what events carry, and what is yielded.
-            query: as for `ask`.
-
-        Raises:
-            ServerUnavailable: the server is away, or the connection broke.
-            ServerlessGpuError: the server refused.
+        Raises ServerUnavailable when the connection breaks: only the reader knows where to go on.
         """
         decode = decoder(answer).decode
         headers = {**self._headers(), "Accept": "text/event-stream"}
@@ -102,7 +88,7 @@ class Connection(Exchange):
             raise ServerProblem(f"what {self.url}{API}{path} says cannot be understood: {error}") from None
 
     def close(self) -> None:
-        """Close all connections; whoever waits for the server in another thread gives up."""
+        """Close all connections; waits for the server in other threads end."""
         super().close()
         self._client.close()
 

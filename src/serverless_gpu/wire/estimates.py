@@ -71,7 +71,7 @@ def estimate_view(estimate: StartEstimate, now_ns: int) -> EstimateView:
 
 
 def estimate_of(view: EstimateView) -> StartEstimate:
-    """Return what a view says, as decisions have it."""
+    """Return a view as the scheduler's estimate."""
     wait = None if view.waiting is None else wait_of(view.waiting, "")
     return StartEstimate(
         at_ns=view.at_ns,

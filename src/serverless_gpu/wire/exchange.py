@@ -1,4 +1,4 @@
-"""Requests and answers of a server, tried again while it is away; who carries the bytes is a subclass's.
+"""Requests to a server, retried while it is away; subclasses carry the bytes.
 
     Connection        `connection.py`: many requests, threads, streams; by httpx2
     BriefConnection   `brief.py`: a few requests of a command; by the standard library, loaded quickly
@@ -6,10 +6,10 @@
 Everything that is tried again must mean the same twice; that is so for every route of `wire` (identifiers are made by
 the client, reports and parts are idempotent). Plain `http://` is for loopback: a token goes with every request.
 
-Failure cases: nobody listens, the connection breaks, 502 to 504, or a problem whose class is retryable →
-`ServerUnavailable` once patience is over, and one line when the wait begins and ends (a server that was started again
-on another port, or with another token, is found there, where whoever made the connection can tell); an answer that is
-no JSON of ours (a proxy's page) → `ServerProblem` with its status.
+Failure cases: no listener, a broken connection, 502 to 504, or a problem whose class is retryable → `ServerUnavailable`
+once patience is over, and one line when the wait begins and ends (the wait follows a server that restarted on another
+port, or with another token, if `url` and `token` are functions); an answer that is not our JSON (a proxy's page) →
+`ServerProblem` with its status.
 """
 
 from __future__ import annotations
@@ -51,32 +51,21 @@ _TEXT_CHARACTERS_MAX = 200
 
 
 class Reply(NamedTuple):
-    """An answer of a server, whole.
-
-    Attributes:
-        url: what was asked for, without parameters.
-    """
+    """A whole answer of a server."""
 
     status: int
     content: bytes
     headers: Mapping[str, str]
-    url: str
+    url: str  # without parameters
 
 
 class Exchange(abc.ABC):
     """One server and one token.
 
-    Args:
-        url: for example ``http://127.0.0.1:7878``; or a function that returns it, which is asked again, also in other
-            threads, when the server does not answer there.
-        token: sent with every request; or a function that returns it, which is asked again when it is not good any
-            more.
-        patience_s: how long a server that is away is waited for, in seconds.
-        announce: given one line when that wait begins and one when it is over.
-        ca: file with certificates to trust; "" for the system's.
-
-    Attributes:
-        url: where it is now, without a slash at its end.
+    `url` and `token` are texts, or functions for their current values: the exchange calls `url` again, also in other
+    threads, when the server does not answer, and `token` when the server rejects it. `patience_s` bounds the wait for a
+    server that is away, in seconds; `announce` gets a line at its start and end. `ca` is a file with certificates to
+    trust, "" for the system's.
     """
 
     def __init__(
@@ -107,32 +96,26 @@ class Exchange(abc.ABC):
         answer: type[T],
         query: Mapping[str, str] | None = None,
     ) -> T:
-        """Send a request and return the answer's body.
+        """Send a request and return the answer's body; `path` is below ``/api/v1``, `answer` None for no body.
 
-        Args:
-            method: for example ``"GET"``.
-            path: below ``/api/v1``, with a slash in front.
-            body: what is sent, or None.
-            answer: what comes back; None for nothing.
-            query: parameters of the address.
-
-        Raises:
-            ServerUnavailable: the server is away, and patience is over.
-            ServerlessGpuError: the server refused; the class is that of its code.
+        Raises ServerUnavailable once patience is over, or the ServerlessGpuError of the refusal's code.
         """
         content = None if body is None else msgspec.json.encode(body)
         headers = {"Content-Type": "application/json"} if content is not None else {}
         reply = self._patiently(method, path, content=content, headers=headers, params=dict(query or {}))
         if answer is type(None):
             return None
-        return _decoded(reply, answer)
+        try:
+            return from_json(reply.content, answer)
+        except msgspec.MsgspecError as error:
+            raise ServerProblem(f"the answer of {reply.url} cannot be understood: {error}") from None
 
     def health(self) -> Health:
         """Return how the server is, also when it is not well; as `ask` otherwise."""
         reply = self._patiently("GET", "/health", fine=(503,))
         try:
             return from_json(reply.content, Health)
-        except msgspec.MsgspecError:  # something in front of the server says that it is away
+        except msgspec.MsgspecError:  # a proxy in front of the server answered for it
             raise problem_of(reply) from None
 
     def put(self, path: str, data: bytes | memoryview) -> None:
@@ -156,7 +139,7 @@ class Exchange(abc.ABC):
         return (b"" if reply.status == 416 else reply.content), reply.headers
 
     def renew(self) -> bool:
-        """Take the token that there is by now; return whether it is another one."""
+        """Take the current token; return whether it is another one."""
         token = self._whose()
         if token == self._token:
             return False
@@ -164,7 +147,7 @@ class Exchange(abc.ABC):
         return True
 
     def close(self) -> None:
-        """Send nothing more; whoever waits for the server in another thread gives up."""
+        """Refuse further requests; waits for the server in other threads end."""
         self._closed.set()
 
     # --- below ---------------------------------------------------------------------------------------------------
@@ -173,14 +156,10 @@ class Exchange(abc.ABC):
     def _send(
         self, method: str, path: str, *, content: bytes | None, headers: Mapping[str, str], params: Mapping[str, str]
     ) -> Reply:
-        """Send a request to `self.url` with `self._headers()` and return the answer.
-
-        Raises:
-            ServerUnavailable: the server does not answer; made by `_away`.
-        """
+        """Send a request to `self.url` with `self._headers()`; without an answer raise `_away`'s exception."""
 
     def _headers(self) -> dict[str, str]:
-        """Return what goes with every request."""
+        """Return the headers of every request."""
         return {
             "Authorization": f"Bearer {self._token}",
             "User-Agent": f"serverless-gpu/{__version__}",
@@ -214,7 +193,7 @@ class Exchange(abc.ABC):
             return reply
 
     def _has_moved(self) -> bool:
-        """Turn to where the server is by now; return whether that is somewhere else."""
+        """Take the server's current address; return whether it is another one."""
         url = self._address().rstrip("/")
         if url == self.url or url.partition(":")[0] != self.url.partition(":")[0]:
             return False
@@ -238,17 +217,18 @@ class Exchange(abc.ABC):
         return reply
 
     def _away(self, error: Exception, *, is_no_http: bool = False) -> ServerUnavailable:
-        """Return the exception for a server that does not answer.
-
-        Args:
-            error: what the transport says.
-            is_no_http: whether something answers that does not speak HTTP.
-        """
+        """Return the exception for a transport error; `is_no_http` if another protocol answers."""
         said = str(error)
         if _UNTRUSTED in said:
+            hint = "of an authority of your own? `sgpu login URL --ca FILE`, with the authority's certificate"
+            if "mismatch" in said:
+                hint = "use a name that it has; whoever runs the server sees them where `sgpu up` says `others:`"
+            elif "expired" in said or "not yet valid" in said:
+                hint = "is the clock of this machine right? whoever runs the server renews the certificate"
+            why = said.partition("certificate verify failed: ")[2].partition(" (_ssl")[0] or said
             return ServerUnavailable(
-                f"the certificate of the server at {self.url} is not trusted here ({_UNTRUSTED}: {_untrusted(said)})",
-                hint=_trusted_by(said),
+                f"the certificate of the server at {self.url} is not trusted here ({_UNTRUSTED}: {why})",
+                hint=hint,
             )
         hint = "is `sgpu up` running there? `sgpu doctor` looks"
         if proxy := proxy_variable(self.url, os.environ):
@@ -261,13 +241,9 @@ class Exchange(abc.ABC):
 
 
 def proxy_variable(url: str, environ: Mapping[str, str]) -> str:
-    """Return the variable that names a proxy for an address, "" where there is none or the address is of this machine.
+    """Return the variable that names a proxy for a remote address, or ""; lower case wins, as in curl.
 
-    Connections to a server pass no proxy: it would see the token. Somebody whose network has one may expect otherwise.
-
-    Args:
-        url: of the server.
-        environ: the variables; lower case wins, as in curl and requests.
+    Connections to a server bypass proxies, which would see the token. A user behind one may expect otherwise.
     """
     parts = urlsplit(url)
     if parts.hostname in ("localhost", "127.0.0.1", "::1"):
@@ -278,13 +254,6 @@ def proxy_variable(url: str, environ: Mapping[str, str]) -> str:
 
 def _always(text: str) -> Callable[[], str]:
     return lambda: text
-
-
-def _decoded(reply: Reply, answer: type[T]) -> T:
-    try:
-        return from_json(reply.content, answer)
-    except msgspec.MsgspecError as error:
-        raise ServerProblem(f"the answer of {reply.url} cannot be understood: {error}") from None
 
 
 def problem_of(reply: Reply) -> ServerlessGpuError:
@@ -302,16 +271,3 @@ def problem_of(reply: Reply) -> ServerlessGpuError:
         there = problem.shortage
         error.gpus, error.gpu_type, error.pool, error.choices = there.gpus, there.gpu_type, there.pool, there.choices
     return error
-
-
-def _untrusted(said: str) -> str:
-    return said.partition("certificate verify failed: ")[2].partition(" (_ssl")[0] or said
-
-
-def _trusted_by(said: str) -> str:
-    """Return what mends that a certificate is not trusted."""
-    if "mismatch" in said:
-        return "use a name that it has; whoever runs the server sees them where `sgpu up` says `others:`"
-    if "expired" in said or "not yet valid" in said:
-        return "is the clock of this machine right? whoever runs the server renews the certificate"
-    return "of an authority of your own? `sgpu login URL --ca FILE`, with the authority's certificate"

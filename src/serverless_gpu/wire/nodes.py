@@ -1,4 +1,4 @@
-"""What people decide about a node, beside what it says of itself: that it is drained, whose it is, GPUs left out.
+"""Rules of people for a node, beside its own report: drained, owner and calendar, GPUs left out.
 
     PUT /nodes/{node}/drain       NodeDrainRequest  → NodeView
     PUT /nodes/{node}/calendar    CalendarRequest   → NodeView

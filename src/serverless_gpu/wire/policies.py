@@ -2,7 +2,7 @@
 
 GET    /policies?mine                                  → PolicyList   mine: those that one's own runs can be under
 GET    /policies/{name}                                → PolicyView
-PUT    /policies/{name}         PolicyRequest          → PolicyView   whole: what is not said is not in it
+PUT    /policies/{name}         PolicyRequest          → PolicyView   whole: fields that are left out are unset
 DELETE /policies/{name}                                → PolicyView   as it was; refused while it is attached
 PUT    /policies/{name}/holders/{kind}/{holder}        → PolicyView   kind: "user", "service", "team"
 DELETE /policies/{name}/holders/{kind}/{holder}        → PolicyView

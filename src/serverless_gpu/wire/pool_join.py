@@ -1,4 +1,4 @@
-"""How a machine becomes a node of a pool: it shows a join token, and gets what is its own.
+"""Joining: a machine shows a join token, and gets a node token of its own.
 
     POST   /agents/join    JoinRequest    → JoinAnswer       (a join token)
     GET    /agents/ray                    → RayPool          (a node's own token: it has joined before)

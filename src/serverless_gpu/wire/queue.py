@@ -1,6 +1,6 @@
-"""The queue: who waits, who has how much of it, and what was decided about both.
+"""The queue and shares: waiting runs, use by team and user, and their weights.
 
-GET    /queue?limit                                    → QueueView    as far as whoever asks may see it
+GET    /queue?limit                                    → QueueView    as far as the caller may see it
 GET    /shares                                         → ShareList
 PUT    /shares/{kind}/{name}    ShareRequest           → ShareView    kind: "team", "user"
 DELETE /shares/{kind}/{name}                           → ShareView    it has 1 again, as everybody who was not named

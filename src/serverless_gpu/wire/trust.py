@@ -8,14 +8,7 @@ from serverless_gpu.errors import InvalidValue
 
 
 def trust(ca: str) -> ssl.SSLContext:
-    """Return what checks a server's certificate; making that costs 20 ms, which plain HTTP need not pay.
-
-    Args:
-        ca: file with certificates to trust; "" for the system's.
-
-    Raises:
-        InvalidValue: it cannot be read.
-    """
+    """Return the context that checks a server's certificate (20 ms to make); "" is the system's."""
     try:
         return ssl.create_default_context(cafile=ca or None)
     except OSError as error:

@@ -107,7 +107,7 @@ def wait_view(wait: Wait) -> WaitView:
 
 
 def wait_of(view: WaitView, run_id: str) -> Wait | None:
-    """Return what a view says of a run, as decisions have it; None for a reason that this version does not know."""
+    """Return a view as the scheduler's wait; None for a reason that this version does not know."""
     if view.reason not in _REASONS:
         return None
     wait = from_builtins(msgspec.to_builtins(view) | {"run_id": run_id}, Wait)

@@ -1,4 +1,1 @@
-"""Commands about people and access: `login`, `user`, `team`, `token`, `policy`, `secret`, `audit`.
-
-Each module is one command group. Start with `principals.py`.
-"""
+"""Commands about people and access, one module per group: `user`, `token`, `policy` …. Start with `principals.py`."""

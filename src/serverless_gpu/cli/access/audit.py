@@ -1,4 +1,4 @@
-"""`sgpu audit`: who did what on a server, a copy of that elsewhere, and whether both are what was written down."""
+"""`sgpu audit`: the log of actions on a server, copies of it elsewhere, and checks of both."""
 
 from __future__ import annotations
 
@@ -46,7 +46,11 @@ def list_entries(who: str, action: str, subject: str, limit: int, as_json: bool)
     if as_json:
         print_json(found)
         return
-    for line in columns([["WHEN", "WHO", "DID", "TO", ""], *(_row(each) for each in found)]):
+    rows = [["WHEN", "WHO", "DID", "TO", ""]]
+    for each in found:
+        detail = msgspec.json.encode(each.detail).decode() if each.detail else ""
+        rows.append([format_moment(each.at_ns), each.principal, each.action, each.subject, detail])
+    for line in columns(rows):
         say(line)
 
 
@@ -112,7 +116,7 @@ def _followed(links: Iterable[ChainedEntry], *, after: ChainHead) -> ChainHead:
 
 
 def compare_links(links: Iterable[ChainedEntry], copied: Iterator[ChainedEntry], file: Path) -> Iterator[ChainedEntry]:
-    """Yield the server's entries, as long as they are those of the copy, and the copy has no more than those."""
+    """Yield the server's entries; raise AuditBroken where the copy differs or has more."""
     known: ChainedEntry | None = None
     for link in links:
         known = next(copied, None)
@@ -152,11 +156,6 @@ def _refuse_stuck(page: AuditPage) -> None:
             f"{page.pending} entries are not in the chain, the oldest since {format_moment(since_ns)}",
             hint="the server's log says what keeps it from chaining them",
         )
-
-
-def _row(link: ChainedEntry) -> list[str]:
-    detail = msgspec.json.encode(link.detail).decode() if link.detail else ""
-    return [format_moment(link.at_ns), link.principal, link.action, link.subject, detail]
 
 
 def _told(link: ChainedEntry) -> str:

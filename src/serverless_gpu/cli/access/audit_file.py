@@ -3,7 +3,7 @@
     {"number":1,"seq":1,"at_ns":…,"principal":"ada","action":"run.create","subject":"01m…","detail":{…},"sha256":"…", …}
 
 Failure cases: killed while writing (the torn last line is cut off the next time); no room (an OSError; what was written
-stays good); two exports at once (the second is refused); a line that somebody changed (`AuditBroken`, which names it).
+stays good); two exports at once (the second is refused); a changed line (`AuditBroken`, which names it).
 """
 
 from __future__ import annotations
@@ -27,21 +27,13 @@ _decode = msgspec.json.Decoder(ChainedEntry).decode
 
 
 def read(path: Path) -> Iterator[ChainedEntry]:
-    """Yield the entries of a copy, unchecked.
-
-    Raises:
-        InvalidValue: a line is no entry.
-    """
+    """Yield the entries of a copy, unchecked; raise InvalidValue at a malformed line."""
     with path.open("rb") as file:
         yield from _links(file, path)
 
 
 def whole(path: Path, *, after: ChainHead = ChainHead()) -> ChainHead:  # noqa: B008 - it cannot change
-    """Return where a copy ends.
-
-    Raises:
-        AuditBroken: it is not as it was written.
-    """
+    """Return where a copy ends; raise AuditBroken unless its chain is intact."""
     head, problem = follow(read(path), after=after)
     if problem:
         raise AuditBroken(f"{path}: {problem}", hint="compare it with another copy")
@@ -50,13 +42,7 @@ def whole(path: Path, *, after: ChainHead = ChainHead()) -> ChainHead:  # noqa: 
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[tuple[IO[bytes], ChainHead]]:
-    """Yield a copy to add to, made if needed, and where it ends; nobody else adds to it meanwhile.
-
-    Raises:
-        AuditBroken: it is not as it was written.
-        InvalidValue: somebody else adds to it, or what is there is no file.
-        StorageError: its file system refuses locks.
-    """
+    """Yield a copy under an exclusive lock, created if needed, and where it ends; AuditBroken if altered."""
     refuse_other(path)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "r+b") as file:

@@ -182,7 +182,6 @@ def _path(name: str) -> str:
 
 
 def _changes(said: Mapping[str, Any]) -> dict[str, object]:
-    """Return what was said on the command line, by field of a policy."""
     changes: dict[str, object] = {}
     if said["pool"] is not None:
         changes["pool"] = "" if said["pool"] == ANY else said["pool"]
@@ -194,7 +193,11 @@ def _changes(said: Mapping[str, Any]) -> dict[str, object]:
         if said[option] is not None:
             changes[option] = _names(said[option])
     if "priorities" in changes:
-        changes["priorities"] = tuple(_priority(name) for name in _names(said["priorities"]))
+        named = {each.value: each for each in Priority}
+        unknown = f"is none of {', '.join(named)}"
+        changes["priorities"] = tuple(
+            named.get(name.upper()) or _bad("priorities", f"{name!r} {unknown}") for name in _names(said["priorities"])
+        )
     for option, field in _COUNTS.items():
         if said[option] is not None:
             changes[field] = _count(option, said[option])
@@ -207,7 +210,10 @@ def _changes(said: Mapping[str, Any]) -> dict[str, object]:
     if said["required"]:
         changes["required_tags"] = dict(_required(text) for text in _texts(said["required"]))
     if said["default"]:
-        changes["default_tags"] = dict(_default(text) for text in _texts(said["default"]))
+        for text in _texts(said["default"]):
+            if "=" not in text:
+                _bad("default_tag", f"{text!r} is not like team=search")
+        changes["default_tags"] = dict(text.split("=", 1) for text in _texts(said["default"]))
     if said["environments"]:
         changes["environments"] = tuple(_texts(said["environments"]))
     return changes
@@ -228,22 +234,12 @@ def _count(option: str, text: str) -> int | None:
     return int(text) if text.isascii() and text.isdecimal() else _bad(option, f"{text!r} is no number of {what}")
 
 
-def _priority(name: str) -> Priority:
-    named = {each.value: each for each in Priority}
-    return named.get(name.upper()) or _bad("priorities", f"{name!r} is none of {', '.join(named)}")
-
-
 def _required(text: str) -> tuple[str, tuple[str, ...]]:
     key, sign, values = text.partition("=")
     accepted = tuple(value for value in values.split(",") if value)
     if sign and not accepted:
         _bad("require_tag", f"{text!r} accepts no value; {key!r} alone accepts any")
     return key, accepted
-
-
-def _default(text: str) -> tuple[str, str]:
-    key, sign, value = text.partition("=")
-    return (key, value) if sign else _bad("default_tag", f"{text!r} is not like team=search")
 
 
 def _bad(option: str, why: str) -> NoReturn:

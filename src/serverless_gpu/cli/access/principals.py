@@ -1,4 +1,4 @@
-"""`sgpu login`, `sgpu whoami`, `sgpu user`, `sgpu team`: who one is on a server, and who else is there."""
+"""`sgpu login`, `sgpu whoami`, `sgpu user`, `sgpu team`: the caller's identity on a server, its users and teams."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`sgpu secret`: passwords and keys that runs get, of a server, or of this home for runs of this machine.
 
-A value is typed, piped or read from a file, and never an argument: those can be seen by everybody on the machine.
+A value is typed, piped or read from a file, and never an argument: every user of the machine can read those.
 """
 
 from __future__ import annotations
@@ -70,7 +70,10 @@ def list_secrets(local: bool, as_json: bool) -> None:
     if as_json:
         print_json(found)
         return
-    rows = [[view.name, f"{view.version}", _whose(view), view.by, format_moment(view.created_ns)] for view in found]
+    rows = []
+    for view in found:
+        owner = f"team {view.team}" if view.team else view.owner
+        rows.append([view.name, f"{view.version}", owner, view.by, format_moment(view.created_ns)])
     for line in columns([["NAME", "VERSION", "OF", "SET BY", "AT"], *rows]):
         say(line)
 
@@ -104,10 +107,6 @@ def _read(name: str, path: Path | None) -> bytes:
 def _refuse_both(team: str, local: bool) -> None:
     if team and local:
         raise click.UsageError("--team is a server's, --local is this home's: say one of them")
-
-
-def _whose(view: SecretView) -> str:
-    return f"team {view.team}" if view.team else view.owner
 
 
 def _of(view: SecretView) -> str:

@@ -1,4 +1,4 @@
-"""`sgpu token`: what scripts and services sign in with."""
+"""`sgpu token`: tokens with which scripts and services sign in."""
 
 from __future__ import annotations
 
@@ -26,8 +26,15 @@ def list_tokens(as_json: bool) -> None:
     if as_json:
         print_json(tokens)
         return
-    head = ["ID", "OF", "LABEL", "SCOPES", "STATE", "LAST USED"]
-    for line in columns([head, *(_row(each) for each in tokens)]):
+    rows = [["ID", "OF", "LABEL", "SCOPES", "STATE", "LAST USED"]]
+    for each in tokens:
+        used = "never" if each.used_ns is None else format_moment(each.used_ns)
+        scopes = " ".join(each.scopes) or "all"
+        state = "good" if each.expires_ns is None else f"until {format_moment(each.expires_ns)}"
+        if each.revoked_ns is not None:
+            state = f"revoked {format_moment(each.revoked_ns)}"
+        rows.append([each.id, each.principal, each.label or "-", scopes, state, used])
+    for line in columns(rows):
         say(line)
 
 
@@ -59,18 +66,7 @@ def revoke(identifier: str) -> None:
 
 
 def say_secret(made: TokenMade) -> None:
-    """Print the secret of a new token on stdout, and what it is on stderr, so that it can be piped into a file."""
+    """Print a new token's secret on stdout, for piping into a file, and its description on stderr."""
     until = "does not expire" if made.token.expires_ns is None else f"until {format_moment(made.token.expires_ns)}"
     say(f"token {made.token.id} of {made.token.principal}, {until}; shown this once:", err=True)
     say(made.secret)
-
-
-def _row(view: TokenView) -> list[str]:
-    used = "never" if view.used_ns is None else format_moment(view.used_ns)
-    return [view.id, view.principal, view.label or "-", " ".join(view.scopes) or "all", _state(view), used]
-
-
-def _state(view: TokenView) -> str:
-    if view.revoked_ns is not None:
-        return f"revoked {format_moment(view.revoked_ns)}"
-    return "good" if view.expires_ns is None else f"until {format_moment(view.expires_ns)}"

@@ -1,4 +1,4 @@
-"""`sgpu env`: what Python sees, captured into a store, restored from it, compared, and what nobody needs deleted.
+"""`sgpu env`: captures Python environments into a store, restores and compares them, and deletes unneeded ones.
 
     show.py           show · fingerprint · diff     writes nothing but the index that makes the next scan fast
     capture.py        capture · restore

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -25,7 +24,7 @@ from serverless_gpu.units import format_bytes, format_duration_ms
 
 
 def capture(python: str | None, store: str | None, *, repair: bool, as_json: bool) -> None:
-    """Capture an environment and say what was new."""
+    """Capture an environment and print what was new."""
     directory = locations.environments()
     described = locations.describe(python)
     blobs = locations.blobs(store, directory)
@@ -43,17 +42,14 @@ def capture(python: str | None, store: str | None, *, repair: bool, as_json: boo
         print_json(_captured_json(captured, blobs.store.url, took_ms) | ({"repaired": removed} if repair else {}))
         return
     if repair:
-        say(f"damaged in the store, and sent again: {_short(removed) or 'nothing'}")
+        shown = ", ".join(key[: key.index("/") + 1 + SHORT] for key in removed)
+        say(f"damaged in the store, and sent again: {shown or 'nothing'}")
     for line in captured_text(captured, blobs.store.url, took_ms):
         say(line)
 
 
-def _short(keys: Sequence[str]) -> str:
-    return ", ".join(key[: key.index("/") + 1 + SHORT] for key in keys)
-
-
 def captured_text(captured: Captured, url: str, took_ms: int) -> list[str]:
-    """Return what a capture did, for a person; the address is the last line."""
+    """Return the summary of a capture; its last line is the address."""
     snapshot, new = captured.snapshot, _new(captured)
     known = len(snapshot.addresses()) - len(new)
     lines = [f"captured {format_bytes(snapshot.size)} in {snapshot.files:,} files, in {format_duration_ms(took_ms)}"]
@@ -110,7 +106,7 @@ def restore_into(
 
 
 def restored_text(made: Exported, snapshot: Snapshot) -> list[str]:
-    """Return what a restore did, for a person; the command that uses it is the last line."""
+    """Return the summary of a restore; its last line is the command that uses it."""
     lines = [
         f"restored {format_bytes(snapshot.size)} in {snapshot.files:,} files, in {format_duration_ms(made.ms)}",
         f"fetched: {made.units_fetched} of {len(snapshot.addresses())} units, {format_bytes(made.fetched_bytes)}",

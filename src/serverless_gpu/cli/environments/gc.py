@@ -1,4 +1,4 @@
-"""`sgpu env gc`: condemning and deleting in a store, and shrinking what was unpacked on this node."""
+"""`sgpu env gc`: deletes unneeded objects of a store and shrinks the cache of this node."""
 
 from __future__ import annotations
 
@@ -24,19 +24,7 @@ _UNREADABLE_MAX = 5
 def collect_garbage(
     amounts: tuple[str, str, str | None], store: str | None, *, force: bool, dry_run: bool, as_json: bool
 ) -> None:
-    """Collect, and say what went.
-
-    Args:
-        amounts: keep, grace and size of the cache, as they were typed.
-        store: what was typed.
-        force: whether the grace may be shorter than a capture, because none goes on.
-        dry_run: whether only to say what would go.
-        as_json: for machines.
-
-    Raises:
-        InvalidValue: the grace is shorter than a capture may take.
-        StorageError: another collection is at work.
-    """
+    """Collect garbage by typed keep, grace and cache size; `force` allows a grace shorter than a capture."""
     keep, grace, cache_size = amounts
     keep_s, grace_s = age_s("--keep", keep), age_s("--grace", grace)
     if grace_s < CAPTURE_S_MAX and not (force or dry_run):
@@ -47,7 +35,8 @@ def collect_garbage(
     limit = None if cache_size is None else size_bytes("--cache", cache_size)
     directory = locations.environments()
     blobs, cache = locations.blobs(store, directory), Cache(directory)
-    in_use = _in_use(cache, keep_s)
+    since_ns = SystemClock().wall_ns() - keep_s * 1_000_000_000
+    in_use = [one.address for one in environments(cache) if one.held or one.used_ns > since_ns]
     with Meters() as meters:
         done = collect(blobs, in_use=in_use, keep_s=keep_s, grace_s=grace_s, dry_run=dry_run, report=meters.report)
     if done.busy:
@@ -68,14 +57,8 @@ def collect_garbage(
         sys.exit(1)
 
 
-def _in_use(cache: Cache, keep_s: int) -> list[str]:
-    """Return the snapshots that stay whatever their age: running here, or used here not long ago."""
-    since_ns = SystemClock().wall_ns() - keep_s * 1_000_000_000
-    return [one.address for one in environments(cache) if one.held or one.used_ns > since_ns]
-
-
 def collected_text(done: CollectionResult, url: str) -> list[str]:
-    """Return what a collection did, for a person."""
+    """Return the summary of a collection."""
     deleted, condemned = ("would delete", "would condemn") if done.dry_run else ("deleted", "condemned")
     lines = [
         url,

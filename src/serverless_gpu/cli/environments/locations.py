@@ -26,36 +26,21 @@ def environments() -> Path:
 
 
 def recogniser(directory: Path) -> Recogniser:
-    """Return what recognises the environments that were captured from this home."""
+    """Return the recogniser of environments that this home captured."""
     return Recogniser(directory / "index")
 
 
 def blobs(url: str | None, directory: Path) -> StoreBlobs:
-    """Return what lies in the store that is meant.
-
-    Args:
-        url: what was typed; None for the store of this home.
-        directory: of this home's environments.
-
-    Raises:
-        InvalidValue: it is no store.
-    """
+    """Return the objects of a store; None means this home's store."""
     return StoreBlobs(open_store(directory / "store" if url is None else url, os.environ))
 
 
 def describe(python: str | None) -> Description:
-    """Return what an interpreter says about itself, as one that is started in this directory.
-
-    Args:
-        python: what was typed, an interpreter or its venv; None for the one sgpu belongs to.
-
-    Raises:
-        InvalidValue: there is no such interpreter.
-        EnvironmentUnsupported: it does not say what it is.
-    """
+    """Return an interpreter's description of itself, started in this directory; None means sgpu's own."""
     path = sys.executable if python is None else str(_interpreter(python))
-    if python is None:
-        _mention_other(os.environ.get("VIRTUAL_ENV", ""))
+    active = os.environ.get("VIRTUAL_ENV", "")
+    if python is None and os.path.isdir(active) and not os.path.samefile(active, sys.prefix):
+        say(f"sgpu: this is about {sys.prefix}, which sgpu belongs to; for the active one: --python {active}", err=True)
     try:
         return read_description(describe_other(path))
     except (RuntimeError, OSError, ValueError) as error:
@@ -63,24 +48,12 @@ def describe(python: str | None) -> Description:
 
 
 def interpreter(python: str | None) -> str:
-    """Return the interpreter to put an environment on; "" for any that fits.
-
-    Raises:
-        InvalidValue: there is no such interpreter.
-    """
+    """Return the interpreter for a restored environment; "" for any that fits."""
     return "" if python is None else str(_interpreter(python))
 
 
 def choose_snapshot(wanted: str, among: StoreBlobs) -> Snapshot:
-    """Return the snapshot that is meant.
-
-    Args:
-        wanted: an address, or its beginning.
-        among: the store.
-
-    Raises:
-        EnvironmentProblem: there is none, or several.
-    """
+    """Return the snapshot with this address or unique beginning of one."""
     text = wanted.strip().lower()
     # A whole address needs no list of the store, which may be long and far away.
     return read_snapshot(among, text if len(text) == _ADDRESS_DIGITS else among.find_snapshot(text))
@@ -95,9 +68,3 @@ def _interpreter(text: str) -> Path:
             f"--python: there is no interpreter {path}", hint="name a python, or the directory of a venv"
         )
     return path
-
-
-def _mention_other(active: str) -> None:
-    """Say whose environment this is about when another one is active in the shell."""
-    if os.path.isdir(active) and not os.path.samefile(active, sys.prefix):
-        say(f"sgpu: this is about {sys.prefix}, which sgpu belongs to; for the active one: --python {active}", err=True)

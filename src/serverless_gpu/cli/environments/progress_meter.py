@@ -1,12 +1,12 @@
-r"""How far a capture or a restore is, for a person: bytes, files, rate, time that remains.
+r"""Progress of a capture or a restore: bytes, files, rate, remaining time.
 
     Progress ──▶ Meter ──▶ one line of text        pure: times are given
                    └──▶ Meters on stderr           a terminal: redrawn in place, ten times a second at most
                                                    a file or a pipe: a plain line every five seconds
 
-The result of a command goes to stdout, this to stderr. Reports come from several threads, a thousand a second. The
-rate is that of the last seconds, so that a slow line after a fast disk is said as it is; nothing is foretold before
-a second is over. A terminal that goes away, or a full disk under stderr, ends the drawing and not the work.
+Reports come from several threads, a thousand a second. The rate is that of the last seconds, so that a slow line after
+a fast disk is visible; no estimate appears before a second is over. A terminal that goes away, or a full disk under
+stderr, ends the drawing and not the work.
 """
 
 from __future__ import annotations
@@ -38,12 +38,7 @@ _COLUMNS = 80
 
 
 class ProgressMeter:
-    """What is known about one phase, and its line.
-
-    Args:
-        phase: what is being done.
-        now_ns: when it began.
-    """
+    """Progress of one phase, and its line."""
 
     def __init__(self, phase: Phase, now_ns: int) -> None:
         self.phase = phase
@@ -67,41 +62,28 @@ class ProgressMeter:
         if seen.bytes_done or seen.bytes_total:  # a walk counts files only
             parts.append(_of(format_bytes(seen.bytes_done), format_bytes(seen.bytes_total), known=seen.bytes_total > 0))
         parts.append(_of(f"{seen.files_done:,}", f"{seen.files_total:,}", known=seen.files_total > 0) + " files")
-        rate = self._rate(now_ns)
+        first_ns, first = self._seen[0]
+        rate = 0  # while it would be a guess
+        if now_ns - self._began_ns >= _SURE_NS and now_ns > first_ns:
+            rate = (seen.bytes_done - first) * 1_000_000_000 // (now_ns - first_ns)
         if rate:
             parts.append(f"{format_bytes(rate)}/s")
             if seen.bytes_total > seen.bytes_done:
-                parts.append(f"{_seconds_text(seen.bytes_total - seen.bytes_done, rate)} left")
+                seconds = max(1, -(-(seen.bytes_total - seen.bytes_done) // rate))
+                parts.append(f"{seconds} s left" if seconds < 60 else f"{format_duration_ms(seconds * 1000)} left")
         if seen.waits_for:
             parts.append(f"waiting for another process here, which fetches {seen.waits_for}")
         elif seen.name:
             parts.append(seen.name)
         return f"{_WORDS[self.phase]}: {' · '.join(parts)}"
 
-    def _rate(self, now_ns: int) -> int:
-        """Return bytes per second, or 0 while that is a guess."""
-        first_ns, first = self._seen[0]
-        if now_ns - self._began_ns < _SURE_NS or now_ns <= first_ns:
-            return 0
-        return (self._latest.bytes_done - first) * 1_000_000_000 // (now_ns - first_ns)
-
 
 def _of(done: str, total: str, *, known: bool) -> str:
     return f"{done} of {total}" if known else done
 
 
-def _seconds_text(size: int, rate: int) -> str:
-    seconds = max(1, -(-size // rate))
-    return f"{seconds} s" if seconds < 60 else format_duration_ms(seconds * 1000)
-
-
 class Meters:
-    """Draws the meter of the current phase on stderr; a context that leaves a clean line behind.
-
-    Args:
-        stream: where to draw; None for this process's stderr.
-        clock: times.
-    """
+    """Draws the meter of the current phase on stderr; a context that leaves a clean line behind."""
 
     def __init__(self, stream: TextIO | None = None, clock: Clock | None = None) -> None:
         self._stream = sys.stderr if stream is None else stream
@@ -133,20 +115,17 @@ class Meters:
             self._meter.note(progress, now_ns)
             if now_ns - self._drawn_ns >= (_REDRAW_NS if self._is_terminal else _PLAIN_NS):
                 self._drawn_ns = now_ns
-                self._draw(self._meter.line(now_ns))
-
-    def _draw(self, line: str) -> None:
-        if self._is_terminal:
-            self._is_drawn = True
-            self._write("\r" + fit(safe(line, tty=True), _columns(self._stream) - 1) + "\x1b[K")
-        else:
-            self._write(line + "\n")
+                line = self._meter.line(now_ns)
+                if self._is_terminal:
+                    self._is_drawn = True
+                    line = "\r" + fit(safe(line, tty=True), _columns(self._stream) - 1) + "\x1b[K"
+                self._write(line if self._is_terminal else line + "\n")
 
     def _write(self, text: str) -> None:
         try:
             self._stream.write(text)
             self._stream.flush()
-        except (OSError, ValueError):  # nobody looks any more, or it was closed
+        except (OSError, ValueError):  # the terminal is gone, or it was closed
             self._is_over = True
 
 

@@ -1,4 +1,4 @@
-"""`sgpu env show`, `fingerprint` and `diff`: what is there, whether it is known, what changed."""
+"""`sgpu env show`, `fingerprint` and `diff`: the contents of an environment, its address, its changes."""
 
 from __future__ import annotations
 
@@ -26,28 +26,21 @@ Value = TypeVar("Value")
 
 
 class EnvironmentState(msgspec.Struct, kw_only=True):
-    """What an environment is now, beside what it was when it was captured last.
+    """An environment as it is now, and its last capture."""
 
-    Attributes:
-        last: the snapshot that was captured last; None when it never was.
-        now: the snapshot of what is there.
-        sources: where its files are, by address of the unit; empty when nothing had to be read.
-        times: of each step, in milliseconds, by its name.
-    """
-
-    last: Snapshot | None
+    last: Snapshot | None  # None before the first capture
     now: Snapshot
-    sources: Mapping[str, LocalUnit]
-    times: dict[str, int]
+    sources: Mapping[str, LocalUnit]  # by address of the unit; empty when no file was read
+    times: dict[str, int]  # milliseconds by name of the step
 
     @property
     def known(self) -> bool:
-        """Return whether it is the one that was captured last."""
+        """Return whether the last capture is still accurate."""
         return self.last is not None and self.last.address == self.now.address
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
-    """What differs from one snapshot to another: changes of what has an address, and names of variables."""
+    """Differences between two snapshots: changes of addressed items, and names of variables."""
 
     changes: tuple[Change, ...]
     variables_added: tuple[str, ...] = ()
@@ -61,7 +54,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def show_now(python: str | None, *, as_json: bool, everything: bool) -> None:
-    """Show what an interpreter sees now."""
+    """Print an interpreter's environment as it is now."""
     look = _look(python, read_all=True)
     contents = _contents(look.sources)
     if as_json:
@@ -75,7 +68,7 @@ def show_stored(address: str, store: str | None, *, as_json: bool, everything: b
     """Show a snapshot of a store."""
     blobs = locations.blobs(store, locations.environments())
     snapshot = locations.choose_snapshot(address, blobs)
-    # Documents of all units may be many and far away; those of files nobody owns are one for each root.
+    # Documents of all units may be many and far away; those of unowned files are one for each root.
     wanted = {m.address for root in snapshot.roots for m in root.members if everything or m.kind == "unowned"}
     contents = Contents(rows={one: blobs.read_unit(one).rows for one in sorted(wanted)})
     if as_json:
@@ -85,9 +78,13 @@ def show_stored(address: str, store: str | None, *, as_json: bool, everything: b
 
 
 def fingerprint(python: str | None, *, as_json: bool) -> None:
-    """Say what an environment's address is, whether it was known, and what changed if not."""
+    """Print an environment's address, whether it was known, and its changes if not."""
     look = _look(python)
-    difference = Difference(changes=()) if look.last is None else _difference(look, _home_blobs())
+    difference = (
+        Difference(changes=())
+        if look.last is None
+        else _difference(look, locations.blobs(None, locations.environments()))
+    )
     if as_json:
         last = None if look.last is None else look.last.address
         said = {"address": look.now.address, "known": look.known, "last": last, "changes": difference.changes}
@@ -106,11 +103,7 @@ def fingerprint(python: str | None, *, as_json: bool) -> None:
 
 
 def differences(first: str | None, second: str | None, python: str | None, store: str | None, *, as_json: bool) -> bool:
-    """Print what differs; return whether anything does.
-
-    Raises:
-        EnvironmentMissing: there is nothing to compare with.
-    """
+    """Print the differences; return whether there are any."""
     blobs = locations.blobs(store, locations.environments())
     old = None if first is None else locations.choose_snapshot(first, blobs)
     if old is not None and second is not None:
@@ -133,12 +126,7 @@ def differences(first: str | None, second: str | None, python: str | None, store
 
 
 def _look(python: str | None, *, read_all: bool = False) -> EnvironmentState:
-    """Look at an environment: the gate, then every file, then, if something is new, a scan.
-
-    Args:
-        python: what was typed.
-        read_all: whether to scan in any case, for the rows of all units.
-    """
+    """Check an environment's files, and scan it when something is new or `read_all` is set."""
     times: dict[str, int] = {}
     description = _timed(times, "asking the interpreter", lambda: locations.describe(python))
     recogniser = locations.recogniser(locations.environments())
@@ -161,7 +149,7 @@ def _timed(times: dict[str, int], name: str, work: Callable[[], Value]) -> Value
 
 
 def _difference(look: EnvironmentState, blobs: StoreBlobs) -> Difference:
-    """Return what differs, with the files of units that were edited as far as both versions are at hand."""
+    """Return the differences, with the files of edited units as far as both versions are available."""
     assert look.last is not None  # the callers see to it
     changes = differences_of_files(look.last, look.now, look.sources, blobs)
     before, after = set(look.last.facts.variables), set(look.now.facts.variables)
@@ -179,17 +167,10 @@ def _contents(sources: Mapping[str, LocalUnit]) -> Contents:
         for number, row in enumerate(source.rows):
             file = next(files) if row.has_content else ""
             if is_pth(row.path) and file:
-                texts[address, row.path] = source.texts.get(number, _read(file)).decode(errors="replace")
+                with open(file, "rb") as opened:
+                    text = source.texts.get(number, opened.read(_PTH_BYTES_MAX))
+                texts[address, row.path] = text.decode(errors="replace")
     return Contents(rows={address: source.rows for address, source in sources.items()}, texts=texts)
-
-
-def _read(path: str) -> bytes:
-    with open(path, "rb") as file:
-        return file.read(_PTH_BYTES_MAX)
-
-
-def _home_blobs() -> StoreBlobs:
-    return locations.blobs(None, locations.environments())
 
 
 def _print(lines: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""A snapshot as text for people and as JSON: interpreter, roots, units, `.pth` files, what was left out. Pure."""
+"""Renders snapshots as text and JSON: interpreter, roots, units, `.pth` files, omissions. Pure."""
 
 from __future__ import annotations
 
@@ -20,44 +20,25 @@ _CODE_CHARACTERS_MAX = 60
 
 
 class Contents(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known about the files of a snapshot beside the snapshot itself.
+    """Known files of a snapshot."""
 
-    Attributes:
-        rows: of units, by address; those that are missing are described by their numbers only.
-        texts: what `.pth` files say, by address of their unit and path of their row.
-    """
-
+    # by address of the unit; a missing unit is described by its numbers only
     rows: Mapping[str, tuple[FileRow, ...]] = {}
-    texts: Mapping[tuple[str, str], str] = {}
+    texts: Mapping[tuple[str, str], str] = {}  # of `.pth` files, by address of the unit and path of the row
 
 
 class Pth(msgspec.Struct, frozen=True, kw_only=True):
-    """One `.pth` file of a root.
-
-    Attributes:
-        file: its name.
-        owner: the distribution it came with, or "" for a file nobody owns.
-        adds: directories it puts on `sys.path`.
-        runs: lines it has executed whenever Python starts.
-        known: whether its text could be read.
-    """
+    """One `.pth` file of a root."""
 
     file: str
-    owner: str = ""
-    adds: tuple[str, ...] = ()
-    runs: tuple[str, ...] = ()
-    known: bool = True
+    owner: str = ""  # its distribution, or ""
+    adds: tuple[str, ...] = ()  # directories it puts on `sys.path`
+    runs: tuple[str, ...] = ()  # lines that Python executes at every start
+    known: bool = True  # whether its text could be read
 
 
 def described(snapshot: Snapshot, contents: Contents, *, everything: bool, state: str) -> list[str]:
-    """Return a snapshot as lines.
-
-    Args:
-        snapshot: the environment.
-        contents: what else is known about it.
-        everything: whether to name every unit, and not only the largest.
-        state: a sentence about when it was captured.
-    """
+    """Return a snapshot as lines; `state` is the sentence about its capture."""
     python, count = snapshot.interpreter, sum(_is_distribution(m) for root in snapshot.roots for m in root.members)
     glibc = f", glibc {python.glibc}" if python.glibc else ""
     where = f": {snapshot.facts.python}" if snapshot.facts.python else ""
@@ -97,7 +78,7 @@ def snapshot_json(snapshot: Snapshot, contents: Contents) -> dict[str, object]:
 
 
 def titles(members: Sequence[SnapshotMember]) -> str:
-    """Return what units are called, largest first; the first few of many."""
+    """Return the names of the largest units."""
     shown = [_title(member) for member in sorted(members, key=lambda member: -member.size)[:_NAMED_MAX]]
     more = len(members) - len(shown)
     return ", ".join(shown) + (f" and {more} more" if more else "")
@@ -110,7 +91,7 @@ def captured_text(snapshot: Snapshot) -> str:
 
 
 def pth_files(snapshot: Snapshot, root: Root, contents: Contents) -> list[Pth]:
-    """Return the `.pth` files of a root, with what they do."""
+    """Return the `.pth` files of a root and their effects."""
     found = [_pth(snapshot, _file(item.path), "", item.text) for item in root.generated if is_pth(item.path)]
     for member in root.members:
         for row in contents.rows.get(member.address, ()):
@@ -129,7 +110,10 @@ def directory_of(snapshot: Snapshot, number: int) -> str:
 def _root_lines(snapshot: Snapshot, number: int, root: Root, contents: Contents, *, everything: bool) -> list[str]:
     size = format_bytes(sum(member.size for member in root.members))
     place = ", before the standard library" if root.before else ""
-    lines = [f"{directory_of(snapshot, number)}  ({_kind_text(root)}, {size}{place})"]
+    kind = {"own": "the interpreter's own", "library": "packages", "code": "code"}[root.kind]
+    if root.kind != "code":
+        kind += f", {_many(sum(_is_distribution(member) for member in root.members), 'distribution')}"
+    lines = [f"{directory_of(snapshot, number)}  ({kind}, {size}{place})"]
     named = sorted((m for m in root.members if m.kind != "unowned"), key=lambda member: (-member.size, member.name))
     shown = named if everything else named[:_LARGEST]
     rows = [[_title(m), format_bytes(m.size), _files(m.files), m.address[:SHORT]] for m in shown]
@@ -154,12 +138,6 @@ def _root_json(snapshot: Snapshot, number: int, root: Root, contents: Contents) 
         "generated": [item.path for item in root.generated],
         "pth": pth_files(snapshot, root, contents),
     }
-
-
-def _kind_text(root: Root) -> str:
-    count = sum(_is_distribution(member) for member in root.members)
-    words = {"own": "the interpreter's own", "library": "packages", "code": "code"}[root.kind]
-    return f"{words}, {_many(count, 'distribution')}" if root.kind != "code" else words
 
 
 def _title(member: SnapshotMember) -> str:
@@ -199,7 +177,7 @@ def _pth(snapshot: Snapshot, file: str, owner: str, text: str | None) -> Pth:
 
 
 def is_pth(path: str) -> bool:
-    """Return whether a row is a file that Python reads at every start."""
+    """Return whether a row is a `.pth` file, which Python reads at every start."""
     return path.startswith("site/") and path.count("/") == 1 and path.endswith(".pth")
 
 

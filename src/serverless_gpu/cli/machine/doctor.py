@@ -1,4 +1,4 @@
-"""`sgpu doctor`: what is wrong with this machine or environment, and what mends it."""
+"""`sgpu doctor`: finds faults of this machine and environment, and their remedies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`sgpu mlflow`: the MLflow server in front of this home's runs; what `sgpu status` and `sgpu stop` do about it."""
+"""`sgpu mlflow`: the MLflow server of this home's runs, and its part of `sgpu status` and `sgpu stop`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def mlflow(store: str, is_end: bool, as_json: bool) -> None:
     STORE is one of your own (sqlite:////path/mlflow.db, or a directory): it gets a server in front of it, too.
     """
     home = durable_home("the MLflow server keeps its runs there")
-    store = _absolute(store)
+    if store and ":" not in store:
+        store = os.path.abspath(store)
     if is_end:
         count = int(stop_server(place_of(home, store))) if store else stop_servers(home)
         say("stopped" if count else "no MLflow server is running")
@@ -61,20 +62,12 @@ def mlflow(store: str, is_end: bool, as_json: bool) -> None:
 
 
 def mlflow_servers(home: Home) -> list[MlflowServer]:
-    """Return the MLflow servers that this home has or had.
-
-    Args:
-        home: the home directory.
-    """
+    """Return the MLflow servers that this home has or had."""
     return [server for server in servers(home) if server.stage != "none"]
 
 
 def mlflow_lines(found: list[MlflowServer]) -> Iterator[str]:
-    """Yield what is said about MLflow servers.
-
-    Args:
-        found: those of a home.
-    """
+    """Yield the status lines of MLflow servers."""
     for server in found:
         parts = [server.uri, server.store and error_summary.without_password(server.store)]
         if server.problem:
@@ -105,11 +98,7 @@ def as_builtins(server: MlflowServer) -> dict[str, object]:
 
 
 def stop_mlflow(home: Home) -> str:
-    """End the MLflow servers of a home, unless attempts go on that may log to them; return what was done.
-
-    Args:
-        home: the home directory.
-    """
+    """End a home's MLflow servers unless running attempts may log to them; return a summary."""
     running = [server for server in servers(home) if server.pid is not None]
     if not running:
         return ""
@@ -120,11 +109,7 @@ def stop_mlflow(home: Home) -> str:
 
 
 def _start(home: Home, store: str) -> None:
-    """Have a server that answers; says that it takes a while when it does.
-
-    Raises:
-        ServerProblem: there will be none, and why.
-    """
+    """Start a server unless one answers, and announce a slow start."""
     clock = SystemClock()
     python = _python(home, store)
     deadline_ns = clock.boottime_ns() + int(_START_S * 1e9)
@@ -141,7 +126,7 @@ def _start(home: Home, store: str) -> None:
 
 
 def _python(home: Home, store: str) -> str:
-    """Return an interpreter that has MLflow: this one, else the one whose MLflow served last."""
+    """Return an interpreter that has MLflow: this one, or the one that served last."""
     if importlib.util.find_spec("mlflow") is not None:
         return sys.executable
     before = look(place_of(home, store), SystemClock())
@@ -151,7 +136,3 @@ def _python(home: Home, store: str) -> str:
         f"{sys.executable} has no MLflow, and no run of this home has been tracked with one",
         hint="pip install 'serverless-gpu[mlflow]', or run `sgpu` of the environment that has it",
     )
-
-
-def _absolute(store: str) -> str:
-    return os.path.abspath(store) if store and ":" not in store else store

@@ -1,4 +1,4 @@
-"""`sgpu status`, `sgpu gpus`, `sgpu stop`: what this machine keeps warm and lends."""
+"""`sgpu status`, `sgpu gpus`, `sgpu stop`: the agent of this machine and its devices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from serverless_gpu.model.hardware import DeviceKind, parse_fake
 from serverless_gpu.node.agent.connection import connect
 from serverless_gpu.node.base.home import find_home
 from serverless_gpu.node.base.protocol import Status
-from serverless_gpu.node.base.statuses import AttemptStatus, EnvironmentStatus, ZygoteStatus
+from serverless_gpu.node.base.statuses import AttemptStatus
 from serverless_gpu.node.devices.locks import DeviceLocks, lock_directory
 from serverless_gpu.node.supervisor.gpu_faults import suspects
 from serverless_gpu.units import format_bytes
@@ -48,25 +48,20 @@ def _say_agent(found: Status | None) -> None:
         return
     say(f"agent: pid {found.pid}")
     say(f"cgroups: {found.cgroups or f'none: {found.cgroups_problem}'}")
-    for line in [_zygote_text(zygote) for zygote in found.zygotes] or ["none"]:
-        say(f"zygote: {line}")
+    for zygote in found.zygotes:
+        process = "none" if zygote.pid is None else f"pid {zygote.pid}"
+        state = zygote.state + (f": {zygote.reason}" if zygote.reason else "")
+        parts = (process, zygote.python, _snapshot_text(zygote.environment), state)
+        say(f"zygote: {' · '.join(filter(None, parts))}")
+    if not found.zygotes:
+        say("zygote: none")
     for environment in found.environments:
-        say(f"environment: {_environment_text(environment)}")
+        parts = (environment.snapshot[:_SHORT], environment.state, environment.mode, environment.sentence)
+        say(f"environment: {' · '.join(filter(None, parts))}")
     for line in [_attempt_text(attempt) for attempt in found.attempts] or ["none"]:
         say(f"running: {line}")
     if found.queued:
         say(f"queued: {len(found.queued)}")
-
-
-def _zygote_text(zygote: ZygoteStatus) -> str:
-    process = "none" if zygote.pid is None else f"pid {zygote.pid}"
-    state = zygote.state + (f": {zygote.reason}" if zygote.reason else "")
-    return " · ".join(part for part in (process, zygote.python, _snapshot_text(zygote.environment), state) if part)
-
-
-def _environment_text(environment: EnvironmentStatus) -> str:
-    parts = (environment.snapshot[:_SHORT], environment.state, environment.mode, environment.sentence)
-    return " · ".join(part for part in parts if part)
 
 
 def _snapshot_text(address: str) -> str:

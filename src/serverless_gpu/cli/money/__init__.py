@@ -1,4 +1,1 @@
-"""Commands about money: `budget`, `price`, `usage`, and reports as CSV and Parquet.
-
-Each module is one command group. Start with `usage.py`.
-"""
+"""Commands about money: `budget`, `price`, `usage`, and reports as CSV and Parquet. Start with `usage.py`."""

@@ -1,4 +1,4 @@
-"""`sgpu budget`: how much somebody may use in a day, week or month, and how much of it is used."""
+"""`sgpu budget`: limits per day, week or month, and their use."""
 
 from __future__ import annotations
 
@@ -108,7 +108,10 @@ def set_budget(
         try:
             before = _request_of(connection.ask("GET", _path(name), answer=BudgetView))
         except NotFound:
-            _check_is_whole(changes)
+            if "kind" not in changes:
+                raise click.UsageError(f"there is no such budget yet: say for whom it is: {_FOR}") from None
+            if "limit_micros" not in changes:
+                raise click.UsageError(f"there is no such budget yet: say how much it is: {_MUCH}") from None
             before = BudgetRequest(kind="everything", period=Period.MONTH)
         asked = msgspec.structs.replace(before, **changes)
         found = connection.ask("PUT", _path(name), asked, answer=BudgetView)
@@ -149,7 +152,6 @@ def _request_of(view: BudgetView) -> BudgetRequest:
 
 
 def _scope(everything: bool, said: Mapping[str, str | None]) -> dict[str, object]:
-    """Return for whom it is, as far as that was said."""
     given: list[tuple[str, str]] = [(kind, scope) for kind in _SCOPES if (scope := said[kind]) is not None]
     given += [("everything", "")] if everything else []
     if len(given) > 1:
@@ -158,7 +160,6 @@ def _scope(everything: bool, said: Mapping[str, str | None]) -> dict[str, object
 
 
 def _limit(said: Mapping[str, str | None]) -> dict[str, object]:
-    """Return how much it is, as far as that was said."""
     money, hours = said["money"], said["gpu_hours"]
     if money is not None and hours is not None:
         raise click.UsageError(f"say how much it is, once: {_MUCH}")
@@ -167,14 +168,6 @@ def _limit(said: Mapping[str, str | None]) -> dict[str, object]:
     if hours is not None:
         return {"limit_gpu_ms": micros("--gpu-hours", hours, unit=MS_PER_HOUR), "limit_micros": None}
     return {}
-
-
-def _check_is_whole(changes: Mapping[str, object]) -> None:
-    """Refuse a new budget of which it was not said for whom it is, and how much."""
-    if "kind" not in changes:
-        raise click.UsageError(f"there is no such budget yet: say for whom it is: {_FOR}")
-    if "limit_micros" not in changes:
-        raise click.UsageError(f"there is no such budget yet: say how much it is: {_MUCH}")
 
 
 def _row(each: BudgetView) -> list[str]:

@@ -1,4 +1,4 @@
-"""`sgpu price`: what a device, a core or a GiB costs for one hour, since when, and in which pool."""
+"""`sgpu price`: hourly prices of devices, cores and memory, by pool and start."""
 
 from __future__ import annotations
 
@@ -43,8 +43,14 @@ def list_prices(past: bool, as_json: bool, records: bool) -> None:
     if not found.prices:
         say("nothing has a price: what is used is counted, and unpriced; sgpu price set H100 2.99")
         return
-    rows = [_row(each, found.currency) for each in found.prices]
-    for line in columns([["WHAT", "POOL", "PRICE", "DBU", "FROM", "UNTIL", ""], *rows]):
+    rows = [["WHAT", "POOL", "PRICE", "DBU", "FROM", "UNTIL", ""]]
+    for each in found.prices:
+        amount = f"{_decimal(each.micros_per_hour)} {found.currency}/h"
+        dbu = _decimal(each.dbu_micros_per_hour) if each.dbu_micros_per_hour else "-"
+        until = "-" if each.until_ns is None else format_utc(each.until_ns)
+        state = "in force" if each.in_force else "planned" if each.from_ns > SystemClock().wall_ns() else "ended"
+        rows.append([each.resource, each.pool or "every", amount, dbu, format_utc(each.from_ns), until, state])
+    for line in columns(rows):
         say(line)
 
 
@@ -127,19 +133,6 @@ def _say(done: PriceSet, *, as_json: bool, until_ns: int | None = None) -> None:
         say(f"{verb}: {_text(each, done.currency)}, since {format_utc(each.from_ns)}")
     for each in done.withdrawn:
         say(f"withdrawn: {_text(each, done.currency)}, which was planned from {format_utc(each.from_ns)}")
-
-
-def _row(view: PriceView, currency: str) -> list[str]:
-    until = "" if view.until_ns is None else format_utc(view.until_ns)
-    dbu = _decimal(view.dbu_micros_per_hour) if view.dbu_micros_per_hour else "-"
-    amount = f"{_decimal(view.micros_per_hour)} {currency}/h"
-    return [view.resource, view.pool or "every", amount, dbu, format_utc(view.from_ns), until or "-", _state(view)]
-
-
-def _state(view: PriceView) -> str:
-    if view.in_force:
-        return "in force"
-    return "planned" if view.from_ns > SystemClock().wall_ns() else "ended"
 
 
 def _text(view: PriceView, currency: str) -> str:

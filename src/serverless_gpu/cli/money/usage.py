@@ -1,4 +1,4 @@
-"""`sgpu usage`: what was used and what it cost, by user, team, tag, month …; who pays what; rows for billing tables."""
+"""`sgpu usage`: use and cost by user, team, tag, month …; chargeback; rows for billing tables."""
 
 from __future__ import annotations
 
@@ -79,7 +79,12 @@ def usage(as_json: bool, as_csv: bool, parquet: Path | None, **asked: Any) -> No
         if where:
             raise click.UsageError("--where does not go with --records, which are all rows; --from and --to do")
         with server() as connection:
-            _put_records(_records(connection, window), as_json=as_json, parquet=parquet)
+            records = _records(connection, window)
+            if as_json:
+                for record in records:
+                    say(msgspec.json.encode(record).decode())
+            else:
+                usage_files.put_records(records, parquet)
         return
     by = ("team", "user") if asked["chargeback"] else model.parse_by("user" if asked["by"] is None else asked["by"])
     query = {
@@ -91,7 +96,10 @@ def usage(as_json: bool, as_csv: bool, parquet: Path | None, **asked: Any) -> No
     }
     with server() as connection:
         found = connection.ask("GET", "/usage", answer=UsageView, query=query)
-    table = _chargeback_table(found) if asked["chargeback"] else usage_files.report(found)
+    if asked["chargeback"]:
+        table = usage_files.chargeback(found, model.chargeback(found.groups))
+    else:
+        table = usage_files.report(found)
     if as_json:
         print_json({"report": table.rows(), **_told(found)})
     elif as_csv or parquet is not None:
@@ -107,7 +115,7 @@ def usage(as_json: bool, as_csv: bool, parquet: Path | None, **asked: Any) -> No
 
 
 def _window(asked: dict[str, Any]) -> DayRange:
-    """Return the days that are asked for; those of the month so far would surprise on its first day, so 30 of them."""
+    """Return the requested days, by default the last 30: a month would be empty on its first day."""
     ways = [name for name in ("lately", "in_month", "chargeback") if asked[name]]
     ways += ["first"] if asked["first"] or asked["last"] else []
     if len(ways) > 1:
@@ -142,7 +150,7 @@ def _where(texts: Sequence[str]) -> dict[str, str]:
 
 
 def _records(connection: Connection, window: DayRange) -> Iterator[BillingRow]:
-    """Return the rows of the ledger, page by page; the first was asked for, so that a refusal comes before a head."""
+    """Return the ledger's rows, page by page; the first page is fetched at once to fail early."""
 
     def page(after: int) -> RecordPage:
         query = {"after": str(after), "from_day": str(window.from_day), "until_day": str(window.until_day)}
@@ -160,17 +168,11 @@ def _records(connection: Connection, window: DayRange) -> Iterator[BillingRow]:
 # --- what is shown ----------------------------------------------------------------------------------------------------
 
 
-def _put_records(records: Iterator[BillingRow], *, as_json: bool, parquet: Path | None) -> None:
-    if as_json:
-        for record in records:
-            say(msgspec.json.encode(record).decode())
-        return
-    usage_files.put_records(records, parquet)
-
-
 def _lines(view: UsageView) -> list[str]:
     """Return a report for a terminal; columns in which there is nothing are left out."""
-    shown = [*(view.groups if view.by else ()), *(_named(total, len(view.by)) for total in view.totals)]
+    key = ("all", *[""] * (len(view.by) - 1))
+    totals = [ReportRow(key=key, currency=total.currency, amounts=total.amounts) for total in view.totals]
+    shown = [*(view.groups if view.by else ()), *totals]
     if not view.totals:
         return ["nothing was used in these days, as far as you may see"]
     has = {name: any(getattr(each.amounts, name) for each in shown) for name in Amounts.__struct_fields__}
@@ -205,7 +207,8 @@ def _chargeback_lines(view: UsageView) -> list[str]:
         used = [model.time_in(unit, getattr(amounts, name)) for name in _OF_SHARES]
         who = "team" if share.is_team else "user"
         cost = _cost(share.group, exact=exact)
-        rows.append([_cell(share.name), who, f"{amounts.runs:,}", *used, cost, _part(share.part)])
+        part = "-" if share.part is None else f"{share.part // 100}.{share.part % 100:02d} %"
+        rows.append([_cell(share.name), who, f"{amounts.runs:,}", *used, cost, part])
     for total in view.totals:
         amounts = total.amounts
         used = [model.time_in(unit, getattr(amounts, name)) for name in _OF_SHARES]
@@ -216,12 +219,8 @@ def _chargeback_lines(view: UsageView) -> list[str]:
     return [*columns(rows), dates, *_remarks(view)]
 
 
-def _chargeback_table(view: UsageView) -> usage_files.UsageTable:
-    return usage_files.chargeback(view, model.chargeback(view.groups))
-
-
 def _remarks(view: UsageView) -> list[str]:
-    """Return what must not be overlooked: what is cut, has no price, may change, or is not in the ledger yet."""
+    """Return remarks on cut rows, missing prices, provisional amounts and rows not in the ledger yet."""
     found = []
     word = _word(view)
     shown = {total.currency: total.amounts for total in model.totals(view.groups)}
@@ -248,7 +247,7 @@ def _remarks(view: UsageView) -> list[str]:
 
 
 def _word(view: UsageView) -> str:
-    """Return whose time the report adds up: of GPUs, of CPU slots, or of both where it does not tell them apart."""
+    """Return the kind of device that the report adds up: GPUs, CPU slots, or both."""
     if "gpu_type" not in view.by or view.is_cut:
         return time_unit()
     return time_unit(group.key[view.by.index("gpu_type")] for group in view.groups)
@@ -269,10 +268,6 @@ def _unit(view: UsageView, names: Sequence[str]) -> UsageUnit:
     return model.unit_for(max((getattr(total.amounts, name) for total in view.totals for name in names), default=0))
 
 
-def _named(total: ReportRow, parts: int) -> ReportRow:
-    return ReportRow(key=("all", *[""] * (parts - 1)), currency=total.currency, amounts=total.amounts)
-
-
 def _cost(group: ReportRow, *, exact: bool) -> str:
     if group.amounts.micros is None:
         return "unpriced" if group.amounts.billed_ms else "-"
@@ -280,14 +275,10 @@ def _cost(group: ReportRow, *, exact: bool) -> str:
 
 
 def _cell(text: str) -> str:
-    """Return what somebody named as a cell: tags may have lines and anything else in them."""
+    """Return a user-given name as a cell; tags may hold line breaks."""
     clean = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
     return clean or "-"
 
 
 def _percent(part: float | None) -> str:
     return "-" if part is None else f"{100 * part:.1f} %"
-
-
-def _part(part: int | None) -> str:
-    return "-" if part is None else f"{part // 100}.{part % 100:02d} %"

@@ -34,17 +34,11 @@ _PARTS = ("busy", "seen", "idle")
 
 
 class UsageTable(msgspec.Struct, frozen=True, kw_only=True):
-    """A report as columns.
-
-    Attributes:
-        names: of the columns.
-        kinds: what is in each: texts, whole numbers, money (a decimal with six digits), parts of 1.
-        lines: the rows; None is "nothing", such as a cost without a price.
-    """
+    """A report as columns."""
 
     names: tuple[str, ...]
-    kinds: tuple[Kind, ...]
-    lines: tuple[tuple[Any, ...], ...]
+    kinds: tuple[Kind, ...]  # texts, whole numbers, money (a decimal with six digits), parts of 1
+    lines: tuple[tuple[Any, ...], ...]  # rows; None is empty, such as a cost without a price
 
     def rows(self) -> list[dict[str, Any]]:
         """Return each row by the names of its columns."""
@@ -52,17 +46,12 @@ class UsageTable(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def report(view: UsageView) -> UsageTable:
-    """Return a report as columns: what it is grouped by, the currency, and the amounts."""
+    """Return a report as columns: groups, currency and amounts."""
     return _table(view.by, ((group.key, group) for group in view.groups))
 
 
 def chargeback(view: UsageView, shares: Iterable[CostShare]) -> UsageTable:
-    """Return who pays what of a month as columns.
-
-    Args:
-        view: the month.
-        shares: who pays, of `model.usage.chargeback`.
-    """
+    """Return a month's cost shares as columns."""
     kept = list(shares)
     made = _table(
         ("month", "who", "is"),
@@ -72,7 +61,10 @@ def chargeback(view: UsageView, shares: Iterable[CostShare]) -> UsageTable:
         ),
     )
     whole = {total.currency: total.amounts.micros for total in model.totals(share.group for share in kept)}
-    parts = [_part(share.group.amounts.micros, whole[share.group.currency]) for share in kept]
+    parts: list[float | None] = []
+    for share in kept:
+        micros, total = share.group.amounts.micros, whole[share.group.currency]
+        parts.append(micros / total if micros is not None and total else None)
     return UsageTable(
         names=(*made.names, "part_of_cost"),
         kinds=(*made.kinds, "part"),
@@ -81,7 +73,7 @@ def chargeback(view: UsageView, shares: Iterable[CostShare]) -> UsageTable:
 
 
 def amounts_of(group: ReportRow) -> dict[str, Any]:
-    """Return what was used by the names of columns."""
+    """Return a group's amounts by column name."""
     amounts = group.amounts
     return {
         "currency": group.currency,
@@ -110,18 +102,16 @@ def put(table: UsageTable, path: Path | None) -> None:
 
 
 def put_records(records: Iterator[BillingRow], path: Path | None) -> None:
-    """Write rows of the ledger with the columns of billing tables: as Parquet into a file, or as CSV to the output.
-
-    In CSV, structs and maps are JSON.
-    """
+    """Write ledger rows in billing columns: Parquet into a file, or CSV with JSON cells to stdout."""
     if path is None:
         _say_csv(BillingRow.__struct_fields__, (_csv_cells(record) for record in records))
         return
-    _write_parquet(path, _records_schema(_pyarrow()), _portions(_parquet_row(record) for record in records))
+    rows = (_parquet_row(record) for record in records)
+    _write_parquet(path, _records_schema(_pyarrow()), iter(lambda: list(islice(rows, AT_ONCE)), []))
 
 
 def put_prices(found: ListPrices, *, as_json: bool) -> None:
-    """Print the price book with the columns of billing tables: as CSV, in which structs are JSON, or as JSON lines."""
+    """Print the price book in billing columns: as CSV with JSON cells, or as JSON lines."""
     if as_json:
         for price in found.prices:
             say(msgspec.json.encode(price).decode())
@@ -129,10 +119,6 @@ def put_prices(found: ListPrices, *, as_json: bool) -> None:
         _say_csv(ListPrice.__struct_fields__, (_csv_cells(price) for price in found.prices))
     if found.is_cut:
         say("sgpu: cut: more was used than is shown", err=True)
-
-
-def _part(micros: int | None, whole: int | None) -> float | None:
-    return micros / whole if micros is not None and whole else None
 
 
 # --- CSV --------------------------------------------------------------------------------------------------------------
@@ -171,7 +157,6 @@ def _pyarrow() -> Any:
 
 
 def _records_schema(pyarrow: Any) -> Any:
-    """Return the types that billing tables have."""
     texts = {name: pyarrow.string() for name in BillingRow.__struct_fields__}
     moment, date = pyarrow.timestamp("ms", tz="UTC"), pyarrow.date32()
     structs = {field.name: field.type for field in msgspec.structs.fields(BillingRow)}
@@ -205,11 +190,6 @@ def _parquet_row(record: BillingRow) -> dict[str, Any]:
     row["usage_quantity"] = Decimal(row["usage_quantity"])
     row["custom_tags"] = sorted(row["custom_tags"].items())
     return row
-
-
-def _portions(rows: Iterator[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    while some := list(islice(rows, AT_ONCE)):
-        yield some
 
 
 def _write_parquet(path: Path, schema: Any, portions: Iterable[list[dict[str, Any]]]) -> None:

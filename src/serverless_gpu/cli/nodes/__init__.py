@@ -1,4 +1,1 @@
-"""Commands about nodes and pools: `nodes`, `node`, `join`, `pools`, `pool`, `queue`, `share`.
-
-Each module is one command group. Start with `nodes.py`.
-"""
+"""Commands about nodes, pools, the queue and shares. Start with `nodes.py`."""

@@ -71,7 +71,9 @@ def join(host: str, token_file: Path, **options: Any) -> None:
             say(f"{wish.name} gives {ready.offer} to the pool of {file.server}; Ray here has ports {ready.ports}")
 
         say(f"Ray is being started here, with its head at {ready.plan.head}")
-        keeper = load("serverless_gpu.engines.ray.ray_keeper").Keeper(ready.plan, say=_say, started=started)
+        keeper = load("serverless_gpu.engines.ray.ray_keeper").Keeper(
+            ready.plan, say=lambda sentence: say(f"sgpu: {sentence}", err=True), started=started
+        )
         try:
             keeper.keep(stop)
         finally:
@@ -79,7 +81,7 @@ def join(host: str, token_file: Path, **options: Any) -> None:
 
 
 def _leave(home: Home, profile: Path, name: str) -> None:
-    """Have nothing new come here; what runs goes on."""
+    """Drain this node; its runs continue."""
     with contextlib.suppress(OSError):
         (home.root / "ray" / LEFT).touch(mode=0o600)
     count = sum(1 for _ in open_attempts(home.runs, str(profile)))
@@ -94,11 +96,7 @@ def _leave(home: Home, profile: Path, name: str) -> None:
 
 @contextlib.contextmanager
 def _alone(home: Home) -> Iterator[None]:
-    """Be the one that joins for a home.
-
-    Raises:
-        ServerProblem: another process does.
-    """
+    """Hold the lock that lets one process join for a home; raise ServerProblem when it is taken."""
     directory = home.root / "ray"
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = hold(directory / "keeper.lock", f"{os.getpid()} {__version__}")
@@ -140,7 +138,3 @@ def _unit(home: Home) -> str:
         (sys.executable, "-m", "serverless_gpu.cli", *words), user=getpass.getuser(), home=home.root
     )
     return text
-
-
-def _say(sentence: str) -> None:
-    say(f"sgpu: {sentence}", err=True)

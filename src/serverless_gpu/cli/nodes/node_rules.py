@@ -1,4 +1,4 @@
-"""`sgpu node drain|resume|calendar|quarantine|release`: what people decide about one machine of a server."""
+"""`sgpu node drain|resume|calendar|quarantine|release`: rules for one machine of a server."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ for _command in (drain, resume, calendar, quarantine, release):
 
 
 def calendar_lines(view: NodeView) -> list[str]:
-    """Return whose a node is and when others may use it, as people read it."""
+    """Return a node's owner and sharing calendar as text."""
     asked = view.rules.calendar
     whose = f"{view.name} is {asked.owner}'s" if asked.owner else f"{view.name} is nobody's in particular"
     if not asked.shared:
@@ -140,16 +140,7 @@ def calendar_lines(view: NodeView) -> list[str]:
 
 
 def find_device(devices: Sequence[Device], asked: str, node: str) -> str:
-    """Return the uuid of a device.
-
-    Args:
-        devices: of the node.
-        asked: its number in the order of the bus, its uuid, or a beginning of it that no other has.
-        node: the node's name.
-
-    Raises:
-        InvalidValue: there is none, or several.
-    """
+    """Return the uuid of a device by its number on the bus, its uuid or a unique beginning of that."""
     cards = [device for device in devices if device.type != CPU] or list(devices)
     if asked.isascii() and asked.isdigit():
         found = [device.uuid for device in cards if device.index == int(asked)]
@@ -166,7 +157,7 @@ def find_device(devices: Sequence[Device], asked: str, node: str) -> str:
 
 
 def local_zone() -> str:
-    """Return the name of this machine's time zone; "UTC" where nobody can say."""
+    """Return the name of this machine's time zone, or "UTC"."""
     named = os.environ.get("TZ", "").removeprefix(":")
     if "/" in named and not named.startswith("/"):
         return named

@@ -35,20 +35,15 @@ def nodes(as_json: bool) -> None:
     if not found:
         say("no node has joined")
         return
-    rows = [
-        [
-            each.name,
-            each.pool,
-            each.state,
-            _devices(each),
-            f"{each.busy} busy",
-            _heard(each),
-            for_whom(each),
-            _words(each),
-        ]
-        for each in found
-    ]
-    for line in columns([["NODE", "POOL", "STATE", "DEVICES", "USE", "HEARD", "FOR", ""], *rows]):
+    rows = [["NODE", "POOL", "STATE", "DEVICES", "USE", "HEARD", "FOR", ""]]
+    for each in found:
+        types = [device.type for device in each.devices]
+        devices = ", ".join(f"{types.count(name)} {name}" for name in dict.fromkeys(types)) or "none"
+        heard = f"{format_duration_ms(max(0, SystemClock().wall_ns() - each.seen_ns) // 1_000_000)} ago"
+        left_out = [f"{one.uuid} is left out{f' ({one.note})' if one.note else ''}" for one in each.rules.quarantined]
+        remarks = "; ".join(filter(None, (each.sentence, *left_out, *each.findings, clock_text(each.clock))))
+        rows.append([each.name, each.pool, each.state, devices, f"{each.busy} busy", heard, for_whom(each), remarks])
+    for line in columns(rows):
         say(line)
 
 
@@ -124,10 +119,7 @@ def invite(name: str, uses: int, lifetime: str, out: Path) -> None:
 
 
 def join_address(home: Path) -> tuple[str, str]:
-    """Return where machines that join find the server, and the certificates they are to trust.
-
-    On the server's machine its own join file says that; elsewhere they find it as this client does.
-    """
+    """Return the server and certificates for joining: the join file's, else this client's."""
     own = home / "server" / "join.json"
     with contextlib.suppress(InvalidValue):
         file = load("serverless_gpu.engines.ray.join_file").read_join_file(own)
@@ -137,11 +129,7 @@ def join_address(home: Path) -> tuple[str, str]:
 
 
 def find_node(found: Sequence[NodeView], name: str) -> NodeView:
-    """Return the node of a name or identifier.
-
-    Raises:
-        InvalidValue: there is none.
-    """
+    """Return the node with this name or identifier."""
     for each in found:
         if name in (each.name, each.id):
             return each
@@ -149,25 +137,10 @@ def find_node(found: Sequence[NodeView], name: str) -> NodeView:
     raise InvalidValue(f"there is no node {name!r}", hint=f"nodes: {names}")
 
 
-def _devices(view: NodeView) -> str:
-    types = [device.type for device in view.devices]
-    return ", ".join(f"{types.count(name)} {name}" for name in dict.fromkeys(types)) or "none"
-
-
-def _heard(view: NodeView) -> str:
-    return f"{format_duration_ms(max(0, SystemClock().wall_ns() - view.seen_ns) // 1_000_000)} ago"
-
-
 def for_whom(view: NodeView) -> str:
-    """Return whose runs are placed on a node now, and until when that is so."""
+    """Return whose runs a node takes now, and until when."""
     calendar = view.rules.calendar
     who = "all" if view.shared else calendar.owner or "nobody"
     until = f" until {format_soon(view.turns_ns)}" if view.turns_ns is not None else ""
     first = f", {calendar.owner} first" if view.shared and calendar.owner_first else ""
     return f"{who}{until}{first}"
-
-
-def _words(view: NodeView) -> str:
-    """Return why it cannot be used, what is left out, and that its clock is off: it writes other times then."""
-    left_out = [f"{one.uuid} is left out{f' ({one.note})' if one.note else ''}" for one in view.rules.quarantined]
-    return "; ".join(filter(None, (view.sentence, *left_out, *view.findings, clock_text(view.clock))))

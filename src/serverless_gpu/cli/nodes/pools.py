@@ -1,4 +1,4 @@
-"""`sgpu queue`, `sgpu pools`, `sgpu pool`, `sgpu share`: who waits, and who gets how much of what."""
+"""`sgpu queue`, `sgpu pools`, `sgpu pool`, `sgpu share`: the queue, pools and shares."""
 
 from __future__ import annotations
 
@@ -154,8 +154,11 @@ def list_shares(as_json: bool) -> None:
     if not found.shares:
         say("nobody has a share that was set, and nobody has used anything: all are equal")
         return
-    rows = [_weighed(each) for each in found.shares]
-    for line in columns([["KIND", "NAME", "WEIGHT", "DUE", "USED", "OF ALL USE", "COUNTED"], *rows]):
+    rows = [["KIND", "NAME", "WEIGHT", "DUE", "USED", "OF ALL USE", "COUNTED"]]
+    for each in found.shares:
+        used = [_gpu_time(each.used_gpu_s), _percent(each.part), _gpu_time(each.counted_gpu_s)]
+        rows.append([each.kind, each.name, f"{each.weight:g}", _percent(each.due), *used])
+    for line in columns(rows):
         say(line)
     say(f"use counts half after {format_days_ms(round(found.half_life_s * 1000))}")
 
@@ -190,47 +193,35 @@ def _say_pools(*, as_json: bool) -> None:
     if as_json:
         print_json(found)
         return
-    rows = [
-        [each.name, _kind(each), each.isolation, _free(each), f"{each.queued} waiting", " ".join(each.nodes) or "-"]
-        for each in found
-    ]
-    for line in columns([["POOL", "KIND", "ISOLATION", "FREE", "QUEUE", "NODES"], *rows]):
+    rows = [["POOL", "KIND", "ISOLATION", "FREE", "QUEUE", "NODES"]]
+    for each in found:
+        free = ", ".join(f"{each.free.get(name, 0)} of {total} {name}" for name, total in each.total.items()) or "-"
+        nodes = " ".join(each.nodes) or "-"
+        rows.append([each.name, _kind(each), each.isolation, free, f"{each.queued} waiting", nodes])
+    for line in columns(rows):
         say(line)
 
 
 def queue_row(entry: QueueEntry, now_ns: int) -> list[str]:
-    """Return a run as a row; of one that is not to be seen only whose it is, and what it needs."""
+    """Return a run as a row; of an invisible run only its owner and demand."""
     name = f"{entry.run} {entry.name}".rstrip() or "-"
     needs = f"{entry.gpus or 'every'} {entry.gpu_type or 'GPU'}" + (f" of {entry.pool}" if entry.pool else "")
     waits = format_duration_ms(max(0, now_ns - entry.since_ns) // 1_000_000)
     row = [f"{entry.place or '-'}", name, entry.owner, entry.team or "-", entry.priority.value, needs, waits]
-    return [*row, _reserved(entry), _why(entry)]
-
-
-def _why(entry: QueueEntry) -> str:
-    """Return what a run waits for, with the times of this place; whoever reads it may be another than its owner."""
-    wait = None if entry.waiting is None else wait_of(entry.waiting, entry.run)
-    return (
-        entry.sentence if wait is None else wait_messages.sentence(msgspec.structs.replace(wait, place=0), format_soon)
-    )
-
-
-def _reserved(entry: QueueEntry) -> str:
-    if entry.reserved_ns is None:
-        return "-"
-    if entry.is_bound:
-        return f"by {wait_messages.latest(entry.reserved_ns, format_soon)}"
-    return f"about {format_soon(entry.reserved_ns)}"
+    reserved = "-"
+    if entry.reserved_ns is not None:
+        latest = wait_messages.latest(entry.reserved_ns, format_soon)
+        reserved = f"by {latest}" if entry.is_bound else f"about {format_soon(entry.reserved_ns)}"
+    why = entry.sentence
+    if entry.waiting is not None and (wait := wait_of(entry.waiting, entry.run)) is not None:
+        why = wait_messages.sentence(msgspec.structs.replace(wait, place=0), format_soon)
+    return [*row, reserved, why]
 
 
 def _kind(view: PoolView) -> str:
     if not view.lends:
         return view.kind
     return f"{view.kind}, lends for {format_duration_ms(round(view.return_s * 1000))}"
-
-
-def _free(view: PoolView) -> str:
-    return ", ".join(f"{view.free.get(name, 0)} of {total} {name}" for name, total in view.total.items()) or "-"
 
 
 def _share(kind: str, name: str) -> str:
@@ -243,11 +234,6 @@ def _part(name: str) -> str:
 
 def _percent(part: float | None) -> str:
     return "-" if part is None else f"{part:.1%}"
-
-
-def _weighed(view: ShareView) -> list[str]:
-    used = [_gpu_time(view.used_gpu_s), _percent(view.part), _gpu_time(view.counted_gpu_s)]
-    return [view.kind, view.name, f"{view.weight:g}", _percent(view.due), *used]
 
 
 def _gpu_time(gpu_s: float | None) -> str:

@@ -1,4 +1,1 @@
-"""Commands that plan capacity: `sgpu advise` and `sgpu simulate`.
-
-Start with `advise.py` or `simulate.py`; the computation is in `model/billing` and `replay`.
-"""
+"""Commands that plan capacity, computed in `model/billing` and `replay`: `advise.py` and `simulate.py`."""

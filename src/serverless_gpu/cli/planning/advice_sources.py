@@ -7,8 +7,7 @@
 A run counts from the moment it was asked for, and for as long as it had its GPUs: as if it had not waited. A session
 counts for as long as no run had its devices: those runs count themselves.
 
-Failure cases: more rows than are looked at are left out, the oldest first to stay, and that is said; so is what a
-receipt does not tell.
+Rows beyond the limit and incomplete receipts are left out, and a remark says so.
 """
 
 from __future__ import annotations
@@ -46,13 +45,9 @@ _SECOND_NS = 1_000_000_000
 
 
 class UseFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """Which uses are looked at; "" for all.
+    """Filter of uses by time; "" matches all."""
 
-    Attributes:
-        start_ns: since when; `end_ns` until when.
-    """
-
-    start_ns: int
+    start_ns: int  # inclusive, until `end_ns`
     end_ns: int
     team: str = ""
     pool: str = ""
@@ -60,23 +55,15 @@ class UseFilter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GpuTypeUses(msgspec.Struct, kw_only=True):
-    """All uses of one GPU type.
+    """All uses of one GPU type."""
 
-    Attributes:
-        uses: as if nobody had waited.
-        waited_ns: GPU-nanoseconds for which runs did wait.
-        gpu_ms: GPU-milliseconds that count as use; `unpriced_ms` those without a price.
-        lent_ms: GPU-milliseconds for which devices were lent; `billed_ms` those of them that cost something, or would.
-        micros: what the ledger has charged.
-    """
-
-    uses: list[GpuUse] = []
-    waited_ns: int = 0
-    gpu_ms: int = 0
+    uses: list[GpuUse] = []  # as if no run had waited
+    waited_ns: int = 0  # GPU-nanoseconds in the queue
+    gpu_ms: int = 0  # GPU-milliseconds that count as use; `unpriced_ms` those without a price
     unpriced_ms: int = 0
-    lent_ms: int = 0
+    lent_ms: int = 0  # GPU-milliseconds on loan; `billed_ms` those of them with a price
     billed_ms: int = 0
-    micros: int = 0
+    micros: int = 0  # charged by the ledger
 
     @property
     def billed(self) -> Fraction:
@@ -85,24 +72,15 @@ class GpuTypeUses(msgspec.Struct, kw_only=True):
 
 
 class PastUse(msgspec.Struct, kw_only=True):
-    """What was used.
+    """Past use of GPUs."""
 
-    Attributes:
-        source: where that is known from, in words.
-        start_ns: since when; `end_ns` until when.
-        kinds: by GPU type.
-        ran: what telemetry saw.
-        attempts: how many uses there are.
-        remarks: what was left out.
-    """
-
-    source: str
+    source: str  # in words
     start_ns: int
     end_ns: int
-    kinds: dict[str, GpuTypeUses] = {}
-    ran: list[Ran] = []
-    attempts: int = 0
-    remarks: list[str] = []
+    kinds: dict[str, GpuTypeUses] = {}  # by GPU type
+    ran: list[Ran] = []  # from telemetry
+    attempts: int = 0  # number of uses
+    remarks: list[str] = []  # omissions
 
     def kind(self, gpu_type: str) -> GpuTypeUses:
         """Return the uses of a type, to which some may be added."""
@@ -116,7 +94,7 @@ class PriceBook(msgspec.Struct, frozen=True, kw_only=True):
     currency: str = "USD"
 
     def price(self, gpu_type: str, pool: str = "") -> int | None:
-        """Return what one device costs for one hour in a pool that has a price of its own, or in all that have none."""
+        """Return the hourly price of one device in a pool, or the general price."""
         own = [row for row in self.rows if row.pool == pool]
         paid = tariff(own, gpu_type=canonical(gpu_type), pool=pool, at_ns=0, currency=self.currency)
         return paid.gpu_micros_per_hour
@@ -132,11 +110,7 @@ class PriceBook(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def of_server(connection: Connection, wanted: UseFilter) -> PastUse:
-    """Return what a server's ledger has, as far as one may see it.
-
-    Raises:
-        ServerProblem: it cannot be asked.
-    """
+    """Return the use in a server's ledger that the caller may see; raise ServerProblem when it is away."""
     rows, is_cut = _rows(connection, wanted)
     past = of_rows(rows, wanted)
     if is_cut:
@@ -145,7 +119,7 @@ def of_server(connection: Connection, wanted: UseFilter) -> PastUse:
 
 
 def of_rows(rows: Iterable[DemandRow], wanted: UseFilter) -> PastUse:
-    """Return what rows of a ledger say; those of one attempt belong together."""
+    """Return the use in ledger rows, with the rows of one attempt joined."""
     attempts: dict[tuple[str, int], list[DemandRow]] = {}
     for row in rows:
         attempts.setdefault((row.run_id, row.fence), []).append(row)
@@ -176,12 +150,8 @@ def of_rows(rows: Iterable[DemandRow], wanted: UseFilter) -> PastUse:
     return _begun(past)
 
 
-def book_of_server(connection: Connection) -> PriceBook:
-    """Return the prices that are in force on a server.
-
-    Raises:
-        ServerProblem: it cannot be asked.
-    """
+def book_of_server(connection: Connection) -> Book:
+    """Return a server's current prices; raise ServerProblem when it is away."""
     answer: PriceList = connection.ask("GET", "/prices", answer=load("serverless_gpu.wire.prices").PriceList)
     rows = (
         Price(resource=canonical(row.resource), micros_per_hour=row.micros_per_hour, pool=row.pool)
@@ -211,7 +181,7 @@ def _rows(connection: Connection, wanted: UseFilter) -> tuple[list[DemandRow], b
 
 
 def of_home(home: Home, wanted: UseFilter) -> PastUse:
-    """Return what the run directories of this home say."""
+    """Return the use in this home's run directories."""
     ids = own_runs(home)
     past = PastUse(source="the runs of this machine", start_ns=wanted.start_ns, end_ns=wanted.end_ns)
     untold = 0
@@ -219,7 +189,8 @@ def of_home(home: Home, wanted: UseFilter) -> PastUse:
         record = read_run(home.runs, run_id)
         if record.ended_ns is not None and record.ended_ns <= wanted.start_ns:
             continue
-        if not _is_wanted(record, wanted):
+        team, pool = (record.spec.team, record.spec.pool) if record.spec is not None else ("", "")
+        if (wanted.team and team != wanted.team) or (wanted.pool and pool != wanted.pool):
             continue
         if not _add(past, record):
             untold += 1
@@ -237,13 +208,8 @@ def book_of_home(configuration: Configuration) -> PriceBook:
     return PriceBook(rows=tuple(rows))
 
 
-def _is_wanted(record: RunRecord, wanted: UseFilter) -> bool:
-    team, pool = (record.spec.team, record.spec.pool) if record.spec is not None else ("", "")
-    return (not wanted.team or team == wanted.team) and (not wanted.pool or pool == wanted.pool)
-
-
 def _add(past: PastUse, record: RunRecord) -> bool:
-    """Add a run; return whether its receipt tells enough."""
+    """Add a run; return whether its receipt is complete enough."""
     receipt, ended_ns = record.receipt, record.ended_ns
     if receipt is None or ended_ns is None:
         return False
@@ -283,15 +249,7 @@ def _ran(record: RunRecord, receipt: Receipt) -> Ran:
 
 
 def of_trace(trace: Trace, wanted: UseFilter) -> PastUse:
-    """Return what a trace says: from its first job until its last one came, as replays count.
-
-    Args:
-        trace: the jobs.
-        wanted: whose; its times are not looked at.
-
-    Raises:
-        InvalidValue: no job is of that team or pool.
-    """
+    """Return the use in a trace, from its first job to its last end; the filter's times are ignored."""
     jobs = [
         job
         for job in trace.jobs
@@ -322,11 +280,7 @@ def of_trace(trace: Trace, wanted: UseFilter) -> PastUse:
 
 
 def chosen(past: PastUse, wanted: UseFilter) -> tuple[str, GpuTypeUses]:
-    """Return the GPU type that is looked at, and its uses: the one that was asked for, else the one most used.
-
-    Raises:
-        InvalidValue: nothing was used, or nothing of that type.
-    """
+    """Return the requested GPU type, or the most used one, and its uses."""
     gpu_type = wanted.gpu_type
     found = {name: kind for name, kind in past.kinds.items() if not gpu_type or matches(gpu_type, name)}
     if not found:
@@ -346,7 +300,7 @@ def chosen(past: PastUse, wanted: UseFilter) -> tuple[str, GpuTypeUses]:
 
 
 def _begun(past: PastUse) -> PastUse:
-    """Return what was used, since it began: before the first use there is nothing to learn from."""
+    """Return the use since its first one."""
     starts = [use.start_ns for kind in past.kinds.values() for use in kind.uses]
     past.start_ns = min(past.end_ns - 1, max(past.start_ns, min(starts, default=past.start_ns)))
     return past
@@ -364,5 +318,5 @@ def _ns(seconds: float) -> int:
 
 
 def remarks(past: PastUse) -> Iterator[str]:
-    """Yield what was left out, in words."""
+    """Yield the omissions in words."""
     yield from (f"left out: {remark}" for remark in past.remarks)

@@ -1,4 +1,4 @@
-"""What `sgpu advise` shows: tables, and the same for machines."""
+"""Output of `sgpu advise`: tables, and JSON."""
 
 from __future__ import annotations
 
@@ -22,33 +22,21 @@ _NAME_MAX = 40
 
 
 class AdviceReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that is shown.
-
-    Attributes:
-        advice: about reserved GPUs; None where a price is missing, and `why_not` says which.
-        queues: pools that send nobody on demand.
-        runs: that had more GPU than they used.
-        waiting: micros that it costs when a run waits one hour for one GPU; None for unpriced.
-    """
+    """All results of `sgpu advise`."""
 
     past: PastUse
     gpu_type: str
     kind: GpuTypeUses
-    advice: Advice | None
+    advice: Advice | None  # about reserved GPUs; None where a price is missing (`why_not`)
     why_not: str
-    queues: tuple[QueueOutcome, ...]
-    runs: tuple[Unneeded, ...]
-    waiting: int | None
+    queues: tuple[QueueOutcome, ...]  # of pools without on-demand overflow
+    runs: tuple[Unneeded, ...]  # with more GPU than they used
+    waiting: int | None  # micros for one run waiting one hour for one GPU; None for unpriced
     currency: str
 
 
 def lines(report: AdviceReport, *, explain: bool) -> Iterator[str]:
-    """Yield what is shown to people.
-
-    Args:
-        report: what was found.
-        explain: whether the formulas follow.
-    """
+    """Yield the report's text, with formulas if `explain` is set."""
     yield from _head(report)
     if report.advice is not None:
         yield from ("", *_mixes(report.advice))
@@ -66,6 +54,10 @@ def lines(report: AdviceReport, *, explain: bool) -> Iterator[str]:
 def as_json(report: AdviceReport) -> dict[str, object]:
     """Return the same for machines: money in micros, time in device-milliseconds, shares in per cent."""
     advice, past = report.advice, report.past
+    queues = []
+    for queue in report.queues:
+        parts = msgspec.structs.asdict(queue)
+        queues.append({"waited_gpu_ms": parts.pop("waited_ns") // 1_000_000} | parts)
     found: dict[str, object] = {
         "source": past.source,
         "from": format_utc(past.start_ns),
@@ -79,8 +71,8 @@ def as_json(report: AdviceReport) -> dict[str, object]:
         "waited_gpu_ms": report.kind.waited_ns // 1_000_000,
         "currency": report.currency,
         "advice": None,
-        "queues": [_queue_json(queue) for queue in report.queues],
-        "runs": [_run_json(run) for run in report.runs],
+        "queues": queues,
+        "runs": [msgspec.structs.asdict(run) | {"advice": run.text()} for run in report.runs],
         "formulas": _formulas(report),
     }
     if advice is not None:
@@ -104,7 +96,7 @@ def as_json(report: AdviceReport) -> dict[str, object]:
 
 
 def title_of(report: AdviceReport) -> str:
-    """Return what the picture is called."""
+    """Return the picture's title."""
     return f"{report.gpu_type}: {report.past.source}, {_span(report.past)}"
 
 
@@ -178,7 +170,7 @@ def _slots(advice: Advice) -> list[str]:
 
 
 def _few(slots: Sequence[Slot]) -> list[Slot]:
-    """Return at most so many slots: the first, the last, those on both sides of the advice, and some between."""
+    """Return a few slots: the first, the last, both sides of the advice, and some between."""
     if len(slots) <= SLOTS_MAX:
         return list(slots)
     turn = next((place for place, slot in enumerate(slots) if not slot.pays), len(slots) - 1)
@@ -280,12 +272,3 @@ def _mix_json(each: Mix) -> dict[str, object]:
         "on_demand_gpu_ms": each.on_demand_ns // 1_000_000,
         "duty_percent": each.duty_percent,
     }
-
-
-def _queue_json(queue: QueueOutcome) -> dict[str, object]:
-    parts = msgspec.structs.asdict(queue)
-    return {"waited_gpu_ms": parts.pop("waited_ns") // 1_000_000} | parts
-
-
-def _run_json(run: Unneeded) -> dict[str, object]:
-    return msgspec.structs.asdict(run) | {"advice": run.text()}

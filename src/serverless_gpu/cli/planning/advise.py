@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import click
@@ -77,8 +76,11 @@ def advise_command(**options: Any) -> None:
     else:
         for line in lines(report, explain=options["explain"]):
             say(line)
-    if drawing is not None:
-        _draw(drawing, report, options["png"])
+    path, advice = options["png"], report.advice
+    if drawing is not None and advice is None:
+        say(f"{path} was not written: {report.why_not}", err=True)
+    elif drawing is not None and advice is not None:
+        written(lambda: drawing.draw(advice, title_of(report), path), path)
 
 
 def _wanted(options: Mapping[str, Any]) -> UseFilter:
@@ -90,8 +92,7 @@ def _wanted(options: Mapping[str, Any]) -> UseFilter:
     return UseFilter(start_ns=now_ns - round(last_s) * 1_000_000_000, end_ns=now_ns, **asked)
 
 
-def _known(options: Mapping[str, Any], wanted: UseFilter, configuration: Configuration) -> tuple[PastUse, PriceBook]:
-    """Return what was used, and the prices."""
+def _known(options: Mapping[str, Any], wanted: UseFilter, configuration: Configuration) -> tuple[PastUse, Book]:
     book = book_of_home(configuration)
     if options["trace"] is not None:
         return of_trace(read_trace(options["trace"]), wanted), book
@@ -136,7 +137,7 @@ def _report(
 
 
 def _sizes(advice: Advice, curve: Curve) -> set[int]:
-    """Return the pools that are replayed: what is advised, what there is, and just enough for the mean demand."""
+    """Return the pools to replay: the advised one, the current one, and one for the mean demand."""
     mean = -(-curve.used_ns // curve.span_ns)
     return {advice.best.slots, advice.now.slots, mean, (mean + curve.peak) // 2}
 
@@ -166,8 +167,8 @@ def _rates(options: Mapping[str, Any], book: PriceBook, gpu_type: str, billed: F
     return GpuRates(reserved=reserved, on_demand=on_demand, currency=book.currency, billed=billed), ""
 
 
-def _price(option: str, text: str, book: PriceBook, gpu_type: str) -> int | None:
-    """Return a price as it was typed: an amount, or the pool whose price it is."""
+def _price(option: str, text: str, book: Book, gpu_type: str) -> int | None:
+    """Return a typed price: an amount, or the pool that has the price."""
     if text[:1] in ("", "-") or text[:1].isdigit() or text[:1] == ".":
         return micros(option, text, most=_PRICE_MAX) if text else book.price(gpu_type)
     found = book.price(gpu_type, text)
@@ -184,11 +185,3 @@ def _bought(options: Mapping[str, Any]) -> int:
     if not (0 <= buy <= 1e9 and 0.1 <= years <= 100 and 0 <= running <= _PRICE_MAX):
         raise click.UsageError("--buy and --running are prices from 0 on, --years is 0.1 to 100")
     return round((buy / (years * _HOURS_PER_YEAR) + running) * MICROS_PER_UNIT)
-
-
-def _draw(drawing: ModuleType, report: AdviceReport, path: Path) -> None:
-    if report.advice is None:
-        say(f"{path} was not written: {report.why_not}", err=True)
-        return
-    advice = report.advice
-    written(lambda: drawing.draw(advice, title_of(report), path), path)

@@ -1,4 +1,4 @@
-"""Pictures that commands write: what keeps one from being written is said before the work, not after it."""
+"""Pictures of commands; obstacles are reported before the work."""
 
 from __future__ import annotations
 
@@ -15,16 +15,7 @@ _KINDS = (".png", ".svg", ".pdf")
 
 
 def drawing_room(path: Path, room: str) -> ModuleType:
-    """Return what draws; whatever keeps the picture from being written is said before there is one.
-
-    Args:
-        path: where it is to be.
-        room: the module that draws, which needs Matplotlib.
-
-    Raises:
-        ServerlessGpuError: there is no Matplotlib here, no such directory, no such kind of picture, or what is there is
-            no file.
-    """
+    """Return the drawing module after checking for Matplotlib, the directory and the file type."""
     if path.suffix.lower() not in _KINDS:
         raise InvalidValue(f"{path} cannot be written: a picture ends in {', '.join(_KINDS)}")
     refuse_other(path)
@@ -41,11 +32,7 @@ def drawing_room(path: Path, room: str) -> ModuleType:
 
 
 def written(draw: Callable[[], None], path: Path) -> None:
-    """Draw a picture, and say where it is.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
+    """Draw a picture and print its path; raise StorageError when it cannot be written."""
     try:
         draw()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""`sgpu simulate`: what schedulers would have made of a trace, side by side."""
+"""`sgpu simulate`: results of schedulers on a trace, side by side."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import click
@@ -33,7 +32,6 @@ from serverless_gpu.replay import (
     read_trace,
     simulate,
 )
-from serverless_gpu.replay.figures import Spread
 from serverless_gpu.replay.traces import jobs_of, rows_of_json
 from serverless_gpu.units import format_duration_ms
 
@@ -115,7 +113,8 @@ def simulate_command(**options: Any) -> None:
         for line in _lines(outcomes, trace):
             say(line)
     if drawing is not None:
-        _draw(drawing, outcomes, trace, options["png"])
+        title = f"{len(outcomes[0].jobs):,} jobs of {trace.source} on {outcomes[0].cluster.text()}"
+        written(lambda: drawing.draw(outcomes, title, options["png"]), options["png"])
 
 
 # --- what is asked ----------------------------------------------------------------------------------------------------
@@ -133,11 +132,7 @@ def _trace(asked: _Asked, cluster: Cluster, options: Mapping[str, Any]) -> Trace
 
 
 def _history() -> Iterator[dict[str, Any]]:
-    """Yield the server's runs as `sgpu runs --json` has them, newest first.
-
-    Raises:
-        ServerProblem: the server cannot be asked.
-    """
+    """Yield the server's runs as `sgpu runs --json` does, newest first."""
     wire, remote = load("serverless_gpu.wire.runs"), load("serverless_gpu.cli.runs.server_runs")
     connection = connect(find_profile(this_home().root, os.environ))
     try:
@@ -155,7 +150,6 @@ def _history() -> Iterator[dict[str, Any]]:
 
 
 def _scheduling(options: Mapping[str, Any]) -> Scheduling:
-    """Return what the operator decides, as far as it was typed."""
     told: dict[str, Any] = {}
     if options["half_life"]:
         told["half_life_s"] = duration_s("--half-life", options["half_life"])
@@ -185,7 +179,7 @@ def _pairs(option: str, texts: Sequence[str]) -> dict[str, str]:
 
 
 class _Progress:
-    """A line on stderr that says how far a replay is; on a terminal only."""
+    """A line on stderr with the progress of a replay; on a terminal only."""
 
     def __init__(self, policy: str) -> None:
         self._policy, self._shown = policy, sys.stderr.isatty()
@@ -212,9 +206,11 @@ def _lines(outcomes: Sequence[Outcome], trace: Trace) -> list[str]:
     first = outcomes[0]
     gangs = f"gangs (≥ {first.cluster.gang_gpus} GPUs)"
     rows = [["", *(outcome.policy for outcome in outcomes)]]
-    for name, pick in (("wait", _wait), (f"wait of {gangs}", _gang_wait), ("completion", _completion)):
+    for name, field in (("wait", "wait"), (f"wait of {gangs}", "gang_wait"), ("completion", "completion")):
         for part in ("mean", "p50", "p95", "p99"):
-            rows.append([f"{name}, {part}", *(_span_text(pick(outcome), part) for outcome in outcomes)])
+            spreads = [getattr(outcome.figures, field) for outcome in outcomes]
+            times = ["-" if one is None else format_duration_ms(round(1000 * getattr(one, part))) for one in spreads]
+            rows.append([f"{name}, {part}", *times])
     for name, field in (("in use", "utilisation"), ("free while jobs wait", "idle"), ("fragmented", "fragmented")):
         rows.append([name, *(f"{100 * getattr(outcome.figures, field):.1f} %" for outcome in outcomes)])
     teams = list(first.figures.teams)
@@ -231,22 +227,6 @@ def _lines(outcomes: Sequence[Outcome], trace: Trace) -> list[str]:
     return [*lines, "", *columns(rows)]
 
 
-def _wait(outcome: Outcome) -> Spread | None:
-    return outcome.figures.wait
-
-
-def _gang_wait(outcome: Outcome) -> Spread | None:
-    return outcome.figures.gang_wait
-
-
-def _completion(outcome: Outcome) -> Spread | None:
-    return outcome.figures.completion
-
-
-def _span_text(spread: Spread | None, part: str) -> str:
-    return "-" if spread is None else format_duration_ms(round(1000 * getattr(spread, part)))
-
-
 def _as_json(outcomes: Sequence[Outcome], trace: Trace) -> dict[str, object]:
     return {
         "trace": trace.source,
@@ -260,8 +240,3 @@ def _as_json(outcomes: Sequence[Outcome], trace: Trace) -> dict[str, object]:
             for outcome in outcomes
         },
     }
-
-
-def _draw(drawing: ModuleType, outcomes: Sequence[Outcome], trace: Trace, path: Path) -> None:
-    title = f"{len(outcomes[0].jobs):,} jobs of {trace.source} on {outcomes[0].cluster.text()}"
-    written(lambda: drawing.draw(outcomes, title, path), path)

@@ -1,4 +1,1 @@
-"""Commands about runs, of this machine or of the server: `runs`, `show`, `logs`, `result`, `cancel`, `clean`.
-
-`run_location.py` finds where a run is, `run_choice.py` which one a person means.
-"""
+"""Commands about runs, of this machine or of the server. `run_location.py` finds a run, `run_choice.py` chooses one."""

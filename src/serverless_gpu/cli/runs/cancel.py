@@ -32,7 +32,10 @@ def cancel(run: str | None) -> None:
         _refuse_unnamed(home)
     found = locate(home, run)
     wanted = found.run_id
-    inside = [] if found.view is not None else [attach(run_id) for run_id in _runs_of(home, wanted)]
+    inside: list[Run[object]] = []  # the runs that use a session's devices
+    if found.view is None and read_run(home.runs, wanted).kind != FUNCTION:
+        records = [read_run(home.runs, run_id) for run_id in run_ids(home.runs)]
+        inside = [attach(record.run_id) for record in records if record.live and record.session == wanted]
     for handle in inside:
         handle.cancel()
     for handle in inside:
@@ -45,7 +48,7 @@ def cancel(run: str | None) -> None:
 
 
 def _refuse_unnamed(home: Home) -> NoReturn:
-    """Raise after listing what could be meant."""
+    """List the runs to choose from and raise."""
     live = [row(record, home)[:4] for run_id in own_runs(home) if (record := read_run(home.runs, run_id)).live]
     unasked = ""
     try:
@@ -59,7 +62,7 @@ def _refuse_unnamed(home: Home) -> NoReturn:
 
 
 def describe_gate(handle: Run[object]) -> str:
-    """Return what is known of the devices; a run that never had any has no receipt."""
+    """Return the release state of a run's devices; a run that never had any has no receipt."""
     try:
         receipt = handle.receipt()
     except ServerlessGpuError:
@@ -67,11 +70,3 @@ def describe_gate(handle: Run[object]) -> str:
     if receipt.state != handle.status():  # it waited again: the last receipt is of what it had before
         return f"it had no devices any more; attempt {receipt.fence} gave them back, {receipt.gate}"
     return receipt.gate
-
-
-def _runs_of(home: Home, session: str) -> list[str]:
-    """Return the runs that use a session's devices now; none for a run."""
-    if read_run(home.runs, session).kind == FUNCTION:
-        return []
-    records = (read_run(home.runs, run_id) for run_id in run_ids(home.runs))
-    return [record.run_id for record in records if record.live and record.session == session]

@@ -41,12 +41,20 @@ def clean(run: tuple[str, ...], older_than: str | None, keep: str | None, dry_ru
         raise click.UsageError("name runs, or give --older-than and --keep; not both")
     chosen, spared = (_named(home, run), "") if run else _kept_no_longer(home, older_than, keep)
     if dry_run:
-        for line in columns([_row(home, each) for each in chosen]):
+        rows = []
+        for place, entry in chosen:
+            ended = "" if entry.ended_ns is None else format_moment(entry.ended_ns)
+            copies = "copies of results" if place == home.remote else ""
+            rows.append([entry.run_id, ended, format_bytes(entry.size_bytes), copies])
+        for line in columns(rows):
             say(line)
         total = sum(each.entry.size_bytes for each in chosen)
         say(f"would delete {_count(_runs_of(chosen))}, {format_bytes(total)}{spared}")
         return
-    done = [_delete(place, [each.entry for each in chosen if each.place == place]) for place in _places(home)]
+    done = []
+    for place in _places(home):
+        empty_trash(place)
+        done.append(delete_all(place, [each.entry for each in chosen if each.place == place]))
     deleted = {run_id for each in done for run_id in each.deleted}
     problems = tuple(problem for each in done for problem in each.problems)
     cleaned = Cleaned(tuple(deleted), sum(each.freed_bytes for each in done), problems)
@@ -67,13 +75,8 @@ class _Chosen(NamedTuple):
 
 
 def _places(home: Home) -> tuple[Path, Path]:
-    """Return where directories of runs lie: those that ran here, and copies of what others of a server returned."""
+    """Return the directories of runs: own ones, and copies of results from a server."""
     return home.runs, home.remote
-
-
-def _delete(place: Path, entries: list[RunDirectory]) -> Cleaned:
-    empty_trash(place)
-    return delete_all(place, entries)
 
 
 def _named(home: Home, runs: tuple[str, ...]) -> list[_Chosen]:
@@ -100,10 +103,10 @@ def _entry(place: Path, run_id: str, ended_ns: int | None) -> _Chosen:
 
 
 def _kept_no_longer(home: Home, older_than: str | None, keep: str | None) -> tuple[list[_Chosen], str]:
-    """Return what the rules delete, and in words what they would if it had not ended only just."""
+    """Return the directories that the rules delete, and in words those spared as just ended."""
     policy, now_ns, queued = _policy(home, older_than, keep), SystemClock().wall_ns(), queued_runs(home)
     scanned = [[_Chosen(place, entry) for entry in scan(place, queued, now_ns)] for place in _places(home)]
-    # What the configuration says holds for each place; a size that is asked for is meant for both together.
+    # The configuration holds for each place; a size from the command line is for both together.
     groups = scanned if keep is None else [[*scanned[0], *scanned[1]]]
     chosen = [each for group in groups for each in _lost(group, policy, now_ns)]
     old = [each for group in groups for each in _lost(group, replace(policy, spared_ns=0), now_ns)]
@@ -138,10 +141,3 @@ def _policy(home: Home, older_than: str | None, keep: str | None) -> Policy:
 
 def _count(runs: int) -> str:
     return f"{runs} run{'' if runs == 1 else 's'}"
-
-
-def _row(home: Home, chosen: _Chosen) -> list[str]:
-    entry = chosen.entry
-    ended = "" if entry.ended_ns is None else format_moment(entry.ended_ns)
-    copies = "copies of results" if chosen.place == home.remote else ""
-    return [entry.run_id, ended, format_bytes(entry.size_bytes), copies]

@@ -1,4 +1,4 @@
-"""What a run's devices did, one line each: of the receipt, or of what was sampled so far of a run that goes on."""
+"""Device use of a run, one line each: from the receipt, or from samples so far."""
 
 from __future__ import annotations
 
@@ -14,12 +14,7 @@ _SHOWN_MAX = 128
 
 
 def use_lines(uses: Sequence[DeviceUse], nodes: Sequence[str] = ()) -> list[str]:
-    """Return a table of devices in the order of their ranks; nothing for one device, of which the receipt tells all.
-
-    Args:
-        uses: what each did.
-        nodes: of several, that of each device; not shown unless there is one for each.
-    """
+    """Return a table of devices by rank, empty for one device; `nodes` has one name per device."""
     if len(uses) < 2:
         return []
     head = ["#", "BUSY", "PEAK MEMORY", "ENERGY", "THROTTLED", "NODE", "DEVICE"]
@@ -35,7 +30,7 @@ def use_lines(uses: Sequence[DeviceUse], nodes: Sequence[str] = ()) -> list[str]
 
 
 def sampled_uses(directory: Path) -> tuple[DeviceUse, ...]:
-    """Return what was sampled so far of the devices of an attempt on this machine."""
+    """Return the device use of a local attempt from its samples."""
     uses: dict[str, DeviceTotals] = {}
     for path in sorted((directory / "logs").glob("*.telemetry")):
         try:

@@ -1,4 +1,4 @@
-"""What ended a run, as commands print it."""
+"""Prints the failure that ended a run."""
 
 from __future__ import annotations
 
@@ -8,11 +8,7 @@ from serverless_gpu.errors import ServerlessGpuError
 
 
 def say_failure(error: BaseException) -> None:
-    """Print what ended a run on stderr: the traceback of the rank that raised, the error, and its notes.
-
-    Args:
-        error: of `Run.follow`.
-    """
+    """Print a failure on stderr: the failing rank's traceback, the error and its notes."""
     cause = str(error.__cause__ or "").strip("\n")
     text = str(error) if isinstance(error, ServerlessGpuError) else f"{type(error).__name__}: {text_of(error)}"
     for part in (cause, f"sgpu: {text}", *getattr(error, "__notes__", [])):

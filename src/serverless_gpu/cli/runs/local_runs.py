@@ -12,7 +12,6 @@ from serverless_gpu.units import format_bytes, format_duration_ms
 
 if TYPE_CHECKING:
     from serverless_gpu.model.cost import Cost
-    from serverless_gpu.model.receipt import Receipt
 
 _NAME_CHARACTERS_MAX = 32
 
@@ -22,13 +21,16 @@ def row(record: RunRecord, home: Home, *, size: bool = False) -> list[str]:
     name = name_of(record) or "-"
     if len(name) > _NAME_CHARACTERS_MAX:
         name = name[: _NAME_CHARACTERS_MAX - 1] + "…"
+    devices = f"{record.world_size} rank{'' if record.world_size == 1 else 's'}" if record.world_size else "-"
+    if record.receipt is not None:
+        devices = record.receipt.devices_text()
     return [
         record.run_id,
         name,
         record.state,
         format_moment(record.began_ns or record.created_ns),
         took_text(record),
-        _devices_text(record),
+        devices,
         "here",
         *([format_bytes(size_on_disk(home.runs / record.run_id))] if size else []),
         record.receipt.used_text() if record.receipt is not None else used_text(cost_so_far(home, record)),
@@ -52,7 +54,7 @@ def as_json(home: Home, record: RunRecord, *, size: bool) -> dict[str, object]:
         "ranks": record.world_size,
         "gpu_type": receipt.gpu_type if receipt is not None else None,
         "devices": list(receipt.gpus) if receipt is not None else None,
-        **_spent(receipt or cost),
+        **{name: getattr(receipt or cost, name, None) for name in ("gpu_ms", "micros", "currency")},
         "directory": str(record.directory),
         "problem": record.problem,
     }
@@ -60,7 +62,7 @@ def as_json(home: Home, record: RunRecord, *, size: bool) -> dict[str, object]:
 
 
 def name_of(record: RunRecord) -> str:
-    """Return what a run is called: its function, or what else it is."""
+    """Return a run's name: its function, or its kind."""
     if record.kind != FUNCTION:
         return f"({record.kind})"
     return record.spec.name if record.spec is not None else ""
@@ -82,7 +84,7 @@ def took_text(record: RunRecord) -> str:
 
 
 def cost_so_far(home: Home, record: RunRecord) -> Cost | None:
-    """Return what a run that goes on has used by now; None for any other."""
+    """Return a running run's cost so far; None for any other run."""
     if not record.live:
         return None
     found: Cost | None = load("serverless_gpu.client.runs.local_costs").cost_here(
@@ -92,16 +94,5 @@ def cost_so_far(home: Home, record: RunRecord) -> Cost | None:
 
 
 def used_text(cost: Cost | None) -> str:
-    """Return what a run used, for one cell of a line."""
+    """Return a run's use as one table cell."""
     return "-" if cost is None or not cost.gpu_ms else cost.used_text()
-
-
-def _devices_text(record: RunRecord) -> str:
-    receipt = record.receipt
-    if receipt is None:
-        return f"{record.world_size} rank{'' if record.world_size == 1 else 's'}" if record.world_size else "-"
-    return receipt.devices_text()
-
-
-def _spent(said: Receipt | Cost | None) -> dict[str, object]:
-    return {name: getattr(said, name, None) for name in ("gpu_ms", "micros", "currency")}

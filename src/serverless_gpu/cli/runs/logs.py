@@ -1,12 +1,9 @@
-"""`sgpu logs`: what the ranks of a run wrote, now or while it goes on.
+"""`sgpu logs`: output of a run's ranks, once or followed.
 
-    this machine: logs/<rank>.<stream>          ┐
-                                                ├─tail──▶ decode ─▶ TerminalDisplay   as in the call itself
+    this machine: logs/<rank>.<stream>          ┬─tail──▶ decode ─▶ TerminalDisplay   as in the call itself
     server: /runs/{run}/logs/{rank}/{stream}    ┘    └──── --raw ──────▶ the bytes
 
-Failure cases: those of `outputs.py` and `server/storage/outputs.py`; a rank that wrote nothing (others are named),
-a run that ends while it is followed (what was written last is still shown), a reader that goes away
-(click ends the command).
+Of a silent rank it names others with output. It shows the last output of a run that ends while it is followed.
 """
 
 from __future__ import annotations
@@ -62,25 +59,24 @@ def logs(run: str | None, rank: str | None, stream: str, attempt: int | None, **
             if attempt is not None:
                 refuse_missing_attempt(found.run_id, attempt, 1)  # a run without a server has one
             output = OwnOutput(home, record)
-        ranks = _default_ranks(output) if rank is None else _ranks(output, rank)
+        if rank is None:
+            failed = output.failed_rank()  # the first one
+            ranks = [failed or 0]
+            if failed is not None and output.ranks() > 1:
+                shown = f"rank {failed} of run {output.run_id} failed; --rank N or --rank all shows others"
+                click.echo(f"sgpu: {shown}", err=True)
+        else:
+            ranks = _ranks(output, rank)
         streams = ("stdout", "stderr") if stream == "both" else (stream,)
         sources = [output.source(number, name) for number in ranks for name in streams]
         if tail is not None:
             for source in sources:
                 source.skip_to_tail(tail)
-        display = _display(raw=options["raw"], tagged=len(ranks) > 1)
+        display = None if options["raw"] else TerminalDisplay(quiet=True, tagged=len(ranks) > 1, write=_write)
         _show(sources, display, lambda: follow and output.goes_on(), output.look_s_max)
         if tail != 0 and not any(source.has_written for source in sources):
             where = "stdout or stderr" if stream == "both" else stream
             click.echo(f"sgpu: {_silence_text(output, ranks, where)}", err=True)
-
-
-def _default_ranks(output: RunOutput) -> list[int]:
-    """Return the rank that failed first, and say which it is of several; rank 0 where none failed."""
-    failed = output.failed_rank()
-    if failed is not None and output.ranks() > 1:
-        click.echo(f"sgpu: rank {failed} of run {output.run_id} failed; --rank N or --rank all shows others", err=True)
-    return [failed or 0]
 
 
 def _silence_text(output: RunOutput, ranks: Sequence[int], where: str) -> str:
@@ -109,7 +105,7 @@ def _ranks(output: RunOutput, wanted: str) -> list[int]:
 def _show(
     sources: Sequence[OutputStream], display: Display | None, goes_on: Callable[[], bool], look_s_max: float = _LOOK_S
 ) -> None:
-    """Show what is there, and what comes as long as the run goes on; without a display, the bytes."""
+    """Show the output so far and, while the run continues, new output; raw bytes without a display."""
     last, look_s = False, _LOOK_S
     while not last:
         last = not goes_on()  # asked before looking: what was written until the end is still shown
@@ -127,12 +123,6 @@ def _show(
                 display.tick()
     if display is not None:
         display.finish()
-
-
-def _display(*, raw: bool, tagged: bool) -> Display | None:
-    if raw:
-        return None
-    return TerminalDisplay(quiet=True, tagged=tagged, write=_write)
 
 
 def _write(target: TextIO | None, text: str) -> str:

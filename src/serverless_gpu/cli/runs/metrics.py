@@ -1,4 +1,4 @@
-"""`sgpu metrics`: what was sampled of a run, as numbers or as a picture."""
+"""`sgpu metrics`: the samples of a run as numbers or as a picture."""
 
 from __future__ import annotations
 

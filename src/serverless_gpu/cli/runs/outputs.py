@@ -1,9 +1,6 @@
-"""Output of ranks of a run on this machine; `server/storage/outputs.py` has those of a server.
+"""Output of ranks from files of this machine; `server_outputs.py` reads it from a server.
 
-    Output ──▶ one Source for each rank and stream ──pieces──▶ logs.py
-
-Failure cases: a rank that wrote nothing (no file), files that grow without end (read in pieces), a run that still waits
-or is being launched (it goes on).
+RunOutput ──▶ one OutputStream for each rank and stream ──pieces──▶ logs.py
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ _LOOK_S = 0.1
 
 
 class OutputStream(abc.ABC):
-    """What one rank wrote on one stream, and how far it was shown."""
+    """One stream of one rank, and the position shown so far."""
 
     def __init__(self, rank: int, stream: str) -> None:
         self.rank = rank
@@ -42,7 +39,7 @@ class OutputStream(abc.ABC):
         self.has_written = self.has_written or self._offset > 0
 
     def pieces(self) -> Iterator[bytes]:
-        """Yield what was written since the last time."""
+        """Yield new output since the last call."""
         while data := self.read(self._offset, PIECE_BYTES):
             self._offset += len(data)
             self.has_written = True
@@ -62,12 +59,7 @@ class OutputStream(abc.ABC):
 
 
 class RunOutput(abc.ABC):
-    """What the ranks of one run wrote.
-
-    Attributes:
-        run_id: the run.
-        look_s_max: how long to wait at most, in seconds, until it is looked at again; 0.1 where something comes.
-    """
+    """Output of one run's ranks."""
 
     run_id: str
     look_s_max = _LOOK_S
@@ -90,16 +82,11 @@ class RunOutput(abc.ABC):
 
     @abc.abstractmethod
     def goes_on(self) -> bool:
-        """Return whether anything may still be written."""
+        """Return whether more output may come."""
 
 
 class OwnOutput(RunOutput):
-    """What a run of this machine wrote.
-
-    Args:
-        home: where it lies.
-        record: the run.
-    """
+    """Output of a run of this machine."""
 
     def __init__(self, home: Home, record: RunRecord) -> None:
         self.run_id = record.run_id
@@ -124,7 +111,7 @@ class OwnOutput(RunOutput):
         return _File(self._record.directory, rank, stream)
 
     def goes_on(self) -> bool:
-        """Return whether anything may be written; one that no supervisor has yet is launched, or waits its turn."""
+        """Return whether more output may come; a run without a supervisor is queued or launching."""
         if is_live(self._record.directory):
             return True
         if read_run(self._home.runs, self.run_id).state != NOT_STARTED:
@@ -158,16 +145,7 @@ class _File(OutputStream):
 
 
 def refuse_missing_attempt(run_id: str, attempt: int, last: int) -> None:
-    """Return if a run had an attempt.
-
-    Args:
-        run_id: the run.
-        attempt: its number, from 1 on.
-        last: the number of the run's last attempt; 0 where nothing was started.
-
-    Raises:
-        InvalidValue: the run had no such attempt.
-    """
+    """Raise InvalidValue unless the run had this attempt, counted from 1; `last` 0 means none started."""
     if 1 <= attempt <= last:
         return
     had = "has no attempt yet" if last == 0 else "had one attempt" if last == 1 else f"had attempts 1 to {last}"
@@ -175,13 +153,7 @@ def refuse_missing_attempt(run_id: str, attempt: int, last: int) -> None:
 
 
 def tail_start(end: int, read: Callable[[int, int], bytes], lines: int) -> int:
-    """Return where the last lines begin, reading backwards.
-
-    Args:
-        end: how many bytes there are.
-        read: returns bytes from an offset on, at most so many.
-        lines: how many.
-    """
+    """Return the offset of the last lines, reading backwards with `read(offset, count)`."""
     if lines == 0:
         return end
     position, wanted = end, lines

@@ -1,7 +1,6 @@
-"""`sgpu result`: copying what ranks returned into a directory; nothing is loaded, which would be running code.
+"""`sgpu result`: copies results of ranks into a directory without loading them, which would run code.
 
-Failure cases: a run that goes on (refused), a rank that returned nothing (said), a file that grows shorter or a server
-that goes away in the middle (nothing half is left), a full disk.
+Refuses a run that goes on. A file that shrinks, or a server that goes away, leaves no half-written copy.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from serverless_gpu.client.runs.result_files import whole
 from serverless_gpu.errors import InvalidValue, StorageError
 from serverless_gpu.model.lifecycle.attempt import TERMINAL
 from serverless_gpu.node.attempt.history import read_run
-from serverless_gpu.node.base.home import Home, storage_error
+from serverless_gpu.node.base.home import storage_error
 from serverless_gpu.units import format_bytes
 
 _PIECE_BYTES = 4 << 20
 
 
 class Result(NamedTuple):
-    """What a rank returned: how much it is in bytes, and a way to have it piece by piece."""
+    """A rank's result: its size in bytes and its pieces."""
 
     size: int
     pieces: Iterator[bytes]
@@ -55,7 +54,10 @@ def result(run: str | None, rank: str, directory: Path | None, as_json: bool) ->
     target = Path(found.run_id) if directory is None else directory
     with contextlib.ExitStack() as stack:
         if found.view is None:
-            state, results = _own(home, found.run_id)
+            record = read_run(home.runs, found.run_id, queued_runs(home))
+            paths = [path for path in (record.directory / "results").glob("*.pkl") if path.stem.isdecimal()]
+            paths.sort(key=lambda path: int(path.stem))
+            state, results = record.state, {int(p.stem): Result(p.stat().st_size, _pieces(p)) for p in paths}
         else:
             state, served = found.view.state.value, stack.enter_context(served_results(home, found.view))
             results = {number: Result(each.size, each.pieces()) for number, each in served.items()}
@@ -72,19 +74,8 @@ def result(run: str | None, rank: str, directory: Path | None, as_json: bool) ->
     say(f"sgpu: {total}; in Python: serverless_gpu.attach({found.run_id!r}).results()", err=True)
 
 
-def _own(home: Home, run_id: str) -> tuple[str, dict[int, Result]]:
-    record = read_run(home.runs, run_id, queued_runs(home))
-    paths = [path for path in (record.directory / "results").glob("*.pkl") if path.stem.isdecimal()]
-    found = {int(path.stem): Result(path.stat().st_size, _pieces(path)) for path in paths}
-    return record.state, dict(sorted(found.items()))
-
-
 def _chosen(run_id: str, state: str, results: dict[int, Result], rank: str) -> dict[int, Result]:
-    """Return the results that are meant.
-
-    Raises:
-        InvalidValue: the run goes on, or there is none of that rank.
-    """
+    """Return the selected results; raise InvalidValue when the run continues or the rank has none."""
     if state not in TERMINAL:
         raise InvalidValue(f"run {run_id} is {state}: it has returned nothing yet", hint=f"sgpu attach {run_id}")
     if rank == "all":

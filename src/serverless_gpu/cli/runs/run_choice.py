@@ -21,11 +21,7 @@ _NAMED_MAX = 5
 
 
 def this_home() -> Home:
-    """Return the home that commands look at; say so when it is not the one that was asked for.
-
-    Raises:
-        StorageError: there is none.
-    """
+    """Return the home of this command; print a notice when it replaces the requested one."""
     home = find_home(os.environ)
     if home.note:
         say(f"sgpu: {home.note}", err=True)
@@ -38,7 +34,7 @@ def durable_home(why: str) -> Home:
 
 
 def queued_runs(home: Home) -> tuple[str, ...]:
-    """Return the runs that wait in the agent; none when there is no agent, or none that answers."""
+    """Return the runs queued in the agent; none without an agent that answers."""
     with contextlib.suppress(ServerlessGpuError):
         if any(home.sockets().glob("agent-*.sock")):  # else the agent's protocol need not be loaded
             found: Status | None = load("serverless_gpu.client.agent_status").agent_status(home.root)
@@ -47,17 +43,7 @@ def queued_runs(home: Home) -> tuple[str, ...]:
 
 
 def choose(home: Home, wanted: str | None, ids: Sequence[str] | None = None, *, elsewhere: str = "") -> str:
-    """Return the identifier of the run that is meant.
-
-    Args:
-        home: where its directory lies.
-        wanted: what was typed; None for the latest run.
-        ids: the runs there are, newest first; None for those of the home.
-        elsewhere: where else was looked, as the message goes on when nothing is found.
-
-    Raises:
-        InvalidValue: no run is meant, or several.
-    """
+    """Return the identifier of the wanted run, newest for None; `elsewhere` ends the error message."""
     ids = run_ids(home.runs) if ids is None else ids
     if wanted is None:
         if not ids:
@@ -72,7 +58,7 @@ def choose(home: Home, wanted: str | None, ids: Sequence[str] | None = None, *, 
 
 
 def meant(ids: Sequence[str], wanted: str) -> list[str]:
-    """Return the runs that what was typed may mean: the one with this identifier, or all that begin or end so."""
+    """Return the runs with this identifier, or all that begin or end with it."""
     text = wanted.strip().lower()
     if text in ids:
         return [text]

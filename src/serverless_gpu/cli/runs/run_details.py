@@ -25,10 +25,10 @@ from serverless_gpu.node.base.home import Home
 from serverless_gpu.units import format_bytes
 
 if TYPE_CHECKING:
-    from serverless_gpu.wire.runs import RunView
+    pass
 
 _FILES_MAX = 200
-_NOT_ASKED = frozenset({"name", "resources", "tracker", "ray"})  # shown otherwise, or nobody's wish
+_NOT_ASKED = frozenset({"name", "resources", "tracker", "ray"})  # shown otherwise, or not an option
 
 
 @click.command()
@@ -42,7 +42,11 @@ def show(run: str | None, as_json: bool) -> None:
     home = this_home()
     found = locate(home, run)
     if found.view is not None:
-        _show_remote(found.view, as_json=as_json)
+        if as_json:
+            print_json(remote.details(found.view))
+        else:
+            for line in remote.story(found.view):
+                say(line)
         return
     record = read_run(home.runs, found.run_id, queued_runs(home))
     if as_json:
@@ -52,16 +56,7 @@ def show(run: str | None, as_json: bool) -> None:
         say(line)
 
 
-def _show_remote(view: RunView, *, as_json: bool) -> None:
-    if as_json:
-        print_json(remote.details(view))
-        return
-    for line in remote.story(view):
-        say(line)
-
-
 def _story(home: Home, record: RunRecord) -> str:
-    """Return everything about one run, for reading."""
     reason = record.stopped.reason.value if record.stopped is not None else ""
     head = " · ".join(part for part in (f"run {record.run_id}", name_of(record), record.state, reason) if part)
     parts = [head]

@@ -16,15 +16,10 @@ _ENDING_S = 10.0
 
 
 class RunEnding(NamedTuple):
-    """How a run ended.
-
-    Attributes:
-        stopped: the message.
-        directory: of the last attempt's files on this machine.
-    """
+    """Ending of a run."""
 
     stopped: Stopped
-    directory: Path
+    directory: Path  # local files of the last attempt
 
 
 def fetch_ending(view: RunView) -> RunEnding | None:

@@ -1,10 +1,8 @@
-"""Where the run is that a person means: on this machine, or with the server.
+"""Locates the wanted run: on this machine, or on the server.
 
-A run of local mode has its directory here and nothing anywhere else. A run of a server is the server's, also when this
-machine is the node that it ran on and has a directory of it. Without a server everything is here.
-
-A server that cannot be reached is an error of its own and never "there is no run": a named run that is not here is
-waited for (`cli/server_connection.py`), a list shows what is here and fails afterwards.
+A local run has its directory only here. A run of a server is the server's, even if this machine is the node that it
+ran on and has a directory of it. A server that cannot be reached is an error of its own and never "there is no run": a
+named run that is not here waits for it (`cli/server_connection.py`), a list shows the local runs and fails afterwards.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ _FEW = 10
 
 
 class Located(NamedTuple):
-    """A run: its identifier, and what the server says of it; None for a run of this machine alone."""
+    """A run's identifier and the server's view of it; None for a run of this machine alone."""
 
     run_id: str
     view: RunView | None
@@ -49,22 +47,13 @@ def own_runs(home: Home) -> list[str]:
 
 
 def server_runs(home: Home, *, limit: int, state: str = "") -> tuple[RunView, ...]:
-    """Return the server's latest runs; nothing where no server is configured.
-
-    Args:
-        home: says which server.
-        limit: how many at most.
-        state: only those in it; "" for all.
-
-    Raises:
-        ServerProblem: the server cannot be asked.
-    """
+    """Return the server's latest runs, in a state or ("") any; none without a configured server."""
     page = _page(home, {"limit": str(min(limit, PAGE))} | ({"state": state} if state else {}))
     return () if page is None else page.runs
 
 
 def server_costs(home: Home, *, limit: int, state: str = "") -> tuple[tuple[RunView, ...], dict[str, Cost]]:
-    """Return the server's latest runs as `server_runs` does, and what each has cost, by its identifier."""
+    """Return the server's latest runs as `server_runs` does, and each one's cost by identifier."""
     query = {"limit": str(min(limit, PAGE))} | ({"state": state} if state else {})
     try:
         page = _page(home, query | {"costs": "true"})
@@ -74,18 +63,7 @@ def server_costs(home: Home, *, limit: int, state: str = "") -> tuple[tuple[RunV
 
 
 def locate(home: Home, wanted: str | None) -> Located:
-    """Return the run that is meant, as `choosing.choose` reads it.
-
-    A named run that is not on this machine is asked of the server, which is waited for while it is away.
-
-    Args:
-        home: where runs of this machine lie, and which server there is.
-        wanted: what was typed; None for the latest run.
-
-    Raises:
-        InvalidValue: no run is meant, or several.
-        ServerProblem: the run is not on this machine, and the server cannot be asked.
-    """
+    """Return the wanted run; a named run that is not here waits for an unreachable server."""
     own = own_runs(home)
     if wanted is not None and len(meant(own, wanted)) == 1:
         return Located(meant(own, wanted)[0], None)
@@ -99,11 +77,10 @@ def locate(home: Home, wanted: str | None) -> Located:
 
 
 def _of_the_server(home: Home, wanted: str | None, own: Sequence[str]) -> tuple[tuple[RunView, ...], str]:
-    """Return the server's runs that a text may mean, and how "there is no run" goes on when it means none of them.
+    """Return the server's runs that a text may mean, and the end of the error if there are none.
 
-    An identifier is asked for by itself, and a beginning where such runs begin, however many came later; an end is
-    looked for among the latest runs. The latest run is not waited for: with its name, one of this machine needs no
-    server.
+    An identifier is requested by itself, and a beginning among the runs that begin so; an end is searched among the
+    latest runs. The latest run does not wait for the server: with its name, a local run needs none.
     """
     if not is_configured(home.root, os.environ):
         return (), ""

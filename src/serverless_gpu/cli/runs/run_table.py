@@ -1,7 +1,6 @@
 """`sgpu runs`: the runs of this home and of its server.
 
-This module and what it imports are loaded each time somebody lists runs: `test_lazy_commands.py` lists the modules that
-it may load.
+This module and its imports load at each listing of runs: `test_lazy_commands.py` lists the modules that it may load.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What the ranks of a run of the server wrote, read by rank and offset.
+"""Output of a server run's ranks, read by rank and offset.
 
-Failure cases: the server goes away while a run is followed (waited for, said once, and taken up where it was); the run
-is tried again (what the former attempt wrote is shown to its end, then the next one from its start).
+When the server goes away, following waits with one notice and resumes. When the run is tried again, the former
+attempt's output is shown to its end, then the next one's.
 """
 
 from __future__ import annotations
@@ -30,31 +30,13 @@ _READ_BYTES = 1 << 20
 
 @contextlib.contextmanager
 def served_output(home: Home, view: RunView, attempt: int | None = None) -> Iterator[RunOutput]:
-    """Yield what a run of the server wrote.
-
-    Args:
-        home: says which server.
-        view: the run.
-        attempt: only this one; None for the last, and those that come after it.
-
-    Raises:
-        InvalidValue: the run had no such attempt.
-    """
+    """Yield the output of a server's run; attempt None means the last and later ones."""
     with patient_server(home.root) as connection:
         yield ServedOutput(connection, view, attempt)
 
 
 class ServedOutput(RunOutput):
-    """What a run of the server wrote.
-
-    Args:
-        connection: to the server.
-        view: the run as the server described it last.
-        attempt: only this one; None for the last, and those that come after it.
-
-    Raises:
-        InvalidValue: the run had no such attempt.
-    """
+    """Output of a server's run; attempt None means the last and later ones."""
 
     look_s_max = _LOOK_S_MAX
 
@@ -76,7 +58,13 @@ class ServedOutput(RunOutput):
     def written(self) -> list[int]:
         """Return the ranks that wrote anything."""
         ranks = range(min(self.ranks(), _ASKED_MAX))
-        return [rank for rank in ranks if any(self._size(rank, stream) for stream in ("stdout", "stderr"))]
+        return [
+            rank
+            for rank in ranks
+            if any(
+                _Log(self._connection, self.run_id, self._fence, rank, stream).size() for stream in ("stdout", "stderr")
+            )
+        ]
 
     def failed_rank(self) -> int | None:
         """Return the first rank that failed; None where no rank did, or another attempt was asked for."""
@@ -92,7 +80,7 @@ class ServedOutput(RunOutput):
         return source
 
     def goes_on(self) -> bool:
-        """Return whether anything may still be written; turns to the next attempt once the former was shown."""
+        """Return whether more output may come; move to the next attempt once the former was shown."""
         if self._next:
             if self._fence:
                 say(f"sgpu: attempt {self._next} of run {self.run_id}", err=True)
@@ -105,9 +93,6 @@ class ServedOutput(RunOutput):
             self._next = self._view.fence if self._is_last else 0
             return self._is_last
         return self._view.state not in TERMINAL
-
-    def _size(self, rank: int, stream: str) -> int:
-        return _Log(self._connection, self.run_id, self._fence, rank, stream).size()
 
 
 class _Log(OutputStream):
@@ -123,7 +108,7 @@ class _Log(OutputStream):
         self._fence, self._offset, self._complete = fence, 0, False
 
     def pieces(self) -> Iterator[bytes]:
-        """Yield what was written since the last time, with as few questions as possible."""
+        """Yield new output since the last call, with as few requests as possible."""
         while self._fence and not self._complete:
             data, headers = self._fetch(self._offset, _READ_BYTES)
             self._offset += len(data)

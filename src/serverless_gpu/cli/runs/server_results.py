@@ -20,11 +20,7 @@ _NAME = re.compile(r"results/(\d{1,9})\.pkl", re.ASCII)
 
 
 class ServedResult:
-    """What one rank returned.
-
-    Attributes:
-        size: in bytes.
-    """
+    """Result of one rank."""
 
     def __init__(self, connection: Connection, run_id: str, fence: int, file: FileView) -> None:
         self.size = file.size
@@ -43,19 +39,14 @@ class ServedResult:
             wanted = min(_PIECE_BYTES, self.size - done)
             data = self._connection.get(path, query={"fence": str(self._fence)}, start=done, length=wanted)
             if not data:
-                return  # whoever writes it down sees that something is missing
+                return  # the writer notices that something is missing
             yield data
             done += len(data)
 
 
 @contextlib.contextmanager
 def served_results(home: Home, view: RunView) -> Iterator[dict[int, ServedResult]]:
-    """Yield the results of a run by rank; they can be read while this is open.
-
-    Args:
-        home: says which server.
-        view: the run.
-    """
+    """Yield a run's results by rank, readable while the context is open."""
     with patient_server(home.root) as connection:
         answer = load("serverless_gpu.wire.runs").FileList
         found = connection.ask("GET", f"/runs/{view.id}/results", answer=answer)

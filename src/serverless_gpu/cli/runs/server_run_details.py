@@ -96,7 +96,7 @@ def failure_text(view: RunView) -> str:
 
 
 def _receipt(view: RunView, crew: int | None = None) -> Receipt | None:
-    """Return the receipt of the last attempt, or that of one of its nodes; None while there is none."""
+    """Return the last attempt's receipt, or that of one of its nodes; None before it exists."""
     query = {} if crew is None else {"fence": str(view.fence), "crew": str(crew)}
     with patient_server(this_home().root) as connection:
         try:
@@ -106,7 +106,7 @@ def _receipt(view: RunView, crew: int | None = None) -> Receipt | None:
 
 
 def _cost(view: RunView) -> Cost | None:
-    """Return what the server says a run has cost; None from one of an earlier version."""
+    """Return the run's cost from the server; None from a server of an earlier version."""
     wire = load("serverless_gpu.wire.costs")
     with patient_server(this_home().root) as connection:
         try:
@@ -129,7 +129,6 @@ def _asked(view: RunView) -> tuple[FileList, AttemptList]:
 
 
 def _crew_row(view: RunView, crew: CrewView) -> list[str]:
-    """Return the cells of a line about one of several nodes."""
     state = crew.state.value if crew.reason is None else f"{crew.state.value} · {crew.reason.value}"
     silent = f"no word since {format_moment(crew.heard_ns)}" if crew.state is State.UNREACHABLE else ""
     last = crew.first_rank + crew.gpus - 1

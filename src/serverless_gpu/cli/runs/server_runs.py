@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 
 
 def row(view: RunView) -> list[str]:
-    """Return the cells of one line: run, name, state, started, took, devices, whose and where."""
+    """Return a line's cells: run, name, state, started, took, devices, owner, place."""
+    nodes = nodes_text([crew.node for crew in view.crews])
+    place = nodes or view.node or ("waits" if view.state is State.QUEUED else "server")
+    if view.waiting is not None and view.waiting.place:
+        place = f"{place} {wait_messages.ordinal(view.waiting.place)}"
     return [
         view.id,
         view.name or "-",
@@ -30,12 +34,12 @@ def row(view: RunView) -> list[str]:
         format_moment(view.started_ns or view.created_ns),
         "-" if view.started_ns is None else format_duration_ms(took_ms(view)),
         devices_text(view),
-        _where(view),
+        f"{place}, {view.owner}",
     ]
 
 
 def devices_text(view: RunView) -> str:
-    """Return what a run has, or asks for."""
+    """Return a run's devices, assigned or requested."""
     count = view.world_size or view.spec.resources.gpus
     kind = view.gpu_type or view.spec.resources.gpu_type or "GPU"
     noun = "CPU slot" if kind == CPU else kind
@@ -78,7 +82,7 @@ def took_ms(view: RunView) -> int:
 
 
 def sentence_of(view: RunView) -> str:
-    """Return what is said about a run; of a wait with the times of this place."""
+    """Return a run's sentence; of a wait in this machine's time zone."""
     if view.waiting is None:
         return view.sentence
     wait = load("serverless_gpu.wire.waits").wait_of(view.waiting, view.id)
@@ -119,7 +123,6 @@ def _waiting(waiting: WaitView) -> dict[str, object]:
 
 
 def _crew(crew: CrewView) -> dict[str, object]:
-    """Return what a run has on one of several nodes, for machines."""
     return {
         "node": crew.node,
         "state": crew.state.value,
@@ -131,11 +134,3 @@ def _crew(crew: CrewView) -> dict[str, object]:
         "started": None if crew.started_ns is None else format_utc(crew.started_ns),
         "ended": None if crew.ended_ns is None else format_utc(crew.ended_ns),
     }
-
-
-def _where(view: RunView) -> str:
-    nodes = nodes_text([crew.node for crew in view.crews])
-    place = nodes or view.node or ("waits" if view.state is State.QUEUED else "server")
-    if view.waiting is not None and view.waiting.place:
-        place = f"{place} {wait_messages.ordinal(view.waiting.place)}"
-    return f"{place}, {view.owner}"

@@ -1,4 +1,4 @@
-"""`sgpu server`: what whoever runs a server does beside starting it; on its machine, in its home."""
+"""`sgpu server`: an operator's tasks beside starting the server, on its machine and in its home."""
 
 from __future__ import annotations
 

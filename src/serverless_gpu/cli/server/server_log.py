@@ -1,11 +1,8 @@
-"""`sgpu server logs`: the server's own log as people read it; on its machine, from its home.
+"""`sgpu server logs`: the server's own log as text, on its machine, from its home, without a server.
 
-The server writes JSON lines and turns the file over at a size (`server/core/log_file.py`). Here they are read in the
-order in which they were written, over all files that are left, with what a line is about at its end. It works without a
-server.
-
-Failure cases: a line that is cut (the server died while it wrote) or is no JSON is shown as it is; a file that is
-turned over while it is followed is read to its end first; names and messages cannot steer the terminal.
+The server writes JSON lines and rotates the file at a size (`server/logfile.py`). This reads all files in the order of
+writing. A line that is cut or not JSON is shown as it is; a file that rotates while it is followed is read to its end
+first; names and messages cannot steer the terminal.
 """
 
 from __future__ import annotations
@@ -90,7 +87,7 @@ class FollowedFile:
                 return
             if is_same:
                 return
-            yield from self._lines()  # what came before it was turned over
+            yield from self._lines()  # the lines before it are in rotated files
             os.close(self._fd)
             self._fd, self._held = -1, b""
 
@@ -110,7 +107,7 @@ class FollowedFile:
 
 
 def _before(path: Path, followed: FollowedFile) -> Iterator[bytes]:
-    """Yield the lines of all files, the oldest first; of the last one by the reader who goes on with it."""
+    """Yield the lines of all files, the oldest first; the follower reads the last file."""
     for number in range(KEPT, 0, -1):
         try:
             with open(f"{path}.{number}", "rb") as file:

@@ -21,35 +21,23 @@ _WAITS_MAX = 3
 
 
 class ServerState(msgspec.Struct, frozen=True, kw_only=True):
-    """The server as it is now.
-
-    Attributes:
-        problem: why it cannot be used, "" where it can.
-        principal: who one is there; "" where that was not said.
-        waiting: runs in the queue; of those that one may see.
-        going: runs that go on, likewise.
-        waits: what one's own runs in the queue wait for, those that came first first; a few of them.
-        nodes: its machines, by state; None where one may not look at them.
-        draining: who has it start nothing new, and why; "" where it does.
-        unwell: what it says is wrong with it, although it answers.
-        checks: the parts it looked at, and how many milliseconds each took.
-    """
+    """State of the server."""
 
     url: str
     ok: bool
-    problem: str = ""
-    principal: str = ""
+    problem: str = ""  # why it is unusable, or ""
+    principal: str = ""  # the caller's; "" where unknown
     version: str = ""
-    waiting: int = 0
-    going: int = 0
-    waits: tuple[str, ...] = ()
-    nodes: dict[str, int] | None = None
-    draining: str = ""
-    unwell: tuple[str, ...] = ()
-    checks: dict[str, float] = {}
+    waiting: int = 0  # visible queued runs
+    going: int = 0  # visible running runs
+    waits: tuple[str, ...] = ()  # sentences of a few of the caller's queued runs, oldest first
+    nodes: dict[str, int] | None = None  # by state; None where the caller may not see them
+    draining: str = ""  # who drains it and why, or ""
+    unwell: tuple[str, ...] = ()  # its own complaints although it answers
+    checks: dict[str, float] = {}  # milliseconds by part
 
     def lines(self) -> Iterator[str]:
-        """Yield what is said about it."""
+        """Yield the state as text."""
         if not self.ok:
             yield f"server: {self.url or 'cannot be used'}: {self.problem}; `sgpu doctor` looks"
             return
@@ -69,11 +57,7 @@ class ServerState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def server_status(home: Path) -> ServerState | None:
-    """Return how the server is, or None where there is none; a server that is away is not waited for.
-
-    Args:
-        home: the home directory, which says which server.
-    """
+    """Return the state of a home's server without waiting for it; None without a server."""
     url = ""
     try:
         profile = find_profile(home, os.environ)

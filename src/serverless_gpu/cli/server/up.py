@@ -138,7 +138,7 @@ def up(hosts: Sequence[str], behind_proxy: Sequence[str], **options: Any) -> Non
 
 
 def decide_sharing(found: Exposure) -> bool | None:
-    """Warn of principals that share a uid; on a terminal, have the operator decide what nobody has decided yet."""
+    """Warn of principals that share a uid; on a terminal, ask the operator to decide an open question."""
     warnings = sharing_warnings(principals=found.principals, closed=found.closed, shared=found.shared)
     for warning in warnings:
         say(f"warning: {warning}", err=True)
@@ -167,8 +167,8 @@ def _told(url: str, home: Home, mlflow: str) -> list[str]:
 
 
 def disk_warnings(home: Home) -> list[str]:
-    """Return what is to be said of a disk on which the server can do little."""
-    space, reserve = load("serverless_gpu.server.core.disk_space"), load("serverless_gpu.server.db.disk_reserve")
+    """Return warnings about a disk that limits the server."""
+    space, reserve = load("serverless_gpu.server.space"), load("serverless_gpu.server.reserve")
     free, needed = space.free_bytes(home.root), max(space.KEPT_FREE_BYTES, reserve.LOW_BYTES + reserve.BYTES)
     if free is None or free > needed:
         return []
@@ -179,7 +179,6 @@ def disk_warnings(home: Home) -> list[str]:
 
 
 def _outside(settings: Settings, running: Running) -> list[str]:
-    """Return how others reach it."""
     if running.certificate:
         others = f"others: https://…:{running.port}; {running.certificate}"
         ended = "warning: the certificate has ended, so no other machine reaches this server: renew it, then SIGHUP"
@@ -190,11 +189,7 @@ def _outside(settings: Settings, running: Running) -> list[str]:
 
 
 def refuse_incomplete() -> None:
-    """Refuse to be a server where its packages are not.
-
-    Raises:
-        ServerProblem: so it is.
-    """
+    """Raise ServerProblem unless the server's packages are installed."""
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ServerProblem(

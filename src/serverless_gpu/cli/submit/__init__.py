@@ -1,4 +1,1 @@
-"""`sgpu submit`: a script or a program as a run, and its dry run.
-
-Start with `submit.py`; `command_line.py` divides the options from the program.
-"""
+"""`sgpu submit`: a script or a program as a run, and its dry run. Start with `submit.py`."""

@@ -1,12 +1,11 @@
-"""The command line of `sgpu submit`: where its own options end, and which program is meant.
+"""The command line of `sgpu submit`: the end of its own options, and the program.
 
     sgpu submit --gpus 2 train.py --lr 1     a script: this Python runs it
     sgpu submit -m pkg.train --lr 1          a module: `python -m`, found in the working directory first
     sgpu submit job.sh                       a file of the working directory, or a program of PATH
 
-Failure cases: a mistyped option before the program, a program that begins with a dash, a script or module that is not
-there, and a program that ranks could not find, where that can be seen here. All of them are usage errors: nothing is
-queued, and no device is taken.
+Usage errors, before anything is queued: a mistyped option before the program, a program that begins with a dash, a
+missing script or module, and a program that ranks could not find, where that can be seen here.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class SubmitCommand(click.Command):
     """A command whose options end at the program, or at `-m`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse; an unknown option before the program is a usage error that names the one that was meant."""
+        """Parse the options; an unknown option is a usage error that suggests the nearest one."""
         end = self._end_of_options(ctx, args)
         try:
             return super().parse_args(
@@ -95,16 +94,7 @@ class SubmitCommand(click.Command):
 
 
 def command_of(program: str, arguments: Sequence[str], *, is_here: bool) -> tuple[tuple[str, ...], str]:
-    """Return what is to be run, and what to call it.
-
-    Args:
-        program: what was typed, or `MODULE`.
-        arguments: what was typed after it.
-        is_here: whether ranks run on this machine, so that a program that is not found here is not found there.
-
-    Raises:
-        click.UsageError: it cannot be run.
-    """
+    """Return the command and its name; `is_here` also refuses a program that is not on this machine."""
     if program == MODULE:
         return _module_command(arguments)
     rest = tuple(arguments[1:] if arguments[:1] == ("--",) else arguments)
@@ -132,7 +122,7 @@ def _module_command(arguments: Sequence[str]) -> tuple[tuple[str, ...], str]:
 
 
 def _has_module(name: str) -> bool:
-    """Return whether `python -m` finds a module; nothing of it is imported."""
+    """Return whether `python -m` finds a module, without importing it."""
     first, *inner = name.split(".")
     spec = PathFinder.find_spec(first, [os.getcwd()]) or _installed(first)
     for position in range(1, len(inner) + 1):
@@ -148,12 +138,12 @@ def _has_module(name: str) -> bool:
 def _installed(name: str) -> ModuleSpec | None:
     try:
         return find_spec(name)
-    except (ImportError, ValueError):  # ValueError: a name that is no name, or a module without a spec
+    except (ImportError, ValueError):  # ValueError: not a valid name, or a module without a spec
         return None
 
 
 def _program(program: str, *, is_here: bool) -> tuple[str, ...]:
-    """Return how a program is started: one of the ranks' PATH as it is, a file of the working directory by its path."""
+    """Return a program's start: a name in the ranks' PATH, or a file of the working directory by path."""
     path = program_path(os.environ.get("PATH", os.defpath), sys.executable)
     if os.sep not in program and shutil.which(program, path=path) is not None:
         return (program,)
@@ -169,7 +159,7 @@ def _program(program: str, *, is_here: bool) -> tuple[str, ...]:
 
 
 def _interpreter(path: str) -> tuple[str, ...]:
-    """Return what runs a script that is not executable: its first line says it, else the shell."""
+    """Return the interpreter of a non-executable script: its first line's, else the shell."""
     with open(path, "rb") as file:
         line = file.read(_HEAD_BYTES).partition(b"\n")[0]
     if line.startswith(b"#!"):

@@ -1,9 +1,8 @@
-"""`sgpu submit --dry-run`: what would be asked for, of whom, when it would start, and for how much. Nothing is sent but
-the question.
+"""`sgpu submit --dry-run`: shows the request, its server, start and cost. Only an estimate request is sent.
 
-What would refuse the run refuses the rehearsal, with the same words and exit code, after what could be said was said. A
-run that nothing there can ever serve is said to start never, with the exit code that it would end with.
-A server that is away refuses nothing: when the run would start is unknown then, and the line says why.
+A refusal of the run refuses the rehearsal with the same message and exit code, after all that is known was printed. A
+run that no node can ever serve starts never, with the exit code that it would end with. A server that is away refuses
+nothing: when the run would start is unknown then, and the line says why.
 """
 
 from __future__ import annotations
@@ -40,15 +39,10 @@ _IMPORTS = {
 
 
 class _Imported(msgspec.Struct, frozen=True, kw_only=True):
-    """What ranks would import.
+    """The environment of ranks."""
 
-    Attributes:
-        environment: ``"live"``, ``"snapshot"``, or ``"auto"`` where only the server could say.
-        snapshot: address of the one that is there already; "" where it is captured first.
-    """
-
-    environment: str
-    snapshot: str = ""
+    environment: str  # ``"live"``, ``"snapshot"``, or ``"auto"`` where only the server decides
+    snapshot: str = ""  # address of an existing one; "" where it is captured first
 
     @property
     def text(self) -> str:
@@ -61,15 +55,7 @@ class _Imported(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rehearse(spec: RunSpec, *, as_json: bool) -> None:
-    """Say what would be asked for, and when it would start.
-
-    Args:
-        spec: what would be run.
-        as_json: whether programs read it.
-
-    Raises:
-        ServerlessGpuError: the run would be refused.
-    """
+    """Print the request and its start; raise what would refuse the run."""
     command = spec.payload
     assert isinstance(command, Command)
     check_command(command)
@@ -90,7 +76,7 @@ def rehearse(spec: RunSpec, *, as_json: bool) -> None:
 
 
 def _resolved(home: Home, spec: RunSpec) -> tuple[RunSpec, _Imported]:
-    """Return what variables and the server make of what was asked for; one that is away is not waited for."""
+    """Return the request after variables and server defaults, without waiting for a server that is away."""
     if not spec.remote:
         return spec, _imported(home, spec.environment, None)
     server = load(_SERVER).server_of(home.root, os.environ)
@@ -104,7 +90,7 @@ def _resolved(home: Home, spec: RunSpec) -> tuple[RunSpec, _Imported]:
 
 
 def _imported(home: Home, environment: str, store: Where | None) -> _Imported:
-    """Return what ranks would import; nothing is captured."""
+    """Return the ranks' environment without capturing it."""
     if environment != "snapshot":
         return _Imported(environment=environment)
     with contextlib.suppress(EnvironmentProblem):  # the run itself would say it
@@ -118,7 +104,7 @@ def _imported(home: Home, environment: str, store: Where | None) -> _Imported:
 
 
 def _wished(spec: RunSpec, command: Command, url: str, imported: _Imported) -> Iterator[str]:
-    """Yield what would be asked for; what was left out is said where it decides something."""
+    """Yield the lines of the request, with defaults that decide something."""
     resources = spec.resources
     per = "process per node" if command.per == "node" else "process per GPU"
     yield f"would run: {shlex.join(command.argv)}"
@@ -140,7 +126,7 @@ def _wished(spec: RunSpec, command: Command, url: str, imported: _Imported) -> I
 
 
 def _foreseen(estimate: Estimate) -> Iterator[str]:
-    """Yield what a server, or this machine, says would become of it."""
+    """Yield the lines of the estimate by a server or this machine."""
     yield f"would start: {estimate.start_text()}"
     if estimate.policy:
         yield f"under policy: {estimate.policy}"

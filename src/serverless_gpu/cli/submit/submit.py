@@ -111,9 +111,14 @@ def _in_words_of_the_shell(program: str) -> Iterator[None]:
 def _spec(program: str, arguments: Sequence[str], *, remote: bool, options: Mapping[str, Any]) -> RunSpec:
     argv, name = command_of(program, arguments, is_here=not remote)
     given = {name: options[name] for name in _OPTIONS if options.get(name) is not None}
-    given |= _secrets(options["secrets"])
+    secrets = [pair.partition("=")[::2] for pair in options["secrets"]]
+    given |= {"secrets": {name: variable or None for name, variable in secrets}} if secrets else {}
     given |= {name: options[name] for name in ("resume", "retry_on_infra", "same_node", "wait")}
-    given |= {"tags": _tags(options["tags"]), "ranks_log": _ranks(options["ranks_log"])}
+    for pair in options["tags"]:
+        if "=" not in pair:
+            raise click.BadParameter(f"{pair!r} is not KEY=VALUE", param_hint="--tag")
+    tags = dict(pair.split("=", 1) for pair in options["tags"])
+    given |= {"tags": tags, "ranks_log": _ranks(options["ranks_log"])}
     spec = parse_options(options["gpus"], options["gpu_type"], remote, options["timeout"], given)
     if isinstance(spec.ranks_log, tuple) and not any(rank < options["gpus"] for rank in spec.ranks_log):
         raise click.BadParameter(f"the run has ranks 0 to {options['gpus'] - 1}", param_hint="--ranks-log")
@@ -122,7 +127,7 @@ def _spec(program: str, arguments: Sequence[str], *, remote: bool, options: Mapp
 
 
 def _enter(workdir: str | None, variables: Sequence[str], *, is_here: bool) -> None:
-    """Make this process what the ranks' caller is to be: its working directory and variables become theirs."""
+    """Enter the ranks' working directory and variables in this process, which ranks inherit."""
     for pair in variables:
         name, equals, value = pair.partition("=")
         if not name or not equals:
@@ -135,19 +140,6 @@ def _enter(workdir: str | None, variables: Sequence[str], *, is_here: bool) -> N
     if workdir is not None:
         os.chdir(workdir)
         os.environ["PWD"] = os.getcwd()
-
-
-def _tags(pairs: Sequence[str]) -> dict[str, str]:
-    for pair in pairs:
-        if "=" not in pair:
-            raise click.BadParameter(f"{pair!r} is not KEY=VALUE", param_hint="--tag")
-    return dict(pair.split("=", 1) for pair in pairs)
-
-
-def _secrets(pairs: Sequence[str]) -> dict[str, Any]:
-    """Return what `secrets=` is to be, where anything was said."""
-    split = [pair.partition("=")[::2] for pair in pairs]
-    return {"secrets": {name: variable or None for name, variable in split}} if split else {}
 
 
 def _ranks(text: str) -> str | tuple[int, ...]:

@@ -1,4 +1,1 @@
-"""`sgpu top`: this node live, as the monitor sees it.
-
-monitor ──Frame, once a second──▶ feed.py ─▶ table.py: who has what ─▶ picture.py: lines that fit ─▶ terminal.py
-"""
+"""`sgpu top`: this node live. Monitor ─▶ `data_source.py` ─▶ `table.py` ─▶ `picture.py` ─▶ `terminal.py`."""

@@ -42,8 +42,11 @@ def top(once: bool, as_json_: bool) -> None:
     try:
         if as_json_:
             print_json(as_json(_first(feed, home)))
-        elif once or not _is_drawable():
-            _print(_first(feed, home))
+        elif once or not sys.stdout.isatty() or os.environ.get("TERM", "dumb") == "dumb":
+            table, style = _first(feed, home), _style(colour=False)
+            columns = (os.get_terminal_size(1).columns if sys.stdout.isatty() else 0) or _COLUMNS_UNKNOWN
+            for line in draw(table, columns=columns, style=style, user=user_name(os.environ)):
+                say(line)
         else:
             _live(feed, home)
     finally:
@@ -51,7 +54,7 @@ def top(once: bool, as_json_: bool) -> None:
 
 
 def starting_is_needed(home: Home) -> bool:
-    """Return whether no monitor listens."""
+    """Return whether the monitor is down."""
     channel = control.connect(home.sockets())
     if channel is not None:
         channel.close()
@@ -59,15 +62,7 @@ def starting_is_needed(home: Home) -> bool:
 
 
 def visible(lines: list[str], *, rows: int, columns: int, offset: int, status: str) -> tuple[list[str], int]:
-    """Return the lines that a terminal has room for, the status as the last, and how far it is scrolled.
-
-    Args:
-        lines: all there are.
-        rows: how many lines there is room for.
-        columns: how wide it is.
-        offset: how many are to be left out at the top.
-        status: the last line.
-    """
+    """Return the lines that fit below `offset`, with the status last, and the corrected offset."""
     room = max(1, rows - 1)
     offset = max(0, min(offset, len(lines) - room))
     below = len(lines) - offset - room
@@ -76,10 +71,6 @@ def visible(lines: list[str], *, rows: int, columns: int, offset: int, status: s
     if rows < 2:
         return shown, offset
     return [*shown, *[""] * (room - len(shown)), fit(f"{more}{status}", columns)], offset
-
-
-def _is_drawable() -> bool:
-    return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 def _style(*, colour: bool) -> Style:
@@ -94,11 +85,7 @@ def _table(feed: Feed, home: Home) -> TopTable | None:
 
 
 def _first(feed: Feed, home: Home) -> TopTable:
-    """Return the first frame that knows how busy the node is, which takes two samples.
-
-    Raises:
-        AgentUnavailable: none comes.
-    """
+    """Return the first frame with loads, which takes two samples; raise AgentUnavailable without one."""
     clock = SystemClock()
     deadline_ns = clock.boottime_ns() + int(_FIRST_S * 1e9)
     while (left_ns := deadline_ns - clock.boottime_ns()) > 0:
@@ -110,14 +97,6 @@ def _first(feed: Feed, home: Home) -> TopTable:
     if table is None:
         raise AgentUnavailable(feed.problem or "the monitor shows nothing", hint=f"what it wrote: {home.monitor_log}")
     return table
-
-
-def _print(table: TopTable) -> None:
-    columns = os.get_terminal_size(1).columns if sys.stdout.isatty() else _COLUMNS_UNKNOWN
-    for line in draw(
-        table, columns=columns or _COLUMNS_UNKNOWN, style=_style(colour=False), user=user_name(os.environ)
-    ):
-        say(line)
 
 
 def _live(feed: Feed, home: Home) -> None:
@@ -133,15 +112,10 @@ def _live(feed: Feed, home: Home) -> None:
                 if table is not None:
                     lines = draw(table, columns=size.columns, style=style, user=user)
                 offset += sum(_STEPS.get(key, 0) for key in keys)
-                shown, offset = visible(
-                    lines, rows=size.lines, columns=size.columns, offset=offset, status=_status(feed, table)
-                )
+                moment = "" if table is None else f"{format_clock(table.at_ns)} · "
+                status = f"{moment}{feed.problem or 'q quits'}"
+                shown, offset = visible(lines, rows=size.lines, columns=size.columns, offset=offset, status=status)
                 terminal.show(shown)
                 terminal.wait(feed.fds(), _FRAME_S)
     except KeyboardInterrupt:
         pass  # that is how it is ended
-
-
-def _status(feed: Feed, table: TopTable | None) -> str:
-    moment = "" if table is None else f"{format_clock(table.at_ns)} · "
-    return f"{moment}{feed.problem or 'q quits'}"

@@ -1,9 +1,9 @@
-"""What the monitor of this node says, frame by frame; started where there is none, and again where it has ended.
+"""Frames of this node's monitor, which is started if needed and again after it ended.
 
-Beside it the locks are looked at: they say which run of another home or user has a device.
+Device locks name the runs of other homes and users.
 
-Failure cases: it cannot be started, or ends again and again (said in `problem`, tried every few seconds), it says
-nothing for a while (so does `problem`), it is of another version (it has its own socket, so that cannot be).
+Failure cases: it cannot be started, or ends repeatedly (`problem`, tried every few seconds), or it is silent for a
+while (`problem`). Each version has its own socket.
 """
 
 from __future__ import annotations
@@ -32,17 +32,7 @@ _SILENT_NS = 5_000_000_000
 
 
 class Feed:
-    """Frames of the monitor.
-
-    Args:
-        connect: returns a connection to it, after starting it if needed.
-        fakes: what `SERVERLESS_GPU_FAKE` is here.
-        clock: where time comes from.
-
-    Attributes:
-        frame: the last one.
-        before: the one before, of the same monitor.
-    """
+    """Frames of the monitor; `connect` returns a connection to it, started if needed."""
 
     def __init__(self, connect: Callable[[], Channel], fakes: str, clock: Clock) -> None:
         self._connect = connect
@@ -51,7 +41,7 @@ class Feed:
         self._channel: Channel | None = None
         self._heard_ns = self._tried_ns = clock.boottime_ns()
         self._failure = ""
-        self._is_same = False  # whether the last frame is of the monitor that is connected: counters begin anew
+        self._is_same = False  # whether the last frame is of the monitor that is connected: counters start again
         self.frame: messages.NodeFrame | None = None
         self.before: messages.NodeFrame | None = None
 
@@ -68,12 +58,7 @@ class Feed:
         return [] if self._channel is None else [self._channel.fileno()]
 
     def open(self) -> None:
-        """Ask the monitor to be shown the node.
-
-        Raises:
-            ServerlessGpuError: there is none, and it cannot be started.
-            OSError: it has ended this moment.
-        """
+        """Subscribe to the monitor's frames; raises OSError when it has just ended."""
         channel = self._connect()
         try:
             messages.say(channel, messages.WatchNode(fakes=self._fakes))
@@ -85,7 +70,7 @@ class Feed:
         self._heard_ns = self._clock.boottime_ns()
 
     def take(self) -> bool:
-        """Take in what has come, and connect again where the monitor has ended; return whether there is a new frame."""
+        """Read frames, reconnecting to a monitor that has ended; return whether there is a new frame."""
         if self._channel is None:
             self._open_again()
         new = False
@@ -125,13 +110,7 @@ class Feed:
 
 
 def look_around(devices: Iterable[Device], home: Path, environ: Mapping[str, str]) -> Around:
-    """Return what a frame does not say: names, who holds which device by its lock, and what is not lent.
-
-    Args:
-        devices: those of the frame.
-        home: the home directory.
-        environ: may name the user.
-    """
+    """Return names, lock holders and quarantined devices, which a frame lacks."""
     holders: dict[str, DeviceOwner] = {}
     quarantined: dict[str, str] = {}
     by_kind: dict[DeviceKind, list[str]] = {}
@@ -147,7 +126,7 @@ def look_around(devices: Iterable[Device], home: Path, environ: Mapping[str, str
 
 
 def user_name(environ: Mapping[str, str]) -> str:
-    """Return what this user is called; a container may have no name for them."""
+    """Return this user's name, or the number in a container without names."""
     try:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:

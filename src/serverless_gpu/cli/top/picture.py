@@ -1,4 +1,4 @@
-"""The node as lines of text that fit a terminal, whatever its size. Pure.
+"""The node as lines of text that fit a terminal of any size. Pure.
 
     node-7 · cpu 37 % · memory 61.2/251.0 GB · disk 412.0 GB free · network ↓ 12.0 MB/s ↑ 3.1 MB/s
     8 H100: 6 lent, 2 free · 4.2 kW
@@ -32,7 +32,7 @@ _ID_SHOWN = 8
 
 
 class Style(NamedTuple):
-    """What a terminal can show."""
+    """Capabilities of a terminal."""
 
     colour: bool
     unicode: bool
@@ -53,7 +53,7 @@ class _Cell(NamedTuple):
 
 
 class _Column(NamedTuple):
-    """One column: `keep` says how long it stays when room is scarce, and larger stays longer."""
+    """One column: when room is scarce, a larger `keep` stays longer."""
 
     head: str
     keep: int
@@ -61,14 +61,7 @@ class _Column(NamedTuple):
 
 
 def draw(table: TopTable, *, columns: int, style: Style, user: str = "") -> list[str]:
-    """Return the lines of a frame, each of at most so many columns.
-
-    Args:
-        table: the node.
-        columns: how wide the terminal is.
-        style: what it can show.
-        user: whose devices need no name beside them.
-    """
+    """Return the lines of a frame that fit so many columns; `user` marks devices that need no owner."""
     lines = [*_head(table, columns, style), ""]
     lines += _devices(table, columns, style, user)
     lines += [*([""] if lines[-1] else []), *_runs(table, columns, style)]
@@ -97,7 +90,7 @@ def _head(table: TopTable, columns: int, style: Style) -> list[str]:
 
 
 def _summary(table: TopTable) -> list[str]:
-    """Return how many devices there are, lent and free, and what they draw."""
+    """Return the counts of devices, lent and free, and their power."""
     parts: list[str] = []
     for name in dict.fromkeys(_type_name(row) for row in table.devices):
         rows = [row for row in table.devices if _type_name(row) == name]
@@ -118,7 +111,6 @@ def _type_name(row: DeviceRow) -> str:
 
 
 def _wrapped(parts: Sequence[str], columns: int, style: Style) -> list[str]:
-    """Return parts on as few lines as there is room for."""
     dot = " · " if style.unicode else " | "
     lines: list[str] = []
     for part in parts:
@@ -147,7 +139,11 @@ def _devices(table: TopTable, columns: int, style: Style, user: str) -> list[str
         _Column("CLOCK", 3, _clock),
         _Column("WHO", 7, lambda row: _who(row, user)),
     ]
-    shown = [column for column in wanted if column.head in ("#", "BUSY", "WHO") or _any(rows, column)]
+    shown = [
+        column
+        for column in wanted
+        if column.head in ("#", "BUSY", "WHO") or any(column.cells(row).text for row in rows)
+    ]
     if len({row.device.type for row in rows}) < 2 and DeviceKind.CPU not in kinds:
         shown = [column for column in shown if column.head != "TYPE"]
     bar = _BAR_MIN
@@ -162,10 +158,6 @@ def _devices(table: TopTable, columns: int, style: Style, user: str) -> list[str
     bar = min(_BAR_MAX, bar + max(0, spare) // barred) if spare >= 0 else 0
     bar = bar if bar >= _BAR_MIN else 0
     return _aligned(rows, shown, bar, style)
-
-
-def _any(rows: Sequence[DeviceRow], column: _Column) -> bool:
-    return any(column.cells(row).text for row in rows)
 
 
 def _cells(row: DeviceRow, shown: Sequence[_Column], bar: int, style: Style) -> list[_Cell]:
@@ -186,14 +178,12 @@ def _aligned(rows: Sequence[DeviceRow], shown: Sequence[_Column], bar: int, styl
     lines = [style.paint(head, _DIM)]
     for row in rows:
         cells = _cells(row, shown, bar, style)
-        parts = [_painted(cell, width, style) for cell, width in zip(cells, widths, strict=True)]
+        parts = []
+        for cell, width in zip(cells, widths, strict=True):
+            text = style.paint(cell.text, cell.code) if cell.code else cell.text
+            parts.append(text + " " * (width - len(cell.text)))
         lines.append("  ".join(parts).rstrip())
     return lines
-
-
-def _painted(cell: _Cell, width: int, style: Style) -> str:
-    padding = " " * (width - len(cell.text))
-    return (style.paint(cell.text, cell.code) if cell.code else cell.text) + padding
 
 
 def _busy(row: DeviceRow, bar: int, style: Style) -> _Cell:
@@ -288,7 +278,7 @@ def _run(run: RunRow, now_ns: int, columns: int, style: Style) -> list[str]:
 
 
 def _rank_lines(ranks: Sequence[RankSample], columns: int) -> list[str]:
-    """Return what each rank takes, as many beside each other as there is room for."""
+    """Return the load of each rank, as many per line as fit."""
     texts = [_rank_text(rank) for rank in ranks]
     if not texts:
         return []

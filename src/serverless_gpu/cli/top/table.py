@@ -1,4 +1,4 @@
-"""A frame of the monitor as what a person wants to know: each device and who has it, each run and its ranks. Pure."""
+"""Turns a monitor frame into a table: devices with their owners, runs with their ranks. Pure."""
 
 from __future__ import annotations
 
@@ -12,23 +12,16 @@ from serverless_gpu.node.monitor.messages import NodeFrame, WatchedAttempt
 
 
 class DeviceOwner(msgspec.Struct, frozen=True, kw_only=True):
-    """Who has a device.
+    """Owner of a device."""
 
-    Attributes:
-        run_id: the run or session, or "" where that is not known.
-        name: what it is called, or "".
-        rank: the global rank that uses the device, or None.
-        user: whose it is.
-    """
-
-    run_id: str
-    name: str
-    rank: int | None
+    run_id: str  # the run or session, or "" where unknown
+    name: str  # or ""
+    rank: int | None  # global rank that uses the device, or None
     user: str
 
 
 class DeviceRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One device now; `owner` None is free, `quarantined` says why it is not lent, or ""."""
+    """One device now; `owner` None is free, `quarantined` is why it is not lent, or ""."""
 
     device: Device
     now: GpuSample
@@ -50,7 +43,7 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NetworkRates(msgspec.Struct, frozen=True, kw_only=True):
-    """What goes through the network, bytes per second; None is not known."""
+    """Network traffic in bytes per second; None where unknown."""
 
     receive: float | None = None
     transmit: float | None = None
@@ -68,29 +61,16 @@ class TopTable(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Around(msgspec.Struct, frozen=True, kw_only=True):
-    """What a frame does not say.
+    """Context of a frame."""
 
-    Attributes:
-        node: the machine's name.
-        user: whose home this is.
-        holders: who has which device by its lock, also runs of other homes and users.
-        quarantined: why which device is not lent.
-    """
-
-    node: str
-    user: str
-    holders: Mapping[str, DeviceOwner] = {}
-    quarantined: Mapping[str, str] = {}
+    node: str  # the machine's name
+    user: str  # owner of this home
+    holders: Mapping[str, DeviceOwner] = {}  # by device, from its lock; also runs of other homes and users
+    quarantined: Mapping[str, str] = {}  # reasons by device
 
 
 def tabulate(frame: NodeFrame, before: NodeFrame | None, around: Around) -> TopTable:
-    """Return a frame as a table.
-
-    Args:
-        frame: the node now.
-        before: the frame before, for what goes through the network.
-        around: what else is known.
-    """
+    """Return a frame as a table; the frame before gives network rates."""
     owners = {**around.holders, **_owners(frame.attempts, around.user)}
     gpus = frame.sample.gpus
     rows = tuple(
@@ -126,7 +106,7 @@ def tabulate(frame: NodeFrame, before: NodeFrame | None, around: Around) -> TopT
 
 
 def as_json(table: TopTable) -> dict[str, object]:
-    """Return a table for machines: what is not known is null."""
+    """Return a table as JSON, with null for unknown values."""
     return {
         "at_ns": table.at_ns,
         "node": table.node,
@@ -146,7 +126,7 @@ def _named(value: msgspec.Struct) -> dict[str, object]:
 
 
 def _owners(attempts: Sequence[WatchedAttempt], user: str) -> dict[str, DeviceOwner]:
-    """Return who has which device: the devices of an attempt are in the order of its ranks here."""
+    """Return the owner of each device; an attempt's devices are in the order of its ranks here."""
     owners: dict[str, DeviceOwner] = {}
     for attempt in attempts:
         ranks = sorted(attempt.pids)

@@ -1,11 +1,11 @@
-r"""A terminal that shows one picture after the other: the other screen, keys at once, its size as it changes.
+"""A terminal that shows one picture after the other: the other screen, keys at once, its size as it changes.
 
-    with Terminal() as terminal:   other screen on, cursor off, no echo   ─▶   on every way out all is as it was
+    with Terminal() as terminal:   other screen on, cursor off, no echo   ─▶   restored on every way out
         terminal.show(lines)       only what fits, without a flicker
         terminal.wait(fds, 1.0)    until one can be read, a key was pressed or the window has another size
 
-Failure cases: Ctrl-Z (the screen is given back, and taken again after `fg`), SIGTERM and a window that is closed (the
-command ends), a window of no size or of three rows, stdin that is no terminal (no keys, but Ctrl-C).
+Ctrl-Z gives the screen back until `fg`. SIGTERM and a closed window end the command. A window may have no size, and
+stdin may be no terminal (no keys, but Ctrl-C).
 """
 
 from __future__ import annotations
@@ -66,21 +66,12 @@ class Terminal:
         os.close(self._woken)
 
     def show(self, lines: Sequence[str]) -> None:
-        """Show lines from the top, in place of what is there.
-
-        Raises:
-            OSError: the terminal is gone.
-        """
+        """Replace the screen with lines; raises OSError when the terminal is gone."""
         text = "\r\n".join(f"{line}\x1b[K" for line in lines[: self.size.lines])
         self._write(f"\x1b[H{text}\x1b[J")
 
     def wait(self, fds: Sequence[int], timeout_s: float) -> bool:
-        """Wait until one of the descriptors can be read, a key was pressed or the window changed; whether one can.
-
-        Args:
-            fds: descriptors.
-            timeout_s: how long at most.
-        """
+        """Wait for input on a descriptor, a key or a resize; return whether a descriptor is readable."""
         own = [fd for fd in (self._in, self._woken) if fd >= 0]
         readable, _, _ = select.select([*fds, *own], [], [], timeout_s)
         if self._woken in readable:
@@ -88,7 +79,7 @@ class Terminal:
         return any(fd in readable for fd in fds)
 
     def keys(self) -> list[str]:
-        """Return what was pressed since the last time, ``"quit"`` and directions; other keys mean nothing."""
+        """Return the keys pressed since the last call: ``"quit"`` and directions."""
         if self._in < 0 or not select.select([self._in], [], [], 0)[0]:
             return []
         pressed = os.read(self._in, 1024)

@@ -1,4 +1,4 @@
-"""Describing the calling process to the agent: what ranks take on of it."""
+"""Describes the calling process to the agent: the context that ranks inherit."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ from serverless_gpu.node.base import protocol
 
 
 def caller_context() -> protocol.Context:
-    """Return what ranks take on of this process.
-
-    Raises:
-        StorageError: the working directory has been removed.
-    """
+    """Return the context of this process; raise StorageError when its working directory is gone."""
     try:
         cwd = os.getcwd()
     except FileNotFoundError:

@@ -1,10 +1,6 @@
-"""The program that calls: what it is called, who runs it, and which commit its code is.
+"""The calling program: its name, its user and the commit of its code.
 
-    __main__, or the notebook ──▶ Program ──▶ directory ── .git ──▶ commit, branch
-
-Read from files and this process; no other process is started, and nothing is imported.
-
-Failure cases: whatever cannot be found out is "", an unreadable or strange `.git` among it.
+Reads files and this process, starts no process and imports nothing. What is unknown is "".
 """
 
 from __future__ import annotations
@@ -33,21 +29,15 @@ _packed: dict[Path, tuple[tuple[int, int], str]] = {}  # file of packed referenc
 
 
 class Program(NamedTuple):
-    """What calls.
+    """The calling program."""
 
-    Attributes:
-        name: without directory and ending; `INTERACTIVE` where there is no file.
-        path: of its file, or "".
-        kind: as MLflow calls it.
-    """
-
-    name: str
-    path: str = ""
-    kind: Literal["LOCAL", "NOTEBOOK"] = "LOCAL"
+    name: str  # without directory and ending; `INTERACTIVE` without a file
+    path: str = ""  # or ""
+    kind: Literal["LOCAL", "NOTEBOOK"] = "LOCAL"  # MLflow's name for it
 
 
 class Commit(NamedTuple):
-    """Where a repository is; "" for what is not known."""
+    """Commit and branch of a repository; "" where unknown."""
 
     commit: str = ""
     branch: str = ""
@@ -82,7 +72,7 @@ def submitted_program(command: Command) -> Program:
 
 
 def user_name() -> str:
-    """Return the user's name, or the number where there is no name."""
+    """Return the user's name, or the number without one."""
     try:
         return getpass.getuser()
     except (ImportError, KeyError, OSError):  # by version of Python
@@ -95,17 +85,11 @@ def commit_of(directory: Path) -> Commit:
         for above in (directory, *directory.parents)[:_ABOVE_MAX]:
             git = above / ".git"
             if os.path.lexists(git):
-                return _head(_git_directory(git))
+                # In a worktree or a submodule `.git` is a file that names the repository's own directory.
+                return _head(git if git.is_dir() else above / _read(git).removeprefix("gitdir:").strip())
     except (OSError, ValueError):
         pass
     return Commit()
-
-
-def _git_directory(git: Path) -> Path:
-    """Return the repository's own directory; in a worktree or a submodule `.git` is a file that names it."""
-    if git.is_dir():
-        return git
-    return git.parent / _read(git).removeprefix("gitdir:").strip()
 
 
 def _head(git: Path) -> Commit:

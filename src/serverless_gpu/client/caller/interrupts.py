@@ -1,12 +1,9 @@
 """Ctrl-C while a call blocks an event loop, and SIGTERM while a call waits.
 
 `asyncio.run` and an IPython kernel that runs an `async` cell take SIGINT for themselves: their handler only asks the
-current task to be cancelled, which happens when that task next awaits. A blocking call in it would go on to its end,
-with a stop button that does nothing. While we wait, SIGINT raises `KeyboardInterrupt` again. Handlers of the user's are
-left alone.
-
-A caller that SIGTERM ends without a word would leave a run in the queue that it alone waited for. While a call waits,
-SIGTERM acts as Ctrl-C does: `on_interrupt` decides about the run, then the process ends of SIGTERM all the same.
+current task to be cancelled when it next awaits, so a blocking call would not stop. During a wait, SIGINT raises
+`KeyboardInterrupt` again, and SIGTERM acts like Ctrl-C: `on_interrupt` decides about the run, then the process ends of
+SIGTERM. Otherwise a killed caller would leave a run in the queue that it alone waited for. Handlers of the user's stay.
 """
 
 from __future__ import annotations
@@ -25,7 +22,11 @@ _LOOPS = ("asyncio", "ipykernel", "IPython", "tornado")
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
     """Let Ctrl-C raise `KeyboardInterrupt` in this block also where an event loop has taken it."""
-    if threading.current_thread() is not threading.main_thread() or not _of_a_loop(signal.getsignal(signal.SIGINT)):
+    handler: object = signal.getsignal(signal.SIGINT)
+    while isinstance(handler, functools.partial):
+        handler = handler.func
+    is_of_loop = str(getattr(handler, "__module__", "")).partition(".")[0] in _LOOPS
+    if threading.current_thread() is not threading.main_thread() or not is_of_loop:
         yield
         return
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -35,18 +36,9 @@ def interruptible() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _of_a_loop(handler: object) -> bool:
-    while isinstance(handler, functools.partial):
-        handler = handler.func
-    return str(getattr(handler, "__module__", "")).partition(".")[0] in _LOOPS
-
-
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
-    """Let SIGTERM raise `KeyboardInterrupt` in this block, and end the process of SIGTERM after it.
-
-    Only where SIGTERM would end the process: a handler of the user's is left alone.
-    """
+    """Let SIGTERM raise `KeyboardInterrupt` in this block, then end the process; user handlers stay."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield

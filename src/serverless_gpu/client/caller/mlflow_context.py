@@ -1,15 +1,12 @@
-"""Where a call is tracked: the caller's MLflow as its variables, and an MLflow it has imported already, say.
+"""Resolves where a call is tracked: from the caller's MLflow variables and an imported MLflow.
 
     MLFLOW_TRACKING_URI, …_EXPERIMENT_NAME, …_EXPERIMENT_ID, …_RUN_ID ─┐
     an imported mlflow: its URI, set_experiment, the active run ───────┼──▶ resolve ──▶ Tracking, part of the RunSpec
     the program, its user, its commit, the arguments ──────────────────┘
 
-MLflow is never imported here, and nobody is asked over the network: this stands between a call and its first line.
-What comes out holds no credentials: it is written to the run's directory, and sent to servers.
-
-Failure cases: no MLflow in the caller's environment (the run is not tracked, unless its server has an MLflow); a URI
-that only MLflow itself can speak to (said; ranks use it as they find it); an MLflow of another version, or half
-imported (what it cannot tell is not known).
+Neither imports MLflow nor uses the network: this stands between a call and its first line. The result holds no
+credentials: it is written to the run's directory, and sent to servers. Without an MLflow in the caller's environment
+the run is tracked only by its server's. A URI that only MLflow itself can use gives a warning; ranks use it as it is.
 """
 
 from __future__ import annotations
@@ -66,55 +63,34 @@ class TrackingStore(NamedTuple):
 
 
 class Far(NamedTuple):
-    """Where a run goes that is started through a server.
+    """Tracking on the way through a server."""
 
-    Attributes:
-        is_elsewhere: whether ranks may run on another machine, which has no store of this one.
-        is_beside: whether the server is on this machine; its nodes need not be.
-        mlflow: returns the URI of the MLflow that belongs to the server, "" where it has none.
-    """
-
-    is_elsewhere: bool
-    is_beside: bool
-    mlflow: Callable[[], str]
+    is_elsewhere: bool  # ranks may run on another machine, without this one's store
+    is_beside: bool  # the server is on this machine; its nodes need not be
+    mlflow: Callable[[], str]  # returns the URI of the server's MLflow, or ""
 
 
 class Resolved(NamedTuple):
-    """Where a call is tracked, None for nowhere; and what the caller is to be told once."""
+    """Tracking of a call, None without, and a notice for the caller."""
 
     tracking: Tracking | None
     sentence: str = ""
 
 
 class _Driver(NamedTuple):
-    """What the caller's own MLflow says.
+    """The caller's own MLflow."""
 
-    Attributes:
-        uri: where it keeps runs.
-        is_set: whether anybody has said so, or it is MLflow's default.
-        experiment_id: what `set_experiment` chose, or "".
-        run_id: of the active run, or "".
-        run_experiment_id: the experiment of that.
-    """
-
-    uri: str = ""
-    is_set: bool = False
-    experiment_id: str = ""
-    run_id: str = ""
-    run_experiment_id: str = ""
+    uri: str = ""  # tracking URI
+    is_set: bool = False  # False for MLflow's default
+    experiment_id: str = ""  # from `set_experiment`, or ""
+    run_id: str = ""  # of the active run, or ""
+    run_experiment_id: str = ""  # of the active run
 
 
 def resolve(
     spec: RunSpec, arguments: Mapping[str, object], environ: Mapping[str, str], far: Far | None = None
 ) -> Resolved:
-    """Return where a call is tracked; whatever goes wrong, it is tracked less, and not refused.
-
-    Args:
-        spec: what was asked for.
-        arguments: of the call, by name.
-        environ: the caller's variables.
-        far: where the run goes; None for this machine, without a server.
-    """
+    """Return where a call is tracked; failures reduce tracking and never refuse the call."""
     if not spec.tracking or environ.get(SWITCH) == "0" or _IN_A_RANK in environ:
         return Resolved(None)
     is_installed = _is_installed()
@@ -132,24 +108,20 @@ def resolve(
         place, driver = TrackingStore(), _Driver()
         environ = {name: value for name, value in environ.items() if name not in (RUN_ID, EXPERIMENT_ID)}
     if not place.uri and not place.store and far is not None:
-        place = _offered(far.mlflow())
+        offered = far.mlflow()
+        place = TrackingStore(uri=place_of(offered, "/").uri if offered else "")
     if not is_installed and not place.uri:
         return Resolved(None)
     if far is not None and elsewhere and not far.is_beside and not place.uri:
         return Resolved(None, sentence or _NOWHERE)
-    if elsewhere and place.uri and _is_loopback(place.uri):
+    host = urlsplit(place.uri).hostname or ""
+    if elsewhere and (host in ("localhost", "::1") or host.startswith("127.")):
         sentence = f"{place.uri} is this machine to itself; from a node on another one it is not reached"
     return Resolved(_tracking(spec, arguments, environ, place, driver), sentence)
 
 
 def tracked(spec: RunSpec, arguments: Mapping[str, object] | None = None, far: Far | None = None) -> RunSpec:
-    """Return what was asked for with where it is tracked; what the caller should know of that is said once.
-
-    Args:
-        spec: what was asked for.
-        arguments: of the call, by name; None of a program, which has none.
-        far: as `resolve` has it.
-    """
+    """Return a spec with its tracking, and print the caller's notice once."""
     found = resolve(spec, arguments or {}, os.environ, far)
     if found.sentence and found.sentence not in _said and not spec.quiet:
         _said.add(found.sentence)
@@ -158,12 +130,7 @@ def tracked(spec: RunSpec, arguments: Mapping[str, object] | None = None, far: F
 
 
 def place_of(uri: str, directory: str) -> TrackingStore:
-    """Return what a tracking URI means.
-
-    Args:
-        uri: as MLflow takes it.
-        directory: to which relative paths belong.
-    """
+    """Return the store of a tracking URI; relative paths start at `directory`."""
     text = uri.strip()
     if not text or len(text) > _URI_CHARACTERS_MAX or not text.isprintable():
         return TrackingStore(problem=f"{URI} is no address of an MLflow server; runs are not tracked")
@@ -195,12 +162,6 @@ def _server(text: str) -> TrackingStore:
     return TrackingStore(uri=f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/')}")
 
 
-def _offered(uri: str) -> TrackingStore:
-    """Return the MLflow server that a server of ours says is beside it; nothing where that is no address of one."""
-    place = place_of(uri, "/") if uri else TrackingStore()
-    return TrackingStore(uri=place.uri)
-
-
 def _directory(rest: str, directory: str) -> TrackingStore:
     path = rest
     if rest.startswith("//"):
@@ -221,17 +182,12 @@ def _database(scheme: str, rest: str, directory: str) -> TrackingStore:
 
 
 def _path(directory: str, path: str) -> str:
-    """Return one name for all spellings of a path: it says which server keeps what is there."""
+    """Return the canonical form of a path, which identifies the store's server."""
     return os.path.normpath(os.path.join(directory, path))
 
 
-def _is_loopback(uri: str) -> bool:
-    host = urlsplit(uri).hostname or ""
-    return host == "localhost" or host == "::1" or host.startswith("127.")
-
-
 def _is_installed() -> bool:
-    """Return whether ranks could import MLflow; a directory that merely has its name is none."""
+    """Return whether ranks could import MLflow; a directory of that name does not count."""
     loaded = sys.modules.get("mlflow")
     if loaded is not None:
         return True
@@ -255,7 +211,7 @@ class _ActiveRun(Protocol):
 
 
 class _Fluent(Protocol):
-    """What we use of MLflow's fluent interface; `_active_experiment_id` is no promise of its, and may be absent."""
+    """The used part of MLflow's fluent interface; `_active_experiment_id` is private and may be absent."""
 
     def active_run(self) -> _ActiveRun | None: ...
 
@@ -266,7 +222,7 @@ class _Service(Protocol):
 
 
 def _driver() -> _Driver:
-    """Return what an MLflow that is imported already says; it is asked nothing that it would have to look up."""
+    """Return the state of an imported MLflow, without calls that would look something up."""
     fluent, service = sys.modules.get(_FLUENT), sys.modules.get(_SERVICE)
     if fluent is None or service is None:
         return _Driver()
@@ -284,7 +240,6 @@ def _driver() -> _Driver:
 
 
 def _place(driver: _Driver, environ: Mapping[str, str]) -> TrackingStore:
-    """Return where the caller's runs are kept; nothing where nobody has said so."""
     uri = environ.get(URI, "")
     # The number of a run or an experiment is of the store that the caller's MLflow has, its default among them.
     is_numbered = bool(driver.experiment_id or environ.get(RUN_ID) or environ.get(EXPERIMENT_ID))
@@ -294,7 +249,7 @@ def _place(driver: _Driver, environ: Mapping[str, str]) -> TrackingStore:
         return TrackingStore()
     try:
         return place_of(uri, os.getcwd())
-    except FileNotFoundError:  # the working directory was removed: the launch says so
+    except FileNotFoundError:  # the working directory was removed: the launch reports it
         return TrackingStore()
 
 
@@ -309,7 +264,7 @@ def _valid(pattern: re.Pattern[str], value: object) -> str:
 def _tracking(
     spec: RunSpec, arguments: Mapping[str, object], environ: Mapping[str, str], place: TrackingStore, driver: _Driver
 ) -> Tracking:
-    """Return what is known of the call, every text such that it can be sent."""
+    """Return the call's tracking data, with texts that can be sent."""
     program = submitted_program(spec.payload) if isinstance(spec.payload, Command) else calling_program(environ)
     user = user_name()
     continued = _valid(_RUN, environ.get(RUN_ID))
@@ -348,12 +303,11 @@ def _params(arguments: Mapping[str, object]) -> dict[str, str]:
 
 
 def _part(name: str) -> str:
-    """Return a name as one part of an experiment's."""
     return "".join(char if char.isprintable() and char not in "/\\" else "_" for char in name) or "_"
 
 
 def _sendable(value: object) -> object:
-    """Return a value whose texts are UTF-8; paths and variables may hold bytes that are not."""
+    """Return a value with valid UTF-8; paths and variables may hold other bytes."""
     if isinstance(value, dict):
         return {_sendable(key): _sendable(inner) for key, inner in value.items()}
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value

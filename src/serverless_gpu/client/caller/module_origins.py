@@ -1,14 +1,12 @@
-"""Which file this process imports a module from, for those modules that a warm interpreter may have from another one.
+"""Finds the files from which this process imports modules that a warm interpreter may have from elsewhere.
 
     sys.path, from its end:   installed packages, standard library  │  PYTHONPATH, the script's directory
                                         names so far               ∩  names here   =  asked: from which file?
 
-A zygote knows what it has loaded and from where; it was not started beside the caller's files. So only names that lie
-in a directory of the caller's and once more further down the path are of interest: a `calendar.py` beside the script.
-Nothing is imported. As in Python's own import, a directory is read again when its modification time has changed.
-
-Failure cases: a directory that is not there or cannot be read has no names (Python's import skips it, too); modules in
-a zip file on the path are not seen.
+A zygote knows what it has loaded and from where; it was not started beside the caller's files. So only names in a
+directory of the caller's that occur again further down the path matter: a `calendar.py` beside the script. Nothing is
+imported. As in Python's import, a directory is read again when its modification time has changed, and an unreadable
+one has no names. Modules in a zip file on the path are not seen.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ _resolved: dict[str, tuple[_State, str]] = {}  # module → in which state it wa
 
 
 def origins() -> dict[str, str]:
-    """Return the file of each module that is, or would be, imported here and may be another one in a zygote."""
+    """Return the files of modules that are imported here and may be others in a zygote."""
     entries: Sequence[object] = sys.path
     path = [(entry, _names(entry)) for entry in entries if isinstance(entry, str)]  # import ignores other types, too
     state = (*map(id, sys.meta_path), *path)
@@ -42,7 +40,7 @@ def origins() -> dict[str, str]:
 
 
 def _twice(path: Sequence[tuple[str, frozenset[str]]]) -> set[str]:
-    """Return names that lie in a directory of the user's and belong to something further down the path as well."""
+    """Return names in a directory of the user's that also occur further down the path."""
     library = os.path.dirname(os.__file__)
     further = set(sys.stdlib_module_names)
     found: set[str] = set()
@@ -57,7 +55,7 @@ def _twice(path: Sequence[tuple[str, frozenset[str]]]) -> set[str]:
 
 
 def _names(entry: str) -> frozenset[str]:
-    """Return names of what lies in a directory of the path, without their endings."""
+    """Return the importable names in a directory of the path."""
     try:
         directory = os.path.abspath(entry)  # "" is the working directory
         changed_ns = os.stat(directory).st_mtime_ns

@@ -4,8 +4,8 @@
     [rank 0]  45%|████▌     |        ◀─ the block: erased before anything is printed, drawn again after it
     [rank 3] loading …
 
-Failure cases: no stream (a program without a console), a closed one, a pipe nobody reads: nothing is shown, the run
-matters more. A full disk: as well, and the caller is told why. A stream that cannot encode a character gets it escaped.
+A missing or closed stream and a pipe without a reader show nothing, since the run matters more. A full disk does the
+same with a notice. A stream that cannot encode a character gets it escaped.
 """
 
 from __future__ import annotations
@@ -30,16 +30,11 @@ class LiveBlock:
 
     @property
     def there(self) -> bool:
-        """Return whether there is a row."""
+        """Return whether there are rows on the screen."""
         return self._rows > 0
 
     def draw(self, target: TextIO, lines: Sequence[str]) -> None:
-        """Show these rows in place of those that are there.
-
-        Args:
-            target: the terminal.
-            lines: `safe` text, cut to the terminal's size here.
-        """
+        """Replace the rows with `safe` lines, cut to the terminal's size."""
         columns, height = _size(target)
         lines = lines[: max(1, height - 1)]
         if not lines:
@@ -60,14 +55,14 @@ class LiveBlock:
 
 
 def is_terminal(target: TextIO | None) -> bool:
-    """Return whether a person's terminal is at the other end."""
+    """Return whether a stream is a terminal."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         return target is not None and target.isatty()
     return False
 
 
 def live_target(stdout: TextIO | None, stderr: TextIO | None) -> TextIO | None:
-    """Return the terminal to redraw rows on, or None where there is none that can."""
+    """Return the terminal for redrawn rows, or None."""
     if os.environ.get("TERM", "dumb") == "dumb":
         return None
     return next((target for target in (stderr, stdout) if is_terminal(target)), None)
@@ -79,7 +74,7 @@ def columns_of(target: TextIO) -> int:
 
 
 def write(target: TextIO | None, text: str) -> str:
-    """Write and flush, whatever the stream can take; return why it took nothing if somebody would miss it, or ""."""
+    """Write and flush; return why that failed if the user would miss the text, or ""."""
     if target is None:
         return ""
     try:
@@ -89,7 +84,7 @@ def write(target: TextIO | None, text: str) -> str:
             encoding = target.encoding or "ascii"
             target.write(text.encode(encoding, "backslashreplace").decode(encoding))
         target.flush()
-    except (BrokenPipeError, ValueError):  # whoever read has gone, or closed it
+    except (BrokenPipeError, ValueError):  # the reader has gone, or closed it
         return ""
     except OSError as error:
         return error.strerror or str(error)

@@ -1,10 +1,10 @@
-"""What a person sees while a run goes on: rank lines, why it waits, the receipt.
+"""Displays of a running run: rank lines, the reason of a wait, the receipt.
 
     Run.follow ──▶ Display ──┬─ TerminalDisplay   a terminal, a file, a pipe
                              └─ NotebookDisplay   an IPython kernel (`notebook_display.py`)
 
-What ranks write goes to the stream they wrote it to, each line tagged with its rank; what we say goes to stderr, and
-where output is missing, too: stdout is the user's data.
+Output of ranks keeps its stream, each line tagged with its rank. Messages of ours, and notes of missing output, go to
+stderr: stdout is the user's data.
 """
 
 from __future__ import annotations
@@ -40,32 +40,15 @@ _PASSING_S = 10.0  # between two such sentences where a line cannot be replaced
 
 
 class Display:
-    """What `Run.follow` talks to; one run, one thread.
+    """Interface between `Run.follow` and a display; one run, one thread."""
 
-    Attributes:
-        tick_s: how often `tick` wants to be called while nothing comes, or None; it may change with every call.
-    """
-
-    tick_s: float | None = None
+    tick_s: float | None = None  # interval for `tick` while no message comes, or None; may change with every call
 
     def output(self, rank: int, stream: str, text: str) -> None:
-        """Take what a rank wrote, in pieces of any size.
-
-        Args:
-            rank: global rank.
-            stream: ``"stdout"`` or ``"stderr"``.
-            text: what it wrote, decoded.
-        """
+        """Take output of a rank, decoded, in pieces of any size."""
 
     def skipped(self, rank: int, stream: str, bytes_: int, lost: bool) -> None:
-        """Take that output is missing here.
-
-        Args:
-            rank: global rank.
-            stream: ``"stdout"`` or ``"stderr"``.
-            bytes_: how much.
-            lost: whether it is missing in the rank's file, too.
-        """
+        """Take that output is missing here and, if `lost`, in the rank's file, too."""
 
     def say(self, sentence: str) -> None:
         """Show a sentence of ours."""
@@ -74,25 +57,16 @@ class Display:
         """Show how far something is: a sentence that the next one replaces."""
 
     def state(self, state: str, sentence: str) -> None:
-        """Take that the run's state, or what it waits for, is another one now."""
+        """Take a new state of the run, or a new sentence."""
 
     def waits(self, sentence: str, queued_ns: int | None) -> None:
-        """Show what the run waits for in the queue: a sentence that the next one replaces, until the state is another.
-
-        Args:
-            sentence: what for, and who has it.
-            queued_ns: since when, nanoseconds since 1970; None for from now on.
-        """
+        """Show the run's wait in the queue until the state changes; `queued_ns` None counts from now on."""
 
     def tick(self) -> None:
-        """Do what is due; called about every `tick_s` while the run is waited for."""
+        """Redraw; called about every `tick_s` during a wait."""
 
     def failure(self, tails: Mapping[int, str]) -> None:
-        """Show the last output of ranks that were not shown live, after the run failed.
-
-        Args:
-            tails: last lines by rank, the rank that failed first in front.
-        """
+        """Show the last lines of ranks that were not shown live; the rank that failed first leads."""
 
     def tracked(self, url: str) -> None:
         """Show the link to the run's page in MLflow; the same one again shows nothing."""
@@ -101,17 +75,11 @@ class Display:
         """Show the receipt."""
 
     def finish(self) -> None:
-        """Show what never got its newline; called once output is over."""
+        """Show lines without a newline; called once output is over."""
 
 
 class LineDisplay(Display):
-    """What all displays have in common that print the lines of ranks.
-
-    Args:
-        quiet: print nothing of our own (rank output is still shown, and what is missing of it).
-        logs: where the whole output of the ranks is: a directory, or the command that shows it.
-        clock: where time comes from.
-    """
+    """Base of displays that print ranks' lines; `quiet` drops our own messages but not missing output."""
 
     def __init__(self, *, quiet: bool, logs: Path | str, clock: Clock | None) -> None:
         self._quiet = quiet
@@ -143,27 +111,19 @@ class LineDisplay(Display):
         """Return where all output of a rank is: the directory, or the command that shows it."""
         return str(self._logs) if isinstance(self._logs, Path) else f"`{self._logs} --rank {rank}`"
 
-    def _log_of(self, rank: int, stream: str) -> str:
-        return str(self._logs / f"{rank}.{stream}") if isinstance(self._logs, Path) else self._logs_of(rank)
-
     def _missing(self, rank: int, stream: str, bytes_: int, lost: bool) -> str:
-        """Return the line that says how much is missing and where it is."""
-        where = "dropped" if lost else f"not shown (too fast for a screen), in {self._log_of(rank, stream)}"
+        """Return the line about missing output and its place."""
+        log = self._logs / f"{rank}.{stream}" if isinstance(self._logs, Path) else self._logs_of(rank)
+        where = "dropped" if lost else f"not shown (too fast for a screen), in {log}"
         return f"[rank {rank}] — {format_bytes(bytes_)} {where} —\n"
 
 
 class TerminalDisplay(LineDisplay):
     """Prints one run.
 
-    On a terminal, lines that are not finished, progress bars among them, are redrawn in place below all others. Into a
-    file or a pipe a line goes once, in its final state; a bar that takes long, every ten seconds.
-
-    Args:
-        quiet: print nothing of our own (rank output is still shown, and what is missing of it).
-        logs: where the whole output of the ranks is: a directory, or the command that shows it.
-        clock: where time comes from.
-        tagged: put the rank in front of each line.
-        write: how to write to a stream; returns why that was not possible, or "".
+    On a terminal, unfinished lines, progress bars among them, are redrawn in place below all others. In a file or a
+    pipe a line appears once, in its final state; a long-lived bar every ten seconds. `write` returns why writing
+    failed, or "".
     """
 
     def __init__(
@@ -187,7 +147,7 @@ class TerminalDisplay(LineDisplay):
         self._tracked = ""
 
     def output(self, rank: int, stream: str, text: str) -> None:
-        """Print the lines of what a rank wrote that are final."""
+        """Print the final lines of a rank's output."""
         self._changed = True
         self._print(rank, stream, self._screens.feed(rank, stream, text, self._clock.boottime_ns()))
         self._refresh()
@@ -211,7 +171,7 @@ class TerminalDisplay(LineDisplay):
             self.say(sentence)
 
     def state(self, state: str, sentence: str) -> None:
-        """Take that whatever was going on has come to its end."""
+        """End the wait that was shown."""
         self._passing = ""
         waited = self._wait.over(self._clock.boottime_ns())
         if waited and state in _STARTED:
@@ -220,7 +180,7 @@ class TerminalDisplay(LineDisplay):
             self._refresh()
 
     def waits(self, sentence: str, queued_ns: int | None) -> None:
-        """Show what is waited for: below all lines on a terminal, elsewhere as a line now and then."""
+        """Show the wait: below all lines on a terminal, elsewhere as a line now and then."""
         if self._quiet:
             return
         self._passing = ""
@@ -230,7 +190,7 @@ class TerminalDisplay(LineDisplay):
         self._refresh()
 
     def _say_wait(self) -> None:
-        """Print what is waited for where rows cannot be redrawn, if it is due."""
+        """Print the wait when it is due and rows cannot be redrawn."""
         if live_target(standard_stream("stdout"), standard_stream("stderr")) is None:
             line = self._wait.line(self._clock.boottime_ns())
             if line:
@@ -246,7 +206,7 @@ class TerminalDisplay(LineDisplay):
             self._refresh()
 
     def tick(self) -> None:
-        """Print lines that have become final with time, and draw what is due."""
+        """Print lines that time has made final, and redraw."""
         now_ns = self._clock.boottime_ns()
         for rank, stream, lines in self._screens.settle(now_ns):
             self._print(rank, stream, lines)
@@ -307,7 +267,7 @@ class TerminalDisplay(LineDisplay):
         self.tick_s = min(due_s, default=None)
 
     def _live_lines(self, columns: int) -> list[str]:
-        """Return what is waited for, and the unfinished lines of whoever wrote last, in order of rank."""
+        """Return the wait, and the unfinished lines of the latest writers by rank."""
         shown = {key: screen for key, screen in self._screens.by_stream.items() if is_terminal(standard_stream(key[1]))}
         latest = sorted(shown, key=lambda key: shown[key].touched_ns, reverse=True)
         keys: list[tuple[int, str]] = []
@@ -324,12 +284,7 @@ class TerminalDisplay(LineDisplay):
 
 
 def make_display(*, quiet: bool, logs: Path | str) -> Display:
-    """Return the display that suits this process: a notebook's in an IPython kernel, else a terminal's.
-
-    Args:
-        quiet: show nothing of our own.
-        logs: where the whole output of the ranks is: a directory, or the command that shows it.
-    """
+    """Return this process's display: a notebook's in an IPython kernel, else a terminal's."""
     if _in_kernel():
         # By name: it imports from here.
         module = importlib.import_module(_NOTEBOOK)
@@ -338,7 +293,7 @@ def make_display(*, quiet: bool, logs: Path | str) -> Display:
 
 
 def again() -> str:
-    """Return what to do to interrupt once more."""
+    """Return the instruction for a second interrupt."""
     return "press the stop button again" if _in_kernel() else "press Ctrl-C again"
 
 

@@ -1,12 +1,11 @@
-r"""What a rank draws with `\r` and "cursor up", followed row by row, so that a progress bar is one line. Pure.
+r"""Follows what a rank draws with `\r` and "cursor up" row by row, so that a progress bar is one line. Pure.
 
     text ──feed──▶ rows ──▶ lines that are final, to be printed
-                    │
                     └─────▶ open rows: unfinished lines, bars that still move
 
-A row that was rewritten is final when its line has ended and nobody comes back to it. tqdm draws a second bar below the
-first by a newline and then goes up again, so a rewritten row is held a moment after its newline. Lines that were not
-rewritten are final at once. A row keeps its last state only; all the others are in the rank's log.
+A row that was rewritten is final when its line has ended and the cursor does not come back to it. tqdm draws a second
+bar below the first by a newline and then goes up again, so a rewritten row is held a moment after its newline. Other
+lines are final at once. A row keeps its last state only; all the others are in the rank's log.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from collections.abc import Iterator
 ROWS_MAX = 10
 LINE_CHARACTERS_MAX = 64 << 10
 HELD_S = 0.3  # the time between a newline and the way up again
-_HELD_AGAIN_S = 3.0  # once somebody has gone up: some draw all their bars and rest below them
+_HELD_AGAIN_S = 3.0  # after a move up: some programs draw all their bars and rest below them
 GLIMPSE_S = 10.0
 
 _TOKEN = re.compile(r"\n|\r|\x1b\[(?P<count>[0-9]{0,3})(?P<move>[ABEF])|\x1b\[[01]?G|\x1b\[[02]?K|[^\n\r\x1b]+|\x1b")
@@ -25,12 +24,7 @@ _UNFINISHED = re.compile(r"\x1b(?:\[[0-9;:?]{0,32})?\Z")
 
 
 class ScreenRow:
-    """One line as it looks now.
-
-    Attributes:
-        text: what is in it.
-        rewritten: whether it was overwritten, as progress bars are.
-    """
+    """One line in its current state; progress bars are `rewritten`."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -48,7 +42,7 @@ class ScreenRow:
         self._cut += max(0, len(text) - room)
 
     def go_to_start(self) -> None:
-        """What comes next replaces what is there; until then it stays."""
+        """Let the next text replace the row, which stays until then."""
         self._from_start = True
 
     def erase(self, sequence: str) -> None:
@@ -64,23 +58,19 @@ class ScreenRow:
         self.rewritten, self._from_start = True, False
 
     def final(self, *, broken: bool = False) -> str:
-        """Return the line as it is printed.
-
-        Args:
-            broken: what follows of the line is missing, and nobody knows how much that is.
-        """
+        """Return the line for printing; `broken` marks that an unknown part is missing."""
         if not self._cut:
             return self.text
         return f"{self.text} … and {'' if broken else f'{self._cut} characters '}more in this line"
 
     @property
     def blank(self) -> bool:
-        """Return whether there is nothing to see."""
+        """Return whether the row has no visible text."""
         return not self.text.strip()
 
 
 class Screen:
-    """What one stream of one rank has drawn and not finished."""
+    """Unfinished drawing of one stream of one rank."""
 
     def __init__(self) -> None:
         self.touched_ns = 0
@@ -93,26 +83,21 @@ class Screen:
 
     @property
     def open_rows(self) -> list[str]:
-        """Return what is not final and not blank."""
+        """Return the unfinished rows that are not blank."""
         return [row.final() for row in self._rows if not row.blank]
 
     @property
     def held(self) -> bool:
-        """Return whether `settle` will have something to say soon."""
+        """Return whether `settle` will return lines soon."""
         return self._cursor > 0
 
     @property
     def moving(self) -> bool:
-        """Return whether there is something like a progress bar."""
+        """Return whether a progress bar is open."""
         return any(row.rewritten and not row.blank for row in self._rows)
 
     def feed(self, text: str, now_ns: int) -> list[str]:
-        """Take what was written; return the lines that are final.
-
-        Args:
-            text: any piece of it.
-            now_ns: the time now.
-        """
+        """Take a piece of output; return the lines that are final."""
         self.touched_ns = now_ns
         text = self._pending + text
         unfinished = _UNFINISHED.search(text)
@@ -130,7 +115,7 @@ class Screen:
         return lines
 
     def settle(self, now_ns: int) -> list[str]:
-        """Return lines that are final because nobody came back to them for a while."""
+        """Return rewritten lines that have become final with time."""
         held_ns = (_HELD_AGAIN_S if self._goes_up else HELD_S) * 1e9
         lines: list[str] = []
         while self._cursor > 0 and now_ns - self._rows[0].left_ns >= held_ns:
@@ -147,11 +132,7 @@ class Screen:
         return seen if seen != before else []
 
     def end(self, *, broken: bool = False) -> list[str]:
-        """Return everything that is not final yet; nothing comes after it.
-
-        Args:
-            broken: what comes next is missing, in the middle of the last line perhaps.
-        """
+        """Return all unfinished lines at the end of the output; `broken` marks that the rest is missing."""
         if self._pending:
             self._rows[self._cursor].write(self._pending)
         return [row.final(broken=broken) for row in self._rows if not row.blank]
@@ -199,17 +180,13 @@ class Screen:
 
 
 class Screens:
-    """The screens of all ranks, each stream its own.
-
-    Attributes:
-        by_stream: them, by rank and stream; those that wrote since they last were ended.
-    """
+    """Screens of all ranks that wrote since their last end, by rank and stream."""
 
     def __init__(self) -> None:
         self.by_stream: dict[tuple[int, str], Screen] = {}
 
     def feed(self, rank: int, stream: str, text: str, now_ns: int) -> list[str]:
-        """Take what a rank wrote; return the lines that are final."""
+        """Take a rank's output; return the lines that are final."""
         return self.by_stream.setdefault((rank, stream), Screen()).feed(text, now_ns)
 
     def settle(self, now_ns: int) -> Iterator[tuple[int, str, list[str]]]:
@@ -218,7 +195,7 @@ class Screens:
             yield rank, stream, screen.settle(now_ns)
 
     def end(self, rank: int, stream: str, *, broken: bool = False) -> list[str]:
-        """Return everything of one stream that is not final; what it writes next begins anew."""
+        """Return the unfinished lines of one stream; its next output starts a new screen."""
         screen = self.by_stream.pop((rank, stream), None)
         return [] if screen is None else screen.end(broken=broken)
 

@@ -1,6 +1,6 @@
-r"""Text of ranks on a person's terminal: what may reach it, and how wide it is there. Pure.
+r"""Makes rank output safe for a terminal, and measures its width. Pure.
 
-Whoever writes a rank's output is not whoever owns the terminal: a data set's file name can hold a sequence that changes
+The writer of a rank's output is not the owner of the terminal: a data set's file name can hold a sequence that changes
 the title, fills the clipboard or forges a line. So on a terminal
 
     colours (SGR)                              stay, and end with their line
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterator
 
 RESET = "\x1b[0m"
 _SGR = r"\x1b\[[0-9;:]{0,64}m"
@@ -30,12 +29,7 @@ _RESETS = ("\x1b[m", RESET)
 
 
 def safe(line: str, *, tty: bool) -> str:
-    """Return one line of a rank's output as it may be printed.
-
-    Args:
-        line: what the rank wrote, without its newline.
-        tty: whether it goes to a terminal.
-    """
+    """Return one line of a rank's output, safe to print; unchanged without a terminal."""
     if not tty:
         return line
     colours: list[str] = []
@@ -44,33 +38,27 @@ def safe(line: str, *, tty: bool) -> str:
         if match["colour"]:
             colours.append(match["colour"])
             return match["colour"]
-        return _visible(match["control"]) if match["control"] else ""
+        if not match["control"]:
+            return ""
+        number = ord(match["control"])
+        return f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}"
 
     text = _TOKEN.sub(replaced, line)
     return text + RESET if colours and colours[-1] not in _RESETS else text
 
 
 def fit(line: str, columns: int) -> str:
-    """Return the beginning of a line of `safe` text that takes at most so many columns.
-
-    Args:
-        line: the text; its colours count nothing.
-        columns: how many there are.
-    """
+    """Return the beginning of a `safe` line that takes at most so many columns; colours take none."""
     kept: list[str] = []
     used = 0
-    for piece, width in _measured(line.replace("\t", " ")):
+    for match in _PIECE.finditer(line.replace("\t", " ")):
+        piece = match[0]
+        width = 0 if len(piece) > 1 else _columns(piece)
         if used + width > columns:
             return "".join(kept) + (RESET if "\x1b" in line else "")
         used += width
         kept.append(piece)
     return "".join(kept)
-
-
-def _measured(line: str) -> Iterator[tuple[str, int]]:
-    for match in _PIECE.finditer(line):
-        piece = match[0]
-        yield piece, 0 if len(piece) > 1 else _columns(piece)
 
 
 def _columns(character: str) -> int:
@@ -79,8 +67,3 @@ def _columns(character: str) -> int:
     if unicodedata.category(character) in ("Mn", "Me", "Cf"):
         return 0
     return 2 if unicodedata.east_asian_width(character) in "WF" else 1
-
-
-def _visible(character: str) -> str:
-    number = ord(character)
-    return f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}"

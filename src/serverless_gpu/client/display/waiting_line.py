@@ -1,10 +1,7 @@
-"""What a person is told of a wait in the queue, and how often: rows that are redrawn on a terminal, else lines. Pure.
+"""Messages about a wait in the queue: redrawn rows on a terminal, else lines at growing intervals. Pure.
 
-    serverless-gpu: queued for 3 min: needs 8 H100 on one node; 5 free on n3; alice/bert-ft holds 3 until
-      14:20 at the latest; you are 2nd
-
-In a queue of thousands the place changes every few seconds. A row is replaced by the next one; where that is not
-possible, the first sentence is a line at once and later ones are now and then, in the end every five minutes.
+In a queue of thousands the place changes every few seconds. A row is replaced by the next one; elsewhere the first
+sentence is a line at once, and later ones come ever more rarely, in the end every five minutes.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ _WORTH_SAYING_S = 5.0
 
 
 def waited_text(seconds: float) -> str:
-    """Return how long somebody has waited, in words that do not change often: ``"12 s"``, ``"2 h 5 min"``."""
+    """Return a wait in words that do not change often: ``"12 s"``, ``"2 h 5 min"``."""
     minutes = int(seconds // 60)
     if seconds < 60:
         return f"{max(0, int(seconds))} s"
@@ -28,7 +25,7 @@ def waited_text(seconds: float) -> str:
 
 
 class WaitingLine:
-    """One run's wait, as it was told so far. All times are boottime."""
+    """Messages about one run's wait; all times are boottime."""
 
     def __init__(self) -> None:
         self.sentence = ""
@@ -38,7 +35,7 @@ class WaitingLine:
         self._pause_s = _SAID_FIRST_S
 
     def tell(self, sentence: str, *, since_ns: int) -> None:
-        """Take what is waited for, and since when."""
+        """Take a sentence and the start of the wait."""
         self.sentence, self._since_ns = sentence, since_ns
 
     def over(self, now_ns: int) -> str:
@@ -52,7 +49,7 @@ class WaitingLine:
         return waited_text((now_ns - self._since_ns) / 1e9)
 
     def due_s(self, now_ns: int) -> float | None:
-        """Return in how many seconds there is a line to be printed, or None: there is none."""
+        """Return the seconds until the next line, or None without one."""
         if not self.sentence or self.sentence == self._said:
             return None
         return 0.0 if self._said_ns is None else max(0.0, self._pause_s - (now_ns - self._said_ns) / 1e9)
@@ -67,12 +64,7 @@ class WaitingLine:
         return self.sentence
 
     def rows(self, now_ns: int, columns: int) -> list[str]:
-        """Return the rows of a terminal that show it now.
-
-        Args:
-            now_ns: the time.
-            columns: of the terminal.
-        """
+        """Return the terminal rows of the wait."""
         if not self.sentence:
             return []
         text = f"serverless-gpu: queued for {self.waited(now_ns)}: {self.sentence}"

@@ -1,4 +1,1 @@
-"""From a function and its arguments to a launched run: checks, the call's file, the environment.
-
-The decorator calls `launch.py`, which refuses bad input (`preflight.py`) before anything starts.
-"""
+"""From a function and its arguments to a launched run: checks, call, environment. Start with `launch.py`."""

@@ -1,9 +1,8 @@
-"""What a call carries: walked to find the object that cannot be pickled, or those that are large.
+"""Walks the objects of a call to find the one that cannot be pickled, or those that are large.
 
 The walk sees objects as the pickler does: closures, referenced globals and defaults of functions that travel by value,
-items of containers, and for anything else the state its own `__reduce_ex__` gives. Everything is bounded: tries at
-pickling, objects looked at, depth. Failure cases: user code raises while it is walked (the walk ends there); the bound
-is reached (the answer is the nearest object known to hold the culprit, or a size known to be a lower one).
+items of containers, and else the state from `__reduce_ex__`. Pickling attempts, objects and depth are bounded; at the
+bound, or when user code raises, the answer is the nearest object known to hold the culprit, or a lower size.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import io
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from types import CellType, FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import NamedTuple, Protocol, cast
 
 from serverless_gpu.node.inside import payload
@@ -45,18 +44,7 @@ def explain_unpicklable(
     error: BaseException,
     reducer: payload.Reducer | None = None,
 ) -> str:
-    """Return the way to the object that cannot be pickled.
-
-    Args:
-        function: what was to be called.
-        args: its positional arguments.
-        kwargs: its named arguments.
-        error: what pickling the call raised; told when no single object can be blamed.
-        reducer: what was asked first for each object when that was raised.
-
-    Returns:
-        For example ``closure variable `lock` of `train` -> _thread.lock``.
-    """
+    """Return the path to the culprit, such as ``global `x` of `train` -> _thread.lock``, or `error`."""
     search = _Search(reducer)
     for root in _roots(function, args, kwargs):
         way = search.culprit(root.value, ())
@@ -72,7 +60,7 @@ class _Search:
         self._innocent: dict[int, object] = {}  # kept alive, so that an id is not used again
 
     def culprit(self, value: object, above: tuple[object, ...]) -> list[str] | None:
-        """Labels from `value` to the culprit, or None when `value` pickles or only fails for what is above it."""
+        """Return labels from `value` to the culprit, or None when it pickles or fails only for its ancestors."""
         if id(value) in self._innocent or not self._fails([value]):
             return None
         if len(above) >= _DEPTH_MAX or self._is_refused(value):
@@ -106,7 +94,7 @@ class _Search:
         return low
 
     def _is_refused(self, value: object) -> bool:
-        """Return whether the object itself is what is not to travel, whatever it refers to."""
+        """Return whether the object itself is refused, whatever it refers to."""
         try:
             if self._reducer is not None:
                 self._reducer(value)
@@ -147,7 +135,8 @@ def _type_name(value: object) -> str:
 
 
 def _roots(function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> Iterator[_Part]:
-    yield _Part("" if isinstance(function, FunctionType) else f"`{_called(function)}`", function)
+    called = getattr(function, "__name__", None) or type(function).__name__
+    yield _Part("" if isinstance(function, FunctionType) else f"`{called}`", function)
     try:
         names = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # builtins may have no signature
@@ -159,12 +148,8 @@ def _roots(function: Callable[..., object], args: Sequence[object], kwargs: Mapp
         yield _Part(f"argument `{name}`", value)
 
 
-def _called(function: object) -> str:
-    return str(getattr(function, "__name__", None) or type(function).__name__)
-
-
 def _parts(value: object) -> Iterator[_Part]:
-    """What the pickler would go into; nothing for what it takes whole."""
+    """Yield the parts that the pickler visits; none of what it takes whole."""
     if isinstance(value, FunctionType):
         return _function_parts(value) if payload.is_by_value(value) else iter(())
     if isinstance(value, type):
@@ -172,7 +157,8 @@ def _parts(value: object) -> Iterator[_Part]:
     if isinstance(value, (ModuleType, str, bytes, bytearray, memoryview, int, float, complex, type(None))):
         return iter(())
     if type(value) is dict:
-        return _dict_parts(value)
+        pairs = cast("dict[object, object]", value).items()
+        return (part for key, item in pairs for part in (_Part("a key", key), _Part(f"key {_short(key)}", item)))
     if type(value) in (list, tuple, set, frozenset):
         items = cast("Iterable[object]", value)
         return (_Part(f"item {index}", item) for index, item in enumerate(items))
@@ -182,8 +168,11 @@ def _parts(value: object) -> Iterator[_Part]:
 def _function_parts(function: FunctionType) -> Iterator[_Part]:
     name = function.__name__
     for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        if not _is_empty(cell):
-            yield _Part(f"closure variable `{variable}` of `{name}`", cell.cell_contents)
+        try:
+            contents = cell.cell_contents
+        except ValueError:  # it is empty
+            continue
+        yield _Part(f"closure variable `{variable}` of `{name}`", contents)
     for variable, value in payload.referenced_globals(function).items():
         yield _Part(f"global `{variable}` of `{name}`", value)
     defaults = function.__defaults__ or ()
@@ -196,14 +185,6 @@ def _function_parts(function: FunctionType) -> Iterator[_Part]:
         yield _Part(f"attribute `{attribute}` of `{name}`", value)
     for parameter, value in function.__annotations__.items():
         yield _Part(f"annotation of `{parameter}` of `{name}`", value)
-
-
-def _is_empty(cell: CellType) -> bool:
-    try:
-        _ = cell.cell_contents
-    except ValueError:
-        return True
-    return False
 
 
 def _class_parts(cls: type) -> Iterator[_Part]:
@@ -220,12 +201,6 @@ def _class_parts(cls: type) -> Iterator[_Part]:
                 yield _Part(label, accessor)
         else:
             yield _Part(label, value)
-
-
-def _dict_parts(value: dict[object, object]) -> Iterator[_Part]:
-    for key, item in value.items():
-        yield _Part("a key", key)
-        yield _Part(f"key {_short(key)}", item)
 
 
 def _short(key: object) -> str:
@@ -288,7 +263,7 @@ def _state_parts(state: object) -> Iterator[_Part]:
 def largest_captured(
     function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
 ) -> list[tuple[str, int]]:
-    """Return what a call carries, largest first, with about how many bytes each object adds.
+    """Return a call's objects and the approximate bytes that each adds, largest first.
 
     Each object counts once, where it is found first. Long containers are sampled.
     """
@@ -359,7 +334,7 @@ class _Scale:
 
 
 def _own_bytes(value: object) -> int | None:
-    """Bytes of what is one block of memory, else None."""
+    """Return the bytes of an object that is one block of memory, else None."""
     if isinstance(value, (bytes, bytearray, str)):
         return len(value)
     if isinstance(value, memoryview):
@@ -368,7 +343,11 @@ def _own_bytes(value: object) -> int | None:
     if numpy is not None and isinstance(value, numpy.ndarray):
         return int(value.nbytes)
     if torch is not None and isinstance(value, torch.Tensor):
-        return _tensor_bytes(value)
+        tensor: _Tensor = value
+        try:
+            return tensor.untyped_storage().nbytes()
+        except (RuntimeError, NotImplementedError):  # sparse and other layouts have no single storage
+            return tensor.numel() * tensor.element_size()
     return None
 
 
@@ -377,15 +356,8 @@ class _Storage(Protocol):
 
 
 class _Tensor(Protocol):
-    """What we use of `torch.Tensor`; torch itself may not be there."""
+    """The used part of `torch.Tensor`; torch itself may be missing."""
 
     def untyped_storage(self) -> _Storage: ...
     def numel(self) -> int: ...
     def element_size(self) -> int: ...
-
-
-def _tensor_bytes(tensor: _Tensor) -> int:
-    try:
-        return tensor.untyped_storage().nbytes()
-    except (RuntimeError, NotImplementedError):  # sparse and other layouts have no single storage
-        return tensor.numel() * tensor.element_size()

@@ -14,8 +14,6 @@ from serverless_gpu.node.inside.channel import Channel
 
 
 class _Wire:
-    """The channel, as the service takes it."""
-
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
 
@@ -31,21 +29,15 @@ class _Wire:
 
 
 def main(channel_fd: int, caller: int, index: str) -> NoReturn:
-    """Serve one caller until it is gone.
-
-    Args:
-        channel_fd: the inherited channel to it.
-        caller: its pid.
-        index: the directory of what recognises environments.
-    """
+    """Serve one caller over the inherited channel until it is gone."""
     if os.fork():
-        os._exit(0)  # nobody's child: a caller that lives longer must not be left with a zombie
+        os._exit(0)  # an orphan: a caller that lives longer must not be left with a zombie
     linux.set_name("sgpu-snapshots")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = Channel.adopt(channel_fd)
     channel.sock.set_inheritable(False)
     process = -1
-    with contextlib.suppress(OSError):  # gone already, which its socket says
+    with contextlib.suppress(OSError):  # gone already, as its socket shows
         process = os.pidfd_open(caller)
     Service(_Wire(channel), Path(index)).serve(process)
     os._exit(0)

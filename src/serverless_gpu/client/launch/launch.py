@@ -1,14 +1,13 @@
-"""From a function and its arguments to a launched run: everything that can be refused is refused here, before
-anything starts.
+"""Launches a run from a function and its arguments; refuses bad requests before anything starts.
 
     check function ─ bind arguments ─ agent (inventory) ─ choose candidates ─ run directory ─ payload ─ Launch
                      └ with env="snapshot": which one? ─────────────────────────────────────────┘  └ Confirm
 
 A session is launched the same way, without a function.
 
-Failure cases: whatever goes wrong, the run directory is removed again; nothing else exists yet. If the environment
-turns out to have changed, the launch is withdrawn before user code starts, and made again with what is there now. If
-what is stored of it turns out to be damaged, it is captured again and the run launched anew.
+Failure cases: any error removes the run directory; nothing else exists yet. If the environment has changed, the launch
+is withdrawn before user code starts, and made again with the current files. If the stored one is damaged, it is
+captured and the run launched again.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.threads import start_thread
 
 R = TypeVar("R")
-Handle = TypeVar("Handle", bound=Run)  # type: ignore[type-arg]  # of whatever its ranks return
+Handle = TypeVar("Handle", bound=Run)  # type: ignore[type-arg]  # of what its ranks return
 
 _REMOTE = "serverless_gpu.client.remote.submission"
 _OWN = ("serverless_gpu.", "_sgpu_inside")
@@ -68,7 +67,7 @@ class Lender(NamedTuple):
 
 
 class LaunchOrder(NamedTuple):
-    """What is to be launched: a run, or a session (which has an idle limit)."""
+    """A launch of a run, or of a session (which has an idle limit)."""
 
     spec: RunSpec
     called_ns: int
@@ -85,19 +84,7 @@ def launch(
     *,
     watch: bool = False,
 ) -> Run[R]:
-    """Start a run, on this machine or through a server, and return its handle.
-
-    Args:
-        function: what every rank calls.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        spec: what was asked for.
-        lender: the session whose devices it uses, or None.
-        watch: whether the caller is going to wait for it at once.
-
-    Raises:
-        ServerlessGpuError: nothing was started; the message says why and what to do.
-    """
+    """Start a run here or through a server; `watch` if the caller waits at once. Errors start nothing."""
     called_ns = SystemClock().boottime_ns()
     arguments = check_call(function, args, kwargs, spec)
     if spec.hang_warning_s:  # 0 for actors: their ranks wait for calls
@@ -124,11 +111,7 @@ def launch(
 def check_call(
     function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object], spec: RunSpec
 ) -> dict[str, object]:
-    """Return the arguments by name, for whoever looks at the run; refuse a call that no rank could make.
-
-    Raises:
-        UsageError: the function cannot run on ranks, the arguments do not fit, or Ray is not what it has to be.
-    """
+    """Return the arguments by name; raise UsageError for a call that no rank could make."""
     check_function(function)
     arguments = bind_arguments(function, args, kwargs)
     if spec.ray is not None:
@@ -138,15 +121,7 @@ def check_call(
 
 
 def launch_command(spec: RunSpec, *, watch: bool = False) -> Run[None]:
-    """Start a program, `spec.payload`, on this machine or through a server, and return the handle of its run.
-
-    Args:
-        spec: what was asked for.
-        watch: whether the caller is going to wait for it at once.
-
-    Raises:
-        ServerlessGpuError: nothing was started; the message says why and what to do.
-    """
+    """Start the program `spec.payload` here or through a server, as `launch` does."""
     called_ns = SystemClock().boottime_ns()
     if isinstance(spec.payload, Command):
         check_command(spec.payload)
@@ -158,16 +133,7 @@ def launch_command(spec: RunSpec, *, watch: bool = False) -> Run[None]:
 
 
 def hold(handle: Callable[..., Handle], spec: RunSpec, idle_timeout_s: float) -> Handle:
-    """Ask for devices to be held for a session and return its handle; it may still be waiting for them.
-
-    Args:
-        handle: the class of the handle.
-        spec: what was asked for.
-        idle_timeout_s: seconds without a run after which the session ends.
-
-    Raises:
-        ServerlessGpuError: nothing was started; the message says why and what to do.
-    """
+    """Request a session's devices and return its handle, which may still wait for them."""
     order = LaunchOrder(spec, SystemClock().boottime_ns(), idle_timeout_s=idle_timeout_s)
     return _place(handle, order, lambda directory: None)
 
@@ -206,11 +172,14 @@ def _try_place(
             if recognition is not None:
                 message = _in_environment(message, recognition)
             channel = _send(home, channel, message)
-            if not message.confirmed and recognition is not None and not _confirmed(channel, recognition):
-                withdraw(channel)
-                secret_files.remove(directory)
-                home.remove_run(message.run_id)
-                return None
+            if not message.confirmed and recognition is not None:
+                if recognition.changes():  # the next capture reports them
+                    withdraw(channel)
+                    secret_files.remove(directory)
+                    home.remove_run(message.run_id)
+                    return None
+                with contextlib.suppress(OSError):  # its supervisor is gone: the handle finds out, and what to do
+                    protocol.send(channel, protocol.Confirm())
         except BaseException:
             # Ctrl-C may have come just after the launch was sent: then a supervisor reads this.
             with contextlib.suppress(OSError):
@@ -234,11 +203,7 @@ def _try_place(
 
 
 def _relaunch(order: LaunchOrder, home: Home, message: protocol.Launch) -> LocalRun | None:
-    """Capture the environment of a run that found it damaged in the store, and launch the run anew.
-
-    Returns:
-        The new run; None where capturing does not help: nothing was missing, or the environment is another one by now.
-    """
+    """Capture a damaged environment and launch its run again; None where capturing does not help."""
     recognition = snapshot_environment.Recognition(home)
     try:
         wanted = recognition.wanted()
@@ -285,15 +250,6 @@ def _in_environment(message: protocol.Launch, recognition: snapshot_environment.
     return msgspec.structs.replace(message, environment=wanted, confirmed=confirmed)
 
 
-def _confirmed(channel: Channel, recognition: snapshot_environment.Recognition) -> bool:
-    """Let user code start once every file is known to be as the snapshot says; the capture says what changed."""
-    if recognition.changes():
-        return False
-    with contextlib.suppress(OSError):  # its supervisor is gone: the handle finds out, and what to do
-        protocol.send(channel, protocol.Confirm())
-    return True
-
-
 def withdraw(channel: Channel) -> None:
     """End a launch that user code has not seen, and wait until its devices are free again."""
     channel.sock.settimeout(_WITHDRAWN_S)
@@ -306,7 +262,7 @@ def withdraw(channel: Channel) -> None:
 
 
 def prewarm(spec: RunSpec) -> None:
-    """Have a warm interpreter ready for such runs, in the background; the first run says what goes wrong."""
+    """Prepare a warm interpreter in the background; the first run reports errors."""
     sysconfig.get_config_vars()  # here: up to Python 3.12, the caller might see it half filled by a thread
 
     def ask() -> None:
@@ -326,7 +282,7 @@ def prewarm(spec: RunSpec) -> None:
             asked = protocol.Prewarm(context=caller_context(), ranks=ranks, environment=environment, tracker=tracker)
             protocol.send(channel, asked)
             channel.close()
-        except Exception:  # noqa: BLE001 - a help for later, in a thread nobody watches
+        except Exception:  # noqa: BLE001 - a help for later, in a background thread
             pass
 
     with contextlib.suppress(HardwareError):  # no thread: the run starts cold
@@ -334,7 +290,7 @@ def prewarm(spec: RunSpec) -> None:
 
 
 def should_prewarm(module: str) -> bool:
-    """Return whether decorating a function of this module prewarms: scripts and notebooks yes; ranks and tests no."""
+    """Return whether decorating prewarms in this module: in scripts and notebooks, not in ranks and tests."""
     setting = os.environ.get("SERVERLESS_GPU_PREWARM")
     if setting is not None:
         return setting not in ("0", "")
@@ -342,7 +298,7 @@ def should_prewarm(module: str) -> bool:
 
 
 def noted_home() -> Home:
-    """Return this process's home; what is to be said about it is said once."""
+    """Return this process's home, and print its notice once."""
     home = find_home(os.environ)
     if home.note and home.note not in _notes_said:
         _notes_said.add(home.note)
@@ -380,11 +336,7 @@ def make_message(order: LaunchOrder, home: Home, greeting: protocol.Greeting) ->
 
 
 def check_shown(spec: RunSpec, devices: int) -> None:
-    """Refuse to show ranks of which the run has none.
-
-    Raises:
-        InvalidValue: it has none of them.
-    """
+    """Raise InvalidValue if the spec shows ranks that the run does not have."""
     shown, ranks = spec.ranks_log, spec.processes(devices)
     if shown and min(shown) >= ranks:
         raise InvalidValue(
@@ -395,11 +347,7 @@ def check_shown(spec: RunSpec, devices: int) -> None:
 
 
 def check_nccl(spec: RunSpec, devices: Sequence[Device]) -> None:
-    """Refuse `init="nccl"` where no device has CUDA.
-
-    Raises:
-        InvalidValue: the devices are declared GPUs or CPU slots.
-    """
+    """Raise InvalidValue for `init="nccl"` on declared GPUs or CPU slots."""
     if spec.init != "nccl" or any(device.kind is DeviceKind.GPU for device in devices):
         return
     declared = devices[0].kind is DeviceKind.FAKE
@@ -426,7 +374,7 @@ def _choose(
 
 
 def _send(home: Home, channel: Channel | None, message: protocol.Launch) -> Channel:
-    """Send a launch, to a new agent if the one we know has just ended."""
+    """Send a launch, to a new agent if the known one has just ended."""
     for channel_or_none in (channel, None):
         live = channel_or_none or connect(home)[0]
         try:

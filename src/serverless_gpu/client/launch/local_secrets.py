@@ -2,7 +2,7 @@
 
     $SERVERLESS_GPU_HOME/secrets/HF_TOKEN (0600) ──▶ a copy in memory for each run, removed with its end
 
-They are as safe as the files of their user are: a key beside them would open for whoever reads them. A run through a
+They are as safe as their user's other files: any reader of the files could read a key beside them, too. A run through a
 server has the server's secrets, and none of these.
 """
 
@@ -24,13 +24,7 @@ DIRECTORY = "secrets"
 
 
 def with_secrets(home: Home, launch: protocol.Launch) -> protocol.Launch:
-    """Return a launch with the secrets that it names, as they are now, written where its ranks find them.
-
-    Raises:
-        SecretMissing: one of them is not there.
-        InvalidValue: one is to be a variable, and cannot.
-        StorageError: there is no room.
-    """
+    """Return a launch whose named secrets are written in memory for its ranks; SecretMissing without one."""
     spec = launch.spec
     if not spec.secrets or launch.idle_timeout_s is not None:  # a session runs nothing itself
         return launch
@@ -45,12 +39,7 @@ def with_secrets(home: Home, launch: protocol.Launch) -> protocol.Launch:
 
 
 def write(home: Home, name: str, value: bytes) -> None:
-    """Set a secret of this home, readable for its user only; all of it is there, or nothing.
-
-    Raises:
-        InvalidValue: the name, or the value's length, is not possible.
-        StorageError: it cannot be written.
-    """
+    """Set a secret of this home, atomically and readable for its user only."""
     check_value(check_name(name), value)
     path = home.root / DIRECTORY / name
     beside = path.with_name(f"..{name}-{os.getpid()}")
@@ -76,11 +65,7 @@ def names(home: Home) -> list[str]:
 
 
 def delete(home: Home, name: str) -> None:
-    """Delete a secret of this home.
-
-    Raises:
-        SecretMissing: there is none of that name.
-    """
+    """Delete a secret of this home; raise SecretMissing if absent."""
     try:
         (home.root / DIRECTORY / check_name(name)).unlink()
     except FileNotFoundError:

@@ -1,9 +1,8 @@
-"""Checks on a call before anything is started, and the call written to its file.
+"""Checks a call before anything is started, and writes it to its file.
 
-Everything a caller can get wrong is said here, in the caller's process: what cannot be run on ranks, arguments that do
-not fit, captured objects that cannot travel (with the way to the culprit), captured objects that are surprisingly
-large. Nothing here runs user code, but for what pickling runs. Failure cases: a full disk (`StorageError`), with no
-half-written file left.
+Reports a caller's mistakes in the caller's process: a function that ranks cannot run, arguments that do not fit,
+captured objects that cannot travel (with the way to the culprit) or are surprisingly large. Only pickling runs user
+code. A full disk raises `StorageError` and leaves no half-written file.
 """
 
 from __future__ import annotations
@@ -44,19 +43,17 @@ class WrittenCall(NamedTuple):
 
 
 def check_function(function: object) -> None:
-    """Refuse what cannot run on ranks.
-
-    Raises:
-        NotDistributable: not callable, an async function, a generator function, or a task or actor of Ray's.
-    """
+    """Raise NotDistributable for a function that ranks cannot run."""
     if not callable(function):
         hint = "put the decorator below @classmethod or @property" if hasattr(function, "__get__") else ""
         raise NotDistributable(
             f"{type(function).__qualname__!r} objects cannot be run on ranks: not callable", hint=hint
         )
     if any(cls.__module__ in _OF_RAY for cls in type(function).__mro__):
+        plain = getattr(function, "_function", None) or getattr(function, "__ray_actor_class__", None)
+        name = _name(function if plain is None else plain)
         raise NotDistributable(
-            f"{_rays_name(function)} is a task or an actor of Ray's, which a driver starts with .remote(...)",
+            f"{name} is a task or an actor of Ray's, which a driver starts with .remote(...)",
             hint="leave @ray.remote out, or decorate the function that starts it: that is the driver",
         )
     body = _body(function)
@@ -75,14 +72,7 @@ def check_function(function: object) -> None:
 def bind_arguments(
     function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
 ) -> dict[str, object]:
-    """Refuse arguments that do not fit; `rank` and `world_size` need not be given.
-
-    Returns:
-        The arguments by name, defaults among them.
-
-    Raises:
-        ArgumentMismatch: names what is missing or too much.
-    """
+    """Return the arguments by name with defaults; `rank` and `world_size` are optional."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # builtins may have none
@@ -111,21 +101,9 @@ def pack(
     kwargs: Mapping[str, object],
     reducer: payload.Reducer | None = None,
 ) -> WrittenCall:
-    """Write the call to `path`.
+    """Write a call to `path`; return its size, and a warning naming large objects above 10 MB.
 
-    Args:
-        path: file to create.
-        function: what each rank calls.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        reducer: asked first how to take each object apart; it may raise for what is not to travel.
-
-    Returns:
-        Its size, and a warning that names the largest captured objects when it is over 10 MB.
-
-    Raises:
-        NotPicklable: something the call carries cannot travel; says what, and by which way it got there.
-        StorageError: the file could not be written; none is left.
+    `reducer` is asked first for each object, and may raise. An error leaves no file.
     """
     try:
         size = call.dump_call(
@@ -134,8 +112,10 @@ def pack(
     except payload.PayloadNotWritten as error:
         if error.errno in _FULL and lacks_inodes(Path(path)):
             raise storage_error(error, Path(path)) from None
-        message = f"the call cannot be written to {path}: {error.strerror}"
-        raise StorageError(message, hint=_storage_hint(error)) from None
+        hint = "set SERVERLESS_GPU_HOME to a directory you can write to"
+        if error.errno in _FULL:
+            hint = "free some space, or set SERVERLESS_GPU_HOME to a directory on another disk"
+        raise StorageError(f"the call cannot be written to {path}: {error.strerror}", hint=hint) from None
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # pickling runs user code, which may raise anything
@@ -149,11 +129,7 @@ def check_travels(
     kwargs: Mapping[str, object],
     reducer: payload.Reducer | None = None,
 ) -> None:
-    """Refuse a call that `pack` could not write; nothing is written.
-
-    Raises:
-        NotPicklable: as `pack`.
-    """
+    """Raise NotPicklable for a call that `pack` could not write."""
     try:
         call.measure_call(function, args, kwargs, _sources(function), reducer)
     except KeyboardInterrupt:
@@ -178,7 +154,6 @@ def _not_picklable(
 
 
 def _body(function: Callable[..., object]) -> object:
-    """The function whose code would run."""
     body: object = function
     for _ in range(_UNWRAP_MAX):
         if isinstance(body, functools.partial):
@@ -196,11 +171,6 @@ def _name(function: object) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     return str(getattr(function, "__qualname__", None) or type(function).__qualname__).rpartition("<locals>.")[2]
-
-
-def _rays_name(wrapper: object) -> str:
-    plain = getattr(wrapper, "_function", None) or getattr(wrapper, "__ray_actor_class__", None)
-    return _name(wrapper if plain is None else plain)
 
 
 def _problems(signature: inspect.Signature, args: Sequence[object], kwargs: Mapping[str, object]) -> list[str]:
@@ -241,12 +211,6 @@ def _argument_hint(signature: inspect.Signature, args: Sequence[object], kwargs:
     return ""
 
 
-def _storage_hint(error: OSError) -> str:
-    if error.errno in _FULL:
-        return "free some space, or set SERVERLESS_GPU_HOME to a directory on another disk"
-    return "set SERVERLESS_GPU_HOME to a directory you can write to"
-
-
 def _size_warning(
     size: int, function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
 ) -> str:
@@ -258,22 +222,17 @@ def _size_warning(
 
 
 def _sources(function: Callable[..., object]) -> dict[str, list[str]]:
-    """Source lines of notebook cells and other code that is in no file: the function's own first, then the newest."""
+    """Return source lines of code outside files: the function's own first, then the newest."""
     code = getattr(_body(function), "__code__", None)
     own = getattr(code, "co_filename", None)
     sources: dict[str, list[str]] = {}
     left = _SOURCES_SIZE_MAX
     for name in sorted(reversed(list(linecache.cache)), key=lambda name: name != own):
-        lines = _cell_lines(name)
+        entry = linecache.cache.get(name)
+        # A lazy entry has its loader only.
+        lines = [] if entry is None or len(entry) != 4 or os.path.exists(name) else list(entry[2])
         size = sum(map(len, lines))
         if lines and size <= left:
             sources[name] = lines
             left -= size
     return sources
-
-
-def _cell_lines(name: str) -> list[str]:
-    entry = linecache.cache.get(name)
-    if entry is None or len(entry) != 4:  # a lazy entry has its loader only
-        return []
-    return [] if os.path.exists(name) else list(entry[2])

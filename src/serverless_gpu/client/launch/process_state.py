@@ -1,10 +1,9 @@
-"""Objects that know only the process in which they were made: refused before a call is sent.
+"""Refuses to send objects that hold state of the process in which they were made.
 
-accelerate and Lightning set such an object up for the process that makes it. A copy of it in a rank says that the rank
-is alone, and whatever relies on it trains alone: each rank its own model, with a run that succeeds. transformers'
-`TrainingArguments` travel without what they know of their process (`node/inside/payload.py`); these do not, since what
-they have prepared (data loaders, optimizers, strategies) is prepared for one process. Data modules of Lightning that
-were used before travel without the trainer that used them, as its modules do.
+accelerate and Lightning set such an object up for one process. A copy in a rank says that the rank is alone, so each
+rank would train its own model, with a run that succeeds. transformers' `TrainingArguments` travel without that state
+(`node/inside/payload.py`); these do not, since their data loaders, optimizers and strategies are prepared for one
+process. Used data modules of Lightning travel without their trainer, as its modules do.
 """
 
 from __future__ import annotations
@@ -37,14 +36,7 @@ _DATA_MODULES = (
 
 
 def refusal(spec: RunSpec) -> Reducer | None:
-    """Return what refuses to pickle objects that would mislead ranks: of one process, or of another Ray cluster.
-
-    Args:
-        spec: the run.
-
-    Returns:
-        For `preflight.pack`; None where there is nothing to refuse.
-    """
+    """Return a reducer that refuses objects of one process or of another Ray cluster, or None."""
     of_ray = ray_preflight.refusal(spec)
     kinds, data_modules = _loaded(_KINDS), _loaded(_DATA_MODULES)
     if not kinds:
@@ -57,7 +49,10 @@ def refusal(spec: RunSpec) -> Reducer | None:
                 "would train alone"
             )
         if isinstance(value, data_modules):
-            return _without_trainer(value)
+            reduced: Reduced = value.__reduce_ex__(5)
+            if isinstance(reduced, str) or len(reduced) < 3 or not isinstance(reduced[2], dict):
+                return reduced
+            return reduced[0], reduced[1], {**reduced[2], "trainer": None}, *reduced[3:]
         return cast("Reduced", NotImplemented) if of_ray is None else of_ray(value)
 
     return refuse
@@ -67,10 +62,3 @@ def _loaded(names: Sequence[tuple[str, str]]) -> tuple[type, ...]:
     """Return those of some classes that this process has imported."""
     found = (getattr(sys.modules.get(module), name, None) for module, name in names)
     return tuple(kind for kind in found if isinstance(kind, type))
-
-
-def _without_trainer(value: object) -> Reduced:
-    reduced = value.__reduce_ex__(5)
-    if isinstance(reduced, str) or len(reduced) < 3 or not isinstance(reduced[2], dict):
-        return reduced
-    return reduced[0], reduced[1], {**reduced[2], "trainer": None}, *reduced[3:]

@@ -1,10 +1,8 @@
-"""Before a Ray cluster is started: can the caller's Ray make one, and is everything of the call of that cluster?
+"""Checks before a Ray cluster starts: the caller's Ray, and references to other clusters in the call.
 
-Ranks import what the caller imports, from where it lies or from a copy, so the caller's Ray is the cluster's. Ray
-itself is not imported here: that takes a second, and a notebook that only calls a driver needs none in its process.
-
-Failure cases: there is none; it is too old; a file or directory of the user's is called `ray`, and is what ranks would
-import. What this cannot tell (no metadata, a finder of the user's that fails) is left to the rank, which says it.
+Ranks import what the caller imports, so the caller's Ray is the cluster's. Ray itself is not imported here: that takes
+a second. Refuses a missing or old Ray, and a file or directory of the user's named `ray` that ranks would import. The
+rank reports problems that stay unknown here (no metadata, a finder of the user's that fails).
 """
 
 from __future__ import annotations
@@ -27,28 +25,14 @@ _PIP = "pip install {}'ray[default]'"
 
 
 class RayInstallation(NamedTuple):
-    """What `import ray` would get.
+    """The Ray that `import ray` would load."""
 
-    Attributes:
-        version: of the distribution, "" where there is none.
-        origin: the file that would be imported, "" where there is none or none is known.
-    """
-
-    version: str
-    origin: str
+    version: str  # or ""
+    origin: str  # the imported file, or ""
 
 
 def check_ray(cluster: RayCluster, found: RayInstallation | None = None) -> None:
-    """Refuse a call that no Ray cluster can be made for.
-
-    Args:
-        cluster: what is asked for.
-        found: what there is; None to look.
-
-    Raises:
-        RayMissing: the environment has no Ray, too old a one, one that is hidden, or one without the parts of a
-            dashboard that is asked for; says what to do.
-    """
+    """Raise RayMissing if no cluster can be made: no Ray, an old, hidden or incomplete one."""
     version, origin = found if found is not None else look()
     if version and origin and not _is_ray(origin):
         place = origin if os.path.basename(origin) != "__init__.py" else os.path.dirname(origin)
@@ -67,21 +51,14 @@ def check_ray(cluster: RayCluster, found: RayInstallation | None = None) -> None
 
 
 def look() -> RayInstallation:
-    """Return what there is of Ray in this process's environment, without importing it."""
+    """Return this environment's Ray without importing it."""
     return RayInstallation(ray_installation.version(), ray_installation.origin())
 
 
 def refusal(spec: RunSpec) -> Reducer | None:
-    """Return what refuses to pickle objects of the caller's own Ray cluster, for a run that has another one.
+    """Return a reducer that refuses objects of the caller's own Ray cluster, or None.
 
-    Such a reference can be pickled, and is good for nothing in the driver: its owner is not there, and the handle of an
-    actor cannot even be loaded.
-
-    Args:
-        spec: the run.
-
-    Returns:
-        For `preflight.pack`; None where there is nothing to refuse.
+    Such a reference pickles but is useless in the driver: its owner is missing, and an actor's handle does not load.
     """
     ray = sys.modules.get("ray")
     found = (getattr(ray, "ObjectRef", None), getattr(getattr(ray, "actor", None), "ActorHandle", None))

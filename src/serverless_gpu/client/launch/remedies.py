@@ -15,12 +15,7 @@ CHOICES_MAX = 4
 
 
 def explain(error: NoSuitableNode, syntax: Syntax) -> None:
-    """Give a refusal the hint that fits the place where the request was typed.
-
-    Args:
-        error: the refusal; its `hint` is replaced.
-        syntax: how options are written there.
-    """
+    """Replace an error's hint with one in the syntax of the request."""
     written = [_written(choice, syntax) for choice in error.choices[:CHOICES_MAX]]
     wait = "wait=True" if syntax == "python" else "--wait"
     parts = [f"would work: {' · '.join(written)}"] if written else []
@@ -29,12 +24,7 @@ def explain(error: NoSuitableNode, syntax: Syntax) -> None:
 
 
 def no_server(typed: str, instead: str = "") -> ServerNotConfigured:
-    """Return the refusal of something that needs a server where none is configured.
-
-    Args:
-        typed: what needs it, as it was typed.
-        instead: what works without one, or "".
-    """
+    """Return the refusal of `typed`, which needs a server, with an alternative or ""."""
     hint = "`sgpu up` starts one on this machine, `sgpu login` uses one that is there"
     return ServerNotConfigured(
         f"`{typed}` needs a server, and none is configured", hint="; ".join(filter(None, (hint, instead)))
@@ -42,7 +32,6 @@ def no_server(typed: str, instead: str = "") -> ServerNotConfigured:
 
 
 def _written(choice: Mapping[str, int | str], syntax: Syntax) -> str:
-    """Return a choice as its options are typed."""
     if syntax == "python":
         return ", ".join(
             f'{name}="{value}"' if isinstance(value, str) else f"{name}={value}" for name, value in choice.items()

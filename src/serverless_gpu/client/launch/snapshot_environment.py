@@ -1,16 +1,13 @@
-"""`env="snapshot"` in the caller's process: what environment this is, captured if need be, and whether it still is.
+"""`env="snapshot"` in the caller's process: recognises this environment, captures it if needed, and checks it.
 
     launch ─ ask ─────▶ service (a process of its own, `environment/service.py`)
            ◀─ wanted ── known: at once · else captured first, and that is shown
            ─ launched, beside it every file is looked at ─
            ◀─ changes ─ none: Confirm, user code starts · else: said, captured, launched anew
 
-The caller only describes itself (`interpreter.describe`). One service per process and home; it is started when it is
-needed first, or by a decorator. A forked child has none of its parent's: it starts its own.
-
-Failure cases: the service is killed (started again, once for each question); what it refuses is raised here, as the
-same class; it says nothing any more (said after 10 s; an error after 15 minutes); Ctrl-C (the question is abandoned, a
-capture that nobody else wants ends).
+One service per process and home, started at its first use or by a decorator; a forked child starts its own. A killed
+service is started again, once for each question, and its refusals are raised here as the same class. Silence gives a
+notice after 10 s and an error after 15 minutes. Ctrl-C abandons the question and a capture that only it wants.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ from serverless_gpu.errors import EnvironmentProblem, InvalidValue, error_class
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.protocol import EnvironmentRequest
 from serverless_gpu.node.base.statuses import Mode
-from serverless_gpu.node.inside.channel import Channel, pair
+from serverless_gpu.node.inside.channel import pair
 from serverless_gpu.node.processes.spawn import clean_process, open_log
 from serverless_gpu.units import format_bytes, format_duration_ms
 
@@ -53,14 +50,7 @@ class _Gone(Exception):
 
 
 class _Service:
-    """The service of this process for one home.
-
-    Args:
-        home: whose.
-
-    Raises:
-        EnvironmentProblem: it cannot be started.
-    """
+    """The service of this process for one home."""
 
     def __init__(self, home: Home) -> None:
         self._turn = threading.Condition()
@@ -90,11 +80,7 @@ class _Service:
                 os.close(log)
 
     def ask(self, description: dict[str, object], store: Where, *, capture: bool) -> int:
-        """Put a question and return its number.
-
-        Raises:
-            _Gone: nobody is there to answer.
-        """
+        """Send a question and return its number; raise _Gone when the service has ended."""
         with self._turn:
             self._number += 1
             number = self._number
@@ -112,11 +98,7 @@ class _Service:
         return number
 
     def answer(self, number: int, *, within_s: float) -> service_messages.Answer | None:
-        """Return the next answer to a question, or None after a time; one of the threads that wait reads for all.
-
-        Raises:
-            _Gone: there will be none.
-        """
+        """Return the next answer, or None after a time; one waiting thread reads for all. Raises _Gone."""
         until_ns = _clock.boottime_ns() + round(within_s * 1e9)
         with self._turn:
             while not self._inbox[number]:
@@ -137,12 +119,7 @@ class _Service:
             return self._inbox[number].popleft()
 
     def forget(self, number: int, *, abandon: bool) -> None:
-        """Take no more answers to a question.
-
-        Args:
-            number: which.
-            abandon: whether there may be more.
-        """
+        """Take no more answers to a question; `abandon` one that may have more."""
         with self._turn:
             self._inbox.pop(number, None)
         if abandon:
@@ -159,7 +136,9 @@ class _Service:
         self._turn.release()
         received = None
         try:
-            if not _is_readable(self._channel, within_s):
+            poller = select.poll()  # not `select`: a caller may have thousands of descriptors
+            poller.register(self._channel, select.POLLIN)
+            if not poller.poll(within_s * 1000):
                 return
             received = self._channel.receive()
         except OSError:
@@ -187,7 +166,6 @@ _shared = threading.local()
 
 
 def _forget_all() -> None:
-    """Leave the parent's services to the parent."""
     global _starting
     for each in _services.values():
         with contextlib.suppress(OSError):
@@ -199,26 +177,8 @@ def _forget_all() -> None:
 os.register_at_fork(after_in_child=_forget_all)
 
 
-def _service_of(home: Home) -> _Service:
-    with _starting:
-        known = _services.get(home.root)
-        if known is None or not known.alive:
-            known = _services[home.root] = _Service(home)
-        return known
-
-
 class Recognition:
-    """One question: what environment is this, and does it stay so?
-
-    Args:
-        home: whose store and questions.
-        capture: whether to capture what is not known.
-        store: the store; None for the home's own.
-
-    Raises:
-        EnvironmentProblem: nobody can be asked.
-        InvalidValue: `SERVERLESS_GPU_RESTORE` says something else than a way to restore.
-    """
+    """One question to the service about this environment; `store` None is the home's own."""
 
     def __init__(self, home: Home, *, capture: bool = True, store: Where | None = None) -> None:
         self._home = home
@@ -235,16 +195,7 @@ class Recognition:
         self._put()
 
     def wanted(self, display: Display | None = None) -> EnvironmentRequest | None:
-        """Return the snapshot of this environment, which is in the store then; None where it is not to be captured.
-
-        Args:
-            display: where a capture is shown; None for nowhere.
-
-        Raises:
-            EnvironmentProblem: it cannot be captured.
-            StorageError: the disk is full.
-            KeyboardInterrupt: Ctrl-C.
-        """
+        """Return this environment's snapshot, stored by then; None where it is not to be captured."""
         if not self.verified:
             self._display = display
             self._snapshot = self._until_known(display)
@@ -255,13 +206,9 @@ class Recognition:
         )
 
     def changes(self) -> tuple[str, ...]:
-        """Wait until every file was looked at and return what is not as the snapshot says, in words.
+        """Return differences from the snapshot once every file was checked.
 
-        After changes `wanted` returns another snapshot, which is captured by then, and says what they are.
-
-        Raises:
-            EnvironmentProblem: that cannot be known.
-            KeyboardInterrupt: Ctrl-C.
+        After changes `wanted` returns another snapshot, which is captured by then.
         """
         while not self.verified:
             answer = self._next()
@@ -277,7 +224,7 @@ class Recognition:
         return ()
 
     def is_about(self, home: Home, store: Where | None) -> bool:
-        """Return whether this asks what `recognise` of such a home and store would ask."""
+        """Return whether `recognise` of this home and store would ask the same."""
         return self._home.root == home.root and self._store == (store or _own(home))
 
     def close(self) -> None:
@@ -289,7 +236,11 @@ class Recognition:
     def _put(self) -> None:
         self._tries += 1
         while True:
-            self._service = _service_of(self._home)
+            with _starting:
+                known = _services.get(self._home.root)
+                if known is None or not known.alive:
+                    known = _services[self._home.root] = _Service(self._home)
+            self._service = known
             try:
                 self._number = self._service.ask(self._description, self._store, capture=self._capture)
                 return
@@ -317,11 +268,7 @@ class Recognition:
         return answer
 
     def _heard(self) -> service_messages.Answer:
-        """Return the next answer; silence is said, and has an end.
-
-        Raises:
-            EnvironmentProblem: nothing was heard for too long.
-        """
+        """Return the next answer; announce silence, and raise EnvironmentProblem after too much of it."""
         waited_s = 0.0
         while True:
             with interruptible():
@@ -361,17 +308,13 @@ class Recognition:
 
 
 class _Said:
-    """What is shown of a capture: what changed, once; how far it is; what was stored.
-
-    Args:
-        display: where; None for nowhere.
-    """
+    """Shows a capture on a display, if any: its changes once, its progress, its result."""
 
     def __init__(self, display: Display | None) -> None:
         self._display = display
         self._shown = False
         self._found: service_messages.CapturedEnvironment | None = (
-            None  # of a service that has died meanwhile, too: it is said once
+            None  # of a service that has died meanwhile, too: shown once
         )
 
     def take(self, answer: service_messages.Answer) -> None:
@@ -397,27 +340,12 @@ class _Said:
                 pass
 
 
-def _is_readable(channel: Channel, within_s: float) -> bool:
-    """Return whether a message, or its end, comes over a channel in time."""
-    poller = select.poll()  # not `select`: a caller may have thousands of descriptors
-    poller.register(channel, select.POLLIN)
-    return bool(poller.poll(within_s * 1000))
-
-
 def _own(home: Home) -> Where:
     return Where(str(home.environments / "store"))
 
 
 def recognise(home: Home, store: Where | None = None) -> Recognition:
-    """Ask what environment this process has; inside of `shared` only the first call asks.
-
-    Args:
-        home: whose questions.
-        store: the store; None for the home's own.
-
-    Raises:
-        EnvironmentProblem: nobody can be asked.
-    """
+    """Ask for this process's environment, once inside of `shared`; `store` None is the home's own."""
     kept: list[Recognition] | None = getattr(_shared, "kept", None)
     if kept is None:
         return Recognition(home, store=store)
@@ -428,7 +356,7 @@ def recognise(home: Home, store: Where | None = None) -> Recognition:
 
 @contextlib.contextmanager
 def shared() -> Iterator[None]:
-    """Have all launches of this block, in this thread, take the environment for the same: that of the first."""
+    """Let all launches of this block, in this thread, use the environment of the first."""
     _shared.kept = []
     try:
         yield
@@ -442,11 +370,7 @@ def capturing(*, quiet: bool, logs: Path) -> Display:
 
 
 def asked_mode(text: str | None) -> Mode:
-    """Return how environments must be restored, as `SERVERLESS_GPU_RESTORE` says it.
-
-    Raises:
-        InvalidValue: there is no such way.
-    """
+    """Return the restore mode of `SERVERLESS_GPU_RESTORE`."""
     for mode in _MODES:
         if text == mode:
             return mode
@@ -467,7 +391,7 @@ def progress_text(progress: ProgressPoint) -> str:
 
 
 def found_text(found: service_messages.CapturedEnvironment) -> list[str]:
-    """Return what is said before a capture."""
+    """Return the lines shown before a capture."""
     said = []
     if found.first:
         said.append("capturing the environment (done once; later calls only look whether it has changed)")
@@ -477,7 +401,7 @@ def found_text(found: service_messages.CapturedEnvironment) -> list[str]:
 
 
 def taken_text(taken: service_messages.Taken, found: service_messages.CapturedEnvironment | None) -> str:
-    """Return what is said after a capture: all of it the first time, then what was new; "" where nothing was."""
+    """Return the line shown after a capture: all of it the first time, then additions, or ""."""
     address, took = taken.snapshot[:12], format_duration_ms(taken.ms)
     stored = format_bytes(taken.sent_bytes)
     if found is not None and not found.first:

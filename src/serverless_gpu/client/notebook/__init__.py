@@ -1,4 +1,1 @@
-"""Notebooks: the cell magic `%%distributed`, how a cell travels, and the display of a run below a cell.
-
-`%load_ext serverless_gpu` loads `magic.py`.
-"""
+"""Notebooks: the cell magic `%%distributed` and the display of a run below a cell. Start with `magic.py`."""

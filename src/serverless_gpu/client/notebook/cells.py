@@ -3,11 +3,8 @@
     text ─▶ statements · last expression · the notebook's names they need ─▶ `distributed_cell(…)` in each rank
 
 The names are found statement by statement. A name that the cell surely binds before it reads it (`model = …`, an
-import, a loop variable) does not travel: what the notebook has under that name may be large, or unable to. Where that
-cannot be decided the name travels.
-
-Failure cases: what is not Python, and what only a notebook's own process can do (`%magic`, `!command`, top-level
-`await`), is refused with its line.
+import, a loop variable) does not travel: the notebook's value may be large, or unable to. Undecided names travel. What
+is not Python, and what only a notebook can do (`%magic`, `!command`, top-level `await`), is refused with its line.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 class Cell(NamedTuple):
-    """What `distributed_cell` takes."""
+    """Arguments of `distributed_cell`."""
 
     body: CodeType
     last: CodeType | None
@@ -45,17 +42,10 @@ class Cell(NamedTuple):
 
 
 def compile_cell(first_line: str, text: str, namespace: dict[str, object], *, name: str, flags: int = 0) -> Cell:
-    """Return a cell's code.
+    """Return a cell's code and names.
 
-    Args:
-        first_line: the line with the magic; line numbers count it, as the notebook does.
-        text: the lines below it.
-        namespace: the notebook's names.
-        name: what tracebacks call the cell; its lines are made known under it.
-        flags: the notebook's compiler flags, such as a `from __future__ import`.
-
-    Raises:
-        UsageError: this cannot run on ranks.
+    `first_line` has the magic and counts as the notebook's line 1; `name` names the cell in tracebacks; `flags` are the
+    notebook's compiler flags. A UsageError says why ranks cannot run it.
     """
     lines = [first_line, *text.splitlines()]
     linecache.cache[name] = (len(text), None, [f"{line}\n" for line in lines], name)
@@ -71,7 +61,7 @@ def compile_cell(first_line: str, text: str, namespace: dict[str, object], *, na
 
 
 def ends_silently(text: str) -> bool:
-    """Return whether a cell ends with a semicolon, which asks for its value not to be shown."""
+    """Return whether a cell ends with a semicolon, which suppresses its value."""
     code = [line.partition("#")[0].rstrip() for line in text.splitlines()]
     return next((line for line in reversed(code) if line), "").endswith(";")
 
@@ -119,7 +109,7 @@ def _refusal(text: str, error: SyntaxError) -> UsageError:
 
 
 def _walk(statements: Iterable[ast.stmt], bound: set[str], needed: set[str]) -> None:
-    """Add to `needed` what statements read unless it is in `bound`, and to `bound` what they surely bind."""
+    """Add names that statements read to `needed` unless `bound`, and surely bound names to `bound`."""
     for statement in statements:
         match statement:
             case ast.For():
@@ -141,13 +131,17 @@ def _walk(statements: Iterable[ast.stmt], bound: set[str], needed: set[str]) -> 
                 _walk(statement.body, bound, needed)
             case _:
                 code = _code(statement)
-                needed |= (_reads(code) - _own_name(statement, code)) - bound
+                reads = _reads(code)
+                if isinstance(statement, _DEFINITIONS):
+                    # Its body may use its name once that is bound; a base or a decorator reads it before.
+                    reads = reads - ({statement.name} - {name for how, name in _operations(code) if how in _NOW})
+                needed |= reads - bound
                 if isinstance(statement, (*_SIMPLE, *_DEFINITIONS)):
                     bound |= _stores(code)
 
 
 def _branches(branches: list[list[ast.stmt]], bound: set[str], needed: set[str]) -> set[str]:
-    """Walk branches of which any may run; return what all of them bind."""
+    """Walk alternative branches; return the names that all of them bind."""
     after = []
     for branch in branches:
         own = set(bound)
@@ -156,15 +150,8 @@ def _branches(branches: list[list[ast.stmt]], bound: set[str], needed: set[str])
     return set.intersection(*after)
 
 
-def _own_name(statement: ast.stmt, code: CodeType) -> set[str]:
-    """The name of a definition, which its body may use once it is bound; a base or a decorator reads it before."""
-    if not isinstance(statement, _DEFINITIONS):
-        return set()
-    return {statement.name} - {name for operation, name in _operations(code) if operation in _NOW}
-
-
 def _bound(target: ast.expr, needed: set[str], bound: set[str]) -> set[str]:
-    """Names a target binds; what it reads (`for rows[i] in …`) is needed."""
+    """Return the names that a target binds; names it reads (`for rows[i] in …`) are needed."""
     code = _code(ast.Assign([target], ast.Constant(0)))
     needed |= _reads(code) - bound
     return _stores(code)
@@ -189,7 +176,7 @@ def _stores(code: CodeType) -> set[str]:
 
 
 def _operations(code: CodeType) -> Iterator[tuple[str, str]]:
-    """Names and what is done to them, in this code and in what is defined in it."""
+    """Yield names and their operations, in this code and in nested definitions."""
     for step in dis.get_instructions(code):
         if step.opname.endswith(("_NAME", "_GLOBAL", "_GLOBALS")):
             yield step.opname, str(step.argval)
@@ -209,7 +196,7 @@ def _compile(tree: ast.Module | ast.Expression, name: str, flags: int) -> CodeTy
 
 
 def _referring(names: Iterable[str], namespace: Mapping[str, object]) -> FunctionType:
-    """Return a function of the notebook that refers to these globals and is never called: pickling takes them along."""
+    """Return a function that refers to these globals and is never called, so that pickling takes them."""
     code = compile(f"lambda: [{', '.join(names)}]", "<names>", "eval", dont_inherit=True)
     inner = next(constant for constant in code.co_consts if isinstance(constant, CodeType))
     assert isinstance(namespace, dict)

@@ -5,8 +5,8 @@
     dist.init_process_group("gloo")
     rank * 10                               the list of these values is the cell's result: [0, 10]
 
-Names that the cell assigns stay in the ranks. Failure cases: whatever goes wrong is raised, so that the notebook stops
-here; it is shown without the frames of IPython and ours, which say nothing to the reader.
+Names that the cell assigns stay in the ranks. Failure cases: every error is raised, so that the notebook stops here;
+its traceback omits the frames of IPython and ours.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from serverless_gpu.units import parse_duration_s
 
 
 class Compiler(Protocol):
-    """What we use of IPython's compiler."""
+    """The used part of IPython's compiler."""
 
     flags: int
 
 
 class Shell(Protocol):
-    """What we use of IPython's shell."""
+    """The used part of IPython's shell."""
 
     user_ns: dict[str, object]
     execution_count: int
@@ -61,10 +61,13 @@ def load_ipython_extension(ipython: Shell) -> None:
 
 
 def run_magic(shell: Shell, line: str, cell: str) -> list[object] | None:
-    """Run a cell on every rank and return the values of its last expression, or None when there is nothing to show."""
+    """Run a cell on every rank and return its values, or None when there is nothing to show."""
     with _shown_briefly():
         options, output = parse_line(line)
-        name = f"<%%distributed In[{_number(shell, cell)}]>"
+        # A newer IPython counts a cell before it runs it, an older one after.
+        history = getattr(shell.history_manager, "input_hist_raw", [])
+        stored = len(history) > 1 and history[-1].rstrip().endswith(cell.rstrip())
+        name = f"<%%distributed In[{len(history) - 1 if stored else shell.execution_count}]>"
         code = compile_cell(f"%%distributed {line}", cell, shell.user_ns, name=name, flags=shell.compile.flags)
         decorate = distributed(**options)  # type: ignore[arg-type]  # checked there, as from anybody
         try:
@@ -80,22 +83,7 @@ def run_magic(shell: Shell, line: str, cell: str) -> list[object] | None:
     return None if silent else results
 
 
-def _number(shell: Shell, cell: str) -> int:
-    """Return the number of a cell in the notebook; a newer IPython counts before it runs the cell, an older after."""
-    history = getattr(shell.history_manager, "input_hist_raw", [])
-    stored = len(history) > 1 and history[-1].rstrip().endswith(cell.rstrip())
-    return len(history) - 1 if stored else shell.execution_count
-
-
 # --- the line ---------------------------------------------------------------------------------------------------------
-
-
-def _ranks(text: str) -> object:
-    return text if text == "all" else [int(number) for number in text.split(",")]
-
-
-def _names(text: str) -> object:
-    return text.split(",")
 
 
 def _seconds(text: str) -> object:
@@ -105,10 +93,6 @@ def _seconds(text: str) -> object:
     except ValueError:
         parse_duration_s(text)
         return text
-
-
-def _tags(text: str) -> object:
-    return dict(pair.split("=", 1) for pair in text.split(","))
 
 
 # Options of `distributed` by how their value is written; None: a switch.
@@ -121,8 +105,14 @@ VALUES: dict[str, tuple[Callable[[str], object], str] | None] = {
     "idle_timeout": (_seconds, "a duration such as 90, 5m or 2h"),
     "cpus": (int, "a whole number"),
     "memory": (str, "bytes, such as 64GiB"),
-    "ranks_log": (_ranks, "all, or ranks such as 0,3"),
-    "tags": (_tags, "pairs such as team=search,job=nightly"),
+    "ranks_log": (
+        lambda text: text if text == "all" else [int(rank) for rank in text.split(",")],
+        "all, or ranks such as 0,3",
+    ),
+    "tags": (
+        lambda text: dict(pair.split("=", 1) for pair in text.split(",")),
+        "pairs such as team=search,job=nightly",
+    ),
     "on_interrupt": (str, "cancel or detach"),
     "init": (str, "nccl or gloo"),
     "policy": (str, "a name"),
@@ -131,7 +121,7 @@ VALUES: dict[str, tuple[Callable[[str], object], str] | None] = {
     "priority": (str, "a name"),
     "retries": (int, "a whole number"),
     "env": (str, "a name"),
-    "secrets": (_names, "names such as A,B"),
+    "secrets": (lambda text: text.split(","), "names such as A,B"),
     "quiet": None,
     "ignore_busy": None,
     "same_node": None,
@@ -143,11 +133,7 @@ VALUES: dict[str, tuple[Callable[[str], object], str] | None] = {
 
 
 def parse_line(line: str) -> tuple[dict[str, object], str]:
-    """Return the options on a magic's line, and the name after ``-o`` or "".
-
-    Raises:
-        InvalidOption: names what is not understood, and what there is.
-    """
+    """Return the options on a magic's line, and the name after ``-o`` or ""."""
     try:
         words = shlex.split(line)
     except ValueError as error:
@@ -218,7 +204,7 @@ They mean what they mean for `distributed`.
 
 @contextlib.contextmanager
 def _shown_briefly() -> Iterator[None]:
-    """Let IPython show what is raised in its own words; by itself it would show its frames and ours."""
+    """Let IPython show an error's own text, without its frames and ours."""
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:

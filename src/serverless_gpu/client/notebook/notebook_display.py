@@ -1,4 +1,4 @@
-"""What a person sees of a run in a notebook: the ranks' lines as the cell's output, and one status that is updated.
+"""Display of a run in a notebook: the ranks' lines as the cell's output, and one status that is updated.
 
     ● RUNNING for 12 s                       one display, updated in place at most four times a second:
       rank 0   40%|████      | 4/10            state, progress bars
@@ -6,10 +6,8 @@
     ● 2 × H100 · 41 s · verified free …      the receipt: a second display, which comes last
 
 Lines are plain stream text, so that every front end shows them and `nbconvert` keeps them. A progress bar becomes a
-line when it is finished; until then it is in the status. What we say before the run starts (what it waits for) is in
-the status, too; what we say later (a warning, a cancellation) is text on stderr and stays.
-
-Failure cases: the front end is gone, or showing something raises: the run goes on and the status is given up.
+line when it is finished. Messages before the start are in the status, too; later ones are text on stderr. When the
+front end is gone, or showing raises, the run goes on without the status.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ class StatusOutput(Protocol):
     """One output of a cell."""
 
     def show(self, bundle: dict[str, str]) -> None:
-        """Show this, in place of what was shown before; may raise anything."""
+        """Replace the shown content; may raise anything."""
 
 
 class KernelOutput:
@@ -60,18 +58,13 @@ class KernelOutput:
 
 
 class _Handle(Protocol):
-    """What we use of `IPython.display.DisplayHandle`."""
+    """The used part of `IPython.display.DisplayHandle`."""
 
     def update(self, obj: Mapping[str, str], *, raw: bool) -> None: ...
 
 
 class OutputStatus:
-    """What an output shows, changed a few times a second at most.
-
-    Args:
-        output: where it is shown.
-        clock: where time comes from.
-    """
+    """Content of an output, updated a few times a second at most."""
 
     def __init__(self, output: StatusOutput, clock: Clock) -> None:
         self._output = output
@@ -86,13 +79,7 @@ class OutputStatus:
         return not self._shown or self._clock.boottime_ns() - self._shown_ns >= _TICK_S * 1e9
 
     def show(self, plain: str, page: str, *, now: bool) -> None:
-        """Show something else, unless that was done a moment ago.
-
-        Args:
-            plain: for readers that show no HTML.
-            page: HTML.
-            now: do it in any case.
-        """
+        """Show plain text and HTML, unless the last change was a moment ago and `now` is False."""
         bundle = {"text/plain": plain, "text/html": page}
         if self.broken or self._shown == bundle or not (now or self.due):
             return
@@ -104,15 +91,7 @@ class OutputStatus:
 
 
 class NotebookDisplay(LineDisplay):
-    """Shows one run in the cell that waits for it.
-
-    Args:
-        quiet: show nothing of our own (rank output is still shown).
-        logs: where the whole output of the ranks is: a directory, or the command that shows it.
-        clock: where time comes from.
-        status: where the status is shown.
-        account: where the receipt is shown.
-    """
+    """Shows one run in the cell that waits for it: `status` while it runs, `account` for the receipt."""
 
     tick_s: float | None = _TICK_S
 
@@ -136,7 +115,7 @@ class NotebookDisplay(LineDisplay):
         self._tracked = ""
 
     def output(self, rank: int, stream: str, text: str) -> None:
-        """Print the whole lines of what a rank wrote; show the line it redraws in the status."""
+        """Print a rank's finished lines; show its redrawn line in the status."""
         self._print(rank, stream, self._screens.feed(rank, stream, text, self._clock.boottime_ns()))
         self._show()
 
@@ -173,7 +152,7 @@ class NotebookDisplay(LineDisplay):
             self._show()
 
     def waits(self, sentence: str, queued_ns: int | None) -> None:
-        """Show what is waited for, and for how long by now."""
+        """Show the wait and its duration."""
         self._begin_to_wait(sentence, queued_ns)
         self._state, self._sentence = "QUEUED", sentence
         self._show()
@@ -220,7 +199,6 @@ class NotebookDisplay(LineDisplay):
         self._status.show(plain, markup.status(state, sentence, lines, self._tracked), now=self._finished)
 
     def _told(self) -> str:
-        """Return what there is to say about the state."""
         if self._state in _BEFORE:
             is_waiting = self._wait.sentence == self._sentence != ""
             return f"for {self._wait.waited(self._clock.boottime_ns())}: " * is_waiting + self._sentence
@@ -232,11 +210,12 @@ class NotebookDisplay(LineDisplay):
         return f"{elapsed}; {self._sentence}" if self._sentence else elapsed
 
     def _progress(self) -> list[str]:
-        """Return the lines that ranks redraw, one for each rank."""
         bars: dict[int, list[str]] = {}
         for (rank, _), screen in sorted(self._screens.by_stream.items()):
             if screen.moving:
-                bars.setdefault(rank, []).extend(_printable(row) for row in screen.open_rows)
+                plain = (_COLOUR_CODE.sub("", row) for row in screen.open_rows)
+                rows = ["".join(filter(str.isprintable, row)).strip() for row in plain]
+                bars.setdefault(rank, []).extend(rows)
         shown = [
             f"rank {rank}  {'  '.join(told)}"[:_PROGRESS_CHARACTERS_MAX]
             for rank, told in list(bars.items())[:_RANKS_MAX]
@@ -246,11 +225,6 @@ class NotebookDisplay(LineDisplay):
     def _elapsed_ms(self) -> int:
         started_ns = self._running_ns if self._running_ns is not None else self._clock.boottime_ns()
         return (self._clock.boottime_ns() - started_ns) // 1_000_000
-
-
-def _printable(line: str) -> str:
-    """Return a progress line without colours and control characters."""
-    return "".join(char for char in _COLOUR_CODE.sub("", line) if char.isprintable()).strip()
 
 
 def _write(stream: str, text: str) -> None:

@@ -1,11 +1,9 @@
-"""What became of each attempt of a run, as its picture marks it: when it began, was asked to stop, failed, ended.
+"""Marks of a run's attempts in its picture: start, stop request, failure, end.
 
     runs/<run>/<fence>/  facts.jsonl (boottime ↔ wall) · stop_reason · stopped.json  ─┐
-                                                                                      ├─▶ Try, one per attempt ─▶ Mark
-    a server's list of attempts ──────────────────────────────────────────────────────┘
+    a server's list of attempts ──────────────────────────────────────────────────────┴─▶ Try, one per attempt ─▶ Mark
 
-Failure cases: an attempt that was killed has no ending (its last sign of life is not known: nothing is marked), a file
-that cannot be read is as if it were not there.
+A killed attempt has no ending and no mark for it. An unreadable file counts as absent.
 """
 
 from __future__ import annotations
@@ -16,8 +14,8 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.client.plots.curves import CurveMark
-from serverless_gpu.model.lifecycle.attempt import MEANINGS, Failure, Reason, State
-from serverless_gpu.model.lifecycle.facts import Fact, FactKind
+from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason, State
+from serverless_gpu.model.lifecycle.facts import FactKind
 from serverless_gpu.node.attempt.history import first_facts, read_ending
 from serverless_gpu.node.supervisor.rank_environment import STOP_FILE
 
@@ -25,24 +23,17 @@ _WORD_CHARACTERS = 32
 
 
 class Try(msgspec.Struct, frozen=True, kw_only=True):
-    """One attempt; moments are nanoseconds since 1970, None where they are not known or not come yet.
-
-    Attributes:
-        asked_ns: when it was asked to stop.
-        asked: why, in the word that ranks read.
-        failed_ns: when its first failure happened, if something failed.
-        rank: which rank that was, or None.
-    """
+    """One attempt; moments are nanoseconds since 1970, None where unknown or still to come."""
 
     fence: int
     state: State | None = None
     reason: Reason | None = None
     began_ns: int | None = None
     ended_ns: int | None = None
-    asked_ns: int | None = None
-    asked: str = ""
-    failed_ns: int | None = None
-    rank: int | None = None
+    asked_ns: int | None = None  # stop request
+    asked: str = ""  # its reason, in the word that ranks read
+    failed_ns: int | None = None  # first failure
+    rank: int | None = None  # of the first failure
 
 
 def attempts_here(run: Path) -> list[Path]:
@@ -55,10 +46,13 @@ def attempts_here(run: Path) -> list[Path]:
 
 
 def read_try(directory: Path) -> Try:
-    """Return what the directory of an attempt says."""
+    """Return an attempt from its directory."""
     facts = first_facts(directory)
     stopped = read_ending(directory)
     cause = stopped.cause if stopped is not None and stopped.state in (State.FAILED, State.LOST) else None
+    failed_ns = None
+    if cause is not None and facts and cause.at_ns > 0:  # facts of the same boot have both times
+        failed_ns = facts[0].wall_ns + cause.at_ns - facts[0].boottime_ns
     return Try(
         fence=int(directory.name),
         state=None if stopped is None else stopped.state,
@@ -67,13 +61,13 @@ def read_try(directory: Path) -> Try:
         ended_ns=None if stopped is None else _written_ns(directory / "stopped.json"),
         asked_ns=_written_ns(directory / STOP_FILE),
         asked=_word(directory / STOP_FILE),
-        failed_ns=None if cause is None else _wall_ns(cause, facts),
+        failed_ns=failed_ns,
         rank=None if cause is None else cause.rank,
     )
 
 
 def marks(tries: Iterable[Try]) -> list[CurveMark]:
-    """Return what is marked of a run: where attempts after the first began, what failed, who was asked to stop."""
+    """Return a run's marks: starts of later attempts, failures, stop requests."""
     found: list[CurveMark] = []
     for each in tries:
         name = f"attempt {each.fence}" if each.fence > 1 else ""
@@ -98,13 +92,6 @@ def marks(tries: Iterable[Try]) -> list[CurveMark]:
 
 def _sentence(name: str, text: str) -> str:
     return f"{name}: {text}" if name else text
-
-
-def _wall_ns(failure: Failure, facts: list[Fact]) -> int | None:
-    """Return when a failure happened by the calendar: facts of the same boot tell both times."""
-    if not facts or failure.at_ns <= 0:
-        return None
-    return facts[0].wall_ns + failure.at_ns - facts[0].boottime_ns
 
 
 def _written_ns(path: Path) -> int | None:

@@ -1,4 +1,4 @@
-"""What a picture of a run shows: curves of its devices and marks in time, from its metrics. Pure.
+"""Curves of a run's devices and marks in time, from its metrics. Pure.
 
     metrics: "system/node_0/gpu_3_…" → times, values ─▶ Lane per device ─┬─ line: with breaks, at most 1,500 points
     attempts: began, ended, why ──────────────────────▶ Mark             └─ cells: at most 600 columns of a heat map
@@ -21,7 +21,7 @@ Curve = tuple[Sequence[float], Sequence[float]]
 POINTS_MAX = 1_500
 COLUMNS_MAX = 600
 _GIB = 1 << 30
-_FIRST_S = 1.0  # as receipts have it
+_FIRST_S = 1.0  # as in receipts
 _HOLE = 4.0  # so many times the interval before: intervals grow with a run's age, but never more than twofold at once
 _GPU = re.compile(r"system/node_(\d+)/gpu_(\d+)_(utilization_percentage|memory_usage_megabytes)")
 _RANK = re.compile(r"system/node_(\d+)/rank_(\d+)_(cpu_utilization_percentage|memory_usage_megabytes)")
@@ -29,21 +29,13 @@ _EMPTY: Curve = ((), ())
 
 
 class Lane(NamedTuple):
-    """One device, or a rank where there are none, over time.
+    """Curves of one device, or of a rank where there are no devices."""
 
-    Attributes:
-        node: number of its node.
-        label: as ``"GPU 3"``, ``"rank 0"``.
-        busy: percent.
-        memory: of a GPU in GiB, as nvidia-smi has it; of a rank in GB.
-        memory_total: of a GPU in GiB, or None where that is not known.
-    """
-
-    node: int
-    label: str
-    busy: Curve
-    memory: Curve
-    memory_total: float | None
+    node: int  # its number
+    label: str  # ``"GPU 3"``, ``"rank 0"``
+    busy: Curve  # percent
+    memory: Curve  # of a GPU in GiB, as nvidia-smi has it; of a rank in GB
+    memory_total: float | None  # of a GPU in GiB; None where unknown
 
 
 class CurveMark(NamedTuple):
@@ -55,22 +47,23 @@ class CurveMark(NamedTuple):
 
 
 def lanes(metrics: Mapping[str, Curve], totals: Mapping[tuple[int, int], int] | None = None) -> list[Lane]:
-    """Return the curves of every GPU by node and number; of every rank where there is no GPU.
-
-    Args:
-        metrics: series by name.
-        totals: bytes of memory of GPUs, by node and number, as far as that is known.
-    """
-    gpus = _found(metrics, _GPU)
-    if gpus:
-        known = totals or {}
-        return [_gpu(place, curves, known.get(place)) for place, curves in sorted(gpus.items())]
-    ranks = _found(metrics, _RANK)
-    return [_rank(node, number, curves) for (node, number), curves in sorted(ranks.items())]
+    """Return the curves of each GPU, or of each rank without GPUs; `totals` has GPU memory in bytes."""
+    found = []
+    for place, series in sorted(_found(metrics, _GPU).items()):
+        memory = _scaled(series.get("memory_usage_megabytes", _EMPTY), 1e6 / _GIB)
+        total = (totals or {}).get(place)
+        busy = series.get("utilization_percentage", _EMPTY)
+        found.append(Lane(place[0], f"GPU {place[1]}", busy, memory, None if total is None else total / _GIB))
+    if found:
+        return found
+    for (node, number), series in sorted(_found(metrics, _RANK).items()):
+        memory = _scaled(series.get("memory_usage_megabytes", _EMPTY), 1e-3)
+        found.append(Lane(node, f"rank {number}", series.get("cpu_utilization_percentage", _EMPTY), memory, None))
+    return found
 
 
 def span(lanes: Sequence[Lane]) -> tuple[float, float] | None:
-    """Return the first and the last moment of any curve, or None where there is none."""
+    """Return the first and the last moment of all curves, or None without samples."""
     ends = [
         moment for lane in lanes for times, _ in (lane.busy, lane.memory) if times for moment in (times[0], times[-1])
     ]
@@ -83,7 +76,7 @@ def samples(lanes: Sequence[Lane]) -> int:
 
 
 def line(curve: Curve) -> tuple[list[float], list[float]]:
-    """Return a curve to be drawn as a line: NaN where it has a hole, and not more points than a picture has pixels."""
+    """Return a curve as a line: NaN where it has a hole, and at most as many points as pixels."""
     times, values = curve
     if len(times) > POINTS_MAX:
         times, values = _thinned(times, values)
@@ -99,14 +92,7 @@ def line(curve: Curve) -> tuple[list[float], list[float]]:
 
 
 def cells(curve: Curve, begin: float, end: float, columns: int) -> list[float]:
-    """Return a curve as one row of a heat map: the mean of each column, NaN where nothing was sampled.
-
-    Args:
-        curve: what was sampled.
-        begin: where the first column begins.
-        end: where the last one ends.
-        columns: how many there are.
-    """
+    """Return a curve as a row of a heat map: the mean of each column, NaN without samples."""
     times, values = curve
     width = max(end - begin, 1e-9) / columns
     sums, counts = [0.0] * columns, [0] * columns
@@ -125,7 +111,7 @@ def cells(curve: Curve, begin: float, end: float, columns: int) -> list[float]:
 
 
 def mean(curve: Curve) -> float | None:
-    """Return the mean over time of a curve: each value counts for as long as it held, the first for a second."""
+    """Return a curve's mean over time: each value counts while it held, the first for a second."""
     times, values = curve
     if not values:
         return None
@@ -151,13 +137,7 @@ def unit_of(seconds: float) -> tuple[float, str]:
 
 
 def spread(places: Sequence[float], gap: float, end: float) -> list[float]:
-    """Return places at least a gap apart: each group that had to move around its middle, none behind the end.
-
-    Args:
-        places: in order.
-        gap: how far apart neighbours are to be.
-        end: the last place there is room at.
-    """
+    """Return ordered places at least a gap apart, each moved group around its middle, none after the end."""
     groups: list[tuple[float, int]] = []  # middle, members
     for place in places:
         middle, members = place, 1
@@ -182,23 +162,12 @@ def _found(metrics: Mapping[str, Curve], pattern: re.Pattern[str]) -> dict[tuple
     return found
 
 
-def _gpu(place: tuple[int, int], curves: Mapping[str, Curve], total: int | None) -> Lane:
-    memory = _scaled(curves.get("memory_usage_megabytes", _EMPTY), 1e6 / _GIB)
-    busy = curves.get("utilization_percentage", _EMPTY)
-    return Lane(place[0], f"GPU {place[1]}", busy, memory, None if total is None else total / _GIB)
-
-
-def _rank(node: int, number: int, curves: Mapping[str, Curve]) -> Lane:
-    memory = _scaled(curves.get("memory_usage_megabytes", _EMPTY), 1e-3)
-    return Lane(node, f"rank {number}", curves.get("cpu_utilization_percentage", _EMPTY), memory, None)
-
-
 def _scaled(curve: Curve, factor: float) -> Curve:
     return curve[0], [value * factor for value in curve[1]]
 
 
 def _holes(times: Sequence[float]) -> list[bool]:
-    """Return for each step between two samples whether it is too long for the two before it (one may be a hole)."""
+    """Return for each step between samples whether it is too long for the two before it."""
     steps = [after - before for before, after in pairwise(times)]
     if len(steps) < 2:
         return [False] * len(steps)

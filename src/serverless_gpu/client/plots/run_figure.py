@@ -1,15 +1,12 @@
-"""The picture of a run, `Run.plot()`: use and memory of every device over time, with what went wrong marked.
+"""The picture of a run, `Run.plot()`: use and memory of every device over time, with marked failures and stops.
 
     1 device     two panels, one above the other        ┐
-    2 to 8       a row for each: use | memory           ├─ marks as lines through all, told below the panels
+    2 to 8       a row for each: use | memory           ├─ marks as lines through all, explained below the panels
     more         two heat maps, a row for each device   ┘
 
-Matplotlib is imported here and nowhere else; whoever wants a picture loads this room by name. Only its objects are
-used, not `pyplot`, whose state is the caller's. All colours are set, so that neither a dark notebook nor the caller's
-style changes what can be read.
-
-Failure cases: nothing was sampled, or too little to see (said in the picture); names with control characters or ``$``
-(shown as they are: nothing is mathematics).
+Only figure modules import Matplotlib; callers load them by name. Only its objects are used, not `pyplot`, whose state
+is the caller's. All colours are set, so that a dark notebook or the caller's style changes nothing. Without samples
+the picture says so. Names with control characters or ``$`` are shown as they are, without math mode.
 """
 
 from __future__ import annotations
@@ -47,7 +44,7 @@ _MAPS = {
 
 
 class Titles(NamedTuple):
-    """What is written above a picture: the run, and what is known of it."""
+    """Titles of a picture: the run, and facts about it."""
 
     name: str
     about: str
@@ -63,7 +60,7 @@ class RunFigure(Figure):
 
 
 class _Stage(NamedTuple):
-    """What all panels share: the time axis, which begins at `begin` and counts in `unit` seconds, and the marks."""
+    """Shared state of panels: marks, and the time axis from `begin` in units of `unit` seconds."""
 
     begin: float
     end: float
@@ -77,20 +74,13 @@ class _Stage(NamedTuple):
 
 
 def draw(lanes: Sequence[Lane], marks: Sequence[CurveMark], titles: Titles, path: Path | None) -> RunFigure:
-    """Return the picture of a run, written to a file if asked for.
-
-    Args:
-        lanes: its devices.
-        marks: moments to be marked.
-        titles: what is written above.
-        path: a file; its ending says which kind.
-
-    Raises:
-        OSError: the file cannot be written.
-        ValueError: Matplotlib knows no such kind of file.
-    """
+    """Return a run's picture, and write it if a path is given; ValueError for an unknown file type."""
     marks = sorted(marks, key=lambda mark: mark.at)[:MARKS_MAX]
-    figure = RunFigure(figsize=(_WIDTH_IN, _height(len(lanes), len(marks))), facecolor=_PAPER, layout=None)
+    height, n = 2.0, len(lanes)  # inches
+    if n:
+        rows = 3.6 if n == 1 else 0.72 * n + 0.4 if n <= ROWS_MAX else 2 * min(5.0, max(2.0, 0.085 * n))
+        height = _ABOVE_IN + rows + 0.6 + 0.2 * len(marks)
+    figure = RunFigure(figsize=(_WIDTH_IN, height), facecolor=_PAPER, layout=None)
     stage = _stage(lanes, marks)
     if stage is None:
         _say_nothing(figure)
@@ -151,7 +141,6 @@ def _panel(panel: Axes, curve: Curve, stage: _Stage, colour: str, top: float) ->
 
 
 def _maps(figure: Figure, lanes: Sequence[Lane], stage: _Stage) -> None:
-    """Draw use and memory of many devices as two heat maps, one above the other."""
     panels = figure.subplots(2, 1, sharex=True)
     _place(figure, stage, 2, left=0.13, right=0.955, gap_in=0.55)
     columns = max(1, min(curves.COLUMNS_MAX, math.ceil(stage.end - stage.begin)))
@@ -213,7 +202,7 @@ def _head(panel: Axes, text: str) -> None:
 
 
 def _beside(panel: Axes, place: float, side: Literal["left", "right"], label: str, number: str) -> None:
-    """Write what a device is called, and its number below that, beside its panel."""
+    """Write a device's name beside its panel, and its number below."""
     for text, y, colour in ((label, 0.62, _INK), (number, 0.3 if label else 0.5, _FAINT)):
         panel.text(place, y, text, transform=panel.transAxes, ha=side, va="center", color=colour, fontsize=8.5)
 
@@ -255,7 +244,6 @@ def _write_titles(figure: Figure, titles: Titles, remark: str) -> None:
 
 
 def _write_marks(figure: Figure, stage: _Stage) -> None:
-    """Tell below the panels what each mark is."""
     height = figure.get_figheight()
     for place, mark in enumerate(stage.marks):
         y = (0.16 + 0.2 * (len(stage.marks) - 1 - place)) / height
@@ -297,14 +285,6 @@ def _plain(text: str) -> str:
 
 
 # --- room and time ------------------------------------------------------------------------------------------------
-
-
-def _height(lanes: int, marks: int) -> float:
-    """Return how high the figure is, in inches."""
-    if lanes == 0:
-        return 2.0
-    rows = 3.6 if lanes == 1 else 0.72 * lanes + 0.4 if lanes <= ROWS_MAX else 2 * min(5.0, max(2.0, 0.085 * lanes))
-    return _ABOVE_IN + rows + 0.6 + 0.2 * marks
 
 
 def _place(figure: Figure, stage: _Stage, rows: int, *, left: float, right: float, gap_in: float) -> None:

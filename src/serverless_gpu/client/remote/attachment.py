@@ -1,6 +1,6 @@
 """Finding a run of a server again by its id, from any machine that has a token for it.
 
-What a run returned is loaded only where it is one's own: loading is running code. Somebody else's has to be named,
+Only the caller's own results are loaded, since loading runs code. Another principal's results need
 `allow_pickle_from="bob"`.
 """
 
@@ -18,17 +18,7 @@ from serverless_gpu.node.base.home import Home, find_home
 
 
 def attach(home: Home, run_id: str, trusted: Collection[str]) -> Run[object] | None:
-    """Return the handle of a run of the server, or None where there is no server.
-
-    Args:
-        home: where copies of its files come to.
-        run_id: the run.
-        trusted: principals whose results may be loaded beside one's own.
-
-    Raises:
-        NotFound: it has no such run, or none that one may see.
-        ServerlessGpuError: the server refuses, or is away.
-    """
+    """Return a server's run, or None without a server; `trusted` principals' results load, too."""
     if not is_configured(home.root, os.environ):
         return None
     server = server_of(home.root, os.environ)
@@ -39,10 +29,6 @@ def attach(home: Home, run_id: str, trusted: Collection[str]) -> Run[object] | N
 
 
 def unfinished(run_ids: Sequence[str]) -> list[str]:
-    """Return which runs of the server have not ended; a server that is away is not waited for.
-
-    Raises:
-        ServerlessGpuError: the server refuses, or is away.
-    """
+    """Return which runs of the server have not ended, without waiting for a server that is away."""
     server = server_of(find_home(os.environ).root, os.environ)
     return [run_id for run_id in run_ids if server.run(run_id, patiently=False).state not in TERMINAL]

@@ -1,4 +1,4 @@
-"""Which of the caller's variables ranks on another machine get.
+"""Selects the caller's variables for ranks on another machine.
 
 Most mean the same everywhere: credentials, switches of libraries, the user's own. Those that name a place, a process or
 a device of the caller's machine do not travel; the node has its own. The token never travels.
@@ -61,11 +61,7 @@ _PREFIXES = (
 
 
 def elsewhere(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that mean the same on another machine.
-
-    Args:
-        environ: all variables of the caller.
-    """
+    """Return the variables that mean the same on another machine."""
     return {
         name: value
         for name, value in environ.items()
@@ -74,9 +70,5 @@ def elsewhere(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def here(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables for ranks on the caller's own machine: all but the token.
-
-    Args:
-        environ: all variables of the caller.
-    """
+    """Return the variables for ranks on the caller's own machine: all but the token."""
     return {name: value for name, value in environ.items() if name != TOKEN}

@@ -1,7 +1,7 @@
-"""When would a run of a server start? One question; the run is not asked for, and its environment is not captured.
+"""Estimates a start on a server with one request; nothing is submitted or captured.
 
-Failure cases: a server that does not answer is not waited for, and one that knows no such question has none to give:
-both are answers ("unknown", and why). What the server would refuse is raised.
+Failure cases: a server that does not answer is not waited for, and an old one has no estimates: both give "unknown" and
+the reason. A refusal by the server is raised.
 """
 
 from __future__ import annotations
@@ -22,14 +22,7 @@ from serverless_gpu.wire.estimates import EstimateRequest, estimate_of
 
 
 def estimate(spec: RunSpec) -> Estimate:
-    """Return when a run of the server would start.
-
-    Args:
-        spec: what would be asked for.
-
-    Raises:
-        ServerlessGpuError: it would be refused; the message says why and what to do.
-    """
+    """Return when a run of the server would start; raise what would refuse it."""
     home = remote_home(os.environ)
     server = server_of(home.root, os.environ)
     try:

@@ -1,16 +1,14 @@
-"""The event stream of a run, kept up: what breaks is taken up again where it broke, without a gap and without a repeat.
+"""The event stream of a run, resumed after a break without a gap and without a repeat.
 
-    thread: POST /runs, or GET /runs/{run}/events?after&offsets ──▶ cursor ──▶ queue ──▶ whoever holds the handle
+    thread: POST /runs, or GET /runs/{run}/events?after&offsets ──▶ cursor ──▶ queue ──▶ reader: the run's handle
             ▲── again: after a pause, from the cursor ──┘                     pipe: something to read
 
-The thread only moves messages; files and displays are for whoever reads. The queue has a bound: a handle that nobody
-asks holds up its stream, and the server keeps what it has to say. A connection for each stream, so that closing one
-touches no other.
+The thread only moves messages; files and displays belong to the reader. The queue is bounded: an unread handle holds up
+its stream, and the server keeps the messages. Each stream has a connection, so that closing one touches no other.
 
-Failure cases: the connection breaks, or the server ends it (tried again, said once, until patience is over); the server
-refuses (the reader gets the exception); the token ends after the run was accepted (said, and the same wait goes on with
-the next one: `Server.wait_for_token`); a proxy cuts streams again and again (each one gets on); the handle is given up
-(the thread ends with the next sign of life, a comment every 10 s).
+A broken connection is retried with one notice, until patience is over. A refusal goes to the reader. When the token
+ends after the run was accepted, the wait goes on with the next one (`RemoteServer.wait_for_token`). A proxy may cut
+streams again and again: each one advances. A dropped handle ends the thread at the next comment, sent every 10 s.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ _BYTES_MAX = 8 << 20
 
 
 class Away(NamedTuple):
-    """The server does not answer, or does not let us in any more; what is said about it."""
+    """Notice that the server does not answer, or no longer accepts the token."""
 
     sentence: str
 
@@ -61,24 +59,19 @@ E = TypeVar("E", bound=ServerProblem)
 
 
 class StreamCursor:
-    """Where the stream has got to: what a server needs to go on, and what drops repeats.
-
-    Attributes:
-        after: number of the last event.
-        offsets: next byte of each stream of output, by fence, rank and name.
-    """
+    """Position in a stream: tells the server where to go on, and drops repeats."""
 
     def __init__(self) -> None:
         self.after = 0
         self.offsets: dict[tuple[int, int, str], int] = {}
 
     def query(self) -> dict[str, str]:
-        """Return how a server is asked for what comes next."""
+        """Return the query parameters for the next messages."""
         places = (f"{fence}.{rank}.{stream}:{at}" for (fence, rank, stream), at in self.offsets.items())
         return {"after": str(self.after), "offsets": ",".join(places)}
 
     def take(self, message: StreamMessage) -> StreamMessage | None:
-        """Return what is new of a message, or None for a repeat."""
+        """Return the new part of a message, or None for a repeat."""
         match message:
             case StateMessage(seq=seq, fence=fence) | EndedMessage(seq=seq, fence=fence):
                 if 0 < seq <= self.after:
@@ -111,13 +104,7 @@ class StreamCursor:
 
 
 class EventStream:
-    """Listens to one run in a thread of its own.
-
-    Args:
-        server: where.
-        run_id: the run.
-        request: what to ask for first, where the run is still to be made; its answer is the stream.
-    """
+    """Reads a run's events in a thread; `request` creates the run first, and its answer is the stream."""
 
     def __init__(self, server: RemoteServer, run_id: str, request: RunRequest | None = None) -> None:
         self._server = server
@@ -142,15 +129,7 @@ class EventStream:
         return self._readable
 
     def read(self, timeout_s: float | None) -> Heard | None:
-        """Return what comes next, or None after the last.
-
-        Args:
-            timeout_s: how long to wait for it, or None.
-
-        Raises:
-            TimeoutError: nothing came in time.
-            ServerlessGpuError: the server refused, or patience is over.
-        """
+        """Return the next message, or None after the last; TimeoutError when none comes in time."""
         deadline_ns = None if timeout_s is None else self._clock.boottime_ns() + round(timeout_s * 1e9)
         poll = select.poll()
         poll.register(self._readable, select.POLLIN)
@@ -159,7 +138,9 @@ class EventStream:
                 if self._queue:
                     return self._pop()
                 if self._error is not None:
-                    raise self._error.with_traceback(None)  # whoever waits reads one frame of ours, not the thread's
+                    raise self._error.with_traceback(
+                        None
+                    )  # the waiting caller reads one frame of ours, not the thread's
                 if self._over or self._closed.is_set():
                     return None
             left_s = None if deadline_ns is None else (deadline_ns - self._clock.boottime_ns()) / 1e9
@@ -239,7 +220,10 @@ class EventStream:
                     continue  # another server listens by now where ours was
                 if isinstance(error, NotAuthenticated) and self._request is None:
                     if not self._server.wait_for_token(
-                        self._explained(error), token, say=self._say, closed=self._closed
+                        self._explained(error),
+                        token,
+                        say=lambda sentence: self._put(Away(sentence)),
+                        closed=self._closed,
                     ):
                         return
                     continue
@@ -260,11 +244,8 @@ class EventStream:
             self._closed.wait(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, _PAUSE_S_MAX)
 
-    def _say(self, sentence: str) -> None:
-        self._put(Away(sentence))
-
     def _explained(self, error: E) -> E:
-        """Return a refusal, with what has become of the run where the server has taken it."""
+        """Return a refusal with the state of the run if the server had accepted it."""
         if self._request is None and isinstance(error, NotAuthenticated | NotAllowed):
             still = f"run {self._run_id} goes on: `sgpu cancel {self._run_id}` with a token that may stops it"
             return type(error)(error.message, hint="; ".join(filter(None, (error.hint, still))))
@@ -284,7 +265,7 @@ class EventStream:
             connection.close()
 
     def _taken(self, message: StreamMessage) -> bool:
-        """Queue what is new of a message; return whether the stream has got on with it."""
+        """Queue the new part of a message; return whether the stream has advanced."""
         if isinstance(message, AcceptedMessage):
             self._request = None
         new = self._cursor.take(message)

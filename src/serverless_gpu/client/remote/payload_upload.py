@@ -1,9 +1,8 @@
-"""Large payloads on their way to the server: in parts named by their content, so that what broke off goes on.
+"""Uploads large payloads in parts named by their content, so that a broken upload resumes.
 
     call.pkl ──▶ parts of 16 MiB, BLAKE3 each ──▶ which are missing? ──▶ these are sent ──▶ BlobReference
 
-Failure cases: the server goes away in the middle (each part is tried again while patience lasts), parts that are there
-already (not sent), a part that arrives damaged (the server refuses it; it is sent once more).
+Each part is retried while patience lasts; a part that arrives damaged is sent once more.
 """
 
 from __future__ import annotations
@@ -22,15 +21,7 @@ _TRIES = 2
 
 
 def upload(server: RemoteServer, path: Path) -> BlobReference:
-    """Have a file in the server's store and return how it is called there.
-
-    Args:
-        server: where.
-        path: the file, which has at least one byte.
-
-    Raises:
-        ServerlessGpuError: the server refuses it, or is away.
-    """
+    """Upload a file of at least one byte and return its reference in the server's store."""
     size = path.stat().st_size
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         parts = tuple(blake3.blake3(part).hexdigest() for part in _parts(content, size))

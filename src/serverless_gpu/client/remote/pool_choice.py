@@ -1,11 +1,11 @@
-"""Which pool and usage policy a remote run asks for: what its code says, else what variables say at the call.
+"""Chooses the pool and usage policy of a remote run: from its code, else from variables at the call.
 
     pool=  >  policy= (the server knows its pool)  >  SGPU_POOL  >  DATABRICKS_REMOTE_GPU_POOL_ID
                                                                  >  DATABRICKS_USE_RESERVED_GPU_POOL=true: the only one
     policy=  >  SGPU_POLICY  >  the one that is attached (the server knows it)
 
-`DATABRICKS_USE_RESERVED_GPU_POOL=false` asks for on-demand devices, whatever pool the variable before it names. What
-was chosen stands in the run's spec.
+`DATABRICKS_USE_RESERVED_GPU_POOL=false` asks for on-demand devices and overrides the variable before it. The
+run's spec records the choice.
 """
 
 from __future__ import annotations
@@ -28,23 +28,18 @@ _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
 class PoolChoice(NamedTuple):
-    """A pool, or None for any on-demand one, and a policy.
-
-    Attributes:
-        variable: that said which pool, or "".
-        policy: what `SGPU_POLICY` says where the code says nothing, or None.
-    """
+    """A pool, None for any on-demand one, and a policy."""
 
     pool: str | None
-    variable: str = ""
-    policy: str | None = None
+    variable: str = ""  # source of the pool, or ""
+    policy: str | None = None  # of `SGPU_POLICY` where the code has none, or None
 
     def applied(self, spec: RunSpec) -> RunSpec:
-        """Return a run with what was chosen."""
+        """Return a run with the choice."""
         return msgspec.structs.replace(spec, pool=self.pool, policy=spec.policy or self.policy)
 
     def told(self, error: InvalidValue) -> InvalidValue:
-        """Return a refusal that says which variable named what was refused, if one did."""
+        """Return a refusal that names the variable with the refused value, if any."""
         for variable, name in ((self.variable, self.pool), (POLICY, self.policy)):
             if variable and name is not None and repr(name) in error.message:
                 return type(error)(f"{error.message}, which {variable} names", hint=error.hint)
@@ -52,16 +47,7 @@ class PoolChoice(NamedTuple):
 
 
 def choose(spec: RunSpec, environ: Mapping[str, str], pools: Callable[[], Iterable[PoolView]]) -> PoolChoice:
-    """Return which pool and policy a run asks for.
-
-    Args:
-        spec: what was asked for in code.
-        environ: the caller's variables.
-        pools: asks the server which there are; only where a variable wants a reserved one and none is named.
-
-    Raises:
-        InvalidValue: a variable says what cannot be, or there is not exactly one reserved pool.
-    """
+    """Return a run's pool and policy; asks for `pools` only if a variable wants an unnamed reserved one."""
     if spec.policy is not None:
         return PoolChoice(spec.pool)
     return _pool(spec, environ, pools)._replace(policy=environ.get(POLICY) or None)
@@ -72,20 +58,14 @@ def _pool(spec: RunSpec, environ: Mapping[str, str], pools: Callable[[], Iterabl
         return PoolChoice(spec.pool)
     if environ.get(POOL):
         return PoolChoice(environ[POOL], POOL)
-    reserved = _switch(environ.get(USE_RESERVED, ""))
-    if reserved is False:
+    reserved = environ.get(USE_RESERVED, "").lower()
+    if reserved and reserved not in (*_TRUE, *_FALSE):
+        raise InvalidValue(f"{USE_RESERVED}={environ[USE_RESERVED]!r} is neither true nor false")
+    if reserved in _FALSE:
         return PoolChoice(None, USE_RESERVED)
     if environ.get(POOL_ID):
         return PoolChoice(environ[POOL_ID], POOL_ID)
     return PoolChoice(_only_reserved(pools()), USE_RESERVED) if reserved else PoolChoice(None)
-
-
-def _switch(text: str) -> bool | None:
-    if not text:
-        return None
-    if text.lower() not in (*_TRUE, *_FALSE):
-        raise InvalidValue(f"{USE_RESERVED}={text!r} is neither true nor false")
-    return text.lower() in _TRUE
 
 
 def _only_reserved(pools: Iterable[PoolView]) -> str:

@@ -1,10 +1,9 @@
-"""Which server remote calls go to, and as whom.
+"""The server of remote calls, and the principal on it.
 
     SERVERLESS_GPU_SERVER + SERVERLESS_GPU_TOKEN      win, for jobs and containers
     $SERVERLESS_GPU_HOME/server.json (0600)           written by `sgpu up` on this machine, or by `sgpu login`
 
-Failure cases: neither is there (`ServerNotConfigured`), an address without a token, a file that cannot be read or is
-not ours, plain HTTP to another machine (the token would be readable on its way).
+Refuses an address without a token, an unreadable file or one of another user, and plain HTTP to another machine.
 """
 
 from __future__ import annotations
@@ -32,33 +31,20 @@ _notes_said: set[str] = set()
 
 
 class ServerProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """A server, and who one is there.
-
-    Attributes:
-        principal: whose token it is; "" where that was not said.
-        embedded: whether `sgpu up` of this home wrote it.
-        machine: `ambient.machine()` of the server when it was written, or "".
-        ca: file with certificates to trust; "" for the system's.
-    """
+    """A server, and the caller's principal on it."""
 
     url: str
     token: str
-    principal: str = ""
-    embedded: bool = False
-    machine: str = ""
-    ca: str = ""
+    principal: str = ""  # owner of the token; "" where unknown
+    embedded: bool = False  # written by `sgpu up` of this home
+    machine: str = ""  # `ambient.machine()` of the server when written, or ""
+    ca: str = ""  # file with certificates to trust; "" for the system's
 
 
 def remote_home(environ: Mapping[str, str]) -> Home:
-    """Return the home for remote calls: it says which server, and keeps copies of what their runs return.
+    """Return the home for remote calls: it names the server and keeps copies of results.
 
-    A replacement in the temporary directory will do where variables name the server, which keeps everything itself.
-
-    Args:
-        environ: the environment variables to look at.
-
-    Raises:
-        StorageError: the home cannot be written to, and only its file could name the server.
+    A temporary replacement suffices where variables name the server, which keeps everything itself.
     """
     if not environ.get(SERVER):
         return find_durable_home(environ, f"its {FILE} says which server there is")
@@ -70,16 +56,7 @@ def remote_home(environ: Mapping[str, str]) -> Home:
 
 
 def find_profile(home: Path, environ: Mapping[str, str]) -> ServerProfile:
-    """Return the server to use.
-
-    Args:
-        home: the home directory.
-        environ: the environment variables to look at.
-
-    Raises:
-        ServerNotConfigured: there is none.
-        InvalidValue: what is configured cannot be used.
-    """
+    """Return the configured server; raise ServerNotConfigured without one."""
     url, token = environ.get(SERVER, ""), environ.get(TOKEN, "")
     if url:
         if not token:
@@ -96,21 +73,16 @@ def find_profile(home: Path, environ: Mapping[str, str]) -> ServerProfile:
 
 
 def is_configured(home: Path, environ: Mapping[str, str]) -> bool:
-    """Return whether a server is named, by a variable or the home's file, well or not."""
+    """Return whether a variable or the home's file names a server, validly or not."""
     return bool(environ.get(SERVER)) or (home / FILE).exists()
 
 
 def reread(home: Path, known: ServerProfile, environ: Mapping[str, str]) -> ServerProfile:
-    """Return a server with the address and the token that it has by now; as it was known where nothing says otherwise.
+    """Return the current address and token of a known server, or `known` without news.
 
-    Both may change at once: the server was started again on another port, and its tokens were replaced. Address and
-    token come from the same place, so a token only goes to the address that was stored with it. A different server, or
-    a different principal, is not taken over: whatever waits was asked of this server as this principal.
-
-    Args:
-        home: the home directory.
-        known: the server as it was.
-        environ: the environment variables to look at.
+    Both may change at once: a restart on another port, replaced tokens. They come from one place, so that a token only
+    goes to the address stored with it. A different server or principal is ignored: the wait is on this server as this
+    principal.
     """
     try:
         there = find_profile(home, environ)
@@ -122,7 +94,7 @@ def reread(home: Path, known: ServerProfile, environ: Mapping[str, str]) -> Serv
 
 
 def _is_same_server(there: ServerProfile, known: ServerProfile) -> bool:
-    """Return whether two profiles are of one server: one address, `sgpu up` of this home, or one host and principal."""
+    """Return whether profiles share the address, this home's `sgpu up`, or host and principal."""
     if there.url.rstrip("/") == known.url.rstrip("/"):
         return True
     if there.embedded and known.embedded:
@@ -138,11 +110,7 @@ def _host(profile: ServerProfile) -> tuple[str, str | None]:
 
 
 def patience_s(environ: Mapping[str, str]) -> float:
-    """Return how long a server that is away is waited for, in seconds.
-
-    Raises:
-        InvalidValue: the variable does not hold a number of seconds.
-    """
+    """Return the seconds to wait for a server that is away."""
     text = environ.get(PATIENCE)
     if not text:
         return PATIENCE_S
@@ -156,11 +124,7 @@ def patience_s(environ: Mapping[str, str]) -> float:
 
 
 def write_profile(home: Path, profile: ServerProfile) -> None:
-    """Remember a server, readable for its user only.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
+    """Store a server, readable for its user only."""
     path = home / FILE
     temporary = path.with_name(f".{FILE}-{os.getpid()}")
     try:
@@ -196,11 +160,7 @@ def _read(path: Path) -> ServerProfile:
 
 
 def check_address(url: str) -> None:
-    """Refuse an address that is none, or to which a token would go readably.
-
-    Raises:
-        InvalidValue: so it is.
-    """
+    """Raise InvalidValue for a malformed address, or one that would send the token unencrypted."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
         raise InvalidValue(

@@ -2,9 +2,8 @@
 
     $SERVERLESS_GPU_HOME/remote/<run>/<fence>/    spec.json · stopped.json · receipt.json · results/ · failures/
 
-Small files come with the run's end and are written when they are asked for, large ones are fetched then, in pieces; a
-file is there whole or not at all. Failure cases: a server that names a file which is none of a run's (never written), a
-full disk, bytes that are fewer than was said.
+Small files come with the run's end, large ones in pieces at their first use; each is written atomically. Names outside
+a run's files are never written.
 """
 
 from __future__ import annotations
@@ -34,15 +33,7 @@ _CLEANED_EVERY_S = 86_400.0
 
 
 class Copies:
-    """The files of one attempt.
-
-    Args:
-        server: where they are.
-        run_id: the run.
-        fence: the attempt.
-        directory: where they come to.
-        files: what there is.
-    """
+    """The files of one attempt on a server, copied into a directory."""
 
     def __init__(
         self, server: RemoteServer, run_id: str, fence: int, directory: Path, files: Iterable[FileView]
@@ -58,12 +49,7 @@ class Copies:
         return list(self._files)
 
     def bring(self, name: str) -> None:
-        """Have a file in the directory; one that the run does not have is left out.
-
-        Raises:
-            StorageError: the disk is full.
-            ServerlessGpuError: the server does not give it.
-        """
+        """Fetch a file into the directory; skip one that the run does not have."""
         file = self._files.get(name)
         path = self._directory / name
         if file is None or _is_there(path, file.size):
@@ -93,11 +79,7 @@ class Copies:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file that is there whole or not at all.
-
-    Raises:
-        StorageError: the disk is full.
-    """
+    """Write a file atomically; raise StorageError when the disk is full."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with _whole(path) as descriptor:
@@ -107,7 +89,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def clean_now_and_then(home: Home) -> None:
-    """Delete old copies, once a day at most and in the background: what `[retention]` says holds for them, too."""
+    """Delete old copies by the `[retention]` rules, once a day at most and in the background."""
     marker = home.remote / _CLEANED
     with contextlib.suppress(OSError):
         if SystemClock().wall_ns() - marker.stat().st_mtime_ns < _CLEANED_EVERY_S * 1e9:

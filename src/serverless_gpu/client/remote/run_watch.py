@@ -1,13 +1,10 @@
-"""A run that goes on somewhere else: what a server says of it, in the words of a supervisor on this machine.
+"""A remote run: translates a server's messages into those of a local supervisor.
 
-    EventStream ──StateMessage, LogMessage, Ended …──▶ Watched ──Snapshot, Output, Stopped …──▶ Run
+    EventStream ──StateMessage, LogMessage, Ended …──▶ RemoteRun ──Snapshot, Output, Stopped …──▶ Run
                                                          └─ the run's files, copied when they are asked for
 
 A run may have several attempts, one after the other; the files are those of the last. Of a run on several nodes the end
-may be told twice: what is known of it at first, and all of it.
-
-Failure cases: those of the stream and of copies; a run whose node never came back (its ending is the server's word);
-output in the middle of a character (kept until the rest comes).
+may come twice: first the known part, then all of it. The server states the ending of a run whose node never came back.
 """
 
 from __future__ import annotations
@@ -55,15 +52,7 @@ _TELEMETRY = "telemetry"
 
 
 class RemoteRun(RunSource):
-    """A run of a server.
-
-    Args:
-        server: where it is.
-        view: the run as the server described it last.
-        root: where its attempts' files come to.
-        untrusted: whose it is, where what it returned must not be loaded here.
-        stream: what tells of it, where that has been opened already.
-    """
+    """A run of a server; `untrusted` names the owner of results that must not be loaded here."""
 
     def __init__(
         self, server: RemoteServer, view: RunView, root: Path, *, untrusted: str = "", stream: EventStream | None = None
@@ -94,12 +83,12 @@ class RemoteRun(RunSource):
 
     @property
     def is_open(self) -> bool:
-        """Return whether anything more may be heard."""
+        """Return whether more messages may come."""
         return not self._over
 
     @property
     def logs(self) -> str:
-        """Return the command that shows what ranks wrote."""
+        """Return the command that shows the ranks' output."""
         return f"sgpu logs {self.run_id}"
 
     def fileno(self) -> int:
@@ -117,7 +106,7 @@ class RemoteRun(RunSource):
                     self._is_over_there = self._is_over_there or self._look()
                     if not self._is_over_there:
                         break
-                # Its first words are not to be missed by whoever only looks, nor the ending of a run that has one.
+                # A viewer must not miss its first messages, nor the ending of a run that has one.
                 fresh = self._stream is None or (self._is_over_there and self._stopped is None)
                 left_s = None if deadline_ns is None else max(0.0, (deadline_ns - SystemClock().boottime_ns()) / 1e9)
                 heard = self._opened().read(max(left_s, _FIRST_S) if fresh and left_s is not None else left_s)
@@ -132,7 +121,7 @@ class RemoteRun(RunSource):
         return self._pending.popleft()
 
     def _forgotten(self) -> protocol.Refused:
-        """Return what ends a run that the server had accepted and does not know any more."""
+        """Return the refusal of a run that the server had accepted and no longer knows."""
         self.close()
         return protocol.Refused(
             code=NotFound.code,
@@ -142,7 +131,7 @@ class RemoteRun(RunSource):
         )
 
     def _look(self) -> bool:
-        """Ask how the run is, without listening from now on; return whether it has ended, which its stream tells."""
+        """Fetch the run's state without subscribing; return whether it has ended, which its stream tells."""
         view = self._server.run(self.run_id)
         if view.state in TERMINAL:
             return True
@@ -186,18 +175,18 @@ class RemoteRun(RunSource):
         return found
 
     def bring_result(self, rank: int) -> None:
-        """Fetch what a rank returned, unless it must not be loaded here."""
+        """Fetch a rank's result, unless it must not be loaded here."""
         copies = self._copies
         if copies is not None and not self._untrusted:
             self._server.kept(lambda: copies.bring(f"{_RESULT}{rank}.pkl"))
 
     def read_log(self, rank: int, stream: str) -> bytes:
-        """Fetch what a rank has written so far."""
+        """Fetch a rank's output so far."""
         fence = self._fence or self._server.run(self.run_id).fence
         return self._server.read_log(self.run_id, fence, rank, stream) if fence else b""
 
     def read_telemetry(self) -> list[bytes]:
-        """Fetch what was sampled so far of each attempt, from node after node."""
+        """Fetch the samples of each attempt, node by node."""
         files: list[bytes] = []
         for attempt in self._server.attempts(self.run_id):
             for node in range(max(1, len(attempt.crews))):
@@ -206,7 +195,7 @@ class RemoteRun(RunSource):
         return files
 
     def cost(self) -> Cost:
-        """Return what the server says."""
+        """Return the cost from the server."""
         try:
             return self._server.cost(self.run_id)
         except NotFound:
@@ -217,7 +206,7 @@ class RemoteRun(RunSource):
             ) from None
 
     def tries(self) -> list[Try]:
-        """Return what the server says of each attempt."""
+        """Return each attempt from the server."""
         return [
             Try(
                 fence=attempt.fence,
@@ -272,17 +261,18 @@ class RemoteRun(RunSource):
             self._pending.append(protocol.Tracked(run_id="", url=url))
 
     def _tell(self, state: State, sentence: str) -> None:
-        """Say the state, and the sentence about it: one that a person waits for once, one that passes in passing."""
+        """Queue the state and its sentence; one that a person waits for is printed, others are shown."""
         if (state, sentence) == self._told:  # again after a look, or a reconnect
             return
         if state is not self._told[0] or not sentence:
-            waiting = sentence if state is not State.QUEUED else ""  # that is said next, and since when
+            waiting = sentence if state is not State.QUEUED else ""  # the next message has it, and its start
             self._pending.append(
                 protocol.Snapshot(run_id=self.run_id, fence=self._fence, state=state, pid=0, waiting=waiting)
             )
         if sentence:
             queued_ns = self._queued_ns if state is State.QUEUED else None
-            passing = not _is_said(state, sentence)
+            # A sentence that matters to a waiting caller is printed, any other one only shown.
+            passing = state not in _SAID_IN and not sentence.startswith(NOT_SENT)
             self._pending.append(protocol.Waiting(sentence=sentence, passing=passing, queued_ns=queued_ns))
         self._told = (state, sentence)
 
@@ -318,7 +308,7 @@ class RemoteRun(RunSource):
         self._pending.append(protocol.Finished(receipt=self._receipt))
 
     def _turn_to(self, fence: int, node: str) -> None:
-        """Take in which attempt the talk is of, and where it is."""
+        """Set the current attempt and its node."""
         self._fence = fence
         self.directory = self._root / str(max(1, fence))
         if node or not self.origin.node:
@@ -329,29 +319,17 @@ class RemoteRun(RunSource):
 
 
 def _sentence(said: RunView | StateMessage, run_id: str) -> str:
-    """Return what is said about a run; of a wait it is made here, so that its times are those of this place."""
+    """Return a run's sentence; that of a wait is made here, in local time."""
     wait = None if said.waiting is None else wait_of(said.waiting, run_id)
     return said.sentence if wait is None else wait_messages.sentence(wait, format_soon)
 
 
-def _is_said(state: State, sentence: str) -> bool:
-    """Return whether somebody waits for what a sentence is about, so that it is said and not only shown."""
-    return state in _SAID_IN or sentence.startswith(NOT_SENT)
-
-
-def _with_why(said: protocol.Stopped, message: EndedMessage) -> protocol.Stopped:
-    """Return what the supervisor says with what only the server knows: who it left for, which budget is used up."""
-    cause = Failure(rank=None, reason=message.reason, at_ns=0, detail=message.sentence)
-    return msgspec.structs.replace(said, cause=cause)
-
-
 def _stopped(message: EndedMessage) -> protocol.Stopped:
-    """Return the supervisor's word, or the server's where there is none."""
+    why = Failure(rank=None, reason=message.reason, at_ns=0, detail=message.sentence)
     if message.ending is not msgspec.UNSET:
         said = from_json(message.ending, protocol.Stopped)
         if said.state is message.state and said.reason is message.reason:
-            return _with_why(said, message) if message.reason in _DISPLACED else said
-    cause = None
-    if message.sentence and message.reason is not Reason.COMPLETED:
-        cause = Failure(rank=None, reason=message.reason, at_ns=0, detail=message.sentence)
+            # Only the server knows the preemptor, or the used-up budget.
+            return msgspec.structs.replace(said, cause=why) if message.reason in _DISPLACED else said
+    cause = why if message.sentence and message.reason is not Reason.COMPLETED else None
     return protocol.Stopped(state=message.state, reason=message.reason, cause=cause, consequences=())

@@ -1,15 +1,12 @@
 """A server as the client uses it: its routes as methods, and one pool of connections for each process and server.
 
-A call waits for a server that is away as long as its patience says, ten minutes unless `SERVERLESS_GPU_PATIENCE` (in
-seconds) says otherwise; whoever waits is told once. Streams have connections of their own (`event_stream.py`): they may
-be many and long, and closing one must not touch the others.
+A call waits for a server that is away for ten minutes, or the seconds in `SERVERLESS_GPU_PATIENCE`, with one notice.
+Streams have connections of their own (`event_stream.py`): they may be many and long, and closing one must not touch the
+others. When a token ends during a wait, the wait goes on until there is another one (`wait_for_token`); a new request
+is refused at once.
 
-A token may end while somebody waits: what is waited for goes on, so the wait does, too, as long as for a server that is
-away, until there is another token (`wait_for_token`). Whoever asks for something new is refused at once.
-
-Failure cases: the process forks (the child makes connections of its own); the server was started again on another port,
-with other tokens, or both (its file in the home, or the variables, are read again when it does not answer or refuses
-the token).
+A forked child makes connections of its own. The address and token are read again when the server does not answer or
+refuses the token: it may have restarted on another port or with other tokens.
 """
 
 from __future__ import annotations
@@ -46,14 +43,8 @@ _TOKEN_LOOK_S = 0.5  # between two looks for another token
 class RemoteServer:
     """One server, as one principal.
 
-    Args:
-        profile: which, and as whom.
-        patience_s: how long it is waited for while it is away.
-        home: whose file may say by now that it is somewhere else, or have another token.
-        environ: what names another server, or another token; None for no variables.
-
-    Attributes:
-        profile: as it is by now.
+    `home` and `environ` may name another address or token later; `patience_s` bounds the wait for a server that is
+    away.
     """
 
     def __init__(
@@ -94,19 +85,9 @@ class RemoteServer:
     def wait_for_token(
         self, ended: NotAuthenticated, used: str, *, say: Callable[[str], None], closed: threading.Event
     ) -> bool:
-        """Wait until there is another token than one that is not good any more, as long as for a server that is away.
+        """Wait for a token other than `used`, and `say` so once; return False when `closed`.
 
-        Args:
-            ended: what the server said about it.
-            used: that token.
-            say: is told once that this is waited for.
-            closed: ends the wait.
-
-        Returns:
-            False when the wait was ended.
-
-        Raises:
-            NotAuthenticated: patience is over, or there is no place where another token could come to be.
+        Raises NotAuthenticated when patience is over, or when no source could provide another token.
         """
         clock = SystemClock()
         until_ns = clock.boottime_ns() + round(self.patience_s * 1e9)
@@ -116,20 +97,16 @@ class RemoteServer:
                 raise ended
             if not told:
                 told = True
-                say(f"{ended.message}: {self._other_token()}, and this wait goes on; the run does in any case")
+                other = f"`sgpu login {self.profile.url}` in a terminal stores another one"
+                if self._environ.get(TOKEN):
+                    other = f"put another one into {TOKEN} of this process"
+                say(f"{ended.message}: {other}, and this wait goes on; the run does in any case")
             if closed.wait(min(_TOKEN_LOOK_S, self.patience_s)):
                 return False
         return True
 
     def kept(self, ask: Callable[[], T]) -> T:
-        """Return what belongs to something that is waited for: a token that ends in the middle of that is waited for.
-
-        Args:
-            ask: asks this server.
-
-        Raises:
-            NotAuthenticated: patience is over.
-        """
+        """Return the answer for a waiting caller, waiting for a new token when the current one ends."""
         while True:
             used = self.profile.token
             try:
@@ -137,14 +114,8 @@ class RemoteServer:
             except NotAuthenticated as error:
                 self.wait_for_token(error, used, say=_say, closed=threading.Event())
 
-    def _other_token(self) -> str:
-        """Return how a person gives us another token."""
-        if self._environ.get(TOKEN):
-            return f"put another one into {TOKEN} of this process"
-        return f"`sgpu login {self.profile.url}` in a terminal stores another one"
-
     def connect(self) -> Connection:
-        """Return a connection for one stream, to be closed by whoever asked for it."""
+        """Return a connection for one stream; the caller closes it."""
         return Connection(self.profile.url, self.profile.token, ca=self.profile.ca)
 
     def store(self) -> Where:
@@ -152,28 +123,20 @@ class RemoteServer:
         return Where(f"sgpu+{self.profile.url.rstrip('/')}", self.profile.token, self.profile.ca)
 
     def version(self, *, patiently: bool = True) -> Version:
-        """Return what the server is; asked for once.
-
-        Args:
-            patiently: whether to wait for a server that is away.
-        """
+        """Return the server's version, fetched once; `patiently` waits for a server that is away."""
         if self._version is None:
             connection = self._patient if patiently else self._prompt
             self._version = connection.ask("GET", "/version", answer=Version)
         return self._version
 
     def principal(self) -> str:
-        """Return who one is there; asked for once."""
+        """Return the caller's principal, fetched once."""
         if not self._principal:
             self._principal = self._patient.ask("GET", "/whoami", answer=PrincipalView).name
         return self._principal
 
     def pools(self, *, patiently: bool = True) -> tuple[PoolView, ...]:
-        """Return the server's pools.
-
-        Args:
-            patiently: whether to wait for a server that is away.
-        """
+        """Return the server's pools; `patiently` waits for a server that is away."""
         return (self._patient if patiently else self._prompt).ask("GET", "/pools", answer=PoolList).pools
 
     def submit(self, request: RunRequest) -> RunView:
@@ -198,17 +161,11 @@ class RemoteServer:
         return self._patient.ask("GET", f"/runs/{run_id}/receipt", answer=Receipt, query=query)
 
     def cost(self, run_id: str) -> Cost:
-        """Return what a run used so far, and what that costs; a server that is away is not waited for."""
+        """Return a run's use and cost so far, without waiting for a server that is away."""
         return self._prompt.ask("GET", f"/runs/{run_id}/cost", answer=CostView).cost
 
     def stop(self, run_id: str, why: StopReason, *, patiently: bool) -> RunView:
-        """Ask for a run to be stopped.
-
-        Args:
-            run_id: the run.
-            why: what its ranks are told.
-            patiently: whether to wait for a server that is away.
-        """
+        """Request a run's stop; `patiently` waits for a server that is away."""
         connection = self._patient if patiently else self._prompt
         return connection.ask("POST", f"/runs/{run_id}/stop", StopRequest(reason=why), answer=RunView)
 
@@ -218,7 +175,7 @@ class RemoteServer:
         return self._patient.get(path, query={"fence": str(fence)}, start=start, length=length)
 
     def read_log(self, run_id: str, fence: int, rank: int, stream: str) -> bytes:
-        """Return all that is kept of what a rank wrote."""
+        """Return the kept output of a rank."""
         pieces: list[bytes] = []
         offset = 0
         while True:
@@ -243,7 +200,6 @@ _making = threading.Lock()
 
 
 def _forget_all() -> None:
-    """Leave the parent's connections to the parent."""
     global _making
     _servers.clear()
     _making = threading.Lock()
@@ -262,16 +218,7 @@ def close_all() -> None:
 
 
 def server_of(home: Path, environ: Mapping[str, str]) -> RemoteServer:
-    """Return the server that remote calls go to, the same for all calls of this process.
-
-    Args:
-        home: the home directory.
-        environ: may name another server, and says how patient to be.
-
-    Raises:
-        ServerNotConfigured: there is none.
-        InvalidValue: what is configured cannot be used.
-    """
+    """Return the server of remote calls, one per process; raise ServerNotConfigured without one."""
     profile = find_profile(home, environ)
     seconds = patience_s(environ)
     with _making:

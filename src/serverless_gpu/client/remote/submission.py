@@ -1,14 +1,12 @@
-"""From a function and its arguments to a run of a server: one request when everything is as it was the last time.
+"""Submits a function and its arguments as a run of a server, with one request if nothing has changed.
 
     profile ─ environment: live, or which snapshot? ─ id and call on disk ─ large? parts first ─ POST /runs
                                                                                its answer is the stream ┘
 
-Lives here: what `launch.py` is for this machine. The identifier is on the caller's disk before the request leaves, and
-the request says the same when it is sent again: an answer that got lost costs nothing.
-
-Failure cases: whatever is refused leaves nothing behind here; a request that nobody answered may have become a run, so
-its identifier stays here and is said; Ctrl-C while the request is on its way cancels what may have come of it; an
-environment that changes while it is looked at is looked at again.
+The counterpart of `launch.py`. The identifier is on the caller's disk before the request leaves, and a repeated request
+has the same one: a lost answer costs nothing. A refusal leaves no files; an unanswered request may have become a run,
+so its identifier stays here and is printed. Ctrl-C during the request cancels the run that it may have started. An
+environment that changes during the check is checked again.
 """
 
 from __future__ import annotations
@@ -68,31 +66,19 @@ _AGAIN_S = 0.1
 _UNKNOWN = "whether run {} was started is not known"
 
 
-class SubmittedCall(NamedTuple):
-    """What every rank is to call.
-
-    Attributes:
-        named: the arguments by name, for whoever looks at the run.
-    """
+class Call(NamedTuple):
+    """The call of every rank."""
 
     function: Callable[..., object]
     args: Sequence[object]
     kwargs: Mapping[str, object]
-    named: Mapping[str, object] = {}
+    named: Mapping[str, object] = {}  # the arguments by name, for displays
 
 
-def launch(call: SubmittedCall | None, spec: RunSpec, *, watch: bool) -> Run[object]:
-    """Start a run on a server and return its handle.
+def launch(call: Call | None, spec: RunSpec, *, watch: bool) -> Run[object]:
+    """Start a run on a server; call None runs `spec.payload`, `watch` streams in the request's answer.
 
-    Args:
-        call: what every rank calls; its arguments fit. None where `spec.payload` is all there is to run.
-        spec: what was asked for.
-        watch: whether somebody is going to wait for it at once: then the request's answer is its stream.
-
-    Raises:
-        ServerUnavailable: the server did not answer; whether it has the run is not known, and the hint says what finds
-            that out.
-        ServerlessGpuError: nothing was started; the message says why and what to do.
+    Raises ServerUnavailable when it is unknown whether the server has the run; other errors start nothing.
     """
     require_linux("calls through a server", "their ranks import the packages that are captured here")
     home = remote_home(os.environ)
@@ -104,9 +90,13 @@ def launch(call: SubmittedCall | None, spec: RunSpec, *, watch: bool) -> Run[obj
     run_id = new_run_id()
     root = home.remote / run_id
     try:
-        _write_down(root, run_id, spec)
+        ranks = spec.resources.gpus or 0
+        submission = Submission(run_id=run_id, fence=1, world_size=ranks, spec=spec, version=__version__)
+        write_whole(root / "1" / "spec.json", msgspec.json.encode(submission))
         if call is not None:
-            _pack(root, call, spec)
+            packed = pack(str(root / "call.pkl"), call.function, call.args, call.kwargs, refusal(spec))
+            if packed.warning and not spec.quiet:
+                print(f"serverless-gpu: {packed.warning}", file=sys.stderr)
         snapshot = _snapshot(home, server, spec, root) if spec.environment == "snapshot" else ""
         request = _request(server, root, run_id, spec, snapshot)
     except BaseException:
@@ -122,34 +112,22 @@ def launch(call: SubmittedCall | None, spec: RunSpec, *, watch: bool) -> Run[obj
     with contextlib.suppress(OSError):
         (root / "call.pkl").unlink()
     clean_now_and_then(home)
-    return Run(source, _accepted_as(source.spec, spec))
-
-
-def _accepted_as(accepted: RunSpec, asked: RunSpec) -> RunSpec:
-    """Return a run with the limits that its policy and its server have for it."""
-    limits = {name: getattr(accepted, name) for name in ("policy", "team", "timeout_s", "max_run_s", "idle_timeout_s")}
-    return msgspec.structs.replace(asked, **limits)
+    # The run's policy and its server set these limits.
+    names = ("policy", "team", "timeout_s", "max_run_s", "idle_timeout_s")
+    return Run(source, msgspec.structs.replace(spec, **{name: getattr(source.spec, name) for name in names}))
 
 
 def is_of_this_machine(home: Home, spec: RunSpec) -> bool:
-    """Return whether ranks start from the agent of this home, which can have an interpreter ready; asks once, promptly.
-
-    Args:
-        home: the home directory.
-        spec: what would be run.
-
-    Raises:
-        ServerlessGpuError: there is no server, or it does not answer.
-    """
+    """Return whether this home's agent starts the ranks, so that prewarming helps; asks without patience."""
     server = server_of(home.root, os.environ)
     server.version(patiently=False)
     return server.profile.embedded and environment_of(spec, server) == "live"
 
 
 def environment_of(spec: RunSpec, server: RemoteServer) -> Environment:
-    """Return what ranks import: the caller's files where they lie, if the server is `sgpu up` of this machine alone.
+    """Return the ranks' environment: live only if the server is `sgpu up` of this machine alone.
 
-    Where others can join it, files that stay here would keep the run here, away from most of the pool.
+    Where other machines can join, local files would keep the run here, away from most of the pool.
     """
     if spec.environment != "auto":
         return spec.environment
@@ -160,19 +138,8 @@ def _is_beside(server: RemoteServer) -> bool:
     return server.profile.embedded and server.version().machine == machine()
 
 
-def _write_down(root: Path, run_id: str, spec: RunSpec) -> None:
-    submission = Submission(run_id=run_id, fence=1, world_size=spec.resources.gpus or 0, spec=spec, version=__version__)
-    write_whole(root / "1" / "spec.json", msgspec.json.encode(submission))
-
-
-def _pack(root: Path, call: SubmittedCall, spec: RunSpec) -> None:
-    packed = pack(str(root / "call.pkl"), call.function, call.args, call.kwargs, refusal(spec))
-    if packed.warning and not spec.quiet:
-        print(f"serverless-gpu: {packed.warning}", file=sys.stderr)
-
-
 def _snapshot(home: Home, server: RemoteServer, spec: RunSpec, root: Path) -> str:
-    """Return the address of this environment, which is in the server's store then and is what lies here now."""
+    """Return the address of this environment, stored on the server and equal to the local files."""
     recognition = snapshot_environment.recognise(home, server.store())
     display = snapshot_environment.capturing(quiet=spec.quiet, logs=root)
     try:
@@ -210,11 +177,7 @@ def _request(server: RemoteServer, root: Path, run_id: str, spec: RunSpec, snaps
 
 
 def target(*, travels: bool) -> Target:
-    """Return what the node has to be like.
-
-    Args:
-        travels: whether ranks import a captured environment, so that any machine will do.
-    """
+    """Return the node's requirements; a captured environment `travels` to any machine."""
     return Target(
         machine="" if travels else machine(),
         caller=machine(),
@@ -224,7 +187,7 @@ def target(*, travels: bool) -> Target:
 
 
 def _submit(server: RemoteServer, request: RunRequest, root: Path, *, watch: bool) -> RemoteRun:
-    """Send the request; what did not come of it leaves nothing behind, and Ctrl-C stops what may have."""
+    """Send the request; a failure leaves no files, and Ctrl-C stops a run that may have started."""
     try:
         with interruptible():
             return _asked(server, request, root, watch=watch)
@@ -259,7 +222,7 @@ def _asked(server: RemoteServer, request: RunRequest, root: Path, *, watch: bool
 
 
 def _stopped(server: RemoteServer, run_id: str) -> bool:
-    """Stop what may come of a request that was on its way; return whether nothing of it goes on, as far as is known."""
+    """Stop a possibly submitted run; return whether it is known to be over."""
     clock = SystemClock()
     until_ns = clock.boottime_ns() + round(_ON_ITS_WAY_S * 1e9)
     pause = threading.Event()

@@ -1,8 +1,7 @@
-"""Finding a run again by its id: by its supervisor's socket while it runs, by its directory when it has ended, or in
-the server.
+"""Attaches to a run by its id: through its supervisor's socket, its directory after the end, or the server.
 
-Failure cases: it waits in the agent's queue and has no supervisor yet; its supervisor lives and cannot be reached
-(another /tmp, another SERVERLESS_GPU_SOCKETS); its directory was deleted. Each is said.
+Failure cases, each with an error: it waits in the agent's queue and has no supervisor yet; its supervisor is out of
+reach (another /tmp, another SERVERLESS_GPU_SOCKETS); its directory was deleted.
 """
 
 from __future__ import annotations
@@ -51,27 +50,24 @@ def attach(run_id: str, allow_pickle_from: str | Collection[str] = ()) -> Run[ob
         raise InvalidOption(f"allow_pickle_from takes names of principals, not {allow_pickle_from!r}")
     home = find_home(os.environ)
     # Only what can be an identifier is looked for: it becomes part of a path.
-    record = read_run(home.runs, run_id) if run_id.isascii() and run_id.isalnum() else None
+    is_identifier = run_id.isascii() and run_id.isalnum()
+    record = read_run(home.runs, run_id) if is_identifier else None
     elsewhere = ""
     if record is None or record.problem or (record.directory / "remote.json").exists():
         try:
-            run = _attach_remote(home, run_id, trusted) if run_id.isascii() and run_id.isalnum() else None
+            # By name: HTTP is loaded only for those who use a server.
+            module = importlib.import_module("serverless_gpu.client.remote.attachment") if is_identifier else None
+            run = None if module is None else module.attach(home, run_id, trusted)
         except NotFound:
             run, elsewhere = None, ", and none of the server's that you may see"
         if run is not None:
-            return run
+            return cast("Run[object]", run)
     if record is None or record.problem:
         raise InvalidValue(
             f"there is no run {run_id!r} in {home.runs}{elsewhere}",
             hint="`sgpu runs` lists them; those that ended long ago are deleted (`[retention]` in config.toml)",
         )
     return _attach_here(home, record)
-
-
-def _attach_remote(home: Home, run_id: str, trusted: Collection[str]) -> Run[object] | None:
-    # By name: HTTP is loaded only for those who use a server.
-    module = importlib.import_module("serverless_gpu.client.remote.attachment")
-    return cast("Run[object] | None", module.attach(home, run_id, trusted))
 
 
 def _attach_here(home: Home, record: RunRecord) -> Run[object]:
@@ -92,7 +88,7 @@ def _attach_here(home: Home, record: RunRecord) -> Run[object]:
 
 
 def _find_supervisor(home: Home, run_id: str, directory: Path) -> Channel | None:
-    """Return a connection to a run's supervisor, None when it has ended; a run just launched is waited for."""
+    """Return a connection to a run's supervisor, waiting for a new run; None when it has ended."""
     path = str(home.sockets() / f"{run_id}.sock")
     deadline_ns = SystemClock().boottime_ns() + int(_APPEAR_S * 1e9)
     while True:

@@ -1,11 +1,11 @@
 """Futures of runs, for `concurrent.futures.wait`, executors and `await`.
 
-    run.future() ──▶ Waiter ──poll──▶ descriptors of all runs that have a future
+    run.future() ──▶ RunWaiter ──poll──▶ descriptors of all runs that have a future
                        │ one daemon thread of the process, which ends when no run is left
                        └──▶ Future.set_result(run.results()) or set_exception(...)
 
-Failure cases: no thread can be started (HardwareError); the process forks (the child has the futures and no thread: it
-asks the handles themselves); another thread waits for a run and reads its news (the waiter looks again every second).
+A forked child has the futures and no thread: it asks the handles themselves. When another thread reads a run's
+messages, the waiter looks again every second.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ class RunWaiter:
                 pending = list(self._pending)
             ended = [run for run in pending if run.done()]
             for run in ended:
-                _resolve(run, self._pending[run])
+                try:
+                    self._pending[run].set_result(run.results())
+                except BaseException as error:  # noqa: BLE001 - any ending of the run, also SystemExit of a result
+                    self._pending[run].set_exception(error)
             with self._lock:
                 for run in ended:
                     del self._pending[run]
@@ -83,24 +86,17 @@ _waiter = RunWaiter()
 
 
 def future_of(run: Run[R]) -> Future[list[R]]:
-    """Return a future of what every rank of a run returns."""
+    """Return a future of a run's results."""
     return _waiter.add(run)
 
 
 async def results_of(run: Run[R]) -> list[R]:
-    """Return what every rank returned, without blocking the event loop; a task that is cancelled leaves the run."""
+    """Return a run's results without blocking the event loop; cancelling the task leaves the run."""
     try:
         return await asyncio.wrap_future(run.future())
     except asyncio.CancelledError:
         run._say_that_it_goes_on()
         raise
-
-
-def _resolve(run: Run[R], future: Future[list[R]]) -> None:
-    try:
-        future.set_result(run.results())
-    except BaseException as error:  # noqa: BLE001 - whatever ended the run is the caller's, SystemExit of a result too
-        future.set_exception(error)
 
 
 def _forget_after_fork() -> None:

@@ -1,12 +1,10 @@
-"""What a run of this machine cost, or has by now: read from the directories of its attempts.
+"""Cost of a local run so far, from the directories of its attempts.
 
     runs/<run>/<fence>/   spec.json (what it pays) · facts.jsonl · stopped.json · lock held ─▶ lines ─▶ `Cost`
                           receipt.json: where facts or the price are not there (an earlier version, a full disk)
 
-Read only. What goes on counts up to now: its supervisor lives, and would have written down that its devices are free.
-
-Failure cases: a file that cannot be read is as if it were not there; a supervisor that was killed has used what its
-last fact says.
+A running attempt counts up to now: its supervisor lives, and would have recorded that its devices are free. An
+unreadable file counts as absent; the use of a killed supervisor ends with its last fact.
 """
 
 from __future__ import annotations
@@ -29,12 +27,7 @@ _MS_NS = 1_000_000
 
 
 def cost_here(run: Path, clock: Clock) -> Cost:
-    """Return what a run used so far, and what that costs.
-
-    Args:
-        run: the run's directory.
-        clock: says what time it is.
-    """
+    """Return a run's use and cost so far, from its directory."""
     directories = attempts_here(run)
     used = [attempt_used(directory, clock) for directory in directories]
     is_over = bool(used) and used[-1].is_final
@@ -44,12 +37,7 @@ def cost_here(run: Path, clock: Clock) -> Cost:
 
 
 def attempt_used(directory: Path, clock: Clock) -> AttemptUse:
-    """Return what one attempt used, by its directory.
-
-    Args:
-        directory: of the attempt.
-        clock: says what time it is.
-    """
+    """Return an attempt's use, from its directory."""
     receipt, live = read_receipt(directory), is_live(directory)
     gpu_type, tariff = read_price(directory)
     facts = first_facts(directory)
@@ -58,20 +46,17 @@ def attempt_used(directory: Path, clock: Clock) -> AttemptUse:
     stopped = read_ending(directory)
     meter, _ = meter_of(directory)
     if live and facts and receipt is None:
-        meter.add(_alive(facts[0], clock))
+        first = facts[0]  # a living supervisor would give a sign of life now
+        now_ns = clock.boottime_ns() if first.boot_id == clock.boot_id() else first.boottime_ns
+        alive_ns = max(first.boottime_ns, now_ns)
+        meter.add(msgspec.structs.replace(first, kind=FactKind.ALIVE, boottime_ns=alive_ns))
     return AttemptUse(
         lines=priced(meter.used(), tariff or UNPRICED, is_billed=stopped is None or MEANINGS[stopped.reason].is_billed),
         currency=(tariff or UNPRICED).currency,
         gpu_type=gpu_type,
         queued_ms=_waited_ms(directory, facts, receipt),
-        is_final=receipt is not None or not live,  # it is the last word: whoever wrote it is about to end
+        is_final=receipt is not None or not live,  # the last receipt: its writer is about to end
     )
-
-
-def _alive(first: Fact, clock: Clock) -> Fact:
-    """Return the sign of life that a living supervisor would give now."""
-    now_ns = clock.boottime_ns() if first.boot_id == clock.boot_id() else first.boottime_ns
-    return msgspec.structs.replace(first, kind=FactKind.ALIVE, boottime_ns=max(first.boottime_ns, now_ns))
 
 
 def _waited_ms(directory: Path, facts: list[Fact], receipt: Receipt | None) -> int:
@@ -85,7 +70,7 @@ def _waited_ms(directory: Path, facts: list[Fact], receipt: Receipt | None) -> i
 
 
 def _by_receipt(receipt: Receipt) -> AttemptUse:
-    """Return what an attempt used, by its account: where facts are not there, or what it pays is not."""
+    """Return an attempt's use from its receipt, without facts or its tariff."""
     bill = receipt.bill or Bill(billed_ms=receipt.gpu_ms)
     whole = LedgerLine(
         day=0, start_ns=0, end_ns=0, gpus=len(receipt.gpus), gpu_ms=receipt.gpu_ms, billed_ms=bill.billed_ms

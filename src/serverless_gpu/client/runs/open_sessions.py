@@ -7,7 +7,7 @@ own_sessions: set[str] = set()
 
 
 def advised(sentence: str) -> str:
-    """Return why a run waits, with a word to whoever holds up themselves."""
+    """Return the reason of a wait, with advice for a caller that blocks itself."""
     if any(f"session {session} " in sentence for session in own_sessions):
         return f"{sentence}; that session is open in this process: call session.distributed(...), or close it"
     return sentence

@@ -1,7 +1,6 @@
-"""What a caller gets for how a run ended: its results, or one exception that tells the truth.
+"""Turns the ending of a run into its results, or one exception that explains it.
 
-Reads a run directory; the only process that unpickles what lies there is the one that made the call, or one of the same
-user that attached.
+Reads a run directory. Only the calling process, or an attached one of the same user, unpickles its files.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from serverless_gpu.errors import (
     UntrustedResult,
 )
 from serverless_gpu.model.hangs.stacks import readable
-from serverless_gpu.model.lifecycle.attempt import MEANINGS, SUPERVISOR_GONE, Failure, Hang, Reason, State
+from serverless_gpu.model.lifecycle.attempt import MEANINGS, SUPERVISOR_GONE, Hang, Reason, State
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.model.telemetry import idleness
 from serverless_gpu.node.base.entrypoint import INSIDE
@@ -79,32 +78,17 @@ _CONSEQUENCE_CHARACTERS_MAX = 300
 
 
 class Origin(NamedTuple):
-    """Where the files of a run come from.
+    """Origin of a run's files."""
 
-    Attributes:
-        node: name of the node it ran on, through a server; "" for this machine.
-        untrusted: whose run it is, where that is somebody whose code must not be run here by loading what it returned.
-    """
-
-    node: str = ""
-    untrusted: str = ""
+    node: str = ""  # the server's node that ran it; "" for this machine
+    untrusted: str = ""  # owner of the run, if results of theirs must not be loaded here
 
 
 HERE = Origin()
 
 
 def checked_rank(rank: object, count: int | None, run_id: str) -> int:
-    """Return the number of a rank that somebody named.
-
-    Args:
-        rank: what they wrote.
-        count: how many the run has, or None while that is not known.
-        run_id: the run.
-
-    Raises:
-        InvalidOption: it is not a number.
-        InvalidValue: there is no such rank.
-    """
+    """Return a user-given rank; raise InvalidOption or InvalidValue. `count` None means not known yet."""
     if not isinstance(rank, SupportsIndex):
         raise InvalidOption(f"rank must be a number, not {rank!r}")
     number = operator.index(rank)
@@ -115,12 +99,7 @@ def checked_rank(rank: object, count: int | None, run_id: str) -> int:
 
 
 def load_result(directory: Path, rank: int, run_id: str, origin: Origin = HERE) -> object:
-    """Return what a rank returned.
-
-    Raises:
-        UntrustedResult: it is another's.
-        ResultUnavailableHere: the value needs something this process does not have, or its file is gone.
-    """
+    """Return a rank's result; raise UntrustedResult or ResultUnavailableHere."""
     path = directory / "results" / f"{rank}.pkl"
     if origin.untrusted:
         raise UntrustedResult(
@@ -151,16 +130,7 @@ def make_exception(
     *,
     with_tail: bool = True,
 ) -> BaseException:
-    """Return the exception that tells how a run ended.
-
-    Args:
-        stopped: the supervisor's word.
-        directory: the attempt's directory.
-        run_id: the run.
-        spec: of the run, which has the limit it may have reached; None where nobody knows it.
-        origin: where the directory's files come from.
-        with_tail: whether a note has the last output of the rank that failed.
-    """
+    """Return the exception for a run's ending; `with_tail` adds the failed rank's output."""
     rank, origin = _raised_by(stopped), _where(stopped, origin)
     error: BaseException
     if rank is None:
@@ -182,32 +152,19 @@ def failed_rank(stopped: Stopped) -> int | None:
 
 
 def carries_tail(stopped: Stopped) -> bool:
-    """Return whether the exception for an ending has the last output of its rank in a note."""
+    """Return whether the exception for an ending has its rank's last output in a note."""
     cause = stopped.cause
     return cause is not None and cause.rank is not None and _raised_by(stopped) is None and bool(stopped.log_tail)
 
 
 def untold_tails(stopped: Stopped, *, with_tail: bool = True) -> dict[int, str]:
-    """Return the last output of ranks, without that of the rank whose exception brings it along.
-
-    Args:
-        stopped: how the run ended.
-        with_tail: whether the exception's notes are shown.
-    """
+    """Return the last output by rank, except of the rank whose exception carries it if `with_tail`."""
     told = stopped.cause.rank if with_tail and stopped.cause is not None and carries_tail(stopped) else None
     return {rank: tail for rank, tail in stopped.tails.items() if rank != told}
 
 
 def ending_text(stopped: Stopped, directory: Path, run_id: str, spec: RunSpec | None, origin: Origin = HERE) -> str:
-    """Return how a run ended, for reading: as `make_exception`, but nothing of the user's is loaded or run.
-
-    Args:
-        stopped: the supervisor's word.
-        directory: the attempt's directory.
-        run_id: the run.
-        spec: of the run, which has the limit it may have reached; None where nobody knows it.
-        origin: where the directory's files come from.
-    """
+    """Return a run's ending as text: as `make_exception`, but without loading or running user code."""
     rank, origin = _raised_by(stopped), _where(stopped, origin)
     if rank is None:
         error = _ended(stopped, directory, run_id, spec, origin)
@@ -219,7 +176,7 @@ def ending_text(stopped: Stopped, directory: Path, run_id: str, spec: RunSpec | 
 
 
 def _where(stopped: Stopped, origin: Origin) -> Origin:
-    """Return where the files come from: of a run on several nodes, what is said is about the one that failed."""
+    """Return the origin of the files: of a run on several nodes, the node that failed."""
     node = _node(stopped)
     return origin._replace(node=node) if node else origin
 
@@ -230,13 +187,13 @@ def _node(stopped: Stopped) -> str:
 
 
 def _who(stopped: Stopped, rank: int) -> str:
-    """Return a rank as people are told of it: with its node, of a run on several."""
+    """Return a rank's name for messages: with its node if there are several."""
     node = _node(stopped)
     return f"rank {rank} on {node}" if node else f"rank {rank}"
 
 
 def _raised_by(stopped: Stopped) -> int | None:
-    """Return the rank whose exception ended the run; None when something else did."""
+    """Return the rank whose exception ended the run; None for another ending."""
     return stopped.cause.rank if stopped.cause is not None and stopped.reason in _RAISED else None
 
 
@@ -247,7 +204,12 @@ def _detail(stopped: Stopped) -> str:
 def _consequences(stopped: Stopped) -> list[str]:
     if stopped.state is not State.FAILED:
         return []
-    shown = [f"consequence: {_failure_text(failure)}" for failure in stopped.consequences[:_CONSEQUENCES_MAX]]
+    shown = []
+    for failure in stopped.consequences[:_CONSEQUENCES_MAX]:
+        who = "the attempt" if failure.rank is None else f"rank {failure.rank}"
+        who = f"{who} on {failure.node}" if failure.node else who
+        text = f"{who}: {failure.detail or MEANINGS[failure.reason].sentence}"
+        shown.append(f"consequence: {text[:_CONSEQUENCE_CHARACTERS_MAX]}")
     more = len(stopped.consequences) - _CONSEQUENCES_MAX
     return shown + ([f"consequence: {more} more ranks failed"] if more > 0 else [])
 
@@ -280,14 +242,16 @@ def _raised(rank: int, detail: str, directory: Path, run_id: str, origin: Origin
         record = {"kind": "exception", "type": detail, "message": "", "traceback": ""}
     if origin.untrusted:
         record["untrusted"] = origin.untrusted
-    pickled = directory / "failures" / f"{rank}.pkl"
+    pickled, logs = directory / "failures" / f"{rank}.pkl", directory / "logs"
+    # The rank's last words are in stderr if it wrote there.
+    log = next((path for path in (logs / f"{rank}.stderr", logs / f"{rank}.stdout") if path.exists()), logs)
     return rebuild(
         record,
         str(pickled) if record.get("pickled") else None,
         rank=rank,
         host=origin.node or socket.gethostname(),
         run_id=run_id,
-        log_path=f"`sgpu logs {run_id} --rank {rank}`" if origin.node else str(_log(directory, rank)),
+        log_path=f"`sgpu logs {run_id} --rank {rank}`" if origin.node else str(log),
     )
 
 
@@ -338,7 +302,7 @@ def _explain_hang(error: CollectiveHang, hang: Hang, directory: Path) -> None:
 
 
 def _explain_loss(error: RunError, record: dict[str, object]) -> None:
-    """Add what was lost of a Ray cluster, and what the function raised because of it, with where that was."""
+    """Add the lost part of a Ray cluster, and the exception it caused, with its place."""
     notes = record.get("notes")
     lost = [] if isinstance(error, EngineHeadLost) else [record.get("message")]
     for text in (*lost, *(notes if isinstance(notes, list) else []), record.get("traceback")):
@@ -391,7 +355,7 @@ def _hint_elsewhere(reason: Reason, run_id: str, origin: Origin, rank: int | Non
 
 
 def _limit(reason: Reason, spec: RunSpec) -> str:
-    """Return which limit a run has reached, and whose it is where its user did not set it; "" where it is no limit."""
+    """Return the limit that a run has reached, and its owner if not the user; "" for another ending."""
     by = spec.limited_by
     idle_s = idleness.limit_s(spec)
     if reason is Reason.IDLE and idle_s:
@@ -447,7 +411,7 @@ def _message(stopped: Stopped, rank: int | None, directory: Path, spec: RunSpec 
 
 
 def _result_message(reason: Reason, who: str, detail: str, record: dict[str, object]) -> str:
-    """Return the sentence for a value that did not get out of its rank; a full disk may have kept the record, too."""
+    """Return the message for an unreturned value; a full disk may have lost its record."""
     finished = f"{who} finished, but its result"
     if reason is Reason.RESULT_STORAGE:
         return f"{finished} could not be written: {detail}"
@@ -459,18 +423,6 @@ def _result_message(reason: Reason, who: str, detail: str, record: dict[str, obj
         return f"{finished} cannot be pickled: {detail}"
     why = f"({record.get('type')}: {record.get('message')})"
     return f"{finished} of type {record['value_type']} cannot be pickled {why}: {record.get('value_repr')}"
-
-
-def _failure_text(failure: Failure) -> str:
-    who = "the attempt" if failure.rank is None else f"rank {failure.rank}"
-    who = f"{who} on {failure.node}" if failure.node else who
-    return f"{who}: {failure.detail or MEANINGS[failure.reason].sentence}"[:_CONSEQUENCE_CHARACTERS_MAX]
-
-
-def _log(directory: Path, rank: int) -> Path:
-    """Return the file with a rank's last words: of the streams it wrote to, stderr first; the directory without any."""
-    logs = directory / "logs"
-    return next((path for path in (logs / f"{rank}.stderr", logs / f"{rank}.stdout") if path.exists()), logs)
 
 
 def _record(directory: Path, rank: int) -> dict[str, object]:

@@ -1,9 +1,8 @@
 """A rank's failure as the caller sees it: an exception to raise.
 
-An `Exception` of user code is raised as its own type with the remote traceback as its cause; where that cannot be, and
-for what would end the caller's own process (`SystemExit`, `KeyboardInterrupt`, cancellation), an error of ours says it
-in words. Failure cases: the exception's class cannot be loaded here, or loading it raises; the description lacks fields
-(an older runtime).
+An `Exception` of user code is raised as its own type with the remote traceback as its cause. What would end the
+caller's own process (`SystemExit`, `KeyboardInterrupt`, cancellation), and a class that cannot be loaded here, becomes
+an error of ours.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class RemoteTraceback(Exception):
 
 
 def without_own_frames(error: BaseException) -> BaseException:
-    """Return the error, with the frames of this package left out of its traceback and of those of its causes."""
+    """Return the error without frames of this package in its traceback and in its causes'."""
     link: BaseException | None = error
     for _ in range(_CHAIN_MAX):
         if link is None:
@@ -57,7 +56,7 @@ def without_own_frames(error: BaseException) -> BaseException:
 
 
 class NotebookTraceback:
-    """Renders the traceback of an error for IPython: the caller's frames and the remote traceback, none of ours.
+    """Renders an error for IPython: the caller's frames and the remote traceback, none of ours.
 
     IPython leaves out frames with `__tracebackhide__`, but always shows the last one, which raised.
     """
@@ -79,9 +78,9 @@ class NotebookTraceback:
 
 
 def in_notebooks(error: E) -> E:
-    """Return an error that a user caused, to be raised by a public method: IPython shows it without our frames.
+    """Return a user's error for a public method to raise: IPython shows it without our frames.
 
-    Errors that are not meant for the user (a bug of ours) do not come here and keep all frames.
+    Internal errors (bugs of ours) do not pass here and keep all frames.
     """
     if "IPython" in sys.modules and not hasattr(error, "_render_traceback_"):
         with contextlib.suppress(Exception):  # an exception class of the user's may refuse attributes
@@ -111,18 +110,10 @@ def rebuild(
     run_id: str,
     log_path: str,
 ) -> BaseException:
-    """Return the exception to raise in the caller for what a rank raised.
+    """Return the exception for a rank's failure: the user's own, or a `RunError`.
 
-    Args:
-        description: what `inside.failure.describe` said; `untrusted` in it names whose code loading it would run.
-        pickled_path: the file of what `inside.failure.pickle_exception` returned, or None.
-        rank: global rank that raised.
-        host: name of its node.
-        run_id: the run.
-        log_path: where the rank's output is.
-
-    Returns:
-        The user's own exception, or a `RunError`; with the remote traceback as `__cause__` and a note that says where.
+    The remote traceback is its `__cause__`, and a note names the place. `description` is that of
+    `inside.failure.describe`; `pickled_path` is None where the exception did not pickle.
     """
     kind = description.get("kind", "exception")
     error: BaseException
@@ -140,11 +131,7 @@ def rebuild(
 
 
 def _debugging(program: Path) -> str:
-    """Return how a function is stopped in a debugger.
-
-    Args:
-        program: what repeats the run by hand, where it lies on this machine.
-    """
+    """Return how to debug a function, from the local program that repeats the run."""
     by_hand = (
         f"`python {program}` repeats rank 0 in this terminal, and stops there"
         if program.is_absolute() and program.exists()  # of a run elsewhere there is no path
@@ -206,7 +193,7 @@ def _control_error(kind: str, description: Mapping[str, object], rank: int, run_
 
 
 def _printable(text: str) -> str:
-    """Return words of a rank as they may be printed: a traceback ends up on a terminal, whoever raised."""
+    """Return a rank's text made safe for printing: tracebacks end up on terminals."""
     return "\n".join(safe(line, tty=True) for line in text.split("\n"))
 
 
@@ -218,7 +205,7 @@ def _name(description: Mapping[str, object]) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """Return the text of an error, whatever its `__str__` does."""
+    """Return the text of an error, even if its `__str__` fails."""
     try:
         return str(error)
     except KeyboardInterrupt:
@@ -228,7 +215,7 @@ def text_of(error: BaseException) -> str:
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add a note to an error, also where its class refuses assignment; one that takes none is told without."""
+    """Add a note to an error, even if its class refuses assignment; skip one that takes none."""
     with contextlib.suppress(Exception, SystemExit, GeneratorExit):
         notes = vars(error).get("__notes__")
         object.__setattr__(error, "__notes__", [*(notes if isinstance(notes, list) else []), note])

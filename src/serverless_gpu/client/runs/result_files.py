@@ -1,7 +1,7 @@
-"""Files that a person named for what a command or a call writes: a report, a picture, a result, a copy of the audit.
+"""Output files at user-given paths: a report, a picture, a result, a copy of the audit.
 
-Failure cases: something is there that is no file (a device, a pipe, a directory: left alone, `InvalidValue`); a link
-(what it leads to is written, the link stays); killed or out of room in the middle (what was there stays as it was).
+A path that is no regular file (a device, a pipe, a directory) is left alone. A link stays, and its target is written.
+The old file stays if the new one cannot be completed.
 """
 
 from __future__ import annotations
@@ -16,11 +16,7 @@ from serverless_gpu.errors import InvalidValue
 
 
 def refuse_other(path: Path) -> None:
-    """Refuse a place at which there is something that is no regular file.
-
-    Raises:
-        InvalidValue: there is. Nobody's device or pipe becomes a file.
-    """
+    """Raise InvalidValue if a path exists and is no regular file."""
     if os.path.exists(path) and not os.path.isfile(path):
         hint = "give the path of a file, or one at which there is nothing yet"
         raise InvalidValue(f"{path} is there and is no file: it is left as it is", hint=hint)
@@ -28,16 +24,7 @@ def refuse_other(path: Path) -> None:
 
 @contextlib.contextmanager
 def whole(path: Path, *, mode: int = 0o666) -> Iterator[Path]:
-    """Yield a new, empty file to write to, which takes its place when all of it is written.
-
-    Args:
-        path: where the file is to be.
-        mode: who may use a new file, as the umask allows.
-
-    Raises:
-        InvalidValue: what is there is no regular file.
-        OSError: it cannot be written.
-    """
+    """Yield a new, empty file that replaces `path` after a complete write; `mode` is subject to the umask."""
     refuse_other(path)
     place = path.resolve()
     beside = place.with_name(f".part-{secrets.token_hex(8)}")

@@ -1,13 +1,11 @@
 """The handle of one run: wait, results, cancel, receipt, logs.
 
-A handle is moved on by whoever asks it something, in that thread. What it hears, and its files, come from a
-`RunSource`: a supervisor of this machine, or a server. Either keeps what it has to say until it is read, so a handle
-that nobody asks costs nothing and loses nothing but live output (which is in the logs).
+Each call on a handle advances it, in the caller's thread. Its messages and files come from a `RunSource`: a supervisor
+of this machine, or a server. Either keeps its messages until they are read, so an unused handle costs nothing and loses
+nothing but live output (which is in the logs).
 
-A run whose environment is damaged in the store has not begun: it is captured and launched anew, and the handle is from
+A run whose environment is damaged in the store has not begun: it is captured and launched again, and the handle is from
 then on that of the new run.
-
-Failure cases are those of the source; what it cannot find out it says as an ending, or raises.
 """
 
 from __future__ import annotations
@@ -86,7 +84,7 @@ class Run(Generic[R]):
         self._left = False
 
     def _keep(self, source: RunSource) -> None:
-        """Have the run from this source; a handle that nobody keeps closes it and leaves the run alone."""
+        """Attach to a source; a garbage-collected handle closes it and leaves the run alone."""
         self._source = source
         # Not `__del__`: in a reference cycle, such as an exception's traceback makes, a socket would go first.
         weakref.finalize(self, source.close)
@@ -95,7 +93,7 @@ class Run(Generic[R]):
     def id(self) -> str:
         """Return the run's identifier, with which `serverless_gpu.attach(id)` finds it from another process.
 
-        It is another one after the environment was found damaged in the store, and the run was launched anew.
+        It is another one after the environment was found damaged in the store, and the run was launched again.
         """
         return self._source.run_id
 
@@ -118,7 +116,7 @@ class Run(Generic[R]):
         return self._state.value
 
     def last_sentence(self) -> str:
-        """Return what the run says about itself: what it waits for, who returned long ago, that it stands still."""
+        """Return the run's last sentence: its wait, ranks that returned long ago, a standstill."""
         self.status()
         return self._waiting
 
@@ -325,8 +323,8 @@ class Run(Generic[R]):
         """Show the run while it goes on; return what ended it, or None when its results are there.
 
         Args:
-            only_looks: whether whoever looks did not ask for the run: it is shown, and Ctrl-C leaves it to itself,
-                whatever was asked for.
+            only_looks: whether the caller only views the run: Ctrl-C leaves it to itself, whatever
+                its options say.
             raises: whether the caller raises what ended the run, which shows its notes; else the last output of the
                 rank that failed is shown here, where it was not shown live.
 
@@ -356,9 +354,9 @@ class Run(Generic[R]):
         except KeyboardInterrupt:
             self._interrupted(display)
             raise
-        except ServerProblem:  # nobody could be told to stop the run, which goes on
+        except ServerProblem:  # the stop request reached no server: the run goes on
             raise
-        except BaseException:  # a signal handler that exits, a notebook's own interrupt: nobody waits any more
+        except BaseException:  # a signal handler that exits, a notebook's own interrupt: the wait is over
             if self._spec.on_interrupt == "cancel":
                 self.cancel()
             raise
@@ -395,7 +393,7 @@ class Run(Generic[R]):
         display.say(f"{ended}; {gate}, after {format_duration_ms(took_ms)}")
 
     def _error(self, timeout: float | None, *, with_tail: bool = True) -> BaseException | None:
-        """Return what ended the run, to be raised by the public method: a user reads one frame of ours, not five."""
+        """Return the exception that ended the run; public methods raise it, with one frame of ours."""
         if not self.wait(timeout):
             return TimeoutError(f"run {self.id} is still {self._state}")
         if self._refused is not None:
@@ -406,7 +404,7 @@ class Run(Generic[R]):
         return make_exception(stopped, self.directory, self.id, self._spec, self._source.origin, with_tail=with_tail)
 
     def _abandoned(self, *, interrupted: bool) -> bool:
-        """Return whether nobody is to wait for it: Ctrl-C came twice, or once (`interrupted`) where that detaches."""
+        """Return whether to stop waiting: Ctrl-C came twice, or once (`interrupted`) where that detaches."""
         return self._left or (interrupted and self._spec.on_interrupt == "detach")
 
     def _say_that_it_goes_on(self) -> None:
@@ -433,9 +431,14 @@ class Run(Generic[R]):
                         return done()
                     tick_s = self._display.tick_s if self._display is not None else None
                     pause_s = min((limit for limit in (left_s, tick_s) if limit is not None), default=None)
-                    if not self._hear(pause_s) and left_s == 0:  # what is there already is heard in any case
+                    if not self._hear(pause_s) and left_s == 0:  # messages that are there are read in any case
                         return done()
-                    self._tick(clock.boottime_ns())
+                    # The display redraws also while messages keep coming.
+                    display, now_ns = self._display, clock.boottime_ns()
+                    tick_s = display.tick_s if display is not None else None
+                    if display is not None and tick_s is not None and now_ns - self._ticked_ns >= tick_s * 1e9:
+                        self._ticked_ns = now_ns
+                        display.tick()
         finally:
             self._lock.release()
         return True
@@ -455,16 +458,7 @@ class Run(Generic[R]):
         self._tell_state()
         return True
 
-    def _tick(self, now_ns: int) -> None:
-        """Let the display do what is due, also while messages keep coming."""
-        display = self._display
-        if display is None or display.tick_s is None or now_ns - self._ticked_ns < display.tick_s * 1e9:
-            return
-        self._ticked_ns = now_ns
-        display.tick()
-
     def _tell_state(self) -> None:
-        """Tell the display when the state, or what is waited for, is another one."""
         if self._display is not None and self._told != (self._state, self._waiting):
             self._told = (self._state, self._waiting)
             if self._state is State.QUEUED and self._waiting and self._queued_ns is not None:
@@ -474,7 +468,7 @@ class Run(Generic[R]):
 
     def _take(self, message: protocol.AnyMessage | ConnectionNote) -> None:
         match message:
-            case ConnectionNote(sentence=sentence):  # also where nothing else is shown: somebody waits
+            case ConnectionNote(sentence=sentence):  # also where nothing else is shown: the caller waits
                 (self._display or TerminalDisplay(quiet=self._spec.quiet)).say(sentence)
             case protocol.Snapshot(state=state, waiting=waiting, tracked=tracked):
                 self._state, self._waiting, self._queued_ns = state, waiting, created_wall_ns(self.id)
@@ -523,7 +517,7 @@ class Run(Generic[R]):
                 pass
 
     def _note_started(self) -> None:
-        """Have the run named at the end of this process, unless its end is seen before."""
+        """Register the run to be named at the end of this process, unless its end is seen before."""
         if not self._spec.quiet:
             is_remote = self._spec.remote
             self._started = load(_STARTED).note_started(self.id, self.directory, is_remote=is_remote)
@@ -533,11 +527,11 @@ class Run(Generic[R]):
             self._started.is_over = True
 
     def _relaunch_with(self, relaunch: Relaunch) -> None:
-        """Have the run launched anew if its environment turns out to be damaged in the store."""
+        """Launch the run again if its environment turns out to be damaged in the store."""
         self._relaunch = relaunch
 
     def _relaunched(self) -> bool:
-        """Go on as another run, whose environment was captured again; whether there is one."""
+        """Continue as a new run, whose environment was captured again; return whether there is one."""
         if self._relaunch is None or not self._relaunches_left:
             return False
         if self._relaunches_left == _RELAUNCHES:
@@ -555,7 +549,7 @@ class Run(Generic[R]):
         return True
 
     def _nothing_more(self) -> None:
-        """Take in how the run ended where its source has ended without the last word."""
+        """Set the ending of a run whose source has ended without the last message."""
         self._source.close()
         if self._stopped is None:
             self._stopped = self._source.ending()

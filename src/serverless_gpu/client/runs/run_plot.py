@@ -1,4 +1,4 @@
-"""`Run.plot()`: what a picture of a run needs, put together; drawn by `run_figure.py`, which needs Matplotlib."""
+"""Collects the data of `Run.plot()`; `run_figure.py` draws it with Matplotlib."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from serverless_gpu.errors import InvalidValue, ServerlessGpuError, StorageError
 from serverless_gpu.lazy_import import load
 from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.lifecycle.attempt import State
-from serverless_gpu.model.telemetry.samples import Header, Sample, Sampled, decode
+from serverless_gpu.model.telemetry.samples import Header, Sample, decode
 from serverless_gpu.units import format_duration_ms
 
 if TYPE_CHECKING:
@@ -23,19 +23,7 @@ if TYPE_CHECKING:
 
 
 def plot(source: RunSource, name: str, state: str, path: str | os.PathLike[str] | None) -> Figure:
-    """Return the picture of a run.
-
-    Args:
-        source: the run.
-        name: what it is called, or "".
-        state: how it is.
-        path: a file to write it to, or None.
-
-    Raises:
-        ServerlessGpuError: there is no Matplotlib here.
-        InvalidValue: Matplotlib cannot write such a file, or what is there is no file.
-        StorageError: the file cannot be written.
-    """
+    """Return a run's picture, and write it if a path is given; errors are ServerlessGpuError."""
     try:
         figures = load("serverless_gpu.client.plots.run_figure")
     except ModuleNotFoundError as error:
@@ -68,18 +56,25 @@ def plot(source: RunSource, name: str, state: str, path: str | os.PathLike[str] 
 
 
 def _devices_text(files: list[bytes]) -> str:
-    """Return what devices the last attempt had, and on how many nodes: ``16 H100 on 2 nodes``."""
+    """Return the last attempt's devices and its number of nodes: ``16 H100 on 2 nodes``."""
     headers = [header for header in map(_last_header, files) if header is not None]
     newest = max((header.fence for header in headers), default=0)
     nodes = {header.node_rank: header.devices for header in headers if header.fence == newest}
     devices = [device for devices in nodes.values() for device in devices]
-    names = [_type_name(device) for device in devices]
+    names = [
+        "CPU slots"
+        if device.kind is DeviceKind.CPU
+        else f"{device.type} (fake)"
+        if device.kind is DeviceKind.FAKE
+        else device.type
+        for device in devices
+    ]
     counted = ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names))
     return f"{counted} on {len(nodes)} nodes" if len(nodes) > 1 else counted
 
 
 def _totals(files: list[bytes]) -> dict[tuple[int, int], int]:
-    """Return how much memory each GPU has, by node and number, as the last sample of each file says."""
+    """Return each GPU's memory by node and number, from the last sample of each file."""
     totals: dict[tuple[int, int], int] = {}
     for data in files:
         header = _last_header(data)
@@ -89,12 +84,6 @@ def _totals(files: list[bytes]) -> dict[tuple[int, int], int]:
                 known = ((place, gpu.memory_total_bytes) for place, gpu in enumerate(line.gpus))
                 totals |= {(header.node_rank, place): total for place, total in known if total}
     return totals
-
-
-def _type_name(device: Sampled) -> str:
-    if device.kind is DeviceKind.CPU:
-        return "CPU slots"
-    return f"{device.type} (fake)" if device.kind is DeviceKind.FAKE else device.type
 
 
 def _last_header(data: bytes) -> Header | None:

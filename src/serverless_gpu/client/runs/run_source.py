@@ -1,13 +1,11 @@
-"""Where a handle has its run from: what is said about it, and its files.
+"""Sources of a run's messages and files for its handle.
 
-    Run ──▶ RunSource ─┬─ LocalRun   the run's supervisor on this machine: a socket and the run directory
-                     └─ Watched      a server: its event stream, and copies of the run's files (`remote/watching.py`)
+    Run ──▶ RunSource ──┬─ LocalRun    the run's supervisor on this machine: a socket and the run directory
+                        └─ RemoteRun   a server: its event stream, and copies of the run's files (`remote/run_watch.py`)
 
-A source speaks the words of `node.protocol`, whoever it hears them from: there is one handle, with one behaviour.
-
-Failure cases of `LocalRun`: the connection ends before a supervisor had accepted the run (the agent died with the run
-in its queue), then the launch is sent again to a new agent, which is safe because nothing has run; it ends without the
-last word, then the run directory has it, or the supervisor was killed.
+Every source returns messages of `node.protocol`, so that all handles behave alike. When the connection of a `LocalRun`
+ends before a supervisor had accepted it (the agent died with the run in its queue), the launch goes to a new agent:
+nothing has run. When it ends without the last message, the run directory has it, or the supervisor was killed.
 """
 
 from __future__ import annotations
@@ -50,24 +48,17 @@ class ConnectionNote(NamedTuple):
 
 
 class RunSource(abc.ABC):
-    """Where a handle has its run from.
-
-    Attributes:
-        run_id: the run.
-        directory: where the files of its last attempt are, or come to.
-        world_size: ranks of the run; 0 for a session, which has none; None while that is not known.
-        origin: which machine the files come from, and whether loading them is safe.
-    """
+    """Source of a run's messages and files."""
 
     run_id: str
-    directory: Path
-    world_size: int | None
-    origin: Origin = Origin()
+    directory: Path  # of the last attempt's files, or their copies
+    world_size: int | None  # 0 for a session; None while unknown
+    origin: Origin = Origin()  # machine of the files, and whether loading them is safe
 
     @property
     @abc.abstractmethod
     def is_open(self) -> bool:
-        """Return whether anything more may be heard."""
+        """Return whether more messages may come."""
 
     @property
     @abc.abstractmethod
@@ -80,25 +71,15 @@ class RunSource(abc.ABC):
 
     @abc.abstractmethod
     def receive(self, timeout_s: float | None) -> protocol.AnyMessage | ConnectionNote | None:
-        """Return the next message, or None where there will be no more.
+        """Return the next message, or None after the last.
 
-        Raises:
-            TimeoutError: none came in time.
-            BlockingIOError: none is there, and it was not to be waited for.
-            ServerlessGpuError: it cannot be known how the run goes on.
+        Raises TimeoutError when none came in time, BlockingIOError when none is there and `timeout_s` is 0, and
+        ServerlessGpuError when the run's state cannot be known.
         """
 
     @abc.abstractmethod
     def stop(self, why: StopReason, *, patiently: bool = True) -> None:
-        """Ask for the run to be stopped; does nothing when it has ended.
-
-        Args:
-            why: what its ranks are told.
-            patiently: whether to wait for somebody who is away and would have to be told.
-
-        Raises:
-            ServerlessGpuError: that could not be said to anybody.
-        """
+        """Request the run's stop, if it has not ended; `patiently` waits for a server that is away."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -106,52 +87,40 @@ class RunSource(abc.ABC):
 
     @abc.abstractmethod
     def ending(self) -> protocol.Stopped:
-        """Return how the run ended, after nothing more is to be heard."""
+        """Return the run's ending, after the last message."""
 
     @abc.abstractmethod
     def receipt(self) -> Receipt | None:
-        """Return the account of the run, after nothing more is to be heard."""
+        """Return the run's receipt, after the last message."""
 
     def receipts(self) -> dict[str, Receipt]:
-        """Return the account of each of its nodes, by its name, after nothing more is to be heard."""
+        """Return the receipt of each node by name, after the last message."""
         receipt = self.receipt()
         return {} if receipt is None else {self.origin.node or socket.gethostname(): receipt}
 
     @abc.abstractmethod
     def bring_result(self, rank: int) -> None:
-        """Have the result of a rank in `directory`, where it is kept at all.
-
-        Raises:
-            ServerlessGpuError: that cannot be.
-        """
+        """Provide a rank's result in `directory`, where it is kept at all."""
 
     @abc.abstractmethod
     def read_log(self, rank: int, stream: str) -> bytes:
-        """Return what a rank has written so far, all that is kept of it."""
+        """Return a rank's output so far, as far as it is kept."""
 
     @abc.abstractmethod
     def read_telemetry(self) -> list[bytes]:
-        """Return what was sampled so far: a file for each node of each attempt."""
+        """Return the samples so far: a file for each node of each attempt."""
 
     @abc.abstractmethod
     def cost(self) -> Cost:
-        """Return what the run used so far, over all of its attempts, and what that costs."""
+        """Return the run's use and cost so far, over all of its attempts."""
 
     @abc.abstractmethod
     def tries(self) -> list[Try]:
-        """Return what became of each attempt so far, in order."""
+        """Return the attempts so far, in order."""
 
 
 class LocalRun(RunSource):
-    """A run of this machine.
-
-    Args:
-        run_id: the run.
-        directory: the attempt's directory.
-        world_size: ranks; 0 for a session.
-        channel: to its supervisor, or to the agent that looks for one; None when it has ended.
-        again: launches once more, or None where it was accepted before.
-    """
+    """A run of this machine; channel None when it has ended, `again` relaunches one that was not accepted."""
 
     def __init__(
         self, run_id: str, directory: Path, world_size: int, channel: Channel | None, again: Reconnect | None = None
@@ -163,11 +132,11 @@ class LocalRun(RunSource):
         self._again = again
         self._tries = 1
         self._accepted = again is None
-        self._lost_ns: int | None = None  # boottime at which the supervisor's end was heard
+        self._lost_ns: int | None = None  # boottime at which the supervisor's end was noticed
 
     @property
     def is_open(self) -> bool:
-        """Return whether anything more may be heard."""
+        """Return whether more messages may come."""
         return self.channel is not None
 
     @property
@@ -213,7 +182,7 @@ class LocalRun(RunSource):
             self.channel = None
 
     def ending(self) -> protocol.Stopped:
-        """Return how the run directory says it ended; write that where the supervisor died."""
+        """Return the ending from the run directory; write it where the supervisor died."""
         stopped = read_ending(self.directory)
         if stopped is None and self._settle():
             stopped = read_ending(self.directory)
@@ -230,7 +199,7 @@ class LocalRun(RunSource):
         """Do nothing: it is there."""
 
     def read_log(self, rank: int, stream: str) -> bytes:
-        """Return what the rank's file has."""
+        """Return the contents of the rank's file."""
         try:
             return (self.directory / "logs" / f"{rank}.{stream}").read_bytes()
         except FileNotFoundError:
@@ -243,17 +212,17 @@ class LocalRun(RunSource):
         return [path.read_bytes() for path in paths]
 
     def cost(self) -> Cost:
-        """Return what the attempts' directories say."""
+        """Return the cost from the attempts' directories."""
         found: Cost = load(_COSTS).cost_here(self.directory.parent, SystemClock())
         return found
 
     def tries(self) -> list[Try]:
-        """Return what the attempts' directories say."""
+        """Return the attempts from their directories."""
         room = load(_TRIES)
         return [room.read_try(directory) for directory in room.attempts_here(self.directory.parent)]
 
     def _settle(self) -> bool:
-        """Write how a run ended whose supervisor died; return False where no supervisor had it, or one still has it."""
+        """Record the ending of a run whose supervisor died; return False if none had it, or one still has it."""
         settled: bool = load(_LOSS).settle_here(self.directory, SystemClock(), seen_ns=self._lost_ns)
         return settled
 
@@ -268,6 +237,6 @@ class LocalRun(RunSource):
 
 
 def supervisor_lost() -> protocol.Stopped:
-    """Return the ending of a run whose supervisor died without a word, and without evidence of why."""
+    """Return the ending of a run whose supervisor died silently and without evidence of the cause."""
     reason = Reason.SUPERVISOR_KILLED
     return protocol.Stopped(state=MEANINGS[reason].state, reason=reason, cause=None, consequences=())

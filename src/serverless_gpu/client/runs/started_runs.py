@@ -1,15 +1,14 @@
 """Runs that this process started and has not seen end: a line on stderr names them when the process ends.
 
 A script that drops the handles of `.map()` and returns leaves runs behind that hold devices. `submit` and `map` note
-each run here; its handle notes the end. What is left at the exit of the interpreter is looked up once more.
-
-Failure cases: the server does not answer within a second (the line says that these runs may go on); a forked child ends
-(it has the list, and started nothing); the process is killed (no line).
+each run here; its handle notes the end. The exit of the interpreter looks the rest up once more. When the server does
+not answer within a second, the line says that these runs may go on. A forked child prints nothing.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -24,7 +23,7 @@ _PRUNED_AT = 256
 
 
 class StartedRun:
-    """One run: where it is, and whether its end was seen."""
+    """A started run, its home, and whether its end was seen."""
 
     __slots__ = ("directory", "is_over", "is_remote", "run_id")
 
@@ -53,7 +52,7 @@ def note_started(run_id: str, directory: Path, *, is_remote: bool) -> StartedRun
 
 
 def unfinished_text(run_ids: list[str], unknown: list[str]) -> str:
-    """Return the line for runs that go on, and for those of which that is not known; "" for none."""
+    """Return the line for running runs and runs in an unknown state; "" without any."""
     if not run_ids and not unknown:
         return ""
     ids = run_ids + unknown
@@ -69,15 +68,11 @@ def _name_unfinished() -> None:
     left = [one for one in _started if not one.is_over]
     here = [one.run_id for one in left if not one.is_remote and read_ending(one.directory) is None]
     far = [one.run_id for one in left if one.is_remote]
-    going, unknown = _of_the_server(far) if far else ([], [])
+    going, unknown = [], far
+    if far:
+        with contextlib.suppress(ServerlessGpuError, OSError):
+            going = load("serverless_gpu.client.remote.attachment").unfinished(far[:_ASKED_MAX])
+            unknown = far[_ASKED_MAX:]
     text = unfinished_text(here + going, unknown)
     if text:
         print(f"serverless-gpu: {text}", file=sys.stderr)
-
-
-def _of_the_server(run_ids: list[str]) -> tuple[list[str], list[str]]:
-    """Return which runs go on, and of which that is not known."""
-    try:
-        return load("serverless_gpu.client.remote.attachment").unfinished(run_ids[:_ASKED_MAX]), run_ids[_ASKED_MAX:]
-    except (ServerlessGpuError, OSError):
-        return [], run_ids

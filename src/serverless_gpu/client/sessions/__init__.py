@@ -1,4 +1,1 @@
-"""Sessions: devices and warm processes that are held between calls, and actors that live in them.
-
-Users open one with `serverless_gpu.session`. Start with `session.py`.
-"""
+"""Sessions hold devices and warm processes between calls, and actors live in them. Start with `session.py`."""

@@ -7,9 +7,9 @@ One run of the session serves all calls. Its ranks connect to a Unix socket in a
 agent, supervisor and server see neither calls nor answers. The ranks return when this process closes the channel or
 ends, so the run ends, and its devices are verified and handed back, as those of any run.
 
-Failure cases: a method raises (that exception here; the ranks live on); ranks that do not answer within the grace after
-another one raised, say in a collective (the run is cancelled, a note says so); a rank dies (the error of the run, which
-names it); Ctrl-C during a call (the run is cancelled); no call for the session's idle limit (the channel closes).
+An exception of a method is raised here, and the ranks live on. The run is cancelled when ranks do not answer within the
+grace after another one raised, say in a collective, and at Ctrl-C during a call. A rank's death is the error of the
+run. The channel closes after the session's idle limit without a call.
 """
 
 from __future__ import annotations
@@ -122,9 +122,13 @@ class Actors:
             self._stop_timer()
             try:
                 for sock in self._socks.values():
-                    with contextlib.suppress(OSError):  # the rank is gone: reading says so
+                    with contextlib.suppress(OSError):  # the rank is gone: reading reports it
                         send_frame(sock, request)
-                return self._outcome(self._answers())
+                answers = {rank: cast("tuple[bool, object]", answer) for rank, answer in self._answers().items()}
+                for rank, (is_value, failure) in answers.items():
+                    if not is_value:  # of the rank that answered first
+                        raise self._with_note(self._error(rank, failure), len(answers))
+                return [answers[rank][1] for rank in sorted(answers)]
             except KeyboardInterrupt:
                 self._abort("a call was interrupted")
                 raise KeyboardInterrupt from None
@@ -141,14 +145,6 @@ class Actors:
             f"the arguments of {self._cls.__qualname__}.{name} cannot be pickled: {cause}",
             hint="pass plain data, arrays or CPU tensors, and open files and connections in the method",
         ) from cause
-
-    def _outcome(self, answers: Mapping[int, object]) -> list[object]:
-        """Return the values, by rank; raise what the rank raised that answered first."""
-        loaded = {rank: cast("tuple[bool, object]", answer) for rank, answer in answers.items()}
-        for rank, (is_value, failure) in loaded.items():
-            if not is_value:
-                raise self._with_note(self._error(rank, failure), len(loaded))
-        return [loaded[rank][1] for rank in sorted(loaded)]
 
     def _with_note(self, error: BaseException, answered: int) -> BaseException:
         if answered < len(self._socks):
@@ -206,7 +202,6 @@ class Actors:
         return error
 
     def _connect(self) -> None:
-        """Accept every rank."""
         world_size = 1
         while len(self._socks) < world_size:
             if select.select([self._listener], [], [], _TICK_S)[0]:
@@ -241,7 +236,7 @@ class Actors:
 
 
 def _end_idle(reference: weakref.ref[Actors], limit_s: float) -> None:
-    """End actors that nobody has called for the idle limit."""
+    """End actors without calls for the idle limit."""
     actors = reference()
     if actors is not None and actors._lock.acquire(blocking=False):  # else a call has just begun
         try:

@@ -5,12 +5,8 @@
         s.distributed(evaluate)
 
 The devices are held by a process of the node (`node/supervisor/session.py`) that lives as long as this one is connected
-to it. A daemon thread listens for what that process says while nobody calls: that the session has been idle for long,
-that it ended.
-
-Failure cases: this process dies (the session ends, its runs go on); the session's process dies, or the idle limit is
-reached (the next call says that the session has ended, and why); Ctrl-C while devices are waited for (nothing is held
-any more).
+to it. Between calls, a daemon thread listens to that process: the session has been idle for long, or it ended. The next
+call raises the reason. The death of this process ends the session, but not its runs.
 """
 
 from __future__ import annotations
@@ -54,14 +50,14 @@ class _Hold(Run[None]):
     devices: tuple[Device, ...] = ()
 
     def wait_held(self, display: Display) -> None:
-        """Wait until the devices are there, and say meanwhile what they wait for."""
+        """Wait for the devices, and show the reason of the wait."""
         self._display = display
         self._hear_until(lambda: bool(self.devices) or self.over, None)
         if not self.devices:
             raise self._error(None) or SessionEnded(f"session {self.id} was ended before it had its devices")
 
     def listen(self) -> None:
-        """Say what the session says, until it has ended."""
+        """Print the session's messages until it has ended."""
         with contextlib.suppress(OSError):
             self._hear_until(lambda: self.over and not self._source.is_open, None)
 
@@ -257,7 +253,7 @@ class Session:
             raise SessionEnded(f"session {self.id} cannot be used any more: {why}", hint=hint)
 
     def _stop_runs(self, *, interrupted: bool) -> None:
-        """Cancel what still runs and wait for it, but not for what Ctrl-C was to leave or has left; then forget all."""
+        """Cancel and await running runs, except those that Ctrl-C leaves; then forget all."""
         runs, self._runs = self._runs, []
         going = [run for run in runs if not run._abandoned(interrupted=interrupted) and not run.wait(timeout=0)]
         if not going:
@@ -278,7 +274,6 @@ def _end_in(owner: int, held: _Hold) -> None:
 
 
 def _wait_for(runs: Sequence[Run[object]]) -> None:
-    """Wait until runs have given their devices back."""
     for run in runs:
         with contextlib.suppress(ServerlessGpuError):  # it has no receipt, because its supervisor was killed
             run.receipt()
@@ -289,8 +284,6 @@ def _runs_text(count: int) -> str:
 
 
 class _InSession(DistributedFunction[P, R]):
-    """A function bound to a session."""
-
     def __init__(self, function: Callable[P, R], spec: RunSpec, session: Session) -> None:
         super().__init__(function, spec)
         self._session = session
