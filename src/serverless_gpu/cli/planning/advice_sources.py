@@ -150,7 +150,7 @@ def of_rows(rows: Iterable[DemandRow], wanted: UseFilter) -> PastUse:
     return _begun(past)
 
 
-def book_of_server(connection: Connection) -> Book:
+def book_of_server(connection: Connection) -> PriceBook:
     """Return a server's current prices; raise ServerProblem when it is away."""
     answer: PriceList = connection.ask("GET", "/prices", answer=load("serverless_gpu.wire.prices").PriceList)
     rows = (

@@ -92,7 +92,7 @@ def _wanted(options: Mapping[str, Any]) -> UseFilter:
     return UseFilter(start_ns=now_ns - round(last_s) * 1_000_000_000, end_ns=now_ns, **asked)
 
 
-def _known(options: Mapping[str, Any], wanted: UseFilter, configuration: Configuration) -> tuple[PastUse, Book]:
+def _known(options: Mapping[str, Any], wanted: UseFilter, configuration: Configuration) -> tuple[PastUse, PriceBook]:
     book = book_of_home(configuration)
     if options["trace"] is not None:
         return of_trace(read_trace(options["trace"]), wanted), book
@@ -167,7 +167,7 @@ def _rates(options: Mapping[str, Any], book: PriceBook, gpu_type: str, billed: F
     return GpuRates(reserved=reserved, on_demand=on_demand, currency=book.currency, billed=billed), ""
 
 
-def _price(option: str, text: str, book: Book, gpu_type: str) -> int | None:
+def _price(option: str, text: str, book: PriceBook, gpu_type: str) -> int | None:
     """Return a typed price: an amount, or the pool that has the price."""
     if text[:1] in ("", "-") or text[:1].isdigit() or text[:1] == ".":
         return micros(option, text, most=_PRICE_MAX) if text else book.price(gpu_type)

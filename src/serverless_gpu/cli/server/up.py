@@ -168,7 +168,7 @@ def _told(url: str, home: Home, mlflow: str) -> list[str]:
 
 def disk_warnings(home: Home) -> list[str]:
     """Return warnings about a disk that limits the server."""
-    space, reserve = load("serverless_gpu.server.space"), load("serverless_gpu.server.reserve")
+    space, reserve = load("serverless_gpu.server.core.disk_space"), load("serverless_gpu.server.db.disk_reserve")
     free, needed = space.free_bytes(home.root), max(space.KEPT_FREE_BYTES, reserve.LOW_BYTES + reserve.BYTES)
     if free is None or free > needed:
         return []

@@ -66,7 +66,7 @@ _AGAIN_S = 0.1
 _UNKNOWN = "whether run {} was started is not known"
 
 
-class Call(NamedTuple):
+class SubmittedCall(NamedTuple):
     """The call of every rank."""
 
     function: Callable[..., object]
@@ -75,7 +75,7 @@ class Call(NamedTuple):
     named: Mapping[str, object] = {}  # the arguments by name, for displays
 
 
-def launch(call: Call | None, spec: RunSpec, *, watch: bool) -> Run[object]:
+def launch(call: SubmittedCall | None, spec: RunSpec, *, watch: bool) -> Run[object]:
     """Start a run on a server; call None runs `spec.payload`, `watch` streams in the request's answer.
 
     Raises ServerUnavailable when it is unknown whether the server has the run; other errors start nothing.
