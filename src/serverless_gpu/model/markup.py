@@ -32,14 +32,7 @@ _VALUE = f"{_EDGE}text-align:left;padding:2px 0;white-space:normal;"
 
 
 def status(state: str, sentence: str, lines: Sequence[str], tracked: str = "") -> str:
-    """Return the state of a run that goes on.
-
-    Args:
-        state: for example ``"RUNNING"``.
-        sentence: what there is to say about it.
-        lines: progress, one line each.
-        tracked: address of its page in MLflow, or "".
-    """
+    """Return the state of a run that goes on."""
     page = f'<div><span style="{_FAINT}">MLflow:</span> {link(tracked)}</div>' if tracked else ""
     progress = f'<div style="{_MONO}">{escape(chr(10).join(lines))}</div>' if lines else ""
     return f'<div style="{_BOX}">{_heading(state, sentence)}{page}{progress}</div>'
@@ -57,13 +50,7 @@ def table(state: str, sentence: str, rows: Sequence[tuple[str, str]]) -> str:
 
 
 def unfolding(state: str, lines: Sequence[str], whole: str) -> str:
-    """Return lines below each other, with the state's colour, and something larger that a reader can unfold.
-
-    Args:
-        state: for example ``"SUCCEEDED"``.
-        lines: text.
-        whole: HTML.
-    """
+    """Return lines below each other, with the state's colour, and something larger that a reader can unfold."""
     first, *others = (escape(line) for line in lines)
     more = "".join(f"<div>{line}</div>" for line in others)
     summary = f'<summary style="cursor:pointer">{_dot(state)} {first}</summary>'

@@ -58,7 +58,7 @@ _INSTEAD = {name: words for words, names in _MEANT.items() for name in names.spl
 
 
 class Asked(NamedTuple):
-    """What `ray_launch` was given: the cluster, and what `distributed` knows as well."""
+    """The arguments of `ray_launch`: the cluster, and the options of `distributed`."""
 
     cluster: RayCluster
     options: dict[str, object]
@@ -67,14 +67,7 @@ class Asked(NamedTuple):
 def read_options(dashboard: object, object_store_memory: object, options: Mapping[str, object]) -> Asked:
     """Return the cluster that is asked for, and the options that any run may have.
 
-    Args:
-        dashboard: whether Ray's web page is wanted.
-        object_store_memory: bytes of each node's object store, as a number or as ``"20GB"``; None for a share.
-        options: the others, by name.
-
-    Raises:
-        InvalidOption: there is no such option, with what is to be written instead; or the type is wrong.
-        InvalidValue: the object store would be too small for Ray, or larger than it takes.
+    Raises InvalidOption when an option is unknown or of the wrong type, and InvalidValue for a bad store size.
     """
     for name in options:
         if name not in VALID:

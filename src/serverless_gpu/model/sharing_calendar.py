@@ -29,17 +29,11 @@ _FORMS = 'write days, times or both: "mon-fri 19:00-07:00", "sat-sun", "sat,sun 
 
 
 class WeeklyWindow(msgspec.Struct, frozen=True, kw_only=True):
-    """Times of a week.
+    """Times of a week."""
 
-    Attributes:
-        days: on which it begins, 0 for Monday.
-        begins: minutes since midnight.
-        ends: likewise, more than `begins`; beyond 1440 on the next day.
-    """
-
-    days: tuple[int, ...]
-    begins: int = 0
-    ends: int = _DAY
+    days: tuple[int, ...]  # on which it begins, 0 for Monday
+    begins: int = 0  # minutes since midnight
+    ends: int = _DAY  # the same, more than `begins`; beyond 1440 on the next day
 
     @property
     def text(self) -> str:
@@ -50,27 +44,14 @@ class WeeklyWindow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Calendar(msgspec.Struct, frozen=True, kw_only=True):
-    """When a node is shared.
+    """The times at which a node is shared."""
 
-    Attributes:
-        windows: the times; without any it always is.
-        zone: whose time that is.
-    """
-
-    windows: tuple[WeeklyWindow, ...]
-    zone: tzinfo
+    windows: tuple[WeeklyWindow, ...]  # the times; without any it always is
+    zone: tzinfo  # whose time that is
 
 
 def parse(texts: Sequence[str], zone: tzinfo) -> Calendar:
-    """Return a calendar.
-
-    Args:
-        texts: its windows as people write them.
-        zone: whose time that is.
-
-    Raises:
-        InvalidValue: a text is no window, or there are too many.
-    """
+    """Return a calendar. Raises InvalidValue when a text is no window, or there are too many."""
     if len(texts) > WINDOWS_MAX:
         raise InvalidValue(f"a calendar has {len(texts)} windows", hint=f"{WINDOWS_MAX} at most")
     return Calendar(windows=tuple(parse_window(text) for text in texts), zone=zone)
@@ -79,11 +60,7 @@ def parse(texts: Sequence[str], zone: tzinfo) -> Calendar:
 def parse_window(text: str) -> WeeklyWindow:
     """Return what people write as ``"mon-fri 19:00-07:00"``.
 
-    Args:
-        text: days, times or both.
-
-    Raises:
-        InvalidValue: it is neither.
+    Raises InvalidValue when the text is no window.
     """
     words = text.lower().replace("–", "-").split()
     if not words or len(words) > 2:
@@ -99,12 +76,7 @@ def parse_window(text: str) -> WeeklyWindow:
 
 
 def is_shared(calendar: Calendar, at_ns: int) -> bool:
-    """Return whether others than its owner may use a node.
-
-    Args:
-        calendar: the node's.
-        at_ns: nanoseconds since 1970.
-    """
+    """Return whether others than its owner may use a node."""
     local = datetime.fromtimestamp(at_ns // _NS, calendar.zone)
     minute = local.hour * 60 + local.minute
     today, yesterday = local.weekday(), (local.weekday() - 1) % len(_DAYS)
@@ -116,12 +88,7 @@ def is_shared(calendar: Calendar, at_ns: int) -> bool:
 
 
 def turns_at(calendar: Calendar, at_ns: int) -> int | None:
-    """Return when a node changes hands next, nanoseconds since 1970; None when it does not.
-
-    Args:
-        calendar: the node's.
-        at_ns: now.
-    """
+    """Return when a node changes hands next, nanoseconds since 1970; None when it does not."""
     if not calendar.windows:
         return None
     now = is_shared(calendar, at_ns)

@@ -9,7 +9,7 @@ import msgspec
 
 
 class Tracking(msgspec.Struct, frozen=True, kw_only=True):
-    """Where and as what a run is tracked, as its client resolved it at the call.
+    """The MLflow destination of a run, as its client resolved it at the call.
 
     One of `uri` and `store` says where; with neither it is the home's own MLflow server.
 

@@ -26,14 +26,7 @@ _WORKED, _IDLE, _BEYOND, _LEAST = "#2166b0", "#c9d1d9", "#e0a45c", "#0f7d6c"
 def draw(advice: Advice, title: str, path: Path) -> None:
     """Write the picture of an advice.
 
-    Args:
-        advice: what is shown.
-        title: what is written above.
-        path: a file; its ending says which kind.
-
-    Raises:
-        OSError: the file cannot be written.
-        ValueError: Matplotlib knows no such kind of file.
+    Raises OSError when the file cannot be written. Raises ValueError when Matplotlib knows no such kind of file.
     """
     figure = Figure(figsize=(9.0, 7.2), facecolor=_PAPER, layout="constrained")
     wanted, costs = figure.subplots(2, 1, sharex=True)

@@ -96,10 +96,7 @@ class Nodes:
 def in_order(jobs: Sequence[Job], cluster: Cluster, *, strict: bool) -> Spans:
     """Return when jobs run that start in the order of arrival and keep their GPUs.
 
-    Args:
-        jobs: sorted by arrival.
-        cluster: where.
-        strict: whether the first that does not fit holds up all others.
+    `strict`: the first job that does not fit holds up all others.
     """
     nodes, spans = Nodes(cluster), _no_spans(jobs)
     waiting: dict[int, deque[int]] = {}
@@ -144,10 +141,7 @@ def _that_fit(waiting: dict[int, deque[int]], nodes: Nodes, *, strict: bool) -> 
 def placed_again(jobs: Sequence[Job], cluster: Cluster, key: Key) -> Spans:
     """Return when jobs run that are all placed again at each arrival and each end.
 
-    Args:
-        jobs: sorted by arrival.
-        cluster: where.
-        key: who comes first, the least first. Equals keep the order of the previous pass; new jobs come after them.
+    The least `key` comes first. Equals keep the order of the previous pass; new jobs come after them.
     """
     replay = _PlacedAgain(jobs, cluster, key)
     return replay.run()

@@ -39,14 +39,7 @@ class _Line(NamedTuple):
 def draw(outcomes: Sequence[Outcome], title: str, path: Path) -> None:
     """Write the picture of replays of one trace.
 
-    Args:
-        outcomes: what came of each scheduler; one or more.
-        title: what is written above.
-        path: a file; its ending says which kind.
-
-    Raises:
-        OSError: the file cannot be written.
-        ValueError: Matplotlib knows no such kind of file.
+    Raises OSError when the file cannot be written. Raises ValueError when Matplotlib knows no such kind of file.
     """
     figure = Figure(figsize=(9.0, 9.0), facecolor=_PAPER, layout="constrained")
     used, queue, waits = figure.subplots(3, 1)

@@ -50,12 +50,8 @@ _TELL_EVERY = 500
 class Drive:
     """One replay with the scheduler.
 
-    Args:
-        jobs: sorted by arrival; each fits into the empty cluster.
-        cluster: where.
-        scheduling: what the operator decides.
-        durations: what it is told of how long jobs take.
-        progress: is told how far it is.
+    jobs: sorted by arrival; each fits into the empty cluster. cluster: where. scheduling: what the operator decides.
+    durations: what it is told of how long jobs take. progress: is told how far it is.
     """
 
     def __init__(
@@ -115,7 +111,7 @@ class Drive:
         return wanted
 
     def _decide(self, changes: list[Change], now_ns: int) -> Decision:
-        """Let the scheduler decide, until nobody else has to leave at this moment."""
+        """Let the scheduler decide until no more runs have to leave at this moment."""
         for _ in range(_ROUNDS_MAX):
             self._planner.apply(changes)
             decision = self._planner.decide(now_ns)

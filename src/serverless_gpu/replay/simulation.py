@@ -21,7 +21,7 @@ POLICIES = ("fifo", "first-fit", *KEYS, "ours")
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What `ours` is told beyond the jobs.
+    """Settings of `ours` beyond the jobs.
 
     Attributes:
         durations: of how long jobs take it is told the truth (``"known"``), what earlier jobs of the same user and name
@@ -36,7 +36,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of a replay.
+    """The outcome of a replay.
 
     Attributes:
         policy: whose decisions these are.

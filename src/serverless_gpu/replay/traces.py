@@ -64,16 +64,7 @@ def read_trace(path: Path, only: Mapping[str, str] | None = None) -> Trace:
 
 
 def jobs_of(rows: Iterable[Row], source: str, only: Mapping[str, str]) -> Trace:
-    """Return the jobs among rows.
-
-    Args:
-        rows: with the columns of a trace.
-        source: where they are from, in words.
-        only: rows are left out whose column is not so.
-
-    Raises:
-        InvalidValue: a column is missing, or there is no job.
-    """
+    """Return the jobs among rows. Raises InvalidValue when a column is missing, or there is no job."""
     jobs: list[Job] = []
     left_out: Counter[str] = Counter()
     for place, row in enumerate(rows):

@@ -46,19 +46,14 @@ class ChainedEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChainHead(msgspec.Struct, frozen=True):
-    """How far a chain goes: the number and the digest of its last entry."""
+    """The number and the digest of the last entry of a chain."""
 
     number: int = 0
     sha256: str = GENESIS
 
 
 def digest(previous: str, link: ChainedEntry) -> str:
-    """Return the digest that an entry has to have.
-
-    Args:
-        previous: digest of the entry before it.
-        link: the entry; its own `sha256` counts for nothing.
-    """
+    """Return the digest that an entry has to have."""
     said = (link.number, link.seq, link.at_ns, link.principal, link.action, link.subject, link.detail, link.token)
     return hashlib.sha256(previous.encode() + b"\n" + msgspec.json.encode(said, order="sorted")).hexdigest()
 
@@ -66,12 +61,7 @@ def digest(previous: str, link: ChainedEntry) -> str:
 def follow(links: Iterable[ChainedEntry], *, after: ChainHead) -> tuple[ChainHead, str]:
     """Follow a chain from a known head on, as far as it is whole.
 
-    Args:
-        links: entries in order.
-        after: the entry before the first of them.
-
-    Returns:
-        The last entry that is as it was written down, and what is wrong with the next one, or "" when nothing is.
+    Returns the last intact entry, and the defect of the next one or "".
     """
     head = after
     for link in links:

@@ -20,13 +20,7 @@ def with_defaults(policies: Iterable[tuple[str, UsagePolicy]], spec: RunSpec, te
     A run without a team gets the first `team` of a policy that its owner is in. Where a policy requires a team, an
     owner of one team need not name it.
 
-    Args:
-        policies: those that apply, with their names; the first one that says something holds.
-        spec: what was asked for.
-        teams: of the run's owner.
-
-    Raises:
-        PolicyViolation: a policy requires a team, and it is not known which.
+    Raises PolicyViolation when a policy requires a team, and it is not known which.
     """
     policies = list(policies)
     team, timeout_s = spec.team, spec.timeout_s

@@ -22,7 +22,7 @@ ROLES: tuple[Role, ...] = get_args(Role)
 
 
 class AccessReach(StrEnum):
-    """How far somebody may reach on a resource."""
+    """The reach of a principal on a resource."""
 
     NONE = "none"
     OWN = "own"
@@ -31,53 +31,33 @@ class AccessReach(StrEnum):
 
 
 class Resource(StrEnum):
-    """What there is to see and to change.
+    """Resources that principals read and change."""
 
-    Attributes:
-        RUNS: runs, their attempts, logs, files and receipts; write: ask for one, stop it.
-        NODES: nodes as people see them; write: forget one.
-        RULES: what people decide about a node: drained, its calendar, GPUs left out; own: they are its owner.
-        POOLS: pools.
-        SHARES: of the queue, and use of devices; team: those of one's teams, and one's own.
-        POLICIES: usage policies, and whom they are attached to.
-        PRICES: the price book.
-        BUDGETS: team: those of one's teams, and one's own.
-        USAGE: what was used and what it cost; team: by one's teams, and by oneself.
-        ENVIRONMENTS: objects of captured environments; own: by their address; all: list and delete.
-        BLOBS: parts of payloads and outputs, by their digest.
-        AGENTS: a node's own side: join, heartbeat.
-        JOINING: becoming a node with the token of the join file, which is good for nothing else; what a machine gets
-            for it has the scope "agent", and cannot let in another one.
-        ORDERS: what a node is told to do; with it go the callers' variables and the tokens of attempts, so a node's
-            own token is all that reaches them, and asking for them is a write: they count as sent.
-        USERS: users and services.
-        TEAMS: teams and who is in them.
-        TOKENS: tokens, without their secrets.
-        AUDIT: who did what.
-        METRICS: figures of the whole server, which name nobody.
-        SECRETS: names and versions of secrets; write: set, delete. No route returns a value.
-    """
-
-    RUNS = "runs"
-    NODES = "nodes"
+    RUNS = "runs"  # runs, their attempts, logs, files and receipts; write: ask for one, stop it
+    NODES = "nodes"  # nodes as people see them; write: forget one
+    # What people decide about a node: drained, its calendar, GPUs left out; own: they are its owner.
     RULES = "node-rules"
     POOLS = "pools"
-    SHARES = "shares"
-    POLICIES = "policies"
+    SHARES = "shares"  # of the queue, and use of devices; team: those of one's teams, and one's own
+    POLICIES = "policies"  # usage policies, and whom they are attached to
     PRICES = "prices"
-    BUDGETS = "budgets"
-    USAGE = "usage"
-    ENVIRONMENTS = "environments"
-    BLOBS = "blobs"
-    AGENTS = "agents"
+    BUDGETS = "budgets"  # team: those of one's teams, and one's own
+    USAGE = "usage"  # what was used and what it cost; team: by one's teams, and by oneself
+    ENVIRONMENTS = "environments"  # objects of captured environments; own: by their address; all: list and delete
+    BLOBS = "blobs"  # parts of payloads and outputs, by their digest
+    AGENTS = "agents"  # a node's own side: join, heartbeat
+    # Becoming a node with the token of the join file, which is good for nothing else; what a machine gets for it has
+    # the scope "agent", and cannot let in another one.
     JOINING = "joining"
+    # What a node is told to do; with it go the callers' variables and the tokens of attempts, so a node's own token is
+    # all that reaches them, and asking for them is a write: they count as sent.
     ORDERS = "orders"
     USERS = "users"
-    TEAMS = "teams"
-    TOKENS = "tokens"
+    TEAMS = "teams"  # teams and who is in them
+    TOKENS = "tokens"  # tokens, without their secrets
     AUDIT = "audit"
-    METRICS = "metrics"
-    SECRETS = "secrets"
+    METRICS = "metrics"  # figures of the whole server, without names
+    SECRETS = "secrets"  # names and versions of secrets; write: set, delete. No route returns a value
 
 
 _NONE, _OWN, _TEAM, _ALL = AccessReach.NONE, AccessReach.OWN, AccessReach.TEAM, AccessReach.ALL
@@ -175,13 +155,9 @@ SCOPES: Mapping[str, Mapping[Resource, bool]] = {
 
 
 def reach(role: str, resource: str, *, write: bool, scopes: Collection[str] = ()) -> AccessReach:
-    """Return how far somebody may reach.
+    """Return the reach of a role on a resource.
 
-    Args:
-        role: of the principal; one that is not in the table reaches nothing.
-        resource: a value of `Resource`; one that is not in the table is reached by nobody.
-        write: whether to change it.
-        scopes: of the token; none of them means everything that the principal may do.
+    An unknown role or resource reaches nothing. Without scopes the token may do all that its principal may.
     """
     row = _ROWS.get(role)
     wanted = _RESOURCES.get(resource)
@@ -193,15 +169,7 @@ def reach(role: str, resource: str, *, write: bool, scopes: Collection[str] = ()
 
 
 def covers(reached: str, *, name: str, teams: Iterable[str], owner: str, team: str = "") -> bool:
-    """Return whether one thing is in reach.
-
-    Args:
-        reached: what `reach` returned.
-        name: of the principal who asks.
-        teams: it is in.
-        owner: of the thing.
-        team: the thing belongs to, or "".
-    """
+    """Return whether one thing is in reach."""
     if reached == AccessReach.ALL:
         return True
     if reached == AccessReach.NONE or not name:

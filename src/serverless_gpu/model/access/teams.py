@@ -14,12 +14,7 @@ from collections.abc import Sequence
 
 
 def teams_charged(team: str, member_of: Sequence[str]) -> tuple[str, ...]:
-    """Return the teams whose budgets count a run, by name.
-
-    Args:
-        team: that the run names, or "".
-        member_of: teams of its owner when it was submitted.
-    """
+    """Return the teams whose budgets count a run, by name."""
     return (team,) if team else tuple(sorted(set(member_of) - {""}))
 
 

@@ -49,7 +49,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CrewObservation(msgspec.Struct, frozen=True, kw_only=True):
-    """What a crew saw of its ranks.
+    """A crew's observation of its ranks.
 
     Attributes:
         number: of the `Ask`.
@@ -65,7 +65,7 @@ class CrewObservation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Judgement(msgspec.Struct, frozen=True, kw_only=True):
-    """What all crews are told.
+    """The verdict that all crews get.
 
     Attributes:
         number: from 1 on; files with stacks have it in their names.
@@ -90,36 +90,20 @@ class CrewSilent(msgspec.Struct, frozen=True):
 
 
 class GangWatch(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a gang's progress.
+    """The known progress of a gang."""
 
-    Attributes:
-        silent: crews of which nothing was heard for a while, by number; the others are at work.
-        watch: warnings so far; its looks are the nodes'.
-        ask: what crews are to look for.
-        seen: what they saw, by number.
-        judgement: what they are told.
-    """
-
+    # Crews of which nothing was heard for a while, by number; the others are at work.
     silent: Mapping[int, CrewSilent] = msgspec.field(default_factory=dict)
-    watch: RunProgress = RunProgress(since_ns=0, seen_ns=0)
-    ask: Ask | None = None
-    seen: Mapping[int, CrewObservation] = msgspec.field(default_factory=dict)
+    watch: RunProgress = RunProgress(since_ns=0, seen_ns=0)  # warnings so far; its looks are the nodes'
+    ask: Ask | None = None  # what crews are to look for
+    seen: Mapping[int, CrewObservation] = msgspec.field(default_factory=dict)  # what they saw, by number
     judgement: Judgement | None = None
 
 
 def heard(
     gang: GangWatch, crew: int, silence: Silence | None, seen: CrewObservation | None, *, returned: bool, now_ns: int
 ) -> GangWatch:
-    """Return what is known after a crew was heard of.
-
-    Args:
-        gang: what was known.
-        crew: its number.
-        silence: of its ranks, or None while they say something.
-        seen: what it saw of them last.
-        returned: whether all of them have returned: nothing more is to be expected of it.
-        now_ns: the time.
-    """
+    """Return what is known after a crew was heard of."""
     before = gang.silent.get(crew)
     others = {number: one for number, one in gang.silent.items() if number != crew}
     if silence is None and not returned:
@@ -142,13 +126,7 @@ def decide(
 ) -> GangWatch:
     """Return what is known after what is due now was decided.
 
-    Args:
-        gang: what was known.
-        limits: of the run.
-        crews: all of the gang, by number.
-        per_node: whether each node has one process of the user's.
-        now_ns: the time.
-        fresh_ns: a crew of which nothing was heard for longer is silent itself.
+    A crew that was silent for longer than `fresh_ns` counts as silent itself.
     """
     if gang.judgement is not None and gang.judgement.ends:
         return gang
@@ -216,7 +194,7 @@ def _stacks(seen: Collection[CrewObservation], waiting: Sequence[int], elsewhere
 
 
 def _at_work(gang: GangWatch, since_ns: int) -> GangWatch:
-    """Return what is known after a sign of progress: all is asked anew, and a warning that stood is taken back."""
+    """Return the watch after a sign of progress: asks start over, and a standing warning is withdrawn."""
     judgement = gang.judgement
     if judgement is not None and not judgement.ends and judgement.sentence:
         judgement = Judgement(number=judgement.number, sentence="")

@@ -31,25 +31,15 @@ _STATES = {
 
 
 class HangFinding(msgspec.Struct, frozen=True, kw_only=True):
-    """A run that stands still, as far as it is known.
+    """A run that stands still, as far as it is known."""
 
-    Attributes:
-        waiting: ranks that wait for others.
-        elsewhere: ranks that do not.
-        looks: the last look at each rank that has not returned, by rank.
-        first: the first look of this silence.
-        moving: ranks that were seen to move.
-        silent_ms: how long nothing was heard.
-        watched_ms: how long the ranks were looked at.
-    """
-
-    waiting: tuple[int, ...]
-    elsewhere: tuple[int, ...]
-    looks: dict[int, RankInspection]
-    first: dict[int, RankInspection]
-    moving: frozenset[int]
-    silent_ms: int
-    watched_ms: int
+    waiting: tuple[int, ...]  # ranks that wait for others
+    elsewhere: tuple[int, ...]  # ranks that do not
+    looks: dict[int, RankInspection]  # the last look at each rank that has not returned, by rank
+    first: dict[int, RankInspection]  # the first look of this silence
+    moving: frozenset[int]  # ranks that were seen to move
+    silent_ms: int  # how long nothing was heard
+    watched_ms: int  # how long the ranks were looked at
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -60,12 +50,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def ranks_on(crews: Collection[CrewPlace], *, per_node: bool) -> Callable[[Sequence[int]], str]:
-    """Return how ranks of a gang are named: with their nodes, ``ranks 0, 1 on n1, rank 2 on n2``.
-
-    Args:
-        crews: all of the gang.
-        per_node: whether each node has one process.
-    """
+    """Return how ranks of a gang are named: with their nodes, ``ranks 0, 1 on n1, rank 2 on n2``."""
     owned = [(crew.node, numbered(crew, per_node=per_node)) for crew in crews]
 
     def text(ranks: Sequence[int]) -> str:
@@ -93,15 +78,7 @@ def told_of(
     silent_ms: int,
     named: Callable[[Sequence[int]], str] = ranks_text,
 ) -> str:
-    """Return in one line who waits, and for whom.
-
-    Args:
-        seen: ranks that have not returned.
-        waiting: ranks that wait for others.
-        elsewhere: ranks that do not.
-        silent_ms: how long nothing was heard.
-        named: how ranks are named.
-    """
+    """Return in one line who waits, and for whom."""
     who = _who_waits({one.rank: one for one in seen}, waiting, elsewhere, named)
     return f"no output for {format_duration_ms(silent_ms)}, and {who}"
 
@@ -114,14 +91,7 @@ def stacks(finding: HangFinding) -> dict[int, str]:
 
 
 def report(finding: HangFinding, title: str, ranks: Iterable[int], told: str = "") -> str:
-    """Return the text of the file with all stacks.
-
-    Args:
-        finding: what was found.
-        title: which run, and when.
-        ranks: of the run, on this node.
-        told: who waits for whom, where more is known than what was found on this node.
-    """
+    """Return the text of the file with all stacks."""
     rows = [_row(finding, rank) for rank in ranks]
     parts = [
         f"{title}\n{told or sentence(finding)}",

@@ -66,7 +66,7 @@ _NOT_A_FAILURE = ASKED | {Reason.COMPLETED}
 
 
 class AttemptInstruction(StrEnum):
-    """What thin code does next."""
+    """Instructions to the caller."""
 
     START_RANKS = "start_ranks"
     RELEASE_RANKS = "release_ranks"
@@ -89,16 +89,7 @@ class IllegalAttemptTransition(Exception):
 def advance(attempt: Attempt, event: Event, now_ns: int) -> Step:
     """Return the attempt after an event, and what has to be done about it.
 
-    Args:
-        attempt: the attempt as it is.
-        event: what happened.
-        now_ns: the time, nanoseconds of the node's boottime clock.
-
-    Returns:
-        The next value and the instructions, in order.
-
-    Raises:
-        IllegalTransition: the table has no row for this event in this state.
+    `now_ns` is of the node's boottime clock. Raises IllegalTransition when the table has no row for the event.
     """
     handler = TABLE[attempt.state].get(type(event))
     if handler is None:
@@ -241,7 +232,7 @@ def _gpu_failed_at_start(attempt: Attempt, event: GpuFailed, now_ns: int) -> Ste
 
 
 def _gpu_failed(attempt: Attempt, event: GpuFailed, now_ns: int) -> Step:
-    """The rank that has it dies soon, and says so; or hangs, which nobody would have to wait for."""
+    """The rank on the GPU soon dies and reports it, or hangs; a hang need not be awaited."""
     attempt = _gpu_failed_while_stopping(attempt, event, now_ns)[0]
     if attempt.phase is Phase.RETURNED:
         return attempt, ()

@@ -70,7 +70,7 @@ _ORDER = (State.STARTING, State.RUNNING, State.STOPPING)
 
 
 class RunInstruction(StrEnum):
-    """What thin code does next, in the transaction that writes the run."""
+    """Instructions to the caller, in the transaction that writes the run."""
 
     SEND_STOP = "send_stop"
     REQUEUE = "requeue"
@@ -78,47 +78,32 @@ class RunInstruction(StrEnum):
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything the next decision depends on.
-
-    Attributes:
-        fence: number of the current attempt; 0 before the first. It only grows.
-        stop: why the run is asked to stop, or None.
-        began: whether user code of the current attempt is known to have started.
-        may_resume: `spec.resume`.
-        retries_left: of those the user asked for.
-        infra_left: attempts that may be made again because the platform failed.
-        before: where an UNREACHABLE run was when it was last heard of, else None.
-        faults_left: attempts that may be made again because a GPU or a node failed; none unless the user asked for it.
-        goes_on_at_limit: whether an attempt that reaches its time limit is followed by another: the limit is not the
-            user's own but what an attempt may take here (`max_run_s`), and they asked for `resume`.
-        saved: number of the newest attempt that is known to have saved something to continue from; 0 for none.
-        unsaved: attempts in a row, up to the last that is over, that saved nothing.
-        unsaved_max: so many of these end the run.
-        ran: attempts that are over of which user code began, without those that made room for others.
-        attempts_max: how many of these a usage policy allows, or None.
-    """
+    """Everything the next decision depends on."""
 
     run_id: str
-    fence: int = 0
+    fence: int = 0  # number of the current attempt; 0 before the first. It only grows
     state: State = State.QUEUED
     reason: Reason | None = None
-    stop: StopReason | None = None
-    began: bool = False
-    may_resume: bool = False
-    retries_left: int = 0
-    infra_left: int = INFRA_RETRIES_MAX
-    before: State | None = None
+    stop: StopReason | None = None  # why the run is asked to stop, or None
+    began: bool = False  # whether user code of the current attempt is known to have started
+    may_resume: bool = False  # `spec.resume`
+    retries_left: int = 0  # of those the user asked for
+    infra_left: int = INFRA_RETRIES_MAX  # attempts that may be made again because the platform failed
+    before: State | None = None  # where an UNREACHABLE run was when it was last heard of, else None
+    # Attempts that may be made again because a GPU or a node failed; none unless the user asked for it.
     faults_left: int = 0
+    # Whether an attempt that reaches its time limit is followed by another: the limit is not the user's own but what an
+    # attempt may take here (`max_run_s`), and they asked for `resume`.
     goes_on_at_limit: bool = False
-    saved: int = 0
-    unsaved: int = 0
-    unsaved_max: int = UNSAVED_MAX
-    ran: int = 0
-    attempts_max: int | None = None
+    saved: int = 0  # number of the newest attempt that is known to have saved something to continue from; 0 for none
+    unsaved: int = 0  # attempts in a row, up to the last that is over, that saved nothing
+    unsaved_max: int = UNSAVED_MAX  # so many of these end the run
+    ran: int = 0  # attempts that are over of which user code began, without those that made room for others
+    attempts_max: int | None = None  # how many of these a usage policy allows, or None
 
 
 class RunPlaced(msgspec.Struct, frozen=True):
-    """The scheduler has decided where the next attempt runs; this is the intent, before anybody is told."""
+    """The scheduler has chosen the place of the next attempt; the intent, before any node hears of it."""
 
 
 class UserCodeStarted(msgspec.Struct, frozen=True):
@@ -140,23 +125,18 @@ class Heard(msgspec.Struct, frozen=True):
 
 
 class StopAsked(msgspec.Struct, frozen=True):
-    """Somebody, or a limit, asks the run to stop."""
+    """A user or a limit asks the run to stop."""
 
     why: StopReason
 
 
 class AttemptEnded(msgspec.Struct, frozen=True):
-    """The node reports that the attempt is over.
-
-    Attributes:
-        proven: whether no process of it is left; else one could not be ended, and there is no other attempt.
-        uncounted: whether one that is made because this one did not begin is not one of those that may be.
-    """
+    """The node reports that the attempt is over."""
 
     reason: Reason
     began: bool
-    proven: bool = True
-    uncounted: bool = False
+    proven: bool = True  # whether no process of it is left; else one could not be ended, and there is no other attempt
+    uncounted: bool = False  # whether one that is made because this one did not begin is not one of those that may be
 
 
 class GivenUp(msgspec.Struct, frozen=True):
@@ -204,15 +184,7 @@ class IllegalRunTransition(Exception):
 def advance(run: Run, event: Event) -> Step:
     """Return the run after an event, and what has to be done about it.
 
-    Args:
-        run: the run as it is.
-        event: what happened.
-
-    Returns:
-        The next value and the instructions, in order. A run that equals the one before has nothing to write.
-
-    Raises:
-        IllegalTransition: the table has no row for this event in this state.
+    An unchanged run has nothing to write. Raises IllegalTransition when the table has no row for the event.
     """
     handler = TABLE[run.state].get(type(event))
     if handler is None:
@@ -226,25 +198,13 @@ def over_because(event: AttemptEnded | GivenUp | Forgotten) -> Reason:
 
 
 def surely_ends(run: Run, reasons: Iterable[Reason], *, began: bool) -> bool:
-    """Return whether a run ends with its attempt, whichever of some reasons that ends for.
-
-    Args:
-        run: at an attempt that goes on.
-        reasons: as what it may end.
-        began: whether user code of it has started.
-    """
+    """Return whether a run ends with its attempt, whichever of some reasons that ends for."""
     ends = (advance(run, AttemptEnded(reason, began=began)) for reason in reasons)
     return all(RunInstruction.CONCLUDE in instructions for _, instructions in ends)
 
 
 def pause_s(retries_used: int, last: Reason | None, *, began: bool) -> float:
-    """Return how long a run that waits again is left alone, in seconds: what failed just now would fail again.
-
-    Args:
-        retries_used: how often it was made to wait again because the platform failed.
-        last: why its last attempt was over; None when there was none.
-        began: whether user code of that attempt had started.
-    """
+    """Return how long a run that waits again is left alone, in seconds: what failed just now would fail again."""
     if last is None or began or last in _DISPLACED or not 0 < retries_used <= INFRA_RETRIES_MAX:
         return 0.0
     return INFRA_PAUSES_S[retries_used - 1]

@@ -45,12 +45,8 @@ Chosen = list[tuple[NodeDevices, str, int]]
 class Seeker:
     """A gang that is blocked looks for where it will start.
 
-    Args:
-        floor: what there is.
-        wanted: the run.
-        ask: what it asks for.
-        now_ns: the time.
-        by_guess: whether it goes by a guess where nobody can say when somebody leaves.
+    floor: what there is. wanted: the run. ask: what it asks for. now_ns: the time. by_guess: whether it goes by a guess
+    where nobody can say when somebody leaves.
     """
 
     def __init__(self, floor: Capacity, wanted: QueuedRun, ask: Ask, now_ns: int, *, by_guess: bool = False) -> None:
@@ -64,7 +60,7 @@ class Seeker:
     # --- promises ---
 
     def promise(self) -> Reservation | None:
-        """Promise it the devices that it likely has first; None where nobody can say when that is."""
+        """Promise it the devices that it likely has first; None where the time is unknown."""
         for _ in range(_TURNS_MAX):
             needs = self._needs()
             if not needs or math.isinf(max(need[3] for need in needs)):
@@ -153,14 +149,7 @@ class Seeker:
     def when(
         self, where: NodeDevices, gpu_type: str, count: int, after: tuple[float, float] = (0.0, 0.0)
     ) -> tuple[float, float]:
-        """Return when so many devices of a node are free beside what is promised: likely, and at the latest.
-
-        Args:
-            where: the node.
-            gpu_type: the type.
-            count: how many.
-            after: not before that, likely and at the latest.
-        """
+        """Return when so many devices of a node are free beside what is promised: likely, and at the latest."""
         book = self._floor.books.get((where.node.id, gpu_type))
         if self._by_guess and book is None:
             return max(after[0], where.guessed(gpu_type, count, self._now_ns, self._floor.medians)[0]), math.inf
@@ -224,11 +213,7 @@ class Seeker:
     ) -> Iterator[PartReady]:
         """Yield a group's nodes of which nothing is kept, in the order in which so many devices are free.
 
-        Args:
-            group: of nodes.
-            gpu_type: of the devices.
-            count: how many; None for a whole node; of a part of a gang 0 for all that the node has to give.
-            is_part: whether it is a part of a gang; large nodes come first then, or those with the least left over.
+        `count` None means a whole node, and 0 for a part of a gang all that the node has to give.
         """
         floor, now_ns, by_guess = self._floor, self._now_ns, self._by_guess
         medians = floor.medians
@@ -322,8 +307,7 @@ class Seeker:
     def keep(self, nearly: float) -> Reservation | None:
         """Keep devices for it as they get free, where it lacks the fewest.
 
-        Args:
-            nearly: part of its devices that has to be free already.
+        `nearly` is the part of its devices that has to be free already.
         """
         if nearly > 0 and self._count is not None and not self._is_near(nearly * self._count):
             return None
@@ -357,9 +341,6 @@ class Seeker:
         """Return how many devices a gang on several nodes lacks where it lacks the fewest, and these nodes.
 
         Those with the most free devices first; the part is the last one. None where there are not enough, free or not.
-
-        Args:
-            kept: whether what is kept for others counts as free.
         """
         rows: dict[Kind, list[_Row]] = {}
         for where, name in self._usable():

@@ -60,13 +60,7 @@ Start = Callable[[QueuedRun, Ask, tuple[DeviceShare, ...]], None]
 class Clearing:
     """Making room during one pass.
 
-    Args:
-        state: what it works on; who is asked to leave counts as leaving at once.
-        start: what starts a run.
-
-    Attributes:
-        preemptions: who is asked to leave.
-        wake_ns: when it is worth asking again though nothing has changed; None for never.
+    state: what it works on; who is asked to leave counts as leaving at once. start: what starts a run.
     """
 
     def __init__(self, state: PlannerState, start: Start) -> None:
@@ -79,8 +73,8 @@ class Clearing:
         self._looked = 0
         self._stayers: list[RunningRun] = []  # who is asked, as they were before
         self._cleared: list[str] = []  # for whom room is made
-        self.preemptions: list[Preemption] = []
-        self.wake_ns: int | None = None
+        self.preemptions: list[Preemption] = []  # who is asked to leave
+        self.wake_ns: int | None = None  # when it is worth asking again though nothing has changed; None for never
 
     def serve(self) -> None:
         """Start those for whom room was made, and keep for the others what is on its way."""
@@ -106,12 +100,7 @@ class Clearing:
         self._is_last = True
 
     def clear(self, wanted: QueuedRun, ask: Ask) -> bool:
-        """Ask others to leave for a run that is blocked; return whether room is made for it.
-
-        Args:
-            wanted: the run.
-            ask: what it asks for.
-        """
+        """Ask others to leave for a run that is blocked; return whether room is made for it."""
         state = self._state
         key = (ask.shape, "" if state.floor.is_plain else wanted.owner)  # what a class may not, those after it may not
         is_late = self._looked >= LOOKED_MAX or len(state.clearing) >= state.policy.reservations
@@ -302,12 +291,7 @@ def close_to_guests(state: PlannerState) -> list[NodeGroup]:
 def open_to_guests(state: PlannerState, hosts: list[NodeGroup]) -> bool:
     """Let guests in where nobody waits who has more right to be there, and could be there.
 
-    Args:
-        state: after all others were placed.
-        hosts: groups that may have guests.
-
-    Returns:
-        Whether more may be let in than before, and somebody waits who could be.
+    Returns whether more guests may come than before, and a waiting run could be one.
     """
     before = [group.claim for group in hosts]
     claims = _claims(state, hosts)

@@ -60,11 +60,7 @@ class _Account:
 
 
 class Fairness:
-    """Accounts of teams and users.
-
-    Args:
-        policy: half-life, entry penalty and weights.
-    """
+    """Accounts of teams and users. policy: half-life, entry penalty and weights."""
 
     def __init__(self, policy: QueuePolicy) -> None:
         self._teams: dict[str, _Account] = {}
@@ -177,11 +173,7 @@ class Fairness:
     def is_behind(self, team: str, owner: str, due: float, most: list[tuple[float, str]]) -> bool:
         """Return whether a team, or a user of it, would have to use so much more to have what another one has.
 
-        Args:
-            team: name.
-            owner: the user; "" for the team.
-            due: GPU-seconds.
-            most: use by weight and name of those that had the most.
+        `due` is in GPU-seconds; an `owner` of "" means the whole team.
         """
         name, mine = (owner, self.user(team, owner)) if owner else (team, self.team(team))
         is_team = not owner and not team.startswith("~")

@@ -35,25 +35,14 @@ class FeasibleRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Shortage(msgspec.Struct, frozen=True, kw_only=True):
-    """Nodes that could never serve a run.
+    """Nodes that could never serve a run."""
 
-    Attributes:
-        why: in words that name no option of a client.
-        choices: similar requests that these nodes could serve, the most similar first.
-    """
-
-    why: str
-    choices: tuple[FeasibleRequest, ...] = ()
+    why: str  # in words that name no option of a client
+    choices: tuple[FeasibleRequest, ...] = ()  # similar requests that these nodes could serve, the most similar first
 
 
 def shortage(nodes: Sequence[Node], pools: Iterable[Pool], wanted: QueuedRun) -> Shortage | None:
-    """Return why none of these nodes could ever serve a run, or None when one could.
-
-    Args:
-        nodes: those that count, whether they can be used now or not.
-        pools: their pools.
-        wanted: the run.
-    """
+    """Return why none of these nodes could ever serve a run, or None when one could."""
     planner = Planner()
     planner.apply([*map(PoolSeen, pools), *map(NodeSeen, nodes)])
     why = planner.impossible(wanted)

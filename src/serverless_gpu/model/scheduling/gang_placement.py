@@ -21,14 +21,7 @@ Option = tuple[tuple[int, int, str, str], NodeDevices, str, int]
 
 
 def place(floor: Capacity, wanted: QueuedRun, ask: Ask, now_ns: int) -> tuple[DeviceShare, ...] | None:
-    """Return devices that a run can have now, or None; nothing is taken.
-
-    Args:
-        floor: what there is.
-        wanted: the run.
-        ask: what it asks for.
-        now_ns: the time.
-    """
+    """Return devices that a run can have now, or None; nothing is taken."""
     avoids = (wanted.avoid, _NOBODY) if wanted.avoid else (_NOBODY,)
     if is_several(floor, wanted, ask):
         ways = (spread(floor, wanted, ask, now_ns, avoid) for avoid in apart(wanted))

@@ -25,9 +25,8 @@ _REBUILT = 4
 class NodeOrder(Generic[_P]):
     """Nodes of one group in one order.
 
-    Args:
-        members: the nodes of the group by identifier; the group changes it.
-        look: what says where a node belongs. No two nodes have the same row.
+    members: the nodes of the group by identifier; the group changes it. look: what says where a node belongs. No two
+    nodes have the same row.
     """
 
     __slots__ = ("_expiries", "_look", "_members", "_rows", "_seen", "_stale")

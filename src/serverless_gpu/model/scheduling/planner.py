@@ -59,8 +59,7 @@ class Planner:
 
     The same changes and the same times in the same order give the same answers.
 
-    Args:
-        policy: what the operator decides.
+    policy: what the operator decides.
     """
 
     def __init__(self, policy: QueuePolicy | None = None) -> None:
@@ -95,7 +94,7 @@ class Planner:
                     state.promises[reservation.run_id] = reservation
 
     def _start(self, running: RunningRun) -> None:
-        """Take note that a run has devices, whoever gave them."""
+        """Record that a run has devices."""
         state, run_id = self._state, running.wanted.run_id
         state.queue.remove(run_id)
         known = state.running.get(run_id)
@@ -120,11 +119,7 @@ class Planner:
     # --- decisions ---
 
     def decide(self, now_ns: int) -> Decision:
-        """Return who starts and who has to leave, and count it as done.
-
-        Args:
-            now_ns: the time; never less than before.
-        """
+        """Return who starts and who has to leave, and count it as done. `now_ns` never goes back."""
         placements: list[Placement] = []
         preemptions: tuple[Preemption, ...] = ()
         wakes: list[int | None] = []
@@ -144,7 +139,7 @@ class Planner:
         return Decision(placements=tuple(placements), preemptions=preemptions, wake_ns=wake_ns)
 
     def _wake_ns(self, now_ns: int, ripe_ns: int | None) -> int | None:
-        """Return when something changes by itself: somebody lines up, comes under the guard, or a calendar turns."""
+        """Return when the state next changes by itself: a new run in line or under the guard, or a calendar."""
         state = self._state
         times = [ripe_ns, state.queue.next_ns(), state.floor.turns_ns(now_ns)]
         oldest_ns = state.queue.oldest_ns()
@@ -175,12 +170,7 @@ class Planner:
         return never_served(self._state, wanted, self._state.queue.ask(wanted))
 
     def queue(self, now_ns: int, limit: int) -> tuple[str, ...]:
-        """Return who waits, in the order in which they are served; those that are left alone until later come last.
-
-        Args:
-            now_ns: the time.
-            limit: so many at most.
-        """
+        """Return who waits, in the order in which they are served; those that are left alone until later come last."""
         return wait_explanation.queue(self._state, now_ns, limit)
 
     def promises(self) -> dict[str, Reservation]:

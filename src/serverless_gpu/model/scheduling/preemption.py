@@ -46,45 +46,33 @@ _NS = 1_000_000_000
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
-    """What the operator decided; a pool that is not among them is an on-demand one."""
+    """The operator's decisions; a pool without an entry is an on-demand one."""
 
     policy: QueuePolicy
     pools: Mapping[str, Pool] = {}
 
 
 class Site(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A node where a gang, or a part of one, could be.
-
-    Attributes:
-        gpu_type: of the devices that it would have there.
-        need: how many; of a gang that needs several nodes all that the node has to give.
-        free: those that it could have at once, and those of runs that are leaving already, promised to nobody else.
-        holders: who has devices there.
-    """
+    """A node where a gang, or a part of one, could be."""
 
     node: Node
-    gpu_type: str
-    need: int
-    free: int
-    holders: tuple[RunningRun, ...] = ()
+    gpu_type: str  # of the devices that it would have there
+    need: int  # how many; of a gang that needs several nodes all that the node has to give
+    free: int  # those that it could have at once, and those of runs that are leaving already, promised to nobody else
+    holders: tuple[RunningRun, ...] = ()  # who has devices there
 
 
 class Room(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be done for a gang that is blocked.
+    """The steps that make room for a blocked gang."""
 
-    Attributes:
-        preemptions: who is to be asked to leave; nobody when enough is coming already.
-        shares: what is then to be kept for the gang until it starts; empty when nothing can be done now.
-        wake_ns: when to ask again, because somebody will have run for long enough; None for never.
-    """
-
-    preemptions: tuple[Preemption, ...] = ()
+    preemptions: tuple[Preemption, ...] = ()  # who is to be asked to leave; nobody when enough is coming already
+    # What is then to be kept for the gang until it starts; empty when nothing can be done now.
     shares: tuple[DeviceShare, ...] = ()
-    wake_ns: int | None = None
+    wake_ns: int | None = None  # when to ask again, because somebody will have run for long enough; None for never
 
 
 class _Plan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What it takes to make room on a site."""
+    """The steps that make room on a site."""
 
     site: Site
     victims: tuple[RunningRun, ...] = ()
@@ -95,13 +83,7 @@ class _Plan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 def could_use(wanted: QueuedRun, node: Node, terms: Terms) -> bool:
-    """Return whether a run may ever use a node, as far as pools have a say.
-
-    Args:
-        wanted: the run.
-        node: where.
-        terms: what the operator decided.
-    """
+    """Return whether a run may ever use a node, as far as pools have a say."""
     pool = terms.pools.get(node.pool)
     if pool is not None and pool.single_principal and wanted.second_principal:
         return False
@@ -116,12 +98,7 @@ def could_use(wanted: QueuedRun, node: Node, terms: Terms) -> bool:
 
 
 def is_open(wanted: QueuedRun, node: Node) -> bool:
-    """Return whether a node is ever open to a run, as far as its owner has a say.
-
-    Args:
-        wanted: the run.
-        node: where.
-    """
+    """Return whether a node is ever open to a run, as far as its owner has a say."""
     if node.owner and node.owner == wanted.owner:
         return True
     can_leave = wanted.preemptible or not (node.owner and node.owner_first)
@@ -129,14 +106,7 @@ def is_open(wanted: QueuedRun, node: Node) -> bool:
 
 
 def may_use(wanted: QueuedRun, node: Node, terms: Terms, now_ns: int) -> bool:
-    """Return whether a run may start on a node now, as far as pools, owners and calendars have a say.
-
-    Args:
-        wanted: the run.
-        node: where.
-        terms: what the operator decided.
-        now_ns: the time.
-    """
+    """Return whether a run may start on a node now, as far as pools, owners and calendars have a say."""
     if not could_use(wanted, node, terms):
         return False
     if node.owner and wanted.owner == node.owner:
@@ -150,13 +120,7 @@ def may_use(wanted: QueuedRun, node: Node, terms: Terms, now_ns: int) -> bool:
 def standing(wanted: QueuedRun, node: Node, terms: Terms) -> tuple[bool, bool]:
     """Return how far a run is from having a right to be on a node: whoever has less pushes out whoever has more.
 
-    Args:
-        wanted: the run.
-        node: where.
-        terms: what the operator decided.
-
-    Returns:
-        Whether it is a guest of the node's owner, and whether it borrows from the node's pool.
+    Returns whether it is a guest of the node's owner, and whether it borrows from the pool.
     """
     pool = terms.pools.get(node.pool)
     return (
@@ -166,12 +130,7 @@ def standing(wanted: QueuedRun, node: Node, terms: Terms) -> tuple[bool, bool]:
 
 
 def has_guests(node: Node, terms: Terms) -> bool:
-    """Return whether runs may differ in how far they are from having a right to a node: see `standing`.
-
-    Args:
-        node: where.
-        terms: what the operator decided.
-    """
+    """Return whether runs may differ in how far they are from having a right to a node: see `standing`."""
     pool = terms.pools.get(node.pool)
     return (bool(node.owner) and node.owner_first) or (pool is not None and pool.reserved)
 
@@ -184,14 +143,7 @@ def _ends_within(wanted: QueuedRun, seconds: float) -> bool:
 
 
 def room(wanted: QueuedRun, sites: Sequence[Site], terms: Terms, now_ns: int) -> Room | None:
-    """Return who has to leave so that a gang that is blocked can start, or None when nobody may be asked.
-
-    Args:
-        wanted: the gang.
-        sites: where it could be; of one that may have several nodes, all of these.
-        terms: what the operator decided.
-        now_ns: the time.
-    """
+    """Return the runs to preempt so that a blocked gang can start, or None."""
     search = _Search(wanted, terms, now_ns)
     for highest in search.levels(sites):
         search.highest = highest
@@ -203,14 +155,7 @@ def room(wanted: QueuedRun, sites: Sequence[Site], terms: Terms, now_ns: int) ->
 
 
 def may_ask(wanted: QueuedRun, running: RunningRun, node: Node, terms: Terms) -> int | None:
-    """Return from when on a run may be asked to leave a node for another one, or None for never.
-
-    Args:
-        wanted: who wants the room.
-        running: who would leave.
-        node: where.
-        terms: what the operator decided.
-    """
+    """Return from when on a run may be asked to leave a node for another one, or None for never."""
     if has_guests(node, terms):
         mine, other = standing(wanted, node, terms), standing(running.wanted, node, terms)
         if mine < other:
@@ -234,13 +179,10 @@ def _can_leave(wanted: QueuedRun, running: RunningRun) -> bool:
 
 
 class _Search:
-    """Who may be asked for a run, looked up once for each site.
-
-    Attributes:
-        highest: the highest class that is asked at the moment.
-    """
+    """Preemptible runs for one wanted run, looked up once for each site."""
 
     def __init__(self, wanted: QueuedRun, terms: Terms, now_ns: int) -> None:
+        # `highest`: the highest class that is asked at the moment.
         self.wanted, self.terms, self.now_ns, self.highest = wanted, terms, now_ns, _NOBODY
         self._count = wanted.gpus or 0
         self._known: dict[int, tuple[Site, list[tuple[int, _Candidate]]]] = {}
@@ -304,9 +246,7 @@ class _Gathering:
     The nodes that lose the least for each device come first. Whoever leaves one node leaves the others, too: these are
     looked at again without them. All of it is found, or nobody is asked.
 
-    Args:
-        search: whose devices may be asked for.
-        sites: nodes; what each needs is all that it has to give.
+    search: whose devices may be asked for. sites: nodes; what each needs is all that it has to give.
     """
 
     def __init__(self, search: _Search, sites: Sequence[Site]) -> None:
@@ -372,7 +312,7 @@ def _cost(plan: _Plan) -> tuple[int, int, int, str]:
 
 
 def _clear(search: _Search, site: Site) -> _Plan | None:
-    """Return the cheapest way to make room on a site, or None when there is none."""
+    """Return the cheapest way to make room on a site, or None."""
     lacking = site.need - site.free
     if lacking <= 0:
         return _Plan(site=site)

@@ -28,12 +28,7 @@ _INSTEAD = (WaitReason.HELD, WaitReason.ISOLATION, WaitReason.UNSATISFIABLE)  # 
 
 
 def sentence(wait: Wait, clock: Clock) -> str:
-    """Return why a run waits, as people read it.
-
-    Args:
-        wait: why, as values.
-        clock: how times are written.
-    """
+    """Return why a run waits, as people read it."""
     if wait.reason in _INSTEAD and wait.words:
         return wait.words if wait.ends_ns is None else f"{wait.words}; {_given_up(wait.ends_ns, clock)}"
     there = [] if wait.reason is WaitReason.UNSATISFIABLE else [*_there(wait, clock), *_start(wait, clock)]
@@ -42,12 +37,7 @@ def sentence(wait: Wait, clock: Clock) -> str:
 
 
 def estimate_text(estimate: StartEstimate, clock: Clock) -> str:
-    """Return when a run would start and what that rests on, as people read it.
-
-    Args:
-        estimate: when, as a value.
-        clock: how times are written.
-    """
+    """Return when a run would start and what that rests on, as people read it."""
     basis = f": {estimate.basis}" if estimate.basis else ""
     if estimate.impossible:
         return f"never{basis}"

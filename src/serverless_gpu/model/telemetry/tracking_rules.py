@@ -70,13 +70,7 @@ def valid_key(key: str) -> str:
 
 
 def cut(text: str, characters_max: int, *, keep_end: bool = False) -> str:
-    """Return text of at most so many characters, which says so where something is missing.
-
-    Args:
-        text: any.
-        characters_max: how many there may be.
-        keep_end: whether the end is what matters, as it is in a log.
-    """
+    """Return text of at most so many characters, which says so where something is missing."""
     if len(text) <= characters_max:
         return text
     kept = characters_max - len(_CUT)
@@ -100,11 +94,7 @@ def spec_params(spec: RunSpec) -> dict[str, str]:
 def folder(tracking: Tracking, run_id: str, fence: int, node_rank: int) -> str:
     """Return below which path the files of one attempt on one node lie in the artifacts, with a slash at its end.
 
-    Args:
-        tracking: whose MLflow run may hold several runs of ours.
-        run_id: our identifier.
-        fence: number of the attempt; the first one needs no folder of its own, nor does the first node.
-        node_rank: number of the node.
+    The first attempt and the first node need no folder of their own.
     """
     parts = ["sgpu"]
     parts += [run_id] if tracking.run_id else []
@@ -114,26 +104,14 @@ def folder(tracking: Tracking, run_id: str, fence: int, node_rank: int) -> str:
 
 
 def params_of(tracking: Tracking, spec_params: Mapping[str, str]) -> dict[str, str]:
-    """Return the parameters of a run: what its client said of the call, then what its spec says.
-
-    Args:
-        tracking: with those of the call.
-        spec_params: others; the client's win.
-    """
+    """Return the parameters of a run: what its client said of the call, then what its spec says."""
     merged = {valid_key(key): value for key, value in spec_params.items()}
     merged |= {valid_key(key): value for key, value in tracking.params.items()}
     return {key: cut(value, PARAM_CHARACTERS_MAX) for key, value in merged.items()}
 
 
 def first_tags(tracking: Tracking, run_id: str, fence: int, user_tags: Mapping[str, str]) -> dict[str, str]:
-    """Return the tags with which a run is made.
-
-    Args:
-        tracking: with those of its source.
-        run_id: our identifier.
-        fence: number of the attempt.
-        user_tags: of the run; those whose names are MLflow's or ours get another name.
-    """
+    """Return the tags with which a run is made."""
     tags = {_user_key(key): value for key, value in user_tags.items()}
     if not tracking.run_id:  # whoever made it has said where it is from
         tags |= {valid_key(key): value for key, value in tracking.tags.items()}
@@ -146,13 +124,7 @@ def first_tags(tracking: Tracking, run_id: str, fence: int, user_tags: Mapping[s
 
 
 def resumed_tags(tracking: Tracking, run_id: str, fence: int) -> dict[str, str]:
-    """Return the tags with which another attempt goes on: nothing of how the one before ended is left.
-
-    Args:
-        tracking: whose MLflow run it is.
-        run_id: our identifier.
-        fence: number of the attempt.
-    """
+    """Return the tags with which another attempt goes on: nothing of how the one before ended is left."""
     tags = {RUN_TAG: run_id, ATTEMPT_TAG: str(fence)}
     if not tracking.run_id:
         tags |= {"sgpu.state": State.RUNNING.value, "sgpu.reason": "", "sgpu.sentence": "", _NOTE_TAG: ""}
@@ -168,14 +140,7 @@ def last_tags(tracking: Tracking, state: State, reason: Reason, sentence: str) -
 
 
 def receipt_tags(tracking: Tracking, receipt: Receipt, node_rank: int = 0, nodes: int = 1) -> dict[str, str]:
-    """Return the tags that an account of a run adds: as the page's description, too, where the run is ours.
-
-    Args:
-        tracking: whose MLflow run it is.
-        receipt: of one node.
-        node_rank: its number.
-        nodes: of the gang; of several, each has tags of its own (see `gang_tags`).
-    """
+    """Return the tags that an account of a run adds: as the page's description, too, where the run is ours."""
     tags = {
         "sgpu.gpu_seconds": f"{receipt.gpu_ms / 1000:.3f}",
         "sgpu.devices": receipt.devices_text(),
@@ -193,13 +158,7 @@ def receipt_tags(tracking: Tracking, receipt: Receipt, node_rank: int = 0, nodes
 
 
 def gang_tags(tracking: Tracking, tags: Mapping[str, str], nodes: int) -> dict[str, str]:
-    """Return what the accounts of all nodes come to, once all have told theirs; nothing until then.
-
-    Args:
-        tracking: whose MLflow run it is.
-        tags: that it has.
-        nodes: of the gang.
-    """
+    """Return what the accounts of all nodes come to, once all have told theirs; nothing until then."""
     seconds = [tags.get(f"sgpu.node_{node}.gpu_seconds", "") for node in range(nodes)]
     costs = [tags.get(f"sgpu.node_{node}.cost", "").split() for node in range(nodes)]
     try:
@@ -218,12 +177,7 @@ def gang_tags(tracking: Tracking, tags: Mapping[str, str], nodes: int) -> dict[s
 
 
 def is_told(reason: Reason, tags: Mapping[str, str]) -> bool:
-    """Return whether another node has said how the gang ended, of which this one knows no more than that it did.
-
-    Args:
-        reason: with which this node's part ended.
-        tags: that the MLflow run has.
-    """
+    """Return whether another node has reported the gang's end, of which this one knows only the fact."""
     weak = (Reason.PEER_FAILED, Reason.COMPLETED)
     return reason in weak and tags.get("sgpu.reason", "") not in ("", *weak)
 
@@ -231,10 +185,7 @@ def is_told(reason: Reason, tags: Mapping[str, str]) -> bool:
 def variables(run_id: str, experiment_id: str, uri: str) -> dict[str, str]:
     """Return the variables with which any MLflow in a rank finds a run.
 
-    Args:
-        run_id: MLflow's.
-        experiment_id: MLflow's.
-        uri: of the server; "" where the caller's own variable says it, which may carry a password.
+    `uri` is "" where the caller's own variable has it, which may carry a password.
     """
     found = {"MLFLOW_TRACKING_URI": uri, "MLFLOW_RUN_ID": run_id, "MLFLOW_EXPERIMENT_ID": experiment_id}
     return {name: value for name, value in found.items() if value}
@@ -252,11 +203,6 @@ def send_interval_s(elapsed_s: float, series: int, nodes: int) -> int:
 
     It depends on nothing but the time since the call, so that a monitor that was started again goes on alike, and so
     that all points of all nodes stay below `POINTS_MAX` in a run of ten days.
-
-    Args:
-        elapsed_s: since the call.
-        series: of a node.
-        nodes: of the gang.
     """
     rows_each = POINTS_MAX // (_DOUBLINGS * max(1, series) * max(1, nodes))
     rows_each = min(max(rows_each, _ROWS_EACH_MIN), _ROWS_EACH_MAX)
