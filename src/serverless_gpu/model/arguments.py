@@ -1,4 +1,4 @@
-"""Arguments of a call as short texts, for whoever looks at the run later.
+"""Arguments of a call as short texts, for readers of the run.
 
 Only values whose text is cheap, short and harmless: what a class of the user's says of itself may take seconds, or
 raise. Whatever looks like a secret, by its name or its value, is left out: these texts are kept, and shown to others.

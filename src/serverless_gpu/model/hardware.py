@@ -72,7 +72,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         uuid: the identifier locks and receipts use.
         index: position in PCI bus order; CPU slots count from 0 on their own.
-        type: a catalogue name, or the product string of a card nobody knows.
+        type: a catalogue name, or the product string of an unlisted card.
         memory_bytes: memory the driver reports; 0 when there is none or it is unknown.
         kind: what stands behind it.
         product: the product string the driver reports.
@@ -159,7 +159,7 @@ def recognise(product: str, memory_bytes: int, own: Sequence[GpuType] = ()) -> s
         fits = [
             (len(_words(fragment)), -abs(memory_bytes - gpu_type.memory_bytes), gpu_type.name)
             for gpu_type in types
-            if _memory_fits(gpu_type, memory_bytes)
+            if not memory_bytes or memory_bytes * 100 >= gpu_type.memory_bytes * _MEMORY_SHARE_PERCENT
             for fragment in gpu_type.products
             if _contains(words, _words(fragment))
         ]
@@ -181,7 +181,10 @@ def parse_fake(text: str, own: Sequence[GpuType] = ()) -> tuple[Device, ...]:
         gpu_type = find_type(name, own)
         if gpu_type.name in counts:
             raise _bad_fake(text, f"{gpu_type.name} is named twice")
-        counts[gpu_type.name] = (gpu_type, _fake_count(text, digits))
+        # isascii: int() also reads other scripts' digits. The length keeps a huge number from being built at all.
+        if not (digits.isascii() and digits.isdigit() and len(digits) <= 9 and int(digits) >= 1):
+            raise _bad_fake(text, f"{digits!r} is not a count of 1 or more")
+        counts[gpu_type.name] = (gpu_type, int(digits))
     if sum(count for _, count in counts.values()) > FAKE_DEVICES_MAX:
         raise _bad_fake(text, f"more than {FAKE_DEVICES_MAX} devices")
     types = [(gpu_type, number) for gpu_type, count in counts.values() for number in range(count)]
@@ -205,13 +208,6 @@ def cpu_slots(count: int) -> tuple[Device, ...]:
         Device(uuid=f"CPU-{index}", index=index, type=CPU, memory_bytes=0, kind=DeviceKind.CPU)
         for index in range(count)
     )
-
-
-def _fake_count(text: str, digits: str) -> int:
-    # isascii: int() also reads other scripts' digits. The length keeps a huge number from being built at all.
-    if not (digits.isascii() and digits.isdigit() and len(digits) <= 9 and int(digits) >= 1):
-        raise _bad_fake(text, f"{digits!r} is not a count of 1 or more")
-    return int(digits)
 
 
 def _bad_fake(text: str, why: str) -> InvalidValue:
@@ -265,10 +261,6 @@ def _contains(words: tuple[str, ...], fragment: tuple[str, ...]) -> bool:
         words[start : start + size] == fragment and _VARIANT_WORDS.isdisjoint(words[start + size : start + size + 1])
         for start in range(len(words) - size + 1)
     )
-
-
-def _memory_fits(gpu_type: GpuType, memory_bytes: int) -> bool:
-    return not memory_bytes or memory_bytes * 100 >= gpu_type.memory_bytes * _MEMORY_SHARE_PERCENT
 
 
 _IGNORED = str.maketrans("", "", "-_ ")

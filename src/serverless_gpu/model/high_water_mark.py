@@ -1,4 +1,4 @@
-"""How far a database had come when the server last looked, and whether a database that is found has come as far.
+"""High-water marks of a database: detect a database that was rolled back behind its last known position.
 
 A database that stands behind its mark was rolled back: its log was lost, an old copy was put in its place, or a standby
 took over that lacked the last transactions. What the server had acknowledged since is gone.

@@ -1,4 +1,4 @@
-"""What a notebook shows of a run, as HTML: its state while it goes on, and its receipt.
+"""HTML that a notebook shows of a run: its state while it goes on, and its receipt.
 
 Everything that comes from outside is escaped here. No scripts, no external resources, and colours that can be read on a
 light and on a dark page: text takes the page's own colour. A reader that shows no HTML gets the text beside it.
@@ -42,7 +42,7 @@ def table(state: str, sentence: str, rows: Sequence[tuple[str, str]]) -> str:
     """Return an account: a heading, and one row for each label and value; one that is a web address can be followed."""
     cells = "".join(
         f'<tr style="background:transparent"><td style="{_LABEL}">{escape(label)}</td>'
-        f'<td style="{_VALUE}">{_value(value)}</td></tr>'
+        f'<td style="{_VALUE}">{link(value) if _URL.fullmatch(value) else escape(value)}</td></tr>'
         for label, value in rows
     )
     body = f'<table style="{_TABLE}">{cells}</table>' if cells else ""
@@ -63,10 +63,6 @@ def link(url: str) -> str:
     if not _URL.fullmatch(url):
         return shown
     return f'<a href="{shown}" target="_blank" rel="noopener noreferrer" style="color:inherit">{shown}</a>'
-
-
-def _value(value: str) -> str:
-    return link(value) if _URL.fullmatch(value) else escape(value)
 
 
 def _heading(state: str, sentence: str) -> str:

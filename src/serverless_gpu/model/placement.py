@@ -1,4 +1,4 @@
-"""Which devices a run may take, and what each rank is told about its place.
+"""Placement on one machine: the devices that a run may take, and the variables of each rank.
 
 Decides from a list of devices; which of them are free is the locks' answer, not this module's. Layout over several
 nodes is given in `RankPlace`, not computed here.
@@ -137,7 +137,7 @@ def node_variables(
 ) -> dict[str, str]:
     """Return the environment variables of a command that runs once per node and starts its processes itself.
 
-    Without RANK and LOCAL_RANK, which are not the command's to have; whoever reads LOCAL_ADDR binds there.
+    Without RANK and LOCAL_RANK, which are not the command's to have; programs that read LOCAL_ADDR bind there.
 
     `place` is that of the node's first rank; `address` is where the other nodes reach this one.
     """

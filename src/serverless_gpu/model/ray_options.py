@@ -1,4 +1,4 @@
-"""What users write in `ray_launch`, beside what `distributed` has: its own options, and what is meant by others'.
+"""Options of `ray_launch` beyond those of `distributed`, and hints for options of other launchers.
 
 Names of Ray's, and of launchers that make a Ray cluster of something else (a Spark cluster, a cloud), say how many
 workers of which size there shall be. Here a cluster is made of what the run gets, so each of them has another word.
@@ -65,10 +65,7 @@ class Asked(NamedTuple):
 
 
 def read_options(dashboard: object, object_store_memory: object, options: Mapping[str, object]) -> Asked:
-    """Return the cluster that is asked for, and the options that any run may have.
-
-    Raises InvalidOption when an option is unknown or of the wrong type, and InvalidValue for a bad store size.
-    """
+    """Return the cluster that is asked for, and the options that any run may have."""
     for name in options:
         if name not in VALID:
             raise _unknown(name)

@@ -64,10 +64,7 @@ def check_value(name: str, value: bytes) -> bytes:
 
 
 def check_variable(name: str, value: bytes) -> bytes:
-    """Return a value that can be a variable's.
-
-    Raises InvalidValue when it has a zero byte, which no variable can have.
-    """
+    """Return a value that can be a variable's."""
     if b"\0" in value:
         raise InvalidValue(f"secret {name} has a zero byte, and cannot be a variable", hint="read it from its file")
     return value
@@ -91,11 +88,7 @@ def check(names: Sequence[str], variables: Mapping[str, str]) -> None:
 
 
 def read(value: object) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Return what a user wrote as ``secrets=``: the names, and the variables of those that are to be one.
-
-    Raises InvalidOption when it is neither a list of names nor a dictionary from names to variables. Raises
-    InvalidValue when a name or variable is not possible.
-    """
+    """Return what a user wrote as ``secrets=``: the names, and the variables of those that are to be one."""
     if isinstance(value, Mapping):
         named = list(value.items())
     elif isinstance(value, Sequence) and not isinstance(value, str | bytes):

@@ -1,4 +1,4 @@
-"""When a node that people use themselves is shared with others: "mon-fri 19:00-07:00", "sat-sun".
+"""Calendars of nodes that people use themselves and share: "mon-fri 19:00-07:00", "sat-sun".
 
 What counts is what a clock on the wall there shows. For the two days of a year on which it is moved no rule of its own
 is needed: a window from 02:00 to 03:00 is not there when the clock goes from 02:00 to 03:00 at once, and is there
@@ -39,7 +39,8 @@ class WeeklyWindow(msgspec.Struct, frozen=True, kw_only=True):
     def text(self) -> str:
         """Return it as it is written: `parse_window` reads that."""
         days = "" if len(self.days) == len(_DAYS) else ",".join(_ranges(self.days))
-        times = "" if (self.begins, self.ends) == (0, _DAY) else f"{_clock(self.begins)}-{_clock(_wrapped(self.ends))}"
+        ends = self.ends - _DAY if self.ends > _DAY else self.ends
+        times = "" if (self.begins, self.ends) == (0, _DAY) else f"{_clock(self.begins)}-{_clock(ends)}"
         return f"{days} {times}".strip() or "mon-sun"
 
 
@@ -58,10 +59,7 @@ def parse(texts: Sequence[str], zone: tzinfo) -> Calendar:
 
 
 def parse_window(text: str) -> WeeklyWindow:
-    """Return what people write as ``"mon-fri 19:00-07:00"``.
-
-    Raises InvalidValue when the text is no window.
-    """
+    """Return what people write as ``"mon-fri 19:00-07:00"``."""
     words = text.lower().replace("–", "-").split()
     if not words or len(words) > 2:
         raise _bad(text, "it is neither days nor times")
@@ -177,10 +175,6 @@ def _ranges(days: Sequence[int]) -> Iterator[str]:
         if number + 1 == len(days) or days[number + 1] != day + 1:
             yield _DAYS[day] if first == number else f"{_DAYS[days[first]]}-{_DAYS[day]}"
             first = number + 1
-
-
-def _wrapped(minute: int) -> int:
-    return minute - _DAY if minute > _DAY else minute
 
 
 def _clock(minute: int) -> str:

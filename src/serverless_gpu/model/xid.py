@@ -1,11 +1,11 @@
-"""What the NVIDIA driver says when a GPU fails: the Xid numbers of the kernel's log, and what follows from each.
+"""Xid errors of the NVIDIA driver: the numbers of the kernel's log, and the consequences of each.
 
     NVRM: Xid (PCI:0000:17:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.
           └─ which GPU ─┘        └─ what happened
 
 Numbers and what they mean are those of NVIDIA's public catalogue ("Analyzing Xid Errors with the Xid Catalog",
 docs.nvidia.com/deploy/xid-errors); what is done is ours, by the failure matrix (F23 to F25). A node may decide
-otherwise, number by number, in the table `xids` of its `config.toml`. A number that nobody knows changes nothing.
+otherwise, number by number, in the table `xids` of its `config.toml`. An unknown number changes nothing.
 """
 
 from __future__ import annotations

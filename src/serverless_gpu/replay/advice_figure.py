@@ -3,7 +3,7 @@
     ┌ part of the time with a demand of k GPUs or more ──── break-even duty ┐
     └ cost of k reserved GPUs and the rest on demand ── the least ──────────┘
 
-Matplotlib is imported here; whoever wants a picture loads this room by name. `pyplot`, whose state is the caller's, is
+Matplotlib is imported here; callers load this module by name. `pyplot`, whose state is the caller's, is
 not used, and all colours are set.
 """
 

@@ -1,4 +1,4 @@
-"""What came of a replay, in numbers: waiting, completion, use, what was left over, and who had how much.
+"""Figures of a replay: waiting, completion, use, fragmentation and shares.
 
     arrival ──waits──▶ has GPUs ──(stopped: waits again)──▶ end        wait = all waiting; completion = end − arrival
 
@@ -57,7 +57,10 @@ class Moment(NamedTuple):
 def figures_of(jobs: Sequence[Job], spans: Spans, *, gpus: int, gang_gpus: int) -> Figures:
     """Return the figures of a replay."""
     completions = [had[-1][1] - job.submit_s for job, had in zip(jobs, spans, strict=True)]
-    waits = [max(0.0, took - _held(had)) for took, had in zip(completions, spans, strict=True)]
+    waits = [
+        max(0.0, took - sum(ended - began for began, ended in had))
+        for took, had in zip(completions, spans, strict=True)
+    ]
     gangs = [wait for job, wait in zip(jobs, waits, strict=True) if job.gpus >= gang_gpus]
     begin = jobs[0].submit_s
     end = max(had[-1][1] for had in spans)
@@ -118,10 +121,6 @@ def moments(jobs: Sequence[Job], spans: Spans) -> Iterator[Moment]:
         if place + 1 == len(changes) or changes[place + 1][0] > at_s:
             smallest = min((size for size, count in sizes.items() if count), default=math.inf) if waiting else math.inf
             yield Moment(at_s, used, waiting, smallest)
-
-
-def _held(had: Sequence[tuple[float, float]]) -> float:
-    return sum(ended - began for began, ended in had)
 
 
 def _areas(shown: Iterator[Moment], window: tuple[float, float], gpus: int) -> tuple[float, float, float]:

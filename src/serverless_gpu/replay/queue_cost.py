@@ -1,4 +1,4 @@
-"""What a reserved pool of some size costs that sends nobody on demand: runs wait there, and their wait has a price.
+"""The cost of a reserved pool without on-demand GPUs: runs wait there, and their wait has a price.
 
     uses of the past ─▶ `first-fit` on so many GPUs, as one sum ─▶ GPU-hours waited
     waiting costs   GPU-hours waited × price of waiting one hour for one GPU: a number that only its owner knows
@@ -36,7 +36,7 @@ class QueueOutcome(msgspec.Struct, frozen=True, kw_only=True):
     p95_wait_s: float
     avoided_micros: int  # what the GPUs that were missing would have cost on demand
     waiting_micros: int | None  # what waiting cost; None where it has no price
-    # The price of waiting one hour for one GPU below which it costs less than on demand; None where nobody waited.
+    # The price of waiting one hour for one GPU below which it costs less than on demand; None where no run waited.
     worth_micros: int | None
 
 

@@ -4,7 +4,7 @@
     ├ jobs that wait, over time ──────────┤
     └ part of the jobs that had waited less than … ┘
 
-Matplotlib is imported here and nowhere else in this room; whoever wants a picture loads it by name. Only its objects
+Matplotlib is imported here and in `advice_figure.py`; callers that want a picture load it by name. Only its objects
 are used, not `pyplot`, whose state is the caller's. All colours are set.
 """
 

@@ -2,7 +2,7 @@
 
     sha256(entry n) = SHA-256( sha256(entry n-1) ␤ canonical JSON of entry n ),   sha256(entry 0) = 64 zeros
 
-Whoever changes, removes or inserts an entry has to change the digest of every later one, and whoever has kept a copy of
+To change, remove or insert an entry is to change the digest of every later one, and a reader who has kept a copy of
 any later digest (`sgpu audit export`) sees it. The chain alone proves nothing about its end: entries that were cut off
 there are missed only by those who have a copy of them.
 """

@@ -1,6 +1,6 @@
-"""What a usage policy puts into a run where its user said nothing: a team, and a time limit.
+"""Defaults of usage policies for a run: a team and a time limit.
 
-The rules (`policy.apply`) are checked afterwards, on the run as it is then.
+The rules (`usage_policy.apply`) are checked afterwards, on the run as it is then.
 """
 
 from __future__ import annotations
@@ -28,15 +28,11 @@ def with_defaults(policies: Iterable[tuple[str, UsagePolicy]], spec: RunSpec, te
         if team is None and policy.team in teams:
             team = policy.team
         if team is None and policy.team_required:
-            team = _only(name, teams)
+            if len(teams) != 1:
+                known = f"team= one of: {', '.join(sorted(teams))}" if teams else ""
+                hint = known or "an operator can add you: sgpu team join TEAM USER"
+                raise PolicyViolation(f"usage policy {name!r} requires a team, and the run names none", hint=hint)
+            team = next(iter(teams))
         if timeout_s is None:
             timeout_s = policy.timeout_s
     return msgspec.structs.replace(spec, team=team, timeout_s=timeout_s)
-
-
-def _only(name: str, teams: Collection[str]) -> str:
-    """Return the one team of an owner."""
-    if len(teams) == 1:
-        return next(iter(teams))
-    hint = f"team= one of: {', '.join(sorted(teams))}" if teams else "an operator can add you: sgpu team join TEAM USER"
-    raise PolicyViolation(f"usage policy {name!r} requires a team, and the run names none", hint=hint)

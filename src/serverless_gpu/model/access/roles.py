@@ -1,12 +1,12 @@
-"""Who may do what: one table of roles and resources, and how far each may reach.
+"""Access control: one table of roles and resources, and how far each may reach.
 
     none    nothing: for that role the resource is not there
     own     what the principal made, or what was made for it
     team    that, and what belongs to a team it is in
     all     everything
 
-The gate asks with `reach` whether somebody may use a route at all; the route then asks with `covers` about the one
-thing it is for. What somebody may not see is `NotFound`, never `NotAllowed`: a refusal would say that it exists.
+The gate asks with `reach` whether a principal may use a route at all; the route then asks with `covers` about the one
+thing it is for. What a principal may not see is `NotFound`, never `NotAllowed`: a refusal would say that it exists.
 
 A token may be good for less than its owner, never for more: its scopes, when it has any, are a second table (`SCOPES`).
 """
@@ -163,7 +163,8 @@ def reach(role: str, resource: str, *, write: bool, scopes: Collection[str] = ()
     wanted = _RESOURCES.get(resource)
     if row is None or wanted is None:
         return AccessReach.NONE
-    if scopes and not any(_lets(scope, wanted, write=write) for scope in scopes):
+    lent = [SCOPES.get(scope, {}) for scope in scopes]
+    if scopes and not any(wanted in found and (found[wanted] or not write) for found in lent):
         return AccessReach.NONE
     return row.get(wanted, (_NONE, _NONE))[write]
 
@@ -182,16 +183,6 @@ def table() -> str:
     rows = [["", *ROLES], ["---"] * (len(ROLES) + 1)]
     for resource in Resource:
         cells = [POLICY[role].get(resource, (_NONE, _NONE)) for role in ROLES]
-        rows.append([resource.value, *(_cell(*cell) for cell in cells)])
+        texts = [dict.fromkeys("–" if one == AccessReach.NONE else one.value for one in cell) for cell in cells]
+        rows.append([resource.value, *map(" / ".join, texts)])
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
-
-
-def _lets(scope: str, resource: Resource, *, write: bool) -> bool:
-    found = SCOPES.get(scope, {})
-    return resource in found and (found[resource] or not write)
-
-
-def _cell(read: AccessReach, write: AccessReach) -> str:
-    if read == write:
-        return "–" if read == AccessReach.NONE else read.value
-    return " / ".join("–" if one == AccessReach.NONE else one.value for one in (read, write))

@@ -1,4 +1,4 @@
-"""Which teams a run counts for: in budgets, in alarms and in the fair share alike.
+"""Teams that a run counts for: in budgets, in alarms and in the fair share alike.
 
     team="search"             search
     no team, member of some   all of them in budgets; the first by name in the fair share, where one has to pay
@@ -21,6 +21,6 @@ def teams_charged(team: str, member_of: Sequence[str]) -> tuple[str, ...]:
 def share_team(team: str, member_of: Sequence[str]) -> str:
     """Return the team whose fair share a run uses, or ""; the arguments are those of `teams_charged`.
 
-    A member may name any of the teams, so the first by name gives nobody more than they can ask for.
+    A member may name any of the teams, so the first by name gives no member more than they can ask for.
     """
     return next(iter(teams_charged(team, member_of)), "")

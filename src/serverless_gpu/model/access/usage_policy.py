@@ -1,8 +1,8 @@
-"""Usage policies: what an organisation has decided for the runs of somebody, and which of them a run is under.
+"""Usage policies: what an organisation has decided for the runs of a principal, and which of them a run is under.
 
     attached to the user, the service, the run's team ─▶ one: it applies by itself
     (a run for no team: all teams they are in)           several: `policy=` (or SGPU_POLICY) says which; else refused
-                                                         none: any policy that is attached to nobody may be named
+                                                         none: any unattached policy may be named
     mandatory ones ─▶ all that are attached apply beside that one, whatever the run says: the strictest rule holds
     each policy ─▶ is the run within it? ── no ──▶ refused: the policy, what is not accepted, what would be
                └─▶ what it adds: default tags, pool, limits ─▶ the spec that is written down
@@ -157,7 +157,8 @@ def apply(
         if policy.environments and spec.environment == "live":
             refused.note(name, "files that ranks import where they lie", "a captured environment, env='snapshot'")
     refused.check(policies)
-    if priority is Priority.CRITICAL and not may_be_critical and not any(_grants_critical(each) for each in policies):
+    may_be_critical |= any(each.is_attached and Priority.CRITICAL in each.policy.priorities for each in policies)
+    if priority is Priority.CRITICAL and not may_be_critical:
         raise PolicyViolation(
             "priority='CRITICAL' is not granted to this run",
             hint="priority='NORMAL' or 'BEST_EFFORT'; an operator grants it with a policy: "
@@ -309,10 +310,6 @@ def _priority(policies: Sequence[NamedPolicy], asked: Priority, refused: _Refuse
         if asked not in each.policy.priorities and (asked is not Priority.NORMAL or not left):
             refused.note(each.name, f"priority={asked.value!r}", f"classes {_listed(each.policy.priorities)}")
     return next((one for one in listing[0].policy.priorities if one in left), asked)
-
-
-def _grants_critical(each: NamedPolicy) -> bool:
-    return each.is_attached and Priority.CRITICAL in each.policy.priorities
 
 
 def _least(policies: Sequence[NamedPolicy], limit: Callable[[UsagePolicy], float | None]) -> float | None:

@@ -1,4 +1,4 @@
-"""How many GPUs to reserve, or to own, and how many to pay by the hour: what the use of the past says.
+"""Advice from past use: the number of GPUs to reserve, or to own, and the number to pay by the hour.
 
     uses (when, how many GPUs) ──▶ curve: for how long was the demand at least 1, 2, 3 … GPUs
                                       │   slot k of a reserved pool works for that long, and is paid for all of it
@@ -97,7 +97,7 @@ class Mix(msgspec.Struct, frozen=True, kw_only=True):
 
     slots: int  # GPUs that are reserved
     reserved_micros: int
-    idle_micros: int  # the part of that for which nobody used them; `idle_ns` the GPU-nanoseconds
+    idle_micros: int  # the part of that in which they stood idle; `idle_ns` the GPU-nanoseconds
     idle_ns: int
     on_demand_micros: int  # what the others cost; `on_demand_ns` the GPU-nanoseconds
     on_demand_ns: int
@@ -142,10 +142,7 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def curve_of(uses: Iterable[GpuUse], start_ns: int, end_ns: int) -> Curve:
-    """Return how much was wanted, and for how long.
-
-    Raises InvalidValue when there is no time to look at, or there are too many uses.
-    """
+    """Return how much was wanted, and for how long."""
     if end_ns <= start_ns:
         raise InvalidValue("there is no time between its beginning and its end")
     changes: dict[int, int] = {}
@@ -176,10 +173,7 @@ def best_slots(curve: Curve, rates: GpuRates) -> int:
 
 
 def mix(curve: Curve, rates: GpuRates, slots: int) -> Mix:
-    """Return what some reserved GPUs cost, and those that are missing on demand; each sum is rounded up once.
-
-    Raises InvalidValue when there cannot be so many.
-    """
+    """Return what some reserved GPUs cost, and those that are missing on demand; each sum is rounded up once."""
     if slots < 0:
         raise InvalidValue(f"{slots} GPUs cannot be reserved")
     beyond_ns = curve.beyond_ns(slots)

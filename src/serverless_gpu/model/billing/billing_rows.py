@@ -2,7 +2,7 @@
 
     Entry ─┬─▶ a record of its devices: DBU where its price is made of those, else GPU-hours, or slot-hours of a CPU
            ├─▶ one of its cores, where they were limited: core-hours
-           └─▶ one of its memory, likewise: GiB-hours
+           └─▶ one of its memory: GiB-hours
 
 The join with `list_prices` is by `sku_name`, `cloud` and time. A SKU is what has a price of its own: a GPU type, a core
 or a GiB of memory, in a pool. An attempt keeps the price it began with: where one changed meanwhile, a join by time

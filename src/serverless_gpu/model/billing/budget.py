@@ -1,4 +1,4 @@
-"""Budgets: how much money or GPU time somebody may use in a day, week or month, and what follows when it is used up.
+"""Budgets: how much money or GPU time a user, team or pool may use in a period, and what follows when it is used up.
 
     charges of the period ─┐
     what goes on now ──────┼─▶ standing: used, held, limit ─┬─▶ 80 %, 95 %: said, once
@@ -19,7 +19,7 @@ holds as any other; if there is no room for that, it is stopped, and may have us
 At the end of a period a run holds what is left of the period: what comes after it is paid by the next.
 
 What holds was let in one after the other: those that were placed last are stopped first, and the others go on as long
-as what is left holds for them. One that has been asked to stop keeps what it holds: nobody else gets that.
+as what is left holds for them. One that has been asked to stop keeps what it holds: no other run gets that.
 
 Failure cases: a node that is silent may be using devices, so what it may use until now is held as well, up to its
 `partition_grace`; what it used is counted once it is heard of. Time without a price is no money: a budget of money says
@@ -188,7 +188,7 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     held: BudgetUse  # for what goes on, until a minute from now, and not beyond the period
     ahead: BudgetUse = NOTHING  # the same without an end of the period: what the next one begins with
     stop: tuple[str, ...] = ()  # runs that can hold nothing any more, of a hard budget: they are to stop
-    # Whether it has stopped somebody in this period, or was used up. What those gave back lets nobody in, who would be
+    # Whether it has stopped a run in this period, or was used up. What those gave back admits no run, which would be
     # stopped in turn: nothing new starts until the limit is another one, or the period ends.
     is_closed: bool = False
 
@@ -244,7 +244,7 @@ def keys(subject: Subject) -> list[tuple[ScopeKind, str]]:
     found += [(kind, name) for kind, name in named if name]
     for key, value in subject.tags.items():
         if "=" in key:
-            continue  # "a=b=c" is the tag "a", and nobody slips out of its budget, or into another, by a key like that
+            continue  # "a=b=c" is the tag "a", and no run slips out of its budget, or into another, by a key like that
         found += [("tag", key), ("tag", f"{key}={value}")]
     return found
 
@@ -372,8 +372,10 @@ def judge(
     left = budget.limit - budget.counts(spent)
     stop: list[str] = []
     if budget.hard and left < budget.counts(together):
-        # First what is on its way out, which nobody can take back; then in the order in which they came.
-        for each in sorted(weighed, key=_in_order):
+        # First what is on its way out, which cannot be taken back; then in the order in which they came.
+        for each in sorted(
+            weighed, key=lambda one: (one.spender.stop_ns is None, one.spender.placed_ns, one.spender.run_id)
+        ):
             hold = budget.counts(each.held)
             left -= hold
             if left < 0 and hold and each.spender.stop_ns is None:
@@ -386,10 +388,6 @@ def judge(
         ahead=_sum(NOTHING, (each.ahead for each in weighed)),
         stop=tuple(stop),
     )
-
-
-def _in_order(one: Weighed) -> tuple[bool, int, str]:
-    return one.spender.stop_ns is None, one.spender.placed_ns, one.spender.run_id
 
 
 def _sum(first: BudgetUse, others: Iterable[BudgetUse]) -> BudgetUse:

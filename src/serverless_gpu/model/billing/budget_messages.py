@@ -1,6 +1,6 @@
-"""What people read of a budget: how much is left, why a run is refused, waits, is warned or stopped.
+"""Messages about a budget: how much is left, why a run is refused, waits, is warned or stopped.
 
-Whoever may not see the amounts reads the same sentence without them. Values only: no clock, no database.
+Readers who may not see the amounts get the same sentence without them. Values only: no clock, no database.
 """
 
 from __future__ import annotations

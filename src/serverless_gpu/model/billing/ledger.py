@@ -7,7 +7,7 @@ A charge is a pure function of facts and a tariff, so that facts may arrive late
     day 1   day 2        costs are differences of one total, which is rounded up once for the attempt:
     0.34    0.33         the lines add up to the charge
 
-What a ledger has of a day is never changed: it is taken back, number by number, and said anew.
+What a ledger has of a day is never changed: it is taken back, number by number, and written again.
 
 Failure cases: a silent node's last day is provisional, and is taken back when more is known. Facts of several attempts,
 or two different facts under one number, are a fault of the caller and raise `InvalidValue`: any sum of them would
@@ -188,7 +188,7 @@ class LedgerEntry(msgspec.Struct, frozen=True, kw_only=True):
 def post(posted: Sequence[LedgerEntry], target: Sequence[LedgerLine], *, final: bool) -> tuple[LedgerEntry, ...]:
     """Return the entries that make a ledger say what it has to; none for what is there and right.
 
-    A row that is wrong is taken back and said anew. So is a provisional one once what it says is final: provisional
+    A row that is wrong is taken back and written again. So is a provisional one once what it says is final: provisional
     rows and their reversals add up to nothing then.
 
     `final`: no fact of these days will come any more; else the last of them may still change.

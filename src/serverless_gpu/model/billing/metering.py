@@ -1,4 +1,4 @@
-"""What the facts of an attempt add up to in time: its segments on each day, and which part of them counts.
+"""Metering: the time segments of an attempt on each day, from its facts, and the part of them that counts.
 
     reserved    starting    exec    alive ... alive    stopping    exited    freed
     ├ environment ┼─ start ──┼────────── run ─────────────┼── stop ──┼── gate ──┤

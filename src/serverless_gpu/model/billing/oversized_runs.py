@@ -130,7 +130,7 @@ def _smaller(gpu_type: str, needed: int, prices: Mapping[str, int], own: Sequenc
     name = canonical(gpu_type, own)
     now = prices.get(name)
     if now is not None and any(each in prices for each in known if each != name):
-        # Where others have prices, these are the types there are: a card that nobody offers saves nothing.
+        # Where others have prices, these are the types there are: a card that is not on offer saves nothing.
         cheaper = [each for each in fits if prices.get(each.name, now) < now]
         if cheaper:
             yield min(cheaper, key=lambda each: (prices[each.name], each.memory_bytes, each.name)).name

@@ -69,8 +69,6 @@ def cost(tariff: Tariff, gpu_ms: int, core_ms: int = 0, memory_mib_ms: int = 0) 
     """Return what an attempt costs, rounded up to a whole micro; None where its devices have no price.
 
     Call it once per attempt with the attempt's totals: rounding parts would add up to more than the whole.
-
-    Raises ValueError when a time is negative.
     """
     if tariff.gpu_micros_per_hour is None:
         return None
@@ -150,8 +148,6 @@ def check_book(rows: Iterable[Price]) -> None:
     """Refuse a price book in which two prices of one thing in one pool hold at the same time.
 
     A price without an end ends where the next one of the same begins; one with an end must have ended by then.
-
-    Raises InvalidValue when two of them overlap, or one ends before it begins.
     """
     ordered = sorted(rows, key=lambda row: (row.resource, row.pool, row.from_ns))
     for row in ordered:

@@ -1,4 +1,4 @@
-"""How fast somebody spends: where a period ends at this rate, and who spends far more than they are used to.
+"""Spend forecasts: the end of a period at the present rate, and alarms about unusual spending.
 
     forecast    used so far  +  what a day used on average, over the last seven and today  ×  days that are left
     alarm       a run        what it uses in an hour  >  3 × the median of earlier runs of its name, at least 5 of them

@@ -179,7 +179,7 @@ def parse_by(text: str) -> tuple[str, ...]:
     Commas separate fields. A comma in a tag's key is written ``%2C``, a per cent sign ``%25``. Raises InvalidValue when
     a field is unknown or repeated, or when there are too many.
     """
-    found = tuple(_unescaped(part.strip()) for part in text.split(",") if part.strip())
+    found = tuple(part.strip().replace("%2C", ",").replace("%25", "%") for part in text.split(",") if part.strip())
     for field in found:
         refuse_unknown(field)
     if len(set(found)) < len(found):
@@ -220,10 +220,7 @@ def label(field: str, value: object) -> str:
 
 
 def day_of(text: str) -> int:
-    """Return the number of a day that is written ``2026-11-30``.
-
-    Raises InvalidValue when it is not written like that.
-    """
+    """Return the number of a day that is written ``2026-11-30``."""
     try:
         return utc_days.number_of(datetime.date.fromisoformat(text))
     except ValueError:
@@ -231,10 +228,7 @@ def day_of(text: str) -> int:
 
 
 def month(text: str) -> DayRange:
-    """Return the days of a month that is written ``2026-11``.
-
-    Raises InvalidValue when it is not written like that.
-    """
+    """Return the days of a month that is written ``2026-11``."""
     try:
         found = utc_days.days_of_month(utc_days.number_of(datetime.date.fromisoformat(f"{text}-01")))
     except ValueError:
@@ -253,10 +247,7 @@ def months(window: DayRange) -> list[tuple[int, str]]:
 
 
 def checked(window: DayRange) -> DayRange:
-    """Return days that a report may be over.
-
-    Raises InvalidValue when they end before they begin, lie before 1970, or are too many.
-    """
+    """Return days that a report may be over."""
     from_day, until_day = window
     if not 0 <= from_day < until_day:
         raise InvalidValue("these days end before they begin", hint="--from is the first day, --to the last one")
@@ -347,10 +338,6 @@ def decimal(micros: int) -> str:
     """Return millionths as an exact number: ``12.345678``."""
     whole, rest = divmod(abs(micros), units.MICROS_PER_UNIT)
     return f"{'-' if micros < 0 else ''}{whole}.{rest:06d}"
-
-
-def _unescaped(part: str) -> str:
-    return part.replace("%2C", ",").replace("%25", "%")
 
 
 def _part(field: str, account: Accounted, run_id: str, day: int) -> str:

@@ -41,8 +41,6 @@ def laid_out(shares: Sequence[tuple[str, int]]) -> tuple[CrewPlace, ...]:
 
     The same gang has the same ranks on the same nodes whatever order the nodes were found in, and rank 0 is where most
     of its peers need no network.
-
-    Raises ValueError when there are none, or too many, a node comes twice, or has no devices.
     """
     names = [name for name, _ in shares]
     if not 0 < len(names) <= NODES_MAX or len(set(names)) != len(names) or any(gpus < 1 for _, gpus in shares):

@@ -121,7 +121,8 @@ def fold(
     is_silent = any(crew.over is None and crew.state is State.UNREACHABLE for crew in crews)
     untroubled = cause is None and stop is None
     releases = released or (untroubled and all(crew.returned or _succeeded(crew) for crew in crews))
-    known = _known(crews if releases else _still_awaited(crews))
+    awaited = [crew for crew in crews if not _succeeded(crew)]
+    known = _known(crews if releases else awaited or crews)
     return Fold(
         state=State.UNREACHABLE if is_silent else known,
         before=known if is_silent else None,
@@ -149,7 +150,7 @@ def early_reasons(crews: Sequence[Crew], cause: Cause | None, quiet: Collection[
 
     That is so once the crew whose story it is has ended, and nothing replaces its word; or once all crews that are
     heard of have ended, and of the others nothing is heard any more: who fails because a node is gone need not wait
-    until that is proven. Whoever tells it makes sure before that none of these makes another attempt.
+    until that is proven. The caller makes sure before that none of these makes another attempt.
 
     Returns no reasons where it cannot be told yet, or where the server decided the end.
     """
@@ -161,11 +162,6 @@ def early_reasons(crews: Sequence[Crew], cause: Cause | None, quiet: Collection[
         return reasons
     are_over = all(crew.over is not None or crew.number in quiet for crew in crews)
     return (*reasons, *_OF_SILENCE) if are_over else ()
-
-
-def _still_awaited(crews: Sequence[Crew]) -> Sequence[Crew]:
-    """Return the crews without those that succeeded before the others returned; all of them where none is left."""
-    return [crew for crew in crews if not _succeeded(crew)] or crews
 
 
 def _known(crews: Sequence[Crew]) -> State:
@@ -185,7 +181,8 @@ def _cause(crews: Sequence[Crew], before: Cause | None, *, stop: StopReason | No
     found = [cause for crew in crews if (cause := _story(crew, crews, released=released)) is not None]
     if stop is not None and before is None:
         # Whatever fails from now on may fail of that; what is proven of a node is not asked why.
-        proofs = [cause for cause in found if cause.reason is Reason.GPU_LOST or _is_given_up(crews, cause)]
+        given_up = {crew.number for crew in crews if crew.over is not None and crew.over.given_up}
+        proofs = [cause for cause in found if cause.reason is Reason.GPU_LOST or cause.crew in given_up]
         asked = Cause(crew=None, reason=STOPPED_BY[stop])
         return proofs[0] if proofs else asked if found else None
     final = next((cause for cause in found if cause.final), None)
@@ -206,11 +203,6 @@ def _story(crew: Crew, crews: Sequence[Crew], *, released: bool) -> Cause | None
     if over is None or _succeeded(crew) or over.reason is Reason.PEER_FAILED:
         return None
     return Cause(crew=crew.number, reason=over.reason, rank=over.rank, detail=over.detail, final=not over.peer_lost)
-
-
-def _is_given_up(crews: Sequence[Crew], cause: Cause) -> bool:
-    over = crews[cause.crew].over if cause.crew is not None else None
-    return over is not None and over.given_up
 
 
 def _over(crews: Sequence[Crew], cause: Cause | None, *, began: bool) -> AttemptEnded | GivenUp:

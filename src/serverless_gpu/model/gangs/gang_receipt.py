@@ -115,16 +115,15 @@ def _gate(accounts: Sequence[CrewAccount]) -> str:
     is_free = all(each.receipt is not None and not each.receipt.quarantined for each in accounts)
     if is_free and len(texts) == 1:
         return f"on each of {len(accounts)} nodes, {texts.pop()}"
-    missing = [f"nothing is known of {_devices(each)} on {each.node}" for each in accounts if each.receipt is None]
+    missing = [
+        f"nothing is known of {'the device' if each.gpus == 1 else f'the {each.gpus} devices'} on {each.node}"
+        for each in accounts
+        if each.receipt is None
+    ]
     held = [each for each in accounts if each.receipt is not None and each.receipt.quarantined]
     free = [each for each in accounts if each.receipt is not None and not each.receipt.quarantined]
     said = [f"{each.node}: {each.receipt.gate}" for each in (*held, *free) if each.receipt is not None]
     return "; ".join([*missing, *said])
-
-
-def _devices(account: CrewAccount) -> str:
-    count = account.gpus
-    return f"the {count} devices" if count != 1 else "the device"
 
 
 def _notes(accounts: Sequence[CrewAccount]) -> tuple[str, ...]:

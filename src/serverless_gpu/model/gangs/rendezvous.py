@@ -1,11 +1,11 @@
-"""How the crews of a gang find each other: by what was tried between just these nodes, not by what names resolve to.
+"""Rendezvous of a gang: crews meet by connections tried between just these nodes, not by name resolution.
 
     each crew     listens on every interface ─▶ Offer (port, addresses)       its supervisor, before user code
     server        all offers are there       ─▶ told to every crew
     each crew     tries every address of every other one ─▶ Reach            TCP, and a word that only they know
     server        `choose` ─▶ Chosen: rank 0's address, an interface for each node; or Apart: who does not reach whom
 
-The word is made from the gang's nonce, so that whoever answers at 127.0.0.1, or behind an address that two sites share,
+The word is made from the gang's nonce, so a stranger at 127.0.0.1, or behind an address that two sites share,
 is not taken for the peer. An address counts only when every other crew has reached it: NCCL and Gloo connect all to
 all.
 """
@@ -123,7 +123,11 @@ def choose(offers: Sequence[Offer], reaches: Sequence[CrewReach], nodes: Sequenc
     Raises ValueError when crews are missing, come twice, or have ports that cannot be.
     """
     offers = sorted(offers, key=lambda offer: offer.crew)
-    _check(offers, nodes)
+    if [offer.crew for offer in offers] != list(range(len(nodes))) or len(nodes) < 2:
+        raise ValueError(f"{len(nodes)} crews meet, and offers are of {[offer.crew for offer in offers][:8]}")
+    ports = [offers[0].rendezvous_port, *(offer.port for offer in offers)]
+    if not all(0 < port < 1 << 16 for port in ports):
+        raise ValueError(f"a crew offers a port that cannot be: {ports[:8]}")
     tried = {(reach.crew, one.crew, one.address): one for reach in reaches for one in reach.tried}
     for kind in ("IPv4", "IPv6", "loopback IPv4", "loopback IPv6"):
         found = [_nearest(offer, offers, tried, kind) for offer in offers]
@@ -153,14 +157,6 @@ def kind_of(address: str) -> str:
     if ip.is_link_local or ip.is_unspecified or ip.is_multicast or "%" in address:
         return ""
     return f"{'loopback ' if ip.is_loopback else ''}IPv{ip.version}"
-
-
-def _check(offers: Sequence[Offer], nodes: Sequence[str]) -> None:
-    if [offer.crew for offer in offers] != list(range(len(nodes))) or len(nodes) < 2:
-        raise ValueError(f"{len(nodes)} crews meet, and offers are of {[offer.crew for offer in offers][:8]}")
-    ports = [offers[0].rendezvous_port, *(offer.port for offer in offers)]
-    if not all(0 < port < 1 << 16 for port in ports):
-        raise ValueError(f"a crew offers a port that cannot be: {ports[:8]}")
 
 
 def _nearest(offer: Offer, offers: Sequence[Offer], tried: Mapping[_Way, Tried], kind: str) -> Address | None:

@@ -1,14 +1,14 @@
-"""Does a gang on several nodes stand still? Each crew says what it sees, and here it is put together.
+"""Hang detection for gangs on several nodes: combines the observations of all crews.
 
     crew: Silence ─▶ heard ─▶ all are silent for half of the limit ─▶ Ask: each looks at its ranks, over one window
     crew: Seen ────▶ heard ─▶ all have answered, the limit is over ─▶ Judgement: a warning, or the end, of all ranks
 
 The rules are those of `hang_detection.py`, over the ranks of all nodes: a rank that waits for one that works on another
-node is no hang. What lives here: values and decisions, on the clock of whoever decides. Nodes say how long ago
+node is no hang. What lives here: values and decisions, on the clock of the decider. Nodes say how long ago
 something was, never when, so their clocks do not matter; a silence has a number, so that it is the same one however
 late its word is.
 
-Failure cases: a crew that is not heard of stops the judgement, for nobody knows what its ranks do. Whoever decides may
+Failure cases: a crew that is not heard of stops the judgement, since the state of its ranks is unknown. The decider may
 forget everything: crews say all of it again, and at worst a warning comes twice.
 """
 
@@ -81,7 +81,7 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CrewSilent(msgspec.Struct, frozen=True):
-    """A crew that says nothing: since when, and when it was heard of, by the clock of whoever decides."""
+    """A crew that says nothing: since when, and when it was heard of, by the clock of the decider."""
 
     number: int
     since_ns: int
@@ -143,7 +143,7 @@ def decide(
         return gang
     if gang.ask is None:
         window_ns = max(_WINDOW_NS_MIN, due.at_ns - now_ns if now_ns < due.at_ns else due.window_ns)
-        # By the time, so that no answer to somebody who has forgotten everything is taken for one to this.
+        # By the time, so that no answer to a decider that has forgotten everything is taken for one to this.
         return msgspec.structs.replace(gang, ask=Ask(number=now_ns, window_ms=window_ns // 1_000_000), seen={})
     awaited = {crew.number for crew, one in zip(crews, silent, strict=True) if not one.returned}
     if now_ns < due.at_ns or not awaited <= gang.seen.keys():

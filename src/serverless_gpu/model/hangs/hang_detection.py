@@ -1,4 +1,4 @@
-"""Does a run stand still? Decided from what it last did and from looks at its ranks.
+"""Hang detection: decides from a run's last output and from inspections of its ranks.
 
     output, event ──▶ progress ─── silence ───▶ looks, one window long ─┬▶ all move: progress
                                                                         ├▶ some stand still: WARN, again after twice
@@ -14,13 +14,13 @@ its CPU. Ranks on several GPUs may wait for each other in a busy loop in C, so t
 thread ran Python code between two looks: a program that waits for its GPU at one line nearly all the time is seen
 nowhere else, and yet comes by. Others sleep while they wait, and one long call in C is work. A rank gets on, too, when
 it stands where one that moves was seen. A warning needs one rank that neither returned nor gets on: in a hang the one
-that is missed may well be busy elsewhere, and a warning harms nobody. An end needs that no rank moves: while one is at
+that is missed may well be busy elsewhere, and a warning does no harm. An end needs that no rank moves: while one is at
 work the others may rightly wait for it (rank 0 evaluates), and the end is put off by its limit.
 
 Of a gang on several nodes each supervisor only says what it saw, as `RankSeen`, and `gang_hang_detection.py` decides.
 
 Failure cases: the observer itself did not run (a suspended machine, a stopped supervisor), then the time does not
-count; a rank of which no stack can be had moves when it uses its CPU.
+count; a rank without a stack moves when it uses its CPU.
 """
 
 from __future__ import annotations
@@ -195,7 +195,9 @@ def next_step(watch: RunProgress, limits: Limits, now_ns: int) -> Step:
         return Step(HangAction.WAIT, start_ns)
     if now_ns >= due.at_ns and watch.looks >= _LOOKS_MIN:
         return Step(due.action)
-    next_ns = watch.looked_ns + max(_INTERVAL_NS_MIN, _uneven(due.window_ns // _LOOKS, watch.looks))
+    # Half to one and a half times the length: the looks must not keep step with what is regular.
+    uneven_ns = round(due.window_ns // _LOOKS * (0.5 + watch.looks * _GOLDEN % 1))
+    next_ns = watch.looked_ns + max(_INTERVAL_NS_MIN, uneven_ns)
     if watch.looks and now_ns < next_ns:
         return Step(HangAction.WAIT, next_ns if watch.looks < _LOOKS_MIN else min(next_ns, due.at_ns))
     return Step(HangAction.LOOK)
@@ -287,7 +289,10 @@ def divided(ranks: Collection[RankSeen], returned: Collection[int]) -> tuple[lis
         if waiting:
             break
     if not waiting or len(waiting) == len(everybody):
-        waiting = _largest_group(able)
+        # The ranks in the place where most stand; on a tie those that do not move, then the lowest.
+        sizes = Counter(one.place for one in able)
+        best = min(able, key=lambda one: (-sizes[one.place], one.moving, one.rank), default=None)
+        waiting = {one.rank for one in able if best is not None and one.place == best.place}
     return sorted(waiting), [rank for rank in everybody if rank not in waiting]
 
 
@@ -316,13 +321,6 @@ def _seen(look: RankInspection, places: frozenset[int]) -> RankSeen:
         moving=len(places) > 1,
         signs=tuple(signs),
     )
-
-
-def _largest_group(ranks: Sequence[RankSeen]) -> set[int]:
-    """Return the ranks that stand in the place where most stand; on a tie those that do not move, then the lowest."""
-    sizes = Counter(one.place for one in ranks)
-    best = min(ranks, key=lambda one: (-sizes[one.place], one.moving, one.rank), default=None)
-    return {one.rank for one in ranks if best is not None and one.place == best.place}
 
 
 def _place(
@@ -367,11 +365,6 @@ def _still(places: Mapping[int, frozenset[int]]) -> bool:
     """Return whether some rank neither moves nor stands where one that moves was seen."""
     lively = {place for own in places.values() if len(own) > 1 for place in own}
     return any(len(own) < 2 and not own & lively for own in places.values())
-
-
-def _uneven(interval_ns: int, number: int) -> int:
-    """Return an interval of half to one and a half times the length: what is regular must not be met in step."""
-    return round(interval_ns * (0.5 + number * _GOLDEN % 1))
 
 
 def due_of(watch: RunProgress, limits: Limits) -> HangDeadline | None:

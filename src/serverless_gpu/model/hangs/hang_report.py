@@ -1,4 +1,4 @@
-"""What a person reads about a run that stands still: one sentence, and the file with every rank's stacks.
+"""Reports about a hung run: one sentence, and the file with every rank's stacks.
 
 Text from values; when there is something to say is decided in `hang_detection.py`.
 """
@@ -112,7 +112,8 @@ def _who_waits(
         return _elsewhere(seen, elsewhere, named)
     there = _grouped(seen[rank] for rank in waiting)
     if not elsewhere:
-        return f"every rank waits ({_joined(_standing(place, named(ranks)) for place, ranks in there)})"
+        places = _joined(f"{named(ranks)} in {place or 'an unknown place'}" for place, ranks in there)
+        return f"every rank waits ({places})"
     who = f"{named(waiting)} {'waits' if len(waiting) == 1 else 'wait'}"
     place = f" in {there[0][0]}" if len(there) == 1 and there[0][0] else ""
     return f"{who}{place}: {_elsewhere(seen, elsewhere, named)}"
@@ -141,10 +142,6 @@ def _grouped(ranks: Iterable[RankSeen]) -> list[tuple[str, list[int]]]:
     for one in sorted(ranks, key=lambda one: one.rank):
         groups.setdefault(one.where, []).append(one.rank)
     return list(groups.items())
-
-
-def _standing(place: str, ranks: str) -> str:
-    return f"{ranks} in {place or 'an unknown place'}"
 
 
 def _joined(parts: Iterable[str]) -> str:

@@ -209,7 +209,12 @@ def _stem_lost_while_stopping(attempt: Attempt, _: StemLost, now_ns: int) -> Ste
 
 
 def _asked_to_stop(attempt: Attempt, event: StopRequested, now_ns: int) -> Step:
-    return _stop(attempt, now_ns, STOPPED_BY[event.why])
+    reason = STOPPED_BY[event.why]
+    if attempt.exec_ns is None:
+        return _kill(attempt, now_ns, reason)
+    # The limit is reached on another node, whose clock began a little earlier: what is left is the same.
+    grace = attempt.limits.stop_grace_ns() if reason is Reason.TIMEOUT else attempt.limits.grace_ns
+    return _terminating(attempt, now_ns, reason, grace), (AttemptInstruction.TERMINATE_RANKS,)
 
 
 def _asked_again(attempt: Attempt, event: StopRequested, _: int) -> Step:
@@ -253,14 +258,6 @@ def _peer_failed(attempt: Attempt, event: PeerFailed, now_ns: int) -> Step:
     if attempt.exec_ns is None:
         return _kill(attempt, now_ns, Reason.PEER_FAILED)
     return _stop_for_failure(attempt, now_ns)
-
-
-def _stop(attempt: Attempt, now_ns: int, reason: Reason) -> Step:
-    if attempt.exec_ns is None:
-        return _kill(attempt, now_ns, reason)
-    # The limit is reached on another node, whose clock began a little earlier: what is left is the same.
-    grace = attempt.limits.stop_grace_ns() if reason is Reason.TIMEOUT else attempt.limits.grace_ns
-    return _terminating(attempt, now_ns, reason, grace), (AttemptInstruction.TERMINATE_RANKS,)
 
 
 def _tick_running(attempt: Attempt, _: Tick, now_ns: int) -> Step:

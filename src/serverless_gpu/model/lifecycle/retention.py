@@ -1,4 +1,4 @@
-"""Which run directories are deleted, and in what order: by age first, then the oldest until the rest fits.
+"""Retention of run directories: deletes by age first, then the oldest until the rest fits.
 
     entries (id, ended when, how large) · policy (age, bytes, spared) · now   →   ids, oldest first
 

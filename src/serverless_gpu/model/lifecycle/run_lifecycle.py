@@ -15,7 +15,7 @@ Five promises, each a test:
   another
   boot of its node or the hard fence passed (`GivenUp`), an operator's word (`Forgotten`). Silence is no proof; it
   shows.
-- A server that was restored from a backup starts nothing that it knew before: whether it ran since, nobody knows.
+- A server that was restored from a backup starts nothing that it knew before: whether it ran since is unknown.
 - User code runs again only if the user asked for it (`retries`, `resume`, `retry_on_infra`). What failed before user
   code began is the platform's fault and is tried again on its own, a few times.
 - A run with `resume` ends. `unsaved_max` attempts in a row that reached the time limit or were lost, and saved nothing
@@ -50,10 +50,10 @@ INFRA_RETRIES_MAX = len(INFRA_PAUSES_S)
 LOST = frozenset({*(r for r, meaning in MEANINGS.items() if meaning.state is State.LOST), Reason.NODE_REBOOTED}) - {
     Reason.SERVER_RESTORED
 }
-"""Nobody could end the attempt in order: user code may have been anywhere."""
+"""The attempt could not be ended in order: user code may have been anywhere."""
 
 FAULT_RETRIES_MAX = 3
-"""Attempts that are made again for whoever asked for `retry_on_infra`, when user code ran and was not what failed."""
+"""Attempts that are made again for users who asked for `retry_on_infra`, when user code ran and was not what failed."""
 FAULTS = LOST | {Reason.GPU_LOST}
 """What failed was the infrastructure, while user code ran."""
 
@@ -65,7 +65,7 @@ _POINTLESS = _RAN_TO_ITS_END | {
     Reason.SECRET_MISSING,
     Reason.UNSATISFIABLE,
     Reason.NO_PROGRESS,
-}  # somebody has to do something first
+}  # a person has to act first
 _ORDER = (State.STARTING, State.RUNNING, State.STOPPING)
 
 
@@ -262,13 +262,15 @@ def _over(run: Run, event: AttemptEnded | GivenUp | Forgotten) -> Step:
     untouched = not run.began and (MEANINGS[reason].may_retry or reason in _DISPLACED)
     at_limit = reason is Reason.TIMEOUT and run.goes_on_at_limit
     if run.stop in _FINAL_STOPS:
-        # Had nobody asked, it would go on with another attempt: then the stop is what ended it, else what is reported.
+        # Unasked it would go on with another attempt: then the stop is what ended it, else what is reported.
         goes_on = untouched or at_limit or reason in _DISPLACED
         return _conclude(run, STOPPED_BY[run.stop] if goes_on and run.stop else reason)
     if isinstance(event, AttemptEnded) and not event.proven:
         return _conclude(run, reason)  # what is left of it might run beside the next one
     if untouched:
-        return _again_untouched(run, reason, is_counted=not (isinstance(event, AttemptEnded) and event.uncounted))
+        if reason in _DISPLACED or (isinstance(event, AttemptEnded) and event.uncounted):
+            return _requeue(run)  # an operator decided that, or a node went away, and user code never saw it
+        return _requeue_for_infra(run, Reason.GANG_START if reason is Reason.START_FAILED else reason)
     if at_limit:
         return _resume(run, reason)
     if reason in _DISPLACED:
@@ -304,12 +306,6 @@ def _run_again(run: Run, reason: Reason, **spent: int) -> Step:
 def has_used_attempts(run: Run) -> bool:
     """Return whether the current attempt, once it has begun, is the last that a usage policy allows."""
     return run.attempts_max is not None and run.ran + 1 >= run.attempts_max
-
-
-def _again_untouched(run: Run, reason: Reason, *, is_counted: bool) -> Step:
-    if reason in _DISPLACED or not is_counted:  # somebody decided that, or went away, and user code never saw it
-        return _requeue(run)
-    return _requeue_for_infra(run, Reason.GANG_START if reason is Reason.START_FAILED else reason)
 
 
 def _requeue_for_infra(run: Run, reason_of_the_last: Reason) -> Step:

@@ -1,4 +1,4 @@
-"""A held session: who has which of its devices, who is next, and when nobody has needed them for too long.
+"""A held session: the holders of its devices, the next in line, and when it has been idle for too long.
 
     ask ─▶ queue ─settle─▶ loan ─give_back─▶ idle ─▶ (warn) ─▶ (end)
 
@@ -6,7 +6,7 @@ What lives here: a value and the functions that return the next one. What must n
 session's process carries the decisions out (`node/supervisor/session.py`).
 
 Runs are served in the order in which they asked: a small one does not pass a large one that waits, which would then
-wait for ever. A device that could not be proven free after a run is unfit until somebody has looked at it again.
+wait for ever. A device that could not be proven free after a run is unfit until it is inspected again.
 """
 
 from __future__ import annotations

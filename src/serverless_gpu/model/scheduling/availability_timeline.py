@@ -1,4 +1,4 @@
-"""What will be free when: the devices of one type on one node from now on, and who is promised some of them.
+"""Availability over time: the devices of one type on one node from now on, and their bookings.
 
     free
       8 ┤              ┌──────────            releases: those who have devices give them back, likely or at the latest
@@ -9,7 +9,7 @@
 There are three such profiles of a node: by when runs likely end, by when they end at the latest, and by a guess. A
 gang's reservation is entered into the second only where everybody has said how long they run at most; what is let in
 before it then has to end in time by both. The third is there only for those who are next whatever it takes (the guard,
-a share that is behind) where nobody can say anything: what is let in before them has to be over in time by a guess.
+a share that is behind) where nothing is known: what is let in before them has to be over in time by a guess.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Book:
         # `bound`: by when they end at the latest.
         # `likely`: by when runs likely end.
         self.likely, self.bound = likely, bound
-        # By when they end by a guess, where somebody is promised something by that.
+        # By when they end by a guess, where a run is promised something by that.
         self.guess: DeviceTimeline | None = None
         # Identifiers of the runs that are promised something, in their order, and how much.
         self.names: list[tuple[str, int]] = []

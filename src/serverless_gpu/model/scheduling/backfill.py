@@ -1,9 +1,9 @@
-"""Where a blocked gang will start, and what is promised to it or kept for it until then.
+"""Backfill: where a blocked gang will start, and what is promised to it or kept for it until then.
 
     promise   it is known when those who are there leave: the node, or nodes, that likely have enough first
               told as a latest time (`is_bound`) ─▶ it stays over passes, wherever the order of the queue has moved:
-              `again`; nobody of its class or a lower one makes it later. A higher class may: then it is promised anew
-    suppose   nobody can say: the same by a guess; it moves when the guess was wrong, and no time is told
+              `again`; no run of its class or a lower one makes it later. A higher class may: then it is promised again
+    suppose   unknown: the same by a guess; it moves when the guess was wrong, and no time is told
     keep      whatever gets free where it lacks the fewest devices
 
 Everything is entered in books of nodes (`availability_timeline.py`), which last for a pass.
@@ -36,7 +36,7 @@ _ROUNDS_MAX = 16
 _TURNS_MAX = 4
 """So many times it looks for nodes that do not change hands before it would be over."""
 _SLACK_NS = 60e9
-"""A promise that slips by less holds: who starts before it does so when somebody looks, a little after they could."""
+"""A promise that slips by less holds: who starts before it does so at the next pass, a little after they could."""
 _Row = tuple[int, str, str, NodeDevices]
 Chosen = list[tuple[NodeDevices, str, int]]
 """Nodes, types, how many."""
@@ -79,7 +79,9 @@ class Seeker:
         at_ns = None if self._by_guess else math.ceil(bound if is_bound else likely)
         return Reservation(
             run_id=self._wanted.run_id,
-            shares=_shares(needs),
+            shares=tuple(
+                DeviceShare(node_id=where.node.id, gpu_type=name, count=count) for where, name, count, *_ in needs
+            ),
             at_ns=at_ns,
             is_bound=is_bound,
             likely_ns=_learned(likely, at_ns) if is_bound else None,
@@ -167,7 +169,9 @@ class Seeker:
     def _needs(self) -> list[Need]:
         """Return where it likely starts first: one node, or as many as it takes."""
         if self._is_several:
-            ways = [way for kind in self._kinds() if (way := self._soonest(kind)) is not None]
+            kinds = {(group.sample.pool, name) for group, name in self._groups() if group.sample.crews}
+            kinds |= {(where.node.pool, name) for where, name in self._beside() if where.node.crews}
+            ways = [way for kind in sorted(kinds) if (way := self._soonest(kind)) is not None]
             return min(ways, key=lambda way: way[0])[1] if ways else []
         options: list[Ready] = []
         for group, name in self._groups():
@@ -270,11 +274,6 @@ class Seeker:
             if node_id not in taken:
                 return [*needs, (where, kind[1], count, likely, bound)] if len(needs) < NODES_MAX else []
         return []
-
-    def _kinds(self) -> list[Kind]:
-        """Return pools and types of which it may have several nodes now."""
-        groups = {(group.sample.pool, name) for group, name in self._groups() if group.sample.crews}
-        return sorted(groups | {(where.node.pool, name) for where, name in self._beside() if where.node.crews})
 
     def _merged(self, kind: Kind, count: int) -> Iterator[PartReady]:
         """Yield nodes in the order in which so many devices are free; 0 for all that a node has to give."""
@@ -403,10 +402,6 @@ class Seeker:
     def _is_usable(self, where: NodeDevices, gpu_type: str) -> bool:
         is_closing = id(where.group) in self._closing
         return not is_closing and is_usable(self._floor, self._wanted, self._ask, (where, gpu_type), self._now_ns)
-
-
-def _shares(needs: list[Need]) -> tuple[DeviceShare, ...]:
-    return tuple(DeviceShare(node_id=where.node.id, gpu_type=name, count=count) for where, name, count, *_ in needs)
 
 
 def _sooner(

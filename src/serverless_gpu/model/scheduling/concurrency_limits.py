@@ -1,10 +1,10 @@
-"""Who of those that wait may start in this tick: what a user has at once under a policy, and what budgets have left.
+"""Concurrency limits: the runs that may start in this tick under policies and budgets.
 
     queue, in order ─▶ GPUs at once: what runs + others like it before it + its own  >  cap? ─▶ held back, and why
                   └──▶ rooms of budgets: is its first reservation left?  ── no ──────────────▶ held back, and why
                   └──▶ let through; what it takes is counted before the next one is looked at
 
-Whoever is let through may start in this tick, or not: what it takes is kept for it until the next look. So no two runs
+A run let through may start in this tick, or not: what it takes is kept for it until the next look. So no two runs
 of one tick are let through for the same money. Runs of a user under a cap that want the same devices come in the order
 of the queue: the first that does not fit is not passed by those behind it, or a large run would never start. Two that
 want different devices may both be let through where there is room for one; `is_full` is asked once more when one of
@@ -89,7 +89,7 @@ class _Counting:
     def __init__(self, using: Mapping[Key, int], caps: Mapping[str, int]) -> None:
         self._using, self._caps = using, caps
         self._taken: dict[_Line, int] = {}
-        self._blocked: set[_Line] = set()  # somebody waits for room there, and is not passed
+        self._blocked: set[_Line] = set()  # a run waits for room there, and is not passed
 
     def why_not(self, candidate: Candidate) -> str:
         found = (self._why_not(candidate, policy) for policy in candidate.policies)

@@ -1,4 +1,4 @@
-"""Who has devices of a node, and until when."""
+"""Runs that have devices of a node, and when they give them back."""
 
 from __future__ import annotations
 

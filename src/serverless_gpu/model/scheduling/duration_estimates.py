@@ -1,4 +1,4 @@
-"""How long a run is likely to have its devices, from how long its like had them: same owner, same name.
+"""Duration estimates, learned from earlier runs of the same owner and name.
 
     last 20 that ended by themselves, newest first ─▶ fewer than 3: nothing is known
                                                    └─▶ the duration that four of five of them stayed within

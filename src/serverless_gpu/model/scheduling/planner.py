@@ -3,12 +3,12 @@
     apply   changes ─▶ queue (who waits), floor (nodes, who has what), fairness (who had how much)
     decide  one pass over the classes (`scheduling_pass.py`): placements, preemptions, and what is kept for whom;
     another one
-            where somebody started elsewhere than was expected. Who leaves is what the last one says
+            where a run started elsewhere than was expected. Who leaves is what the last one says
     why     from what the pass has left behind: what is free, promises, the order (`wait_explanation.py`)
 
 Remembered from pass to pass: who runs, who waits, who had how much; the latest times that were told, and the devices
 (`backfill.py`); for whom others were asked to leave (`cleared_devices.py`); and how long those took that have ended
-(`duration_estimates.py`). A planner that is made anew is told all but the last two: who is leaving then gives room to
+(`duration_estimates.py`). A new planner is given all but the last two: who is leaving then gives room to
 the first who may ask. Asking changes nothing.
 """
 
@@ -48,9 +48,9 @@ from serverless_gpu.model.scheduling.values import (
 _S = 1e9
 _SOON_NS = 1_000_000_000
 _PASSES_MAX = 4
-"""So many passes of one decision: another one follows where what was kept for somebody is not needed any more.
+"""So many passes of one decision: another one follows where what was kept for a run is not needed any more.
 
-After the last of them nobody is asked to leave where one more would have followed: the next decision is soon.
+After the last of them no run is asked to leave where one more would have followed: the next decision is soon.
 """
 
 

@@ -1,4 +1,4 @@
-"""What a planner keeps from change to change, and what its last pass left behind."""
+"""State of the planner between changes, and the results of its last pass."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class PlannerState:
     def score(self, ask: Ask, queued_ns: int, now_ns: int) -> float:
         """Return how far ahead a run is among those of its user: by how long it has waited, small ones sooner.
 
-        A gang waits the longer the more it needs, and whoever is let in before it makes it wait longer still; so its
+        A gang waits the longer the more it needs, and each run let in before it makes it wait longer still; so its
         waiting counts less by the root of its size only, and more when it needs whole nodes, which are rarely free.
         """
         return (now_ns - queued_ns) / self.weight(ask)

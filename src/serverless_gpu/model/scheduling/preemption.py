@@ -1,17 +1,17 @@
-"""Who has to leave so that another one finds room, and who may be where only as long as nobody else wants it.
+"""Preemption: the runs that leave so that another one finds room, and the right to be on a node.
 
     a run is blocked ─▶ where could it be (sites) ─▶ who there may be asked ─▶ the cheapest set that makes room
                                                      │
       by right      the own runs of a pool that lends, the owner of a node whose owner is first: at once
       by class      CRITICAL > NORMAL > BEST_EFFORT: after a minimum time, and a few times in the life of a run
 
-Nobody is asked who cannot go on later (`preemptible`). What is lost is device-seconds since the start; the set with the
-least is taken, by right before by class and of the lowest class that will do, and nobody in it who could stay. So the
+Only runs that can go on later leave (`preemptible`). What is lost is device-seconds since the start; the set with the
+least is taken, by right before by class and of the lowest class that will do, and no run in it that could stay. So the
 youngest leave first.
 
 What makes loops impossible: on each node there is one order, standing there and then class, and only who is above in it
-pushes out who is below; what becomes free is kept for whom it was made free; and a guest is let in only while nobody
-waits who could push it out by right.
+pushes out who is below; what becomes free is kept for whom it was made free; and a guest is let in only while no run
+waits that could push it out by right.
 
 Failure cases: those who could make room are too young, then it is said when they are not. Devices that a run which
 cannot leave has borrowed come back by themselves: it was let in because the time limit that it declared is no longer
@@ -58,17 +58,17 @@ class Site(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     node: Node
     gpu_type: str  # of the devices that it would have there
     need: int  # how many; of a gang that needs several nodes all that the node has to give
-    free: int  # those that it could have at once, and those of runs that are leaving already, promised to nobody else
+    free: int  # those that it could have at once, and those of runs that are leaving already, promised to no other run
     holders: tuple[RunningRun, ...] = ()  # who has devices there
 
 
 class Room(msgspec.Struct, frozen=True, kw_only=True):
     """The steps that make room for a blocked gang."""
 
-    preemptions: tuple[Preemption, ...] = ()  # who is to be asked to leave; nobody when enough is coming already
+    preemptions: tuple[Preemption, ...] = ()  # runs to ask to leave; none when enough is coming already
     # What is then to be kept for the gang until it starts; empty when nothing can be done now.
     shares: tuple[DeviceShare, ...] = ()
-    wake_ns: int | None = None  # when to ask again, because somebody will have run for long enough; None for never
+    wake_ns: int | None = None  # when to ask again, because a run will have run for long enough; None for never
 
 
 class _Plan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -114,7 +114,9 @@ def may_use(wanted: QueuedRun, node: Node, terms: Terms, now_ns: int) -> bool:
     if not node.shared or (node.owner and node.owner_first and not wanted.preemptible):
         return False
     left_s = None if node.turns_ns is None else (node.turns_ns - now_ns) / _NS
-    return left_s is None or (left_s > 0 and (wanted.preemptible or _ends_within(wanted, left_s)))
+    if left_s is None or (left_s > 0 and wanted.preemptible):
+        return True
+    return left_s > 0 and wanted.limit_s is not None and wanted.limit_s <= left_s
 
 
 def standing(wanted: QueuedRun, node: Node, terms: Terms) -> tuple[bool, bool]:
@@ -133,10 +135,6 @@ def has_guests(node: Node, terms: Terms) -> bool:
     """Return whether runs may differ in how far they are from having a right to a node: see `standing`."""
     pool = terms.pools.get(node.pool)
     return (bool(node.owner) and node.owner_first) or (pool is not None and pool.reserved)
-
-
-def _ends_within(wanted: QueuedRun, seconds: float) -> bool:
-    return wanted.limit_s is not None and wanted.limit_s <= seconds
 
 
 # --- who leaves -------------------------------------------------------------------------------------------------------
@@ -243,8 +241,8 @@ def _lost(plans: Sequence[_Plan], now_ns: int) -> int:
 class _Gathering:
     """Whole nodes and a part of another one, of one pool and type, that are together what a gang needs.
 
-    The nodes that lose the least for each device come first. Whoever leaves one node leaves the others, too: these are
-    looked at again without them. All of it is found, or nobody is asked.
+    The nodes that lose the least for each device come first. A run that leaves one node leaves the others: these are
+    looked at again without them. All of it is found, or no run is asked.
 
     search: whose devices may be asked for. sites: nodes; what each needs is all that it has to give.
     """

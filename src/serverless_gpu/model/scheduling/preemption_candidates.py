@@ -1,4 +1,4 @@
-"""Where there is somebody who could be asked to leave: devices by node, type and class, kept as runs come and go."""
+"""Index of preemptible devices by node, type and class, updated as runs come and go."""
 
 from __future__ import annotations
 

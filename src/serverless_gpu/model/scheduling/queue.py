@@ -1,4 +1,4 @@
-"""Who waits: by class, then team, then user, then what they want.
+"""The queue: waiting runs by class, then team, then user, then request.
 
     class ─▶ team ─▶ user ─▶ line      a line: runs of one user that ask for the same, the oldest first
 

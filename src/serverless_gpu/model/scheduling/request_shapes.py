@@ -1,4 +1,4 @@
-"""What can be wanted, whoever wants it: runs that want the same share one value, and what was found out for it."""
+"""Request shapes: runs that want the same share one value, and what was found out for it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from serverless_gpu.model.scheduling.values import BEST_EFFORT, Node, QueuedRun
 
 _LEARNED, _DECLARED = 1.5, 1.1
 _MINUTES_MAX = 60
-"""Runs share a line whose durations differ by less: a line has the exact ones of whoever is at its head."""
+"""Runs share a line whose durations differ by less: a line has the exact ones of its head."""
 _WALLS_MAX = 128
 
 
@@ -42,7 +42,7 @@ class Shape:
         self.python, self.caller = wanted.python, wanted.caller if wanted.python else ""
         self.second_principal = wanted.second_principal
         # `unreserved`: number of the last pass in which it was found that nothing more is reserved for it.
-        # `blocked`: number of the last pass in which it was found that nothing more of it fits, whoever asks.
+        # `blocked`: number of the last pass in which it was found that nothing more of it fits, for any user.
         self.blocked = self.unreserved = self.walls_of = self.tries = 0
         # What was found not to fit in the pass `walls_of`: how long it would likely take, and at most; of two of which
         # one takes longer by both only the other is there, so one rises while the other falls.
@@ -97,20 +97,15 @@ class Ask:
         expected_s = None if wanted.expected_s is None else rounded(wanted.expected_s, _LEARNED)
         limit_s = None if wanted.limit_s is None else rounded(wanted.limit_s, _DECLARED)
         is_lowest = wanted.priority == BEST_EFFORT
-        minutes = _minutes(wanted) if is_lowest and not wanted.preemptible else 0
+        minutes = 0  # decides whether a run may borrow, told apart as finely as pools' times of return usually are
+        if is_lowest and not wanted.preemptible and wanted.limit_s is not None:
+            minutes = min(_MINUTES_MAX, math.ceil((wanted.limit_s - wanted.beyond_s) / 60))
         return (shape.number, limit_s, expected_s, wanted.preemptible, wanted.grace_s, is_lowest, minutes)
 
     def spans(self, wanted: QueuedRun) -> tuple[float, float]:
         """Return how long one of its runs needs devices: likely, and at most; infinite where unknown."""
         limit_ns = math.inf if wanted.limit_s is None else wanted.limit_s * 1e9
         return min(self.expected_ns, limit_ns), limit_ns
-
-
-def _minutes(wanted: QueuedRun) -> int:
-    """Return what decides whether a run may borrow, told apart as finely as pools' times of return usually are."""
-    if wanted.limit_s is None:
-        return 0
-    return min(_MINUTES_MAX, math.ceil((wanted.limit_s - wanted.beyond_s) / 60))
 
 
 def rounded(seconds: float, step: float) -> float:

@@ -1,4 +1,4 @@
-"""What people read about principals whose runs share one operating-system user on a node."""
+"""Messages about principals whose runs share one operating-system user on a node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a scheduler is told and what it answers. All times are nanoseconds of one clock that only goes forward.
+"""Values of the scheduler, in and out. All times are nanoseconds of one clock that only goes forward.
 
 The server's clock for this is its wall clock as `server/steady.py` believes it; a replayed trace's begins at 0.
 """
@@ -32,7 +32,7 @@ class QueuePolicy(msgspec.Struct, frozen=True, kw_only=True):
     team_weights: Mapping[str, float] = {}  # shares of teams, by name; one that is not named has 1
     user_weights: Mapping[str, float] = {}  # shares of users within their team, by name; one that is not named has 1
     reservations: int = 32  # so many blocked gangs of the queue have devices reserved ahead
-    # Part of a gang's devices that has to be free for the rest to be waited for when nobody knows how long.
+    # Part of a gang's devices that has to be free for the rest to be waited for when the wait is unknown.
     nearly: float = 0.9
     # A blocked gang whose team, or user within their team, is behind another that waits, by so many seconds of the
     # gang's devices, has them kept as they get free: small runs of others do not starve it.

@@ -1,4 +1,4 @@
-"""Why a run waits, when one would start, and in which order: computed when asked, from what the last pass left behind.
+"""Explanations of waits, start estimates and queue order: computed on demand from the last pass.
 
 Nothing here decides anything. An answer may cost as much as the queue is long; it is asked for one run at a time.
 """
@@ -372,7 +372,7 @@ class _Explained:
     def _promised(self) -> tuple[int | None, bool, int | None]:
         """Return the time of its reservation, whether that is the latest, and the time by what was learned.
 
-        One that has come and gone says nothing: somebody is late, or the devices were lost.
+        One that has come and gone says nothing: a run is late, or the devices were lost.
         """
         kept = self._reservation
         if kept is None or kept.at_ns is None or kept.at_ns <= self._now_ns:

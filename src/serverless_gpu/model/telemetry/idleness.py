@@ -1,4 +1,4 @@
-"""Does a run leave its devices idle? Decided from telemetry, progress and visits, and how long they have been away.
+"""Idle detection from telemetry, progress and visits, and from how long they have been away.
 
     telemetry: works ─┐
     progress ─────────┼─▶ from zero ── telemetry: does nothing ──▶ 4/5 of the limit: WARN ──▶ the limit: STOP
@@ -31,7 +31,7 @@ _UNOBSERVED_NS = 30_000_000_000  # telemetry says something every second; a long
 
 KERNEL_LIMIT_S = 1800.0
 LIMITS_S: dict[type[Payload], float | None] = {Function: None, Command: None, Kernel: KERNEL_LIMIT_S}
-"""Seconds of idle devices until a run is stopped, by what it does, where nobody says; a session has its own (3600)."""
+"""Seconds of idle devices until a run is stopped, by what it does, as a default; a session has its own (3600)."""
 
 
 class IdleVerdict(StrEnum):

@@ -1,4 +1,4 @@
-"""What Ray tells of a node: its values, the names they have in MLflow, and the file in which a node leaves them.
+"""Ray telemetry of a node: its values, their names in MLflow, and the file in which a node leaves them.
 
 <attempt>/ray/<node rank>.metrics.json ─▶ read_ray() ─▶ RaySample ─▶ a Sample's `ray` ─▶ ray/node_<i>/…
 """

@@ -1,4 +1,4 @@
-"""What is sampled of a node: values, how often, under which names, and what they add up to.
+"""Telemetry samples of a node: values, intervals, names and sums.
 
 Sample ─┬─▶ logs/<node rank>.telemetry   one JSON line each, the buffer of everything that is sent anywhere
         ├─▶ Use (a running sum)          ─▶ DeviceUse of the receipt
@@ -213,7 +213,8 @@ def series(header: Header, sample: Sample) -> dict[str, float]:
             named = zip(_names(f"{prefix}gpu_{index}_", _GPU_SERIES), _gpu_values(gpu), strict=True)
             values.update((name, float(value)) for name, value in named if value is not None)
     for rank in sample.ranks:
-        named = zip(_names(f"{prefix}rank_{rank.rank}_", _RANK_SERIES), _rank_values(rank), strict=True)
+        measured = (rank.cpu_percent, _megabytes(rank.memory_bytes), _megabytes(rank.gpu_memory_bytes))
+        named = zip(_names(f"{prefix}rank_{rank.rank}_", _RANK_SERIES), measured, strict=True)
         values.update((name, float(value)) for name, value in named if value is not None)
     if sample.ray is not None:
         values.update(ray_series(header.node_rank, sample.ray))
@@ -287,10 +288,6 @@ def _gpu_values(gpu: GpuSample) -> tuple[float | None, ...]:
     )
 
 
-def _rank_values(rank: RankSample) -> tuple[float | None, ...]:
-    return rank.cpu_percent, _megabytes(rank.memory_bytes), _megabytes(rank.gpu_memory_bytes)
-
-
 def _megabytes(value: float | None) -> float | None:
     return None if value is None else value / 1e6
 
@@ -303,7 +300,7 @@ def _share(part: float | None, whole: float | None) -> float | None:
 
 THROTTLED = 0x04 | 0x08 | 0x20 | 0x40 | 0x80
 """NVML's bits that mean heat or power: software power cap, hardware slowdown, software and hardware thermal slowdown,
-power brake. Not: idle, clocks that somebody set, a group of cards kept at one clock."""
+power brake. Not: idle, clocks that an operator set, a group of cards kept at one clock."""
 
 _THROTTLE_WORDS = {
     0x04: "power cap",

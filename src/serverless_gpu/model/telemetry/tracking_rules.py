@@ -1,4 +1,4 @@
-"""What is written into an MLflow run, under which names, how often and within which limits; values in, values out.
+"""Rules for an MLflow run: names, intervals and limits; values in, values out.
 
     Tracking, RunSpec ─▶ first_tags, params_of        samples ─▶ send_interval_s ─▶ points, below 2 M a run
     State, Receipt    ─▶ status_of, last_tags, receipt_tags      failures in a row ─▶ pause_s
@@ -24,7 +24,7 @@ PARAM_CHARACTERS_MAX = 6000
 TAG_CHARACTERS_MAX = 8000
 """MLflow refuses what is longer, and with it all that came in the same request."""
 RUN_TAG = "sgpu.run_id"
-"""The tag by which whoever did not make an MLflow run finds it."""
+"""The tag by which others than its maker find an MLflow run."""
 ATTEMPT_TAG = "sgpu.attempt"
 """The tag that says which attempt's state an MLflow run shows: that of the last one that has begun."""
 POINTS_MAX = 2_000_000
@@ -112,8 +112,9 @@ def params_of(tracking: Tracking, spec_params: Mapping[str, str]) -> dict[str, s
 
 def first_tags(tracking: Tracking, run_id: str, fence: int, user_tags: Mapping[str, str]) -> dict[str, str]:
     """Return the tags with which a run is made."""
-    tags = {_user_key(key): value for key, value in user_tags.items()}
-    if not tracking.run_id:  # whoever made it has said where it is from
+    clean = ((valid_key(key), value) for key, value in user_tags.items())
+    tags = {valid_key(f"sgpu.tag.{key}") if key.startswith(_RESERVED) else key: value for key, value in clean}
+    if not tracking.run_id:  # its maker has said where it is from
         tags |= {valid_key(key): value for key, value in tracking.tags.items()}
     tags |= {RUN_TAG: run_id, ATTEMPT_TAG: str(fence)}
     if tracking.run_name and not tracking.run_id:
@@ -165,7 +166,7 @@ def gang_tags(tracking: Tracking, tags: Mapping[str, str], nodes: int) -> dict[s
         found = {"sgpu.gpu_seconds": f"{sum(map(float, seconds)):.3f}"}
         if all(len(cost) == 2 for cost in costs) and len({currency for _, currency in costs}) == 1:
             found["sgpu.cost"] = f"{sum(float(amount) for amount, _ in costs):.6f} {costs[0][1]}"
-    except ValueError:  # one is missing, or somebody wrote another text there
+    except ValueError:  # one is missing, or a user wrote another text there
         return {}
     if not tracking.run_id:
         found[_NOTE_TAG] = (
@@ -208,8 +209,3 @@ def send_interval_s(elapsed_s: float, series: int, nodes: int) -> int:
     rows_each = min(max(rows_each, _ROWS_EACH_MIN), _ROWS_EACH_MAX)
     phases = max(0.0, elapsed_s) / (_SEND_INTERVAL_S * rows_each)
     return int(_SEND_INTERVAL_S * 2.0 ** int(math.log2(phases + 1)))
-
-
-def _user_key(key: str) -> str:
-    clean = valid_key(key)
-    return valid_key(f"sgpu.tag.{clean}") if clean.startswith(_RESERVED) else clean
