@@ -1,4 +1,4 @@
-"""Arguments of a call as short texts, for whoever looks at the run later.
+"""Arguments of a call as short texts, for readers of the run.
 
 Only values whose text is cheap, short and harmless: what a class of the user's says of itself may take seconds, or
 raise. Whatever looks like a secret, by its name or its value, is left out: these texts are kept, and shown to others.
@@ -53,11 +53,7 @@ _LEFT_OUT = frozenset({"rank", "world_size"})
 def argument_texts(arguments: Mapping[str, object]) -> dict[str, str]:
     """Return the arguments of a call that can be told, dictionaries and dataclasses as one text for each entry.
 
-    Args:
-        arguments: by name; `rank` and `world_size`, which every rank has its own of, are left out.
-
-    Returns:
-        At most `ARGUMENTS_MAX` texts of at most `CHARACTERS_MAX` characters, all of them UTF-8.
+    Leaves out `rank` and `world_size`. Returns at most `ARGUMENTS_MAX` texts of `CHARACTERS_MAX` characters, in UTF-8.
     """
     texts: dict[str, str] = {}
     for name, text in _told({name: value for name, value in arguments.items() if name not in _LEFT_OUT}, "", 0):
@@ -68,11 +64,7 @@ def argument_texts(arguments: Mapping[str, object]) -> dict[str, str]:
 
 
 def command_text(argv: Sequence[str]) -> str:
-    """Return a program and its arguments as a shell would take them, with ``…`` for whatever looks like a secret.
-
-    Args:
-        argv: as it is started; its variables are no part of it.
-    """
+    """Return a program and its arguments as a shell would take them, with ``…`` for whatever looks like a secret."""
     words: list[str] = []
     hides_next = False
     for word in argv[:_ENTRIES_MAX]:

@@ -1,4 +1,4 @@
-"""What a run has cost, or would: values that clients show, and how each is made of lines of the ledger and a tariff.
+"""Costs of runs, past and estimated: values that clients show, made of ledger lines and a tariff.
 
     lines of each attempt ─▶ added up ─────────────────────────────▶ `Cost`            what it used, and what that costs
     devices, tariff ─┬─ × its time limit ──────────────────────────┐

@@ -37,7 +37,7 @@ _SHAPE = re.compile(r"GPU\d+X(.+)")
 
 
 class DeviceKind(StrEnum):
-    """What stands behind a device."""
+    """The kind of thing behind a device."""
 
     GPU = "gpu"
     FAKE = "fake"
@@ -72,7 +72,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         uuid: the identifier locks and receipts use.
         index: position in PCI bus order; CPU slots count from 0 on their own.
-        type: a catalogue name, or the product string of a card nobody knows.
+        type: a catalogue name, or the product string of an unlisted card.
         memory_bytes: memory the driver reports; 0 when there is none or it is unknown.
         kind: what stands behind it.
         product: the product string the driver reports.
@@ -93,12 +93,7 @@ def find_type(name: str, own: Sequence[GpuType] = ()) -> GpuType:
 
     Case, spaces, ``-`` and ``_`` do not matter, and shapes such as ``GPU_8xH100`` are read as their type.
 
-    Args:
-        name: what the user wrote.
-        own: types declared by this installation; they win over the catalogue.
-
-    Raises:
-        UnknownGpuType: no type has this name; the message lists those that exist.
+    Own types win over the catalogue. Raises UnknownGpuType when no type has this name.
     """
     found = _lookup(name, own)
     if found is None:
@@ -118,13 +113,7 @@ def is_listed(name: str, own: Sequence[GpuType] = ()) -> bool:
 
 
 def matches(wanted: str, device_type: str, own: Sequence[GpuType] = ()) -> bool:
-    """Return whether a device of one type serves a request for another: the same type, or a member of the family.
-
-    Args:
-        wanted: the type asked for, in any spelling.
-        device_type: the type of the device.
-        own: types declared by this installation.
-    """
+    """Return whether a device of one type serves a request for another: the same type, or a member of the family."""
     asked, present = canonical(wanted, own), canonical(device_type, own)
     return _key(asked) == _key(present) or present in FAMILIES.get(asked, ())
 
@@ -137,11 +126,7 @@ def families_of(gpu_type: str) -> tuple[str, ...]:
 def time_unit(gpu_types: Iterable[str] = ()) -> str:
     """Return the word for the time of devices, to which a reader adds ``-seconds`` or ``-hours``.
 
-    Args:
-        gpu_types: types of the devices whose time is added up; none, or "" among them, where they are not known.
-
-    Returns:
-        ``"GPU"`` for GPUs, also declared ones; ``"CPU slot"`` for CPU slots; ``"device"`` where both may add up.
+    ``"GPU"``, ``"CPU slot"``, or ``"device"`` where both may add up; unknown types count as both.
     """
     types = set(gpu_types)
     if types == {CPU}:
@@ -152,9 +137,7 @@ def time_unit(gpu_types: Iterable[str] = ()) -> str:
 def census(devices: Sequence[Device], unavailable: Sequence[str] = ()) -> tuple[dict[str, int], dict[str, int]]:
     """Return how many devices a node has by type, and how many of them cannot be used.
 
-    Args:
-        devices: all of them. Where there are fakes of a type, they are there instead of the real ones.
-        unavailable: uuids of those that cannot be used.
+    Fakes of a type replace the real ones.
     """
     faked = {device.type for device in devices if device.kind is DeviceKind.FAKE}
     counted = [device for device in devices if device.kind is DeviceKind.FAKE or device.type not in faked]
@@ -169,20 +152,14 @@ def recognise(product: str, memory_bytes: int, own: Sequence[GpuType] = ()) -> s
     The most specific product fragment wins, then the nearest memory size. A MIG slice or virtual GPU is not the card it
     was cut from, so it keeps its product string unless an own type names it.
 
-    Args:
-        product: the product string the driver reports.
-        memory_bytes: memory the driver reports; 0 when unknown.
-        own: types declared by this installation; they win over the catalogue.
-
-    Returns:
-        A type name, or the product string itself when no type fits.
+    Returns the product string where no type fits. `memory_bytes` is 0 when unknown.
     """
     words = _words(product)
     for types in (own, CATALOGUE):
         fits = [
             (len(_words(fragment)), -abs(memory_bytes - gpu_type.memory_bytes), gpu_type.name)
             for gpu_type in types
-            if _memory_fits(gpu_type, memory_bytes)
+            if not memory_bytes or memory_bytes * 100 >= gpu_type.memory_bytes * _MEMORY_SHARE_PERCENT
             for fragment in gpu_type.products
             if _contains(words, _words(fragment))
         ]
@@ -194,13 +171,7 @@ def recognise(product: str, memory_bytes: int, own: Sequence[GpuType] = ()) -> s
 def parse_fake(text: str, own: Sequence[GpuType] = ()) -> tuple[Device, ...]:
     """Return the devices that ``SERVERLESS_GPU_FAKE`` describes.
 
-    Args:
-        text: types and counts, for example ``"H100:4,A10:2"``.
-        own: types declared by this installation.
-
-    Raises:
-        InvalidValue: the text cannot be read, or describes too many devices.
-        UnknownGpuType: it names a type that does not exist.
+    The text is like ``"H100:4,A10:2"``. Raises InvalidValue when it cannot be read, and UnknownGpuType.
     """
     counts: dict[str, tuple[GpuType, int]] = {}
     for entry in text.split(","):
@@ -210,7 +181,10 @@ def parse_fake(text: str, own: Sequence[GpuType] = ()) -> tuple[Device, ...]:
         gpu_type = find_type(name, own)
         if gpu_type.name in counts:
             raise _bad_fake(text, f"{gpu_type.name} is named twice")
-        counts[gpu_type.name] = (gpu_type, _fake_count(text, digits))
+        # isascii: int() also reads other scripts' digits. The length keeps a huge number from being built at all.
+        if not (digits.isascii() and digits.isdigit() and len(digits) <= 9 and int(digits) >= 1):
+            raise _bad_fake(text, f"{digits!r} is not a count of 1 or more")
+        counts[gpu_type.name] = (gpu_type, int(digits))
     if sum(count for _, count in counts.values()) > FAKE_DEVICES_MAX:
         raise _bad_fake(text, f"more than {FAKE_DEVICES_MAX} devices")
     types = [(gpu_type, number) for gpu_type, count in counts.values() for number in range(count)]
@@ -229,22 +203,11 @@ def parse_fake(text: str, own: Sequence[GpuType] = ()) -> tuple[Device, ...]:
 
 
 def cpu_slots(count: int) -> tuple[Device, ...]:
-    """Return the CPU slots of a machine: devices that behave like GPUs and need none.
-
-    Args:
-        count: how many, usually the cores this process may use.
-    """
+    """Return the CPU slots of a machine: devices that behave like GPUs and need none."""
     return tuple(
         Device(uuid=f"CPU-{index}", index=index, type=CPU, memory_bytes=0, kind=DeviceKind.CPU)
         for index in range(count)
     )
-
-
-def _fake_count(text: str, digits: str) -> int:
-    # isascii: int() also reads other scripts' digits. The length keeps a huge number from being built at all.
-    if not (digits.isascii() and digits.isdigit() and len(digits) <= 9 and int(digits) >= 1):
-        raise _bad_fake(text, f"{digits!r} is not a count of 1 or more")
-    return int(digits)
 
 
 def _bad_fake(text: str, why: str) -> InvalidValue:
@@ -298,10 +261,6 @@ def _contains(words: tuple[str, ...], fragment: tuple[str, ...]) -> bool:
         words[start : start + size] == fragment and _VARIANT_WORDS.isdisjoint(words[start + size : start + size + 1])
         for start in range(len(words) - size + 1)
     )
-
-
-def _memory_fits(gpu_type: GpuType, memory_bytes: int) -> bool:
-    return not memory_bytes or memory_bytes * 100 >= gpu_type.memory_bytes * _MEMORY_SHARE_PERCENT
 
 
 _IGNORED = str.maketrans("", "", "-_ ")

@@ -1,4 +1,4 @@
-"""How far a database had come when the server last looked, and whether a database that is found has come as far.
+"""High-water marks of a database: detect a database that was rolled back behind its last known position.
 
 A database that stands behind its mark was rolled back: its log was lost, an old copy was put in its place, or a standby
 took over that lacked the last transactions. What the server had acknowledged since is gone.
@@ -10,19 +10,12 @@ import msgspec
 
 
 class DatabasePosition(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a database has come; each number only grows.
+    """The position of a database; each number only grows."""
 
-    Attributes:
-        database_id: which database; random, given once.
-        generation: how many servers have claimed it.
-        commits: transactions that changed something (SQLite); 0 where they are not counted.
-        audit: number of the last row of the audit.
-    """
-
-    database_id: str
-    generation: int
-    commits: int
-    audit: int
+    database_id: str  # which database; random, given once
+    generation: int  # how many servers have claimed it
+    commits: int  # transactions that changed something (SQLite); 0 where they are not counted
+    audit: int  # number of the last row of the audit
 
     def __str__(self) -> str:
         commits = f"commit {self.commits:,}, " if self.commits else ""
@@ -30,26 +23,17 @@ class DatabasePosition(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HighWaterMark(msgspec.Struct, frozen=True, kw_only=True):
-    """What a high-water mark holds.
+    """The contents of a high-water mark."""
 
-    Attributes:
-        position: how far the database had come at least.
-        at_ns: when that was written, nanoseconds since 1970.
-        place: where the database was, where the mark does not lie beside it; without a password.
-    """
-
-    position: DatabasePosition
-    at_ns: int
-    place: str = ""
+    position: DatabasePosition  # how far the database had come at least
+    at_ns: int  # when that was written, nanoseconds since 1970
+    place: str = ""  # where the database was, where the mark does not lie beside it; without a password
 
 
 def rollback(mark: HighWaterMark | None, found: DatabasePosition | None, *, place: str = "") -> str:
     """Return how a database has less than its mark says, or "" when it has not.
 
-    Args:
-        mark: what was written down, None where nothing was.
-        found: how far the database has come, None where no server has claimed it.
-        place: where the database is, as in `HighWaterMark.place`.
+    `mark` is None where nothing was written, `found` None where no server has claimed the database.
     """
     if mark is None:
         return ""

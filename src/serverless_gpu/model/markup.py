@@ -1,4 +1,4 @@
-"""What a notebook shows of a run, as HTML: its state while it goes on, and its receipt.
+"""HTML that a notebook shows of a run: its state while it goes on, and its receipt.
 
 Everything that comes from outside is escaped here. No scripts, no external resources, and colours that can be read on a
 light and on a dark page: text takes the page's own colour. A reader that shows no HTML gets the text beside it.
@@ -32,14 +32,7 @@ _VALUE = f"{_EDGE}text-align:left;padding:2px 0;white-space:normal;"
 
 
 def status(state: str, sentence: str, lines: Sequence[str], tracked: str = "") -> str:
-    """Return the state of a run that goes on.
-
-    Args:
-        state: for example ``"RUNNING"``.
-        sentence: what there is to say about it.
-        lines: progress, one line each.
-        tracked: address of its page in MLflow, or "".
-    """
+    """Return the state of a run that goes on."""
     page = f'<div><span style="{_FAINT}">MLflow:</span> {link(tracked)}</div>' if tracked else ""
     progress = f'<div style="{_MONO}">{escape(chr(10).join(lines))}</div>' if lines else ""
     return f'<div style="{_BOX}">{_heading(state, sentence)}{page}{progress}</div>'
@@ -49,7 +42,7 @@ def table(state: str, sentence: str, rows: Sequence[tuple[str, str]]) -> str:
     """Return an account: a heading, and one row for each label and value; one that is a web address can be followed."""
     cells = "".join(
         f'<tr style="background:transparent"><td style="{_LABEL}">{escape(label)}</td>'
-        f'<td style="{_VALUE}">{_value(value)}</td></tr>'
+        f'<td style="{_VALUE}">{link(value) if _URL.fullmatch(value) else escape(value)}</td></tr>'
         for label, value in rows
     )
     body = f'<table style="{_TABLE}">{cells}</table>' if cells else ""
@@ -57,13 +50,7 @@ def table(state: str, sentence: str, rows: Sequence[tuple[str, str]]) -> str:
 
 
 def unfolding(state: str, lines: Sequence[str], whole: str) -> str:
-    """Return lines below each other, with the state's colour, and something larger that a reader can unfold.
-
-    Args:
-        state: for example ``"SUCCEEDED"``.
-        lines: text.
-        whole: HTML.
-    """
+    """Return lines below each other, with the state's colour, and something larger that a reader can unfold."""
     first, *others = (escape(line) for line in lines)
     more = "".join(f"<div>{line}</div>" for line in others)
     summary = f'<summary style="cursor:pointer">{_dot(state)} {first}</summary>'
@@ -76,10 +63,6 @@ def link(url: str) -> str:
     if not _URL.fullmatch(url):
         return shown
     return f'<a href="{shown}" target="_blank" rel="noopener noreferrer" style="color:inherit">{shown}</a>'
-
-
-def _value(value: str) -> str:
-    return link(value) if _URL.fullmatch(value) else escape(value)
 
 
 def _heading(state: str, sentence: str) -> str:

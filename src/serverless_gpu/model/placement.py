@@ -1,4 +1,4 @@
-"""Which devices a run may take, and what each rank is told about its place.
+"""Placement on one machine: the devices that a run may take, and the variables of each rank.
 
 Decides from a list of devices; which of them are free is the locks' answer, not this module's. Layout over several
 nodes is given in `RankPlace`, not computed here.
@@ -25,28 +25,14 @@ _NO_GPU_HINT = (
 
 
 class Candidates(msgspec.Struct, frozen=True, kw_only=True):
-    """The devices a run may take.
+    """The devices a run may take."""
 
-    Attributes:
-        count: how many of them it takes.
-        devices: those that fit, in order of preference.
-    """
-
-    count: int
-    devices: tuple[Device, ...]
+    count: int  # how many of them it takes
+    devices: tuple[Device, ...]  # those that fit, in order of preference
 
 
 class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one rank stands in its gang.
-
-    Attributes:
-        rank: global rank.
-        local_rank: rank on its node.
-        node_rank: number of its node.
-        world_size: ranks of the gang.
-        local_world_size: ranks on its node.
-        num_nodes: nodes of the gang.
-    """
+    """The place of one rank in its gang."""
 
     rank: int
     local_rank: int
@@ -71,9 +57,7 @@ def restrict(devices: Sequence[Device], cuda_visible_devices: str | None) -> tup
     The order of the variable is kept. Like CUDA, reading stops at the first entry that names no device, and a device
     named twice leaves none. CPU slots are not CUDA's to hide; they come last.
 
-    Args:
-        devices: the devices of the machine.
-        cuda_visible_devices: the variable; None when it is not set.
+    `cuda_visible_devices` is None when the variable is not set.
     """
     if cuda_visible_devices is None:
         return tuple(devices)
@@ -98,18 +82,8 @@ def candidates(
 ) -> Candidates:
     """Return the devices that fit a request.
 
-    Args:
-        gpus: how many; None takes every device of the type.
-        gpu_type: their type; None takes the only GPU type there is.
-        devices: what the caller may use.
-        own: types declared by this installation.
-
-    Raises:
-        InvalidValue: ``gpus`` is below 1, or ``gpu_type`` is missing where there are several.
-        UnknownGpuType: there is no such type.
-        NoGpu: a GPU is needed and there is none.
-        GpuTypeMismatch: there are only GPUs of other types.
-        NotEnoughGpus: there are fewer than asked for.
+    `gpus` None takes every device of the type, `gpu_type` None the only GPU type. Raises InvalidValue, UnknownGpuType,
+    NoGpu, GpuTypeMismatch or NotEnoughGpus.
     """
     if gpus is not None and gpus < 1:
         raise InvalidValue(
@@ -131,12 +105,7 @@ def rank_variables(
 ) -> dict[str, str]:
     """Return the environment variables that tell a rank who it is.
 
-    Args:
-        place: where the rank stands.
-        devices: all devices of the attempt on this node, in LOCAL_RANK order.
-        run_id: the run.
-        fence: the number of the attempt.
-        master: address and port of rank 0's rendezvous.
+    `devices` are all of the attempt on this node, in LOCAL_RANK order.
     """
     variables = {
         "RANK": str(place.rank),
@@ -168,15 +137,9 @@ def node_variables(
 ) -> dict[str, str]:
     """Return the environment variables of a command that runs once per node and starts its processes itself.
 
-    Without RANK and LOCAL_RANK, which are not the command's to have; whoever reads LOCAL_ADDR binds there.
+    Without RANK and LOCAL_RANK, which are not the command's to have; programs that read LOCAL_ADDR bind there.
 
-    Args:
-        place: where the node stands, in the place of its first rank.
-        devices: as `rank_variables`.
-        run_id: the run.
-        fence: the number of the attempt.
-        master: as `rank_variables`.
-        address: where the other nodes reach this one.
+    `place` is that of the node's first rank; `address` is where the other nodes reach this one.
     """
     variables = rank_variables(place, devices=devices, run_id=run_id, fence=fence, master=master)
     of_ranks = {"RANK", "LOCAL_RANK", "GROUP_RANK", "TORCHELASTIC_RUN_ID"}
@@ -208,9 +171,6 @@ def default_variables(devices: Sequence[Device]) -> dict[str, str]:
 
     Without a GPU, Accelerate and the Hugging Face Trainer look for one, find none, and run as so many single processes;
     told to use the CPU they make one gang of them.
-
-    Args:
-        devices: all devices of the attempt on this node.
     """
     return {} if any(device.kind is DeviceKind.GPU for device in devices) else {"ACCELERATE_USE_CPU": "true"}
 
@@ -221,13 +181,7 @@ def threads_per_rank(cores: int, local_world_size: int) -> int:
 
 
 def share_of_cores(cores: int, devices: int, of_type: int) -> int:
-    """Return the cores that go with some of a node's devices: as many of the cores as of the devices, at least one.
-
-    Args:
-        cores: cores of the node.
-        devices: devices of the run.
-        of_type: devices of that type on the node.
-    """
+    """Return the cores that go with some of a node's devices: as many of the cores as of the devices, at least one."""
     return max(1, cores * devices // max(devices, of_type))
 
 

@@ -37,13 +37,7 @@ class RayCluster(msgspec.Struct, frozen=True, kw_only=True):
 def object_store_bytes(memory_bytes: int, shared_bytes: int, asked: int | None = None) -> int:
     """Return how large a node's object store is made.
 
-    Args:
-        memory_bytes: host memory that goes with the run's devices.
-        shared_bytes: what there is of /dev/shm for the run, as `part_of_shared` says.
-        asked: what the user wrote, or None.
-
-    Returns:
-        Bytes; what was asked for is only ever cut to what /dev/shm has for the run.
+    What was asked for is only ever cut to what /dev/shm has for the run.
     """
     wanted = asked if asked is not None else round(memory_bytes * _OF_MEMORY)
     bounded = min(wanted, round(shared_bytes * _OF_SHARED), OBJECT_STORE_BYTES_MAX)
@@ -54,25 +48,13 @@ def part_of_shared(size: int, free: int, devices: int, of_type: int) -> int:
     """Return how much of /dev/shm there is for a run: the part that goes with its devices, as far as it is free.
 
     Ray takes pages there when it needs them, so runs that were each promised all of it would kill each other.
-
-    Args:
-        size: of /dev/shm.
-        free: bytes of that.
-        devices: of the run on the node.
-        of_type: devices of that type there.
     """
     least = round(OBJECT_STORE_BYTES_MIN / _OF_SHARED) + 1  # less is of no use to a Ray
     return min(free, max(least, size * devices // of_type))
 
 
 def store_note(size: int, shared_bytes: int, asked: int | None) -> str:
-    """Return why a node's object store has not the size that was asked for, or is the least there can be; else "".
-
-    Args:
-        size: as `object_store_bytes` says.
-        shared_bytes: what it was given for /dev/shm.
-        asked: what the user wrote, or None.
-    """
+    """Return why a node's object store has not the size that was asked for, or is the least there can be; else ""."""
     if size == OBJECT_STORE_BYTES_MAX and asked is not None and asked > size:
         return f"the object store is {format_bytes(size)}, the most there can be, and not {format_bytes(asked)}"
     small = size == OBJECT_STORE_BYTES_MIN and size > round(shared_bytes * _OF_SHARED)
@@ -89,9 +71,5 @@ def cluster_cpus(cores: int, devices: int) -> int:
 
     At least one for every device and one more: Ray counts CPUs and would otherwise hold a task back for ever on a small
     machine, where a trainer and its workers ask for one each.
-
-    Args:
-        cores: cores that go with the run's devices.
-        devices: devices of the run on the node.
     """
     return max(cores, devices + 1)

@@ -1,4 +1,4 @@
-"""What users write in `ray_launch`, beside what `distributed` has: its own options, and what is meant by others'.
+"""Options of `ray_launch` beyond those of `distributed`, and hints for options of other launchers.
 
 Names of Ray's, and of launchers that make a Ray cluster of something else (a Spark cluster, a cloud), say how many
 workers of which size there shall be. Here a cluster is made of what the run gets, so each of them has another word.
@@ -57,25 +57,15 @@ _MEANT = {
 _INSTEAD = {name: words for words, names in _MEANT.items() for name in names.split()}
 
 
-class RayRequest(NamedTuple):
-    """What `ray_launch` was given: the cluster, and what `distributed` knows as well."""
+class Asked(NamedTuple):
+    """The arguments of `ray_launch`: the cluster, and the options of `distributed`."""
 
     cluster: RayCluster
     options: dict[str, object]
 
 
-def read_options(dashboard: object, object_store_memory: object, options: Mapping[str, object]) -> RayRequest:
-    """Return the cluster that is asked for, and the options that any run may have.
-
-    Args:
-        dashboard: whether Ray's web page is wanted.
-        object_store_memory: bytes of each node's object store, as a number or as ``"20GB"``; None for a share.
-        options: the others, by name.
-
-    Raises:
-        InvalidOption: there is no such option, with what is to be written instead; or the type is wrong.
-        InvalidValue: the object store would be too small for Ray, or larger than it takes.
-    """
+def read_options(dashboard: object, object_store_memory: object, options: Mapping[str, object]) -> Asked:
+    """Return the cluster that is asked for, and the options that any run may have."""
     for name in options:
         if name not in VALID:
             raise _unknown(name)

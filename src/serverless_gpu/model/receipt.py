@@ -212,6 +212,9 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     def rows(self) -> dict[str, str]:
         """Return what there is to say, by label; what is not known, or nothing worth saying, is left out."""
         is_run = self.runs is None
+        start = "warm start" if self.warm else "cold start"
+        if self.warm_reason:
+            start = f"{start} ({self.warm_reason})"
         peak = "" if self.peak_memory_bytes is None else units.format_bytes(self.peak_memory_bytes)
         rows = {
             "devices": _joined(self.devices_text(), _size_text(self)),
@@ -219,7 +222,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
             "not billed": self.unbilled_text(),
             "use": _use_text(self.uses, self.kind),
             "time": _segments_text(self.segments),
-            "start": _start_text(self) if is_run else "",
+            "start": start if is_run else "",
             "environment": self.environment if is_run else "",
             "secrets": ", ".join(self.secrets),
             _PEAK: peak if is_run else "",
@@ -432,11 +435,6 @@ def _warnings(receipt: Receipt) -> list[str]:
     shown = [line for line in lines if line]
     more = len(shown) - _WARNINGS_MAX
     return [*shown[:_WARNINGS_MAX], *([f"and {more} more: sgpu show {receipt.run_id}"] if more > 0 else [])]
-
-
-def _start_text(receipt: Receipt) -> str:
-    start = "warm start" if receipt.warm else "cold start"
-    return f"{start} ({receipt.warm_reason})" if receipt.warm_reason else start
 
 
 def _joined(*parts: str) -> str:

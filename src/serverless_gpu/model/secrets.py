@@ -26,16 +26,11 @@ _OURS = ("SGPU_", "SERVERLESS_GPU_")
 
 
 class Pinned(msgspec.Struct, frozen=True, kw_only=True):
-    """The version of a secret that an attempt has.
-
-    Attributes:
-        team: whose it is, or "" for the run's owner.
-        version: 1, 2, 3 … of that name.
-    """
+    """The version of a secret that an attempt has."""
 
     name: str
-    version: int
-    team: str = ""
+    version: int  # 1, 2, 3 … of that name
+    team: str = ""  # whose it is, or "" for the run's owner
 
     @property
     def text(self) -> str:
@@ -44,27 +39,16 @@ class Pinned(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeliveredSecrets(msgspec.Struct, frozen=True, kw_only=True):
-    """A run's secrets, which lie on its node already.
+    """A run's secrets, which lie on its node already."""
 
-    Attributes:
-        directory: where, one file each.
-        texts: names and versions, for people.
-        variables: secret → variable, of those that ranks have as one.
-        note: what the receipt says about them, or "".
-    """
-
-    directory: str
-    texts: tuple[str, ...]
-    variables: dict[str, str] = {}
-    note: str = ""
+    directory: str  # where, one file each
+    texts: tuple[str, ...]  # names and versions, for people
+    variables: dict[str, str] = {}  # secret → variable, of those that ranks have as one
+    note: str = ""  # what the receipt says about them, or ""
 
 
 def check_name(name: str) -> str:
-    """Return a name that a secret can have; it is a file's, too.
-
-    Raises:
-        InvalidValue: it cannot be one.
-    """
+    """Return a name that a secret can have; it is a file's, too. Raises InvalidValue."""
     if not _NAME.fullmatch(name):
         hint = "up to 64 letters, digits and _ . -, the first one a letter or _"
         raise InvalidValue(f"a secret cannot be named {name[:80]!r}", hint=hint)
@@ -72,11 +56,7 @@ def check_name(name: str) -> str:
 
 
 def check_value(name: str, value: bytes) -> bytes:
-    """Return a value that can be kept.
-
-    Raises:
-        InvalidValue: it is empty, or too long.
-    """
+    """Return a value that can be kept. Raises InvalidValue when it is empty, or too long."""
     if not 0 < len(value) <= VALUE_BYTES_MAX:  # of a longer one no more was read than shows that
         has = f"more than {VALUE_BYTES_MAX} bytes" if value else "no bytes"
         raise InvalidValue(f"secret {name} has {has}", hint=f"1 to {VALUE_BYTES_MAX} are possible")
@@ -84,26 +64,14 @@ def check_value(name: str, value: bytes) -> bytes:
 
 
 def check_variable(name: str, value: bytes) -> bytes:
-    """Return a value that can be a variable's.
-
-    Raises:
-        InvalidValue: it has a zero byte, which no variable can have.
-    """
+    """Return a value that can be a variable's."""
     if b"\0" in value:
         raise InvalidValue(f"secret {name} has a zero byte, and cannot be a variable", hint="read it from its file")
     return value
 
 
 def check(names: Sequence[str], variables: Mapping[str, str]) -> None:
-    """Refuse secrets that no run can have.
-
-    Args:
-        names: of the secrets.
-        variables: secret → variable, of those that are to be one.
-
-    Raises:
-        InvalidValue: a name, a variable, or their number is not possible.
-    """
+    """Refuse secrets that no run can have. Raises InvalidValue. `variables` maps secrets to variables."""
     if len(names) > SECRETS_MAX:
         raise InvalidValue(f"{len(names)} secrets are over the limit of {SECRETS_MAX}")
     for name in names:
@@ -120,12 +88,7 @@ def check(names: Sequence[str], variables: Mapping[str, str]) -> None:
 
 
 def read(value: object) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Return what a user wrote as ``secrets=``: the names, and the variables of those that are to be one.
-
-    Raises:
-        InvalidOption: it is neither a list of names nor a dictionary from names to variables.
-        InvalidValue: a name or variable is not possible.
-    """
+    """Return what a user wrote as ``secrets=``: the names, and the variables of those that are to be one."""
     if isinstance(value, Mapping):
         named = list(value.items())
     elif isinstance(value, Sequence) and not isinstance(value, str | bytes):

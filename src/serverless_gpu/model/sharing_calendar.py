@@ -1,4 +1,4 @@
-"""When a node that people use themselves is shared with others: "mon-fri 19:00-07:00", "sat-sun".
+"""Calendars of nodes that people use themselves and share: "mon-fri 19:00-07:00", "sat-sun".
 
 What counts is what a clock on the wall there shows. For the two days of a year on which it is moved no rule of its own
 is needed: a window from 02:00 to 03:00 is not there when the clock goes from 02:00 to 03:00 at once, and is there
@@ -29,62 +29,37 @@ _FORMS = 'write days, times or both: "mon-fri 19:00-07:00", "sat-sun", "sat,sun 
 
 
 class WeeklyWindow(msgspec.Struct, frozen=True, kw_only=True):
-    """Times of a week.
+    """Times of a week."""
 
-    Attributes:
-        days: on which it begins, 0 for Monday.
-        begins: minutes since midnight.
-        ends: likewise, more than `begins`; beyond 1440 on the next day.
-    """
-
-    days: tuple[int, ...]
-    begins: int = 0
-    ends: int = _DAY
+    days: tuple[int, ...]  # on which it begins, 0 for Monday
+    begins: int = 0  # minutes since midnight
+    ends: int = _DAY  # the same, more than `begins`; beyond 1440 on the next day
 
     @property
     def text(self) -> str:
         """Return it as it is written: `parse_window` reads that."""
         days = "" if len(self.days) == len(_DAYS) else ",".join(_ranges(self.days))
-        times = "" if (self.begins, self.ends) == (0, _DAY) else f"{_clock(self.begins)}-{_clock(_wrapped(self.ends))}"
+        ends = self.ends - _DAY if self.ends > _DAY else self.ends
+        times = "" if (self.begins, self.ends) == (0, _DAY) else f"{_clock(self.begins)}-{_clock(ends)}"
         return f"{days} {times}".strip() or "mon-sun"
 
 
 class Calendar(msgspec.Struct, frozen=True, kw_only=True):
-    """When a node is shared.
+    """The times at which a node is shared."""
 
-    Attributes:
-        windows: the times; without any it always is.
-        zone: whose time that is.
-    """
-
-    windows: tuple[WeeklyWindow, ...]
-    zone: tzinfo
+    windows: tuple[WeeklyWindow, ...]  # the times; without any it always is
+    zone: tzinfo  # whose time that is
 
 
 def parse(texts: Sequence[str], zone: tzinfo) -> Calendar:
-    """Return a calendar.
-
-    Args:
-        texts: its windows as people write them.
-        zone: whose time that is.
-
-    Raises:
-        InvalidValue: a text is no window, or there are too many.
-    """
+    """Return a calendar. Raises InvalidValue when a text is no window, or there are too many."""
     if len(texts) > WINDOWS_MAX:
         raise InvalidValue(f"a calendar has {len(texts)} windows", hint=f"{WINDOWS_MAX} at most")
     return Calendar(windows=tuple(parse_window(text) for text in texts), zone=zone)
 
 
 def parse_window(text: str) -> WeeklyWindow:
-    """Return what people write as ``"mon-fri 19:00-07:00"``.
-
-    Args:
-        text: days, times or both.
-
-    Raises:
-        InvalidValue: it is neither.
-    """
+    """Return what people write as ``"mon-fri 19:00-07:00"``."""
     words = text.lower().replace("–", "-").split()
     if not words or len(words) > 2:
         raise _bad(text, "it is neither days nor times")
@@ -99,12 +74,7 @@ def parse_window(text: str) -> WeeklyWindow:
 
 
 def is_shared(calendar: Calendar, at_ns: int) -> bool:
-    """Return whether others than its owner may use a node.
-
-    Args:
-        calendar: the node's.
-        at_ns: nanoseconds since 1970.
-    """
+    """Return whether others than its owner may use a node."""
     local = datetime.fromtimestamp(at_ns // _NS, calendar.zone)
     minute = local.hour * 60 + local.minute
     today, yesterday = local.weekday(), (local.weekday() - 1) % len(_DAYS)
@@ -116,12 +86,7 @@ def is_shared(calendar: Calendar, at_ns: int) -> bool:
 
 
 def turns_at(calendar: Calendar, at_ns: int) -> int | None:
-    """Return when a node changes hands next, nanoseconds since 1970; None when it does not.
-
-    Args:
-        calendar: the node's.
-        at_ns: now.
-    """
+    """Return when a node changes hands next, nanoseconds since 1970; None when it does not."""
     if not calendar.windows:
         return None
     now = is_shared(calendar, at_ns)
@@ -210,10 +175,6 @@ def _ranges(days: Sequence[int]) -> Iterator[str]:
         if number + 1 == len(days) or days[number + 1] != day + 1:
             yield _DAYS[day] if first == number else f"{_DAYS[days[first]]}-{_DAYS[day]}"
             first = number + 1
-
-
-def _wrapped(minute: int) -> int:
-    return minute - _DAY if minute > _DAY else minute
 
 
 def _clock(minute: int) -> str:

@@ -1,4 +1,4 @@
-"""What a user asks for: options as they are typed, and the RunSpec they become.
+"""Run specifications: options as users type them, and the RunSpec they become.
 
 Validated here and nowhere else, before anything starts. What only a server can enforce is recorded in the spec, so that
 the same code means the same with `remote=True`.

@@ -1,4 +1,4 @@
-"""Where a run is tracked: what a client has found out about the caller's MLflow, and what is to be written there.
+"""The tracking context of a run: its MLflow destination, as the client found it, and its content.
 
 Values and rules; who speaks to MLflow is `serverless_gpu.tracking`, who does so for a run is the node's monitor.
 """
@@ -9,7 +9,7 @@ import msgspec
 
 
 class Tracking(msgspec.Struct, frozen=True, kw_only=True):
-    """Where and as what a run is tracked, as its client resolved it at the call.
+    """The MLflow destination of a run, as its client resolved it at the call.
 
     One of `uri` and `store` says where; with neither it is the home's own MLflow server.
 

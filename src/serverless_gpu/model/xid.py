@@ -1,11 +1,11 @@
-"""What the NVIDIA driver says when a GPU fails: the Xid numbers of the kernel's log, and what follows from each.
+"""Xid errors of the NVIDIA driver: the numbers of the kernel's log, and the consequences of each.
 
     NVRM: Xid (PCI:0000:17:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.
           └─ which GPU ─┘        └─ what happened
 
 Numbers and what they mean are those of NVIDIA's public catalogue ("Analyzing Xid Errors with the Xid Catalog",
 docs.nvidia.com/deploy/xid-errors); what is done is ours, by the failure matrix (F23 to F25). A node may decide
-otherwise, number by number, in the table `xids` of its `config.toml`. A number that nobody knows changes nothing.
+otherwise, number by number, in the table `xids` of its `config.toml`. An unknown number changes nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ADDRESS = re.compile(r"([0-9a-fA-F]{4,8}):([0-9a-fA-F]{2}):([0-9a-fA-F]{2})(?:\
 
 
 class XidKind(StrEnum):
-    """What follows from an Xid."""
+    """The consequence of an Xid."""
 
     LOST = "lost"  # the run ends, the GPU is not lent any more, the node takes nothing new
     UNCORRECTABLE = "uncorrectable"  # the run ends, the GPU is not lent any more
@@ -68,31 +68,20 @@ TABLE: Mapping[int, tuple[XidKind, str]] = {
 
 
 class XidEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """One Xid of the kernel's log.
+    """One Xid of the kernel's log."""
 
-    Attributes:
-        pci: address of the GPU, as in `model.hardware.Device`.
-        number: the Xid.
-        text: what the driver says of it.
-    """
-
-    pci: str
+    pci: str  # address of the GPU, as in `model.hardware.Device`
     number: int
-    text: str = ""
+    text: str = ""  # what the driver says of it
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """What an Xid means for one GPU.
-
-    Attributes:
-        uuid: of the GPU.
-        what: what happened to it, naming the Xid.
-    """
+    """The meaning of an Xid for one GPU."""
 
     uuid: str
     number: int
     kind: XidKind
-    what: str
+    what: str  # what happened to it, naming the Xid
 
     @property
     def sentence(self) -> str:
@@ -109,11 +98,7 @@ class Hit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def address(text: str) -> str:
-    """Return a PCI address as both the driver's log and NVML mean it: ``"0000:17:00"``; "" for what is none.
-
-    Args:
-        text: ``"00000000:17:00.0"``, for example.
-    """
+    """Return a PCI address as both the driver's log and NVML mean it: ``"0000:17:00"``; "" for what is none."""
     found = _ADDRESS.fullmatch(text.strip())
     return "" if found is None else f"{int(found[1], 16):04x}:{found[2].lower()}:{found[3].lower()}"
 
@@ -131,13 +116,7 @@ def read(line: str) -> XidEvent | None:
 
 
 def fault(said: XidEvent, uuid: str, own: Mapping[int, XidKind]) -> Fault:
-    """Return what an Xid means.
-
-    Args:
-        said: the Xid.
-        uuid: of the GPU at that address.
-        own: what this node decided otherwise.
-    """
+    """Return what an Xid means."""
     kind, meaning = TABLE.get(said.number, (XidKind.OTHER, said.text or "not in the table of this version"))
     return Fault(
         uuid=uuid,
@@ -148,22 +127,12 @@ def fault(said: XidEvent, uuid: str, own: Mapping[int, XidKind]) -> Fault:
 
 
 def principals(hits: Iterable[Hit], now_ns: int) -> frozenset[str]:
-    """Return whose own code failed on a GPU lately.
-
-    Args:
-        hits: of that GPU.
-        now_ns: nanoseconds since 1970.
-    """
+    """Return whose own code failed on a GPU lately."""
     return frozenset(hit.principal for hit in hits if 0 <= now_ns - hit.at_ns <= SUSPECT_NS)
 
 
 def suspicion(hits: Iterable[Hit], now_ns: int) -> str:
-    """Return why a GPU is suspected of being broken though nothing but user code failed on it, or "".
-
-    Args:
-        hits: of that GPU.
-        now_ns: nanoseconds since 1970.
-    """
+    """Return why a GPU is suspected of being broken though nothing but user code failed on it, or ""."""
     who = principals(hits, now_ns)
     if len(who) <= SUSPECT_PRINCIPALS:
         return ""

@@ -1,8 +1,8 @@
-"""What a scheduler would have made of a trace: `simulate`, and what is needed for it.
+"""Replays of a trace through a scheduler: `simulate`, and what is needed for it.
 
-traces.py    a file → jobs          generating.py  a seed → jobs          clusters.py  "8x8", a file → nodes
-baselines.py schedulers to compare with            driving.py  the scheduler itself, driven by the jobs
-figures.py   when jobs ran → numbers               drawing.py  the same as a picture, which needs Matplotlib
+traces.py    a file → jobs          trace_generator.py  a seed → jobs          clusters.py  "8x8", a file → nodes
+baselines.py schedulers to compare with            scheduler_driver.py  the scheduler, driven by the jobs
+figures.py   when jobs ran → numbers               replay_figure.py, advice_figure.py  pictures, which need Matplotlib
 
 from serverless_gpu.replay import read_cluster, read_trace, simulate
 outcome = simulate(read_trace(Path("trace.parquet")), read_cluster("8x8"), "ours")

@@ -3,7 +3,7 @@
     ┌ part of the time with a demand of k GPUs or more ──── break-even duty ┐
     └ cost of k reserved GPUs and the rest on demand ── the least ──────────┘
 
-Matplotlib is imported here; whoever wants a picture loads this room by name. `pyplot`, whose state is the caller's, is
+Matplotlib is imported here; callers load this module by name. `pyplot`, whose state is the caller's, is
 not used, and all colours are set.
 """
 
@@ -26,14 +26,7 @@ _WORKED, _IDLE, _BEYOND, _LEAST = "#2166b0", "#c9d1d9", "#e0a45c", "#0f7d6c"
 def draw(advice: Advice, title: str, path: Path) -> None:
     """Write the picture of an advice.
 
-    Args:
-        advice: what is shown.
-        title: what is written above.
-        path: a file; its ending says which kind.
-
-    Raises:
-        OSError: the file cannot be written.
-        ValueError: Matplotlib knows no such kind of file.
+    Raises OSError when the file cannot be written. Raises ValueError when Matplotlib knows no such kind of file.
     """
     figure = Figure(figsize=(9.0, 7.2), facecolor=_PAPER, layout="constrained")
     wanted, costs = figure.subplots(2, 1, sharex=True)

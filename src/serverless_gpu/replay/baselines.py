@@ -1,7 +1,7 @@
 """Schedulers to compare with, as papers and other systems have them; each knows only what is said here.
 
-    fifo        in the order of arrival; the first that does not fit holds up all others          nobody is stopped
-    first-fit   in the order of arrival; what does not fit is skipped                             nobody is stopped
+    fifo        in the order of arrival; the first that does not fit holds up all others          no job is stopped
+    first-fit   in the order of arrival; what does not fit is skipped                             no job is stopped
     srtf        shortest remaining time first    ┐ at each arrival and each end all jobs are placed again, from an
     srsf        least remaining GPU time first   ┘ empty cluster, in that order; what does not fit is skipped
 
@@ -54,7 +54,11 @@ class Nodes:
         """Return where so many GPUs are, which are taken then; None when there is no room."""
         if gpus > self.free:
             return None
-        parts = self._on_one(gpus) if gpus <= self._whole else self._on_several(gpus)
+        parts: Parts | None
+        if gpus <= self._whole:
+            parts = next((((node, gpus),) for node, free in enumerate(self._free) if free >= gpus), None)
+        else:
+            parts = self._on_several(gpus)
         for node, count in parts or ():
             self._free[node] -= count
             self.free -= count
@@ -65,12 +69,6 @@ class Nodes:
         for node, count in parts:
             self._free[node] += count
             self.free += count
-
-    def _on_one(self, gpus: int) -> Parts | None:
-        for node, free in enumerate(self._free):
-            if free >= gpus:
-                return ((node, gpus),)
-        return None
 
     def _on_several(self, gpus: int) -> Parts | None:
         parts: list[tuple[int, int]] = []
@@ -90,16 +88,13 @@ class Nodes:
         return tuple(parts)
 
 
-# --- nobody is stopped ------------------------------------------------------------------------------------------------
+# --- no job is stopped ------------------------------------------------------------------------------------------------
 
 
 def in_order(jobs: Sequence[Job], cluster: Cluster, *, strict: bool) -> Spans:
     """Return when jobs run that start in the order of arrival and keep their GPUs.
 
-    Args:
-        jobs: sorted by arrival.
-        cluster: where.
-        strict: whether the first that does not fit holds up all others.
+    `strict`: the first job that does not fit holds up all others.
     """
     nodes, spans = Nodes(cluster), _no_spans(jobs)
     waiting: dict[int, deque[int]] = {}
@@ -144,10 +139,7 @@ def _that_fit(waiting: dict[int, deque[int]], nodes: Nodes, *, strict: bool) -> 
 def placed_again(jobs: Sequence[Job], cluster: Cluster, key: Key) -> Spans:
     """Return when jobs run that are all placed again at each arrival and each end.
 
-    Args:
-        jobs: sorted by arrival.
-        cluster: where.
-        key: who comes first, the least first. Equals keep the order of the previous pass; new jobs come after them.
+    The least `key` comes first. Equals keep the order of the previous pass; new jobs come after them.
     """
     replay = _PlacedAgain(jobs, cluster, key)
     return replay.run()
@@ -199,7 +191,10 @@ class _PlacedAgain:
         """Place all jobs again; those that were running and find no room wait."""
         nodes, full = self._nodes, set[int]()
         nodes.empty()
-        running = sorted((self._key_at(place, now), *self._ranks[place], place) for place in self._began)
+        running = sorted(
+            (self._key(self._jobs[place], self._left[place] - (now - began)), *self._ranks[place], place)
+            for place, began in self._began.items()
+        )
         heads = [heap[0] for heap in self._waiting.values() if heap]
         heapq.heapify(heads)
         following = 0
@@ -216,9 +211,6 @@ class _PlacedAgain:
                 self._wait(place, rank)
             else:
                 self._ranks[place] = rank
-
-    def _key_at(self, place: int, now: float) -> float:
-        return self._key(self._jobs[place], self._left[place] - (now - self._began[place]))
 
     def _rank(self, key: float) -> Rank:
         self._turns += 1

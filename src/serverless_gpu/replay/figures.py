@@ -1,4 +1,4 @@
-"""What came of a replay, in numbers: waiting, completion, use, what was left over, and who had how much.
+"""Figures of a replay: waiting, completion, use, fragmentation and shares.
 
     arrival ──waits──▶ has GPUs ──(stopped: waits again)──▶ end        wait = all waiting; completion = end − arrival
 
@@ -29,59 +29,38 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """A replay in numbers.
+    """A replay in numbers."""
 
-    Attributes:
-        jobs: how many ran.
-        wait: of all jobs; `gang_wait`: of those with at least a whole node, None when there are none.
-        completion: from arrival to end.
-        utilisation: part of the GPU time that was used.
-        idle: part of the GPU time that was free while a job waited.
-        fragmented: part of the GPU time that was free, and enough for the smallest job that waited, had the GPUs been
-            on one node, or not been kept for another.
-        teams: part of the GPU time in use that each team had.
-        preemptions: how often a job was stopped to make room.
-        span_s: from the first arrival to the last end.
-    """
-
-    jobs: int
-    wait: Spread
+    jobs: int  # how many ran
+    wait: Spread  # of all jobs; `gang_wait`: of those with at least a whole node, None when there are none
     gang_wait: Spread | None
     completion: Spread
-    utilisation: float
-    idle: float
+    utilisation: float  # part of the GPU time that was used
+    idle: float  # part of the GPU time that was free while a job waited
+    # Part of the GPU time that was free, and enough for the smallest job that waited, had the GPUs been on one node, or
+    # not been kept for another.
     fragmented: float
-    teams: dict[str, float]
-    preemptions: int
-    span_s: float
+    teams: dict[str, float]  # part of the GPU time in use that each team had
+    preemptions: int  # how often a job was stopped to make room
+    span_s: float  # from the first arrival to the last end
 
 
 class Moment(NamedTuple):
-    """How it is from a moment on.
-
-    Attributes:
-        used: GPUs in use.
-        waiting: jobs that wait.
-        smallest: GPUs of the smallest of them, or infinity.
-    """
+    """The state of a replay from a moment on."""
 
     at_s: float
     used: int
-    waiting: int
-    smallest: float
+    waiting: int  # jobs that wait
+    smallest: float  # GPUs of the smallest of them, or infinity
 
 
 def figures_of(jobs: Sequence[Job], spans: Spans, *, gpus: int, gang_gpus: int) -> Figures:
-    """Return the figures of a replay.
-
-    Args:
-        jobs: those that ran, in the order of their arrival.
-        spans: when each had its GPUs.
-        gpus: how many the cluster has.
-        gang_gpus: a job of so many is a gang.
-    """
+    """Return the figures of a replay."""
     completions = [had[-1][1] - job.submit_s for job, had in zip(jobs, spans, strict=True)]
-    waits = [max(0.0, took - _held(had)) for took, had in zip(completions, spans, strict=True)]
+    waits = [
+        max(0.0, took - sum(ended - began for began, ended in had))
+        for took, had in zip(completions, spans, strict=True)
+    ]
     gangs = [wait for job, wait in zip(jobs, waits, strict=True) if job.gpus >= gang_gpus]
     begin = jobs[0].submit_s
     end = max(had[-1][1] for had in spans)
@@ -123,12 +102,7 @@ def percentile(ordered: Sequence[float], part: float) -> float:
 
 
 def moments(jobs: Sequence[Job], spans: Spans) -> Iterator[Moment]:
-    """Yield how it is after each moment at which something changed.
-
-    Args:
-        jobs: those that ran.
-        spans: when each had its GPUs.
-    """
+    """Yield how it is after each moment at which something changed."""
     changes: list[
         tuple[float, int, int]
     ] = []  # when, GPUs, +1 waits · -1 waits no more and has them · 0 has them no more
@@ -147,10 +121,6 @@ def moments(jobs: Sequence[Job], spans: Spans) -> Iterator[Moment]:
         if place + 1 == len(changes) or changes[place + 1][0] > at_s:
             smallest = min((size for size, count in sizes.items() if count), default=math.inf) if waiting else math.inf
             yield Moment(at_s, used, waiting, smallest)
-
-
-def _held(had: Sequence[tuple[float, float]]) -> float:
-    return sum(ended - began for began, ended in had)
 
 
 def _areas(shown: Iterator[Moment], window: tuple[float, float], gpus: int) -> tuple[float, float, float]:

@@ -1,4 +1,4 @@
-"""What a reserved pool of some size costs that sends nobody on demand: runs wait there, and their wait has a price.
+"""The cost of a reserved pool without on-demand GPUs: runs wait there, and their wait has a price.
 
     uses of the past ─▶ `first-fit` on so many GPUs, as one sum ─▶ GPU-hours waited
     waiting costs   GPU-hours waited × price of waiting one hour for one GPU: a number that only its owner knows
@@ -26,27 +26,17 @@ _SECOND_NS = 1_000_000_000
 
 
 class QueueOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What comes of a reserved pool without anything on demand.
-
-    Attributes:
-        slots: its GPUs.
-        runs: that were replayed; `too_large` those that it can never run, which are left out.
-        waited_ns: GPU-nanoseconds for which runs waited: each as long as it waited, times its GPUs.
-        mean_wait_s: of the runs, in seconds; `p95_wait_s` what 95 % of them waited less than.
-        avoided_micros: what the GPUs that were missing would have cost on demand.
-        waiting_micros: what waiting cost; None where it has no price.
-        worth_micros: the price of waiting one hour for one GPU below which it costs less than on demand; None where
-            nobody waited.
-    """
+    """The outcome of a reserved pool without on-demand GPUs."""
 
     slots: int
-    runs: int
+    runs: int  # that were replayed; `too_large` those that it can never run, which are left out
     too_large: int
-    waited_ns: int
-    mean_wait_s: float
+    waited_ns: int  # GPU-nanoseconds for which runs waited: each as long as it waited, times its GPUs
+    mean_wait_s: float  # of the runs, in seconds; `p95_wait_s` what 95 % of them waited less than
     p95_wait_s: float
-    avoided_micros: int
-    waiting_micros: int | None
+    avoided_micros: int  # what the GPUs that were missing would have cost on demand
+    waiting_micros: int | None  # what waiting cost; None where it has no price
+    # The price of waiting one hour for one GPU below which it costs less than on demand; None where no run waited.
     worth_micros: int | None
 
 
@@ -55,11 +45,7 @@ def queues(
 ) -> tuple[QueueOutcome, ...]:
     """Return what comes of pools of some sizes, as far as a run fits into them.
 
-    Args:
-        uses: the runs: when each was asked for, and until when it would have run had it begun at once.
-        rates: the prices.
-        sizes: GPUs of the pools; the least `SIZES_MAX` of them are looked at.
-        waiting: micros that it costs when a run waits one hour for one GPU; None for unpriced.
+    `waiting` is micros for one hour of one GPU; None for unpriced. Looks at the `SIZES_MAX` smallest pools.
     """
     latest = sorted(uses, key=lambda use: use.start_ns)[-RUNS_MAX:]
     wanted = sorted({size for size in sizes if size > 0})[:SIZES_MAX]

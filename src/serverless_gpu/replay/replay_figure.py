@@ -4,7 +4,7 @@
     ├ jobs that wait, over time ──────────┤
     └ part of the jobs that had waited less than … ┘
 
-Matplotlib is imported here and nowhere else in this room; whoever wants a picture loads it by name. Only its objects
+Matplotlib is imported here and in `advice_figure.py`; callers that want a picture load it by name. Only its objects
 are used, not `pyplot`, whose state is the caller's. All colours are set.
 """
 
@@ -39,14 +39,7 @@ class _Line(NamedTuple):
 def draw(outcomes: Sequence[Outcome], title: str, path: Path) -> None:
     """Write the picture of replays of one trace.
 
-    Args:
-        outcomes: what came of each scheduler; one or more.
-        title: what is written above.
-        path: a file; its ending says which kind.
-
-    Raises:
-        OSError: the file cannot be written.
-        ValueError: Matplotlib knows no such kind of file.
+    Raises OSError when the file cannot be written. Raises ValueError when Matplotlib knows no such kind of file.
     """
     figure = Figure(figsize=(9.0, 9.0), facecolor=_PAPER, layout="constrained")
     used, queue, waits = figure.subplots(3, 1)

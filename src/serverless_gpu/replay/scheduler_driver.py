@@ -5,7 +5,7 @@
 
 Its clock begins at 0 with the first job. What is stopped leaves at once and goes on where it was. Of durations the
 scheduler is told nothing, or what a server would have learned of the jobs that ended before, or the truth. A job that
-names no type wants the one of which there is most.
+names no type wants the most frequent one.
 
 Failure case: a job that the scheduler never places, though nothing runs any more, has no time in what is returned.
 """
@@ -43,19 +43,15 @@ Durations = Literal["unknown", "learned", "known"]
 """What the scheduler is told of how long jobs take."""
 
 _NS = 1_000_000_000
-_ROUNDS_MAX = 100  # decisions at one moment, each of which stops somebody
+_ROUNDS_MAX = 100  # decisions at one moment, each of which stops a run
 _TELL_EVERY = 500
 
 
 class Drive:
     """One replay with the scheduler.
 
-    Args:
-        jobs: sorted by arrival; each fits into the empty cluster.
-        cluster: where.
-        scheduling: what the operator decides.
-        durations: what it is told of how long jobs take.
-        progress: is told how far it is.
+    jobs: sorted by arrival; each fits into the empty cluster. cluster: where. scheduling: what the operator decides.
+    durations: what it is told of how long jobs take. progress: is told how far it is.
     """
 
     def __init__(
@@ -92,7 +88,8 @@ class Drive:
         wake_ns: float = math.inf
         while True:
             arrival_ns = self._ns(jobs[arrived].submit_s) if arrived < len(jobs) else math.inf
-            self._drop_stale()
+            while self._ends and self._since.get(self._ends[0][1]) != self._ends[0][2]:
+                heapq.heappop(self._ends)
             end_ns = self._ends[0][0] if self._ends else math.inf
             if min(arrival_ns, end_ns, wake_ns) == math.inf:
                 return self._spans
@@ -115,7 +112,7 @@ class Drive:
         return wanted
 
     def _decide(self, changes: list[Change], now_ns: int) -> Decision:
-        """Let the scheduler decide, until nobody else has to leave at this moment."""
+        """Let the scheduler decide until no more runs have to leave at this moment."""
         for _ in range(_ROUNDS_MAX):
             self._planner.apply(changes)
             decision = self._planner.decide(now_ns)
@@ -146,25 +143,18 @@ class Drive:
             if self._since.get(place) == since_ns:
                 self._had(place, now_ns)
                 gone.append(Gone(self._wanted[place].run_id))
-                self._learn(self._jobs[place])
+                job = self._jobs[place]
+                if self._durations == "learned" and (job.user or job.name):
+                    past = self._past.setdefault((job.user, job.name), deque(maxlen=duration_estimates.SAMPLES_MAX))
+                    past.appendleft(job.duration_s)
                 self._ended += 1
                 if self._progress is not None and self._ended % _TELL_EVERY == 0:
                     self._progress(self._ended, len(self._jobs))
         return gone
 
-    def _learn(self, job: Job) -> None:
-        """Remember how long a job took, for the next of the same user and name; where there is neither, nothing."""
-        if self._durations == "learned" and (job.user or job.name):
-            past = self._past.setdefault((job.user, job.name), deque(maxlen=duration_estimates.SAMPLES_MAX))
-            past.appendleft(job.duration_s)
-
     def _had(self, place: int, now_ns: int) -> None:
         began_ns = self._since.pop(place)
         self._spans[place].append((self._zero_s + began_ns / _NS, self._zero_s + now_ns / _NS))
-
-    def _drop_stale(self) -> None:
-        while self._ends and self._since.get(self._ends[0][1]) != self._ends[0][2]:
-            heapq.heappop(self._ends)
 
     def _ns(self, at_s: float) -> int:
         return round((at_s - self._zero_s) * _NS)

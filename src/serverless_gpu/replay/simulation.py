@@ -9,7 +9,7 @@ import msgspec
 
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.hardware import matches
-from serverless_gpu.model.scheduling.values import BEST_EFFORT, Pool
+from serverless_gpu.model.scheduling.values import BEST_EFFORT
 from serverless_gpu.model.scheduling.values import QueuePolicy as Scheduling
 from serverless_gpu.replay.baselines import KEYS, Nodes, Spans, in_order, placed_again
 from serverless_gpu.replay.figures import Figures, figures_of
@@ -21,12 +21,12 @@ POLICIES = ("fifo", "first-fit", *KEYS, "ours")
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What `ours` is told beyond the jobs.
+    """Settings of `ours` beyond the jobs.
 
     Attributes:
         durations: of how long jobs take it is told the truth (``"known"``), what earlier jobs of the same user and name
             took (``"learned"``), or nothing (``"unknown"``).
-        preemption: whether every job may be stopped and go on later; else those of which the trace says so.
+        preemption: whether every job may be stopped and go on later; else those that the trace marks.
         scheduling: what the operator decides.
     """
 
@@ -36,7 +36,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of a replay.
+    """The outcome of a replay.
 
     Attributes:
         policy: whose decisions these are.
@@ -84,7 +84,12 @@ def simulate(
     if told.preemption:
         jobs = [msgspec.structs.replace(job, preemptible=True) for job in jobs]
     spans = _spans(jobs, cluster, policy, told, progress)
-    ran = [(job, had) for job, had in zip(jobs, spans, strict=True) if had and _is_whole(job, had)]
+    ran = [
+        (job, had)
+        for job, had in zip(jobs, spans, strict=True)
+        # A job that was stopped for good has less than its duration.
+        if had and sum(ended - began for began, ended in had) >= job.duration_s * (1 - 1e-9) - 1e-3
+    ]
     if not ran:
         raise InvalidValue(f"{policy} places none of the jobs of {trace.source or 'the trace'} on {cluster.text()}")
     served = tuple(job for job, _ in ran)
@@ -122,7 +127,8 @@ def _why_not(job: Job, cluster: Cluster) -> str:
     machines = [machine for machine in cluster.machines if job.pool and machine.pool == job.pool]
     if not machines:  # a pool that this cluster does not have is as good as none
         lowest = job.priority == BEST_EFFORT
-        machines = [machine for machine in cluster.machines if _is_open(pools.get(machine.pool), lowest=lowest)]
+        closed = {pool.name for pool in pools.values() if pool.reserved and not (pool.lends and lowest)}
+        machines = [machine for machine in cluster.machines if machine.pool not in closed]
     if not machines:
         return "that name no reserved pool, and there is no other"
     if job.gpu_type:
@@ -131,11 +137,6 @@ def _why_not(job: Job, cluster: Cluster) -> str:
         return f"that need {job.gpu_type}, of which there is none"
     room = Nodes(msgspec.structs.replace(cluster, machines=tuple(machines)))
     return "" if room.take(job.gpus) is not None else "that need more than there is"
-
-
-def _is_open(pool: Pool | None, *, lowest: bool) -> bool:
-    """Return whether jobs that do not name a pool may use it: one that is not reserved, or lends."""
-    return pool is None or not pool.reserved or (pool.lends and lowest)
 
 
 def _spans(jobs: list[Job], cluster: Cluster, policy: str, told: Settings, progress: Progress | None) -> Spans:
@@ -147,8 +148,3 @@ def _spans(jobs: list[Job], cluster: Cluster, policy: str, told: Settings, progr
     if policy in POLICIES:
         return in_order(jobs, cluster, strict=policy == "fifo")
     raise InvalidValue(f"there is no policy {policy!r}", hint=f"one of {', '.join(POLICIES)}")
-
-
-def _is_whole(job: Job, had: list[tuple[float, float]]) -> bool:
-    """Return whether a job came to its end; one that was stopped for good did not."""
-    return sum(ended - began for began, ended in had) >= job.duration_s * (1 - 1e-9) - 1e-3

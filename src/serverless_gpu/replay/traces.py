@@ -64,16 +64,7 @@ def read_trace(path: Path, only: Mapping[str, str] | None = None) -> Trace:
 
 
 def jobs_of(rows: Iterable[Row], source: str, only: Mapping[str, str]) -> Trace:
-    """Return the jobs among rows.
-
-    Args:
-        rows: with the columns of a trace.
-        source: where they are from, in words.
-        only: rows are left out whose column is not so.
-
-    Raises:
-        InvalidValue: a column is missing, or there is no job.
-    """
+    """Return the jobs among rows. Raises InvalidValue when a column is missing, or there is no job."""
     jobs: list[Job] = []
     left_out: Counter[str] = Counter()
     for place, row in enumerate(rows):
@@ -88,7 +79,8 @@ def jobs_of(rows: Iterable[Row], source: str, only: Mapping[str, str]) -> Trace:
     if not jobs:
         wanted = ", ".join(f"{column}={value}" for column, value in only.items())
         raise InvalidValue(
-            f"{source} has no jobs" + (f" with {wanted}" if wanted else ""), hint=_left_out_text(left_out)
+            f"{source} has no jobs" + (f" with {wanted}" if wanted else ""),
+            hint="; ".join(f"{count} {why}" for why, count in left_out.items()),
         )
     return trace_of(jobs, source, dict(left_out))
 
@@ -100,10 +92,6 @@ def _check_columns(row: Row, source: str, only: Mapping[str, str]) -> None:
             f"{source} has no column {missing[0]}; it has {', '.join(row)}",
             hint=f"a trace has at least {', '.join(NEEDED)}",
         )
-
-
-def _left_out_text(left_out: Mapping[str, int]) -> str:
-    return "; ".join(f"{count} {why}" for why, count in left_out.items())
 
 
 def _job(row: Row, place: int) -> Job:

@@ -1,4 +1,4 @@
-"""What a replay is told: jobs of the past, or made up, and the nodes they are to run on."""
+"""Values of a replay: jobs of the past, or made up, and the nodes they are to run on."""
 
 from __future__ import annotations
 

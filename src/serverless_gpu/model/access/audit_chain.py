@@ -2,7 +2,7 @@
 
     sha256(entry n) = SHA-256( sha256(entry n-1) ␤ canonical JSON of entry n ),   sha256(entry 0) = 64 zeros
 
-Whoever changes, removes or inserts an entry has to change the digest of every later one, and whoever has kept a copy of
+To change, remove or insert an entry is to change the digest of every later one, and a reader who has kept a copy of
 any later digest (`sgpu audit export`) sees it. The chain alone proves nothing about its end: entries that were cut off
 there are missed only by those who have a copy of them.
 """
@@ -46,19 +46,14 @@ class ChainedEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChainHead(msgspec.Struct, frozen=True):
-    """How far a chain goes: the number and the digest of its last entry."""
+    """The number and the digest of the last entry of a chain."""
 
     number: int = 0
     sha256: str = GENESIS
 
 
 def digest(previous: str, link: ChainedEntry) -> str:
-    """Return the digest that an entry has to have.
-
-    Args:
-        previous: digest of the entry before it.
-        link: the entry; its own `sha256` counts for nothing.
-    """
+    """Return the digest that an entry has to have."""
     said = (link.number, link.seq, link.at_ns, link.principal, link.action, link.subject, link.detail, link.token)
     return hashlib.sha256(previous.encode() + b"\n" + msgspec.json.encode(said, order="sorted")).hexdigest()
 
@@ -66,12 +61,7 @@ def digest(previous: str, link: ChainedEntry) -> str:
 def follow(links: Iterable[ChainedEntry], *, after: ChainHead) -> tuple[ChainHead, str]:
     """Follow a chain from a known head on, as far as it is whole.
 
-    Args:
-        links: entries in order.
-        after: the entry before the first of them.
-
-    Returns:
-        The last entry that is as it was written down, and what is wrong with the next one, or "" when nothing is.
+    Returns the last intact entry, and the defect of the next one or "".
     """
     head = after
     for link in links:

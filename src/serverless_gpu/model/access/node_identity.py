@@ -17,33 +17,22 @@ import msgspec
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node says it is.
-
-    Attributes:
-        name: what people call it.
-        machine: where its home is now.
-        instance: of its home; "" from a version that does not say.
-    """
+    """The identity that a node claims."""
 
     name: str
-    machine: str
-    instance: str = ""
+    machine: str  # where its home is now
+    instance: str = ""  # of its home; "" from a version that does not report it
 
 
 class Binding(msgspec.Struct, frozen=True, kw_only=True):
-    """Whose a node's token is.
+    """The node that a token belongs to."""
 
-    Attributes:
-        node: its node; a name of "" stands for the first that says hello.
-        approved: whether an administrator, or a join token, has let it in.
-    """
-
-    node: Identity
-    approved: bool
+    node: Identity  # its node; a name of "" stands for the first that says hello
+    approved: bool  # whether an administrator, or a join token, has let it in
 
 
 class HelloDecision(StrEnum):
-    """What becomes of a hello whose token is good."""
+    """The answer to a hello with a valid token."""
 
     ADMITTED = "admitted"
     BOUND = "bound"  # the token is this node's from now on
@@ -52,7 +41,7 @@ class HelloDecision(StrEnum):
 
 
 class HelloRefused(msgspec.Struct, frozen=True):
-    """Why a hello is refused, and what to do."""
+    """The reason for which a hello is refused, and the remedy."""
 
     why: str
     hint: str
@@ -62,12 +51,7 @@ _OWN_TOKEN = "give each node a token of its own: `sgpu node invite`"
 
 
 def judge(binding: Binding | None, said: Identity) -> HelloDecision | HelloRefused:
-    """Return what becomes of a hello.
-
-    Args:
-        binding: whose the token is; None where that was never decided.
-        said: what the node says it is.
-    """
+    """Decide on a hello. `binding` is None where nothing was decided about the token."""
     if binding is None:
         return HelloDecision.PENDING
     bound = binding.node
@@ -90,10 +74,6 @@ def judge(binding: Binding | None, said: Identity) -> HelloDecision | HelloRefus
 def second_process(before: str, said: str, *, connected: bool) -> bool:
     """Return whether a hello comes from a second process while the first is connected.
 
-    Args:
-        before: number of the process that said hello last; "" from a version that does not say.
-        said: number of the one that says hello now.
-        connected: whether the first has been heard of lately and has its stream of orders open. The kernel closes the
-            connections of a process that is killed, so its successor is admitted at once.
+    The kernel closes the connections of a killed process, so its successor is admitted at once.
     """
     return bool(before) and before != said and connected

@@ -1,6 +1,6 @@
-"""What a usage policy puts into a run where its user said nothing: a team, and a time limit.
+"""Defaults of usage policies for a run: a team and a time limit.
 
-The rules (`policy.apply`) are checked afterwards, on the run as it is then.
+The rules (`usage_policy.apply`) are checked afterwards, on the run as it is then.
 """
 
 from __future__ import annotations
@@ -20,13 +20,7 @@ def with_defaults(policies: Iterable[tuple[str, UsagePolicy]], spec: RunSpec, te
     A run without a team gets the first `team` of a policy that its owner is in. Where a policy requires a team, an
     owner of one team need not name it.
 
-    Args:
-        policies: those that apply, with their names; the first one that says something holds.
-        spec: what was asked for.
-        teams: of the run's owner.
-
-    Raises:
-        PolicyViolation: a policy requires a team, and it is not known which.
+    Raises PolicyViolation when a policy requires a team, and it is not known which.
     """
     policies = list(policies)
     team, timeout_s = spec.team, spec.timeout_s
@@ -34,15 +28,11 @@ def with_defaults(policies: Iterable[tuple[str, UsagePolicy]], spec: RunSpec, te
         if team is None and policy.team in teams:
             team = policy.team
         if team is None and policy.team_required:
-            team = _only(name, teams)
+            if len(teams) != 1:
+                known = f"team= one of: {', '.join(sorted(teams))}" if teams else ""
+                hint = known or "an operator can add you: sgpu team join TEAM USER"
+                raise PolicyViolation(f"usage policy {name!r} requires a team, and the run names none", hint=hint)
+            team = next(iter(teams))
         if timeout_s is None:
             timeout_s = policy.timeout_s
     return msgspec.structs.replace(spec, team=team, timeout_s=timeout_s)
-
-
-def _only(name: str, teams: Collection[str]) -> str:
-    """Return the one team of an owner."""
-    if len(teams) == 1:
-        return next(iter(teams))
-    hint = f"team= one of: {', '.join(sorted(teams))}" if teams else "an operator can add you: sgpu team join TEAM USER"
-    raise PolicyViolation(f"usage policy {name!r} requires a team, and the run names none", hint=hint)

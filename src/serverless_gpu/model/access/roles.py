@@ -1,12 +1,12 @@
-"""Who may do what: one table of roles and resources, and how far each may reach.
+"""Access control: one table of roles and resources, and how far each may reach.
 
     none    nothing: for that role the resource is not there
     own     what the principal made, or what was made for it
     team    that, and what belongs to a team it is in
     all     everything
 
-The gate asks with `reach` whether somebody may use a route at all; the route then asks with `covers` about the one
-thing it is for. What somebody may not see is `NotFound`, never `NotAllowed`: a refusal would say that it exists.
+The gate asks with `reach` whether a principal may use a route at all; the route then asks with `covers` about the one
+thing it is for. What a principal may not see is `NotFound`, never `NotAllowed`: a refusal would say that it exists.
 
 A token may be good for less than its owner, never for more: its scopes, when it has any, are a second table (`SCOPES`).
 """
@@ -22,7 +22,7 @@ ROLES: tuple[Role, ...] = get_args(Role)
 
 
 class AccessReach(StrEnum):
-    """How far somebody may reach on a resource."""
+    """The reach of a principal on a resource."""
 
     NONE = "none"
     OWN = "own"
@@ -31,53 +31,33 @@ class AccessReach(StrEnum):
 
 
 class Resource(StrEnum):
-    """What there is to see and to change.
+    """Resources that principals read and change."""
 
-    Attributes:
-        RUNS: runs, their attempts, logs, files and receipts; write: ask for one, stop it.
-        NODES: nodes as people see them; write: forget one.
-        RULES: what people decide about a node: drained, its calendar, GPUs left out; own: they are its owner.
-        POOLS: pools.
-        SHARES: of the queue, and use of devices; team: those of one's teams, and one's own.
-        POLICIES: usage policies, and whom they are attached to.
-        PRICES: the price book.
-        BUDGETS: team: those of one's teams, and one's own.
-        USAGE: what was used and what it cost; team: by one's teams, and by oneself.
-        ENVIRONMENTS: objects of captured environments; own: by their address; all: list and delete.
-        BLOBS: parts of payloads and outputs, by their digest.
-        AGENTS: a node's own side: join, heartbeat.
-        JOINING: becoming a node with the token of the join file, which is good for nothing else; what a machine gets
-            for it has the scope "agent", and cannot let in another one.
-        ORDERS: what a node is told to do; with it go the callers' variables and the tokens of attempts, so a node's
-            own token is all that reaches them, and asking for them is a write: they count as sent.
-        USERS: users and services.
-        TEAMS: teams and who is in them.
-        TOKENS: tokens, without their secrets.
-        AUDIT: who did what.
-        METRICS: figures of the whole server, which name nobody.
-        SECRETS: names and versions of secrets; write: set, delete. No route returns a value.
-    """
-
-    RUNS = "runs"
-    NODES = "nodes"
+    RUNS = "runs"  # runs, their attempts, logs, files and receipts; write: ask for one, stop it
+    NODES = "nodes"  # nodes as people see them; write: forget one
+    # What people decide about a node: drained, its calendar, GPUs left out; own: they are its owner.
     RULES = "node-rules"
     POOLS = "pools"
-    SHARES = "shares"
-    POLICIES = "policies"
+    SHARES = "shares"  # of the queue, and use of devices; team: those of one's teams, and one's own
+    POLICIES = "policies"  # usage policies, and whom they are attached to
     PRICES = "prices"
-    BUDGETS = "budgets"
-    USAGE = "usage"
-    ENVIRONMENTS = "environments"
-    BLOBS = "blobs"
-    AGENTS = "agents"
+    BUDGETS = "budgets"  # team: those of one's teams, and one's own
+    USAGE = "usage"  # what was used and what it cost; team: by one's teams, and by oneself
+    ENVIRONMENTS = "environments"  # objects of captured environments; own: by their address; all: list and delete
+    BLOBS = "blobs"  # parts of payloads and outputs, by their digest
+    AGENTS = "agents"  # a node's own side: join, heartbeat
+    # Becoming a node with the token of the join file, which is good for nothing else; what a machine gets for it has
+    # the scope "agent", and cannot let in another one.
     JOINING = "joining"
+    # What a node is told to do; with it go the callers' variables and the tokens of attempts, so a node's own token is
+    # all that reaches them, and asking for them is a write: they count as sent.
     ORDERS = "orders"
     USERS = "users"
-    TEAMS = "teams"
-    TOKENS = "tokens"
+    TEAMS = "teams"  # teams and who is in them
+    TOKENS = "tokens"  # tokens, without their secrets
     AUDIT = "audit"
-    METRICS = "metrics"
-    SECRETS = "secrets"
+    METRICS = "metrics"  # figures of the whole server, without names
+    SECRETS = "secrets"  # names and versions of secrets; write: set, delete. No route returns a value
 
 
 _NONE, _OWN, _TEAM, _ALL = AccessReach.NONE, AccessReach.OWN, AccessReach.TEAM, AccessReach.ALL
@@ -175,33 +155,22 @@ SCOPES: Mapping[str, Mapping[Resource, bool]] = {
 
 
 def reach(role: str, resource: str, *, write: bool, scopes: Collection[str] = ()) -> AccessReach:
-    """Return how far somebody may reach.
+    """Return the reach of a role on a resource.
 
-    Args:
-        role: of the principal; one that is not in the table reaches nothing.
-        resource: a value of `Resource`; one that is not in the table is reached by nobody.
-        write: whether to change it.
-        scopes: of the token; none of them means everything that the principal may do.
+    An unknown role or resource reaches nothing. Without scopes the token may do all that its principal may.
     """
     row = _ROWS.get(role)
     wanted = _RESOURCES.get(resource)
     if row is None or wanted is None:
         return AccessReach.NONE
-    if scopes and not any(_lets(scope, wanted, write=write) for scope in scopes):
+    lent = [SCOPES.get(scope, {}) for scope in scopes]
+    if scopes and not any(wanted in found and (found[wanted] or not write) for found in lent):
         return AccessReach.NONE
     return row.get(wanted, (_NONE, _NONE))[write]
 
 
 def covers(reached: str, *, name: str, teams: Iterable[str], owner: str, team: str = "") -> bool:
-    """Return whether one thing is in reach.
-
-    Args:
-        reached: what `reach` returned.
-        name: of the principal who asks.
-        teams: it is in.
-        owner: of the thing.
-        team: the thing belongs to, or "".
-    """
+    """Return whether one thing is in reach."""
     if reached == AccessReach.ALL:
         return True
     if reached == AccessReach.NONE or not name:
@@ -214,16 +183,6 @@ def table() -> str:
     rows = [["", *ROLES], ["---"] * (len(ROLES) + 1)]
     for resource in Resource:
         cells = [POLICY[role].get(resource, (_NONE, _NONE)) for role in ROLES]
-        rows.append([resource.value, *(_cell(*cell) for cell in cells)])
+        texts = [dict.fromkeys("–" if one == AccessReach.NONE else one.value for one in cell) for cell in cells]
+        rows.append([resource.value, *map(" / ".join, texts)])
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
-
-
-def _lets(scope: str, resource: Resource, *, write: bool) -> bool:
-    found = SCOPES.get(scope, {})
-    return resource in found and (found[resource] or not write)
-
-
-def _cell(read: AccessReach, write: AccessReach) -> str:
-    if read == write:
-        return "–" if read == AccessReach.NONE else read.value
-    return " / ".join("–" if one == AccessReach.NONE else one.value for one in (read, write))

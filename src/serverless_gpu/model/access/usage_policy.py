@@ -1,8 +1,8 @@
-"""Usage policies: what an organisation has decided for the runs of somebody, and which of them a run is under.
+"""Usage policies: what an organisation has decided for the runs of a principal, and which of them a run is under.
 
     attached to the user, the service, the run's team ─▶ one: it applies by itself
     (a run for no team: all teams they are in)           several: `policy=` (or SGPU_POLICY) says which; else refused
-                                                         none: any policy that is attached to nobody may be named
+                                                         none: any unattached policy may be named
     mandatory ones ─▶ all that are attached apply beside that one, whatever the run says: the strictest rule holds
     each policy ─▶ is the run within it? ── no ──▶ refused: the policy, what is not accepted, what would be
                └─▶ what it adds: default tags, pool, limits ─▶ the spec that is written down
@@ -34,48 +34,33 @@ _NAMED_MAX = 20
 
 
 class UsagePolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """One policy. None, or an empty tuple, means that it says nothing about that.
+    """One policy. None, or an empty tuple, means that it says nothing about that."""
 
-    Attributes:
-        pool: where runs go that name no pool; "" for the first of `pools`, or any on-demand pool where there are none.
-        pools: pools that runs may name; `pool` is always one of them.
-        required_tags: keys that a run has to have; a key with values may have only those.
-        default_tags: what is added where a run has no such key.
-        gpu_types: that runs may ask for; one that asks for none gets the first that there is of these.
-        gpus_per_run: the most devices of one run.
-        gpus_at_once: the most devices that the runs of one user have at the same time.
-        max_run_s: the longest an attempt runs, in seconds.
-        idle_s: seconds of devices that do nothing until a run is stopped; users may say less, and not more or never.
-        priorities: classes that runs may ask for; NORMAL, which is what a run has that says nothing, becomes the first
-            where it is not one of them.
-        environments: addresses of captured environments whose installed packages are accepted; the project's own code
-            may differ. With any, a run that imports the caller's own files is refused.
-        timeout_s: the time limit of a run that names none, in seconds; users may say another one.
-        team: the team of a run that names none, if its owner is in it; "" for none.
-        team_required: whether a run has to be for a team.
-        attempts_max: the most attempts of a run whose user code begins; those that made room for others do not count.
-        total_run_s: for how long user code of a run runs in all attempts together, in seconds.
-        unsaved_max: attempts in a row that save nothing new, after which `resume` gives up.
-        mandatory: whether it applies to all runs of those it is attached to, beside the one that a run names.
-    """
-
-    pool: str = ""
-    pools: tuple[str, ...] = ()
-    required_tags: dict[str, tuple[str, ...]] = {}
-    default_tags: dict[str, str] = {}
+    pool: str = ""  # of runs that name none; "" for the first of `pools`, or any on-demand pool
+    pools: tuple[str, ...] = ()  # pools that runs may name; `pool` is always one of them
+    required_tags: dict[str, tuple[str, ...]] = {}  # keys that a run has to have; a key with values may have only those
+    default_tags: dict[str, str] = {}  # what is added where a run has no such key
+    # That runs may ask for; one that asks for none gets the first that there is of these.
     gpu_types: tuple[str, ...] = ()
-    gpus_per_run: int | None = None
-    gpus_at_once: int | None = None
-    max_run_s: float | None = None
+    gpus_per_run: int | None = None  # the most devices of one run
+    gpus_at_once: int | None = None  # the most devices that the runs of one user have at the same time
+    max_run_s: float | None = None  # the longest an attempt runs, in seconds
+    # Seconds of devices that do nothing until a run is stopped; users may say less, and not more or never.
     idle_s: float | None = None
+    # Classes that runs may ask for; NORMAL, which is what a run has that says nothing, becomes the first where it is
+    # not one of them.
     priorities: tuple[Priority, ...] = ()
+    # Addresses of captured environments whose installed packages are accepted; the project's own code may differ. With
+    # any, a run that imports the caller's own files is refused.
     environments: tuple[str, ...] = ()
-    timeout_s: float | None = None
-    team: str = ""
-    team_required: bool = False
+    timeout_s: float | None = None  # the time limit of a run that names none, in seconds; users may say another one
+    team: str = ""  # the team of a run that names none, if its owner is in it; "" for none
+    team_required: bool = False  # whether a run has to be for a team
+    # The most attempts of a run whose user code begins; those that made room for others do not count.
     attempts_max: int | None = None
-    total_run_s: float | None = None
-    unsaved_max: int | None = None
+    total_run_s: float | None = None  # for how long user code of a run runs in all attempts together, in seconds
+    unsaved_max: int | None = None  # attempts in a row that save nothing new, after which `resume` gives up
+    # Whether it applies to all runs of those it is attached to, beside the one that a run names.
     mandatory: bool = False
 
     @property
@@ -85,19 +70,16 @@ class UsagePolicy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NamedPolicy(msgspec.Struct, frozen=True):
-    """A policy with its name, as it applies to a run.
-
-    Attributes:
-        is_attached: whether it is attached to who asks, or to their team. One that anybody may name grants no class.
-    """
+    """A policy with its name, as it applies to a run."""
 
     name: str
     policy: UsagePolicy
+    # Whether it is attached to who asks, or to their team. One that anybody may name grants no class.
     is_attached: bool = True
 
 
 class PolicySubject(msgspec.Struct, frozen=True, kw_only=True):
-    """Whom a policy is attached to.
+    """A user, service or team that a policy is attached to.
 
     Attributes:
         kind: what they are.
@@ -109,15 +91,10 @@ class PolicySubject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Attached(msgspec.Struct, frozen=True, kw_only=True):
-    """The policies that are attached to somebody, by name.
-
-    Attributes:
-        own: to themselves.
-        teams: to the teams they are in.
-    """
+    """The policies that are attached to a principal, by name."""
 
     own: tuple[str, ...] = ()
-    teams: dict[str, tuple[str, ...]] = {}
+    teams: dict[str, tuple[str, ...]] = {}  # to the teams they are in
 
     def of(self, team: str) -> list[str]:
         """Return those that are for a run, by name, each once: one's own, and its team's; without a team all teams'."""
@@ -136,16 +113,7 @@ def choose(
 ) -> str:
     """Return the name of the policy that a run is under beside those that are mandatory, or "" for none.
 
-    Args:
-        attached: to whoever asks for the run, and to their teams.
-        who: they are.
-        named: the policy that the run names; it is there.
-        team: the run is for; then the policies of other teams are not for it.
-        is_free: whether the named policy is attached to nobody.
-        mandatory: names of mandatory policies. They apply in any case, so a run that names one has chosen nothing.
-
-    Raises:
-        PolicyViolation: the run names a policy that is not for it, or does not say which of several.
+    Raises PolicyViolation when the named policy is not for this run, or when the choice is ambiguous.
     """
     every = attached.of(team)
     there = [name for name in every if name not in mandatory]
@@ -174,16 +142,8 @@ def apply(
 ) -> RunSpec:
     """Return a run as it is under its policies: the strictest rule of all of them holds.
 
-    Args:
-        policies: that apply, the one that was chosen first; none limit the time of an attempt and nothing else.
-        spec: what was asked for.
-        present: GPU types that have joined; a run that asks for none gets one of these where the policy has a choice.
-        max_run_s: the longest an attempt runs where no policy says; None for as long as it likes.
-        may_be_critical: whether who asks may use the class CRITICAL though no policy grants it.
-
-    Raises:
-        PolicyViolation: the run is not within a policy; the message has all that is not accepted and by which, the hint
-            what is.
+    `policies` starts with the chosen one; `max_run_s` holds where no policy limits an attempt (None for no limit).
+    Raises PolicyViolation with all that the policies refuse; its hint lists what they accept.
     """
     refused = _Refused()
     tags = _tags(policies, spec, refused)
@@ -198,7 +158,8 @@ def apply(
         if policy.environments and spec.environment == "live":
             refused.note(name, "files that ranks import where they lie", "a captured environment, env='snapshot'")
     refused.check(policies)
-    if priority is Priority.CRITICAL and not may_be_critical and not any(_grants_critical(each) for each in policies):
+    may_be_critical |= any(each.is_attached and Priority.CRITICAL in each.policy.priorities for each in policies)
+    if priority is Priority.CRITICAL and not may_be_critical:
         raise PolicyViolation(
             "priority='CRITICAL' is not granted to this run",
             hint="priority='NORMAL' or 'BEST_EFFORT'; an operator grants it with a policy: "
@@ -230,12 +191,7 @@ def apply(
 
 
 def where(policies: Sequence[NamedPolicy], spec: RunSpec) -> str:
-    """Return the pool that a run goes to, "" for any on-demand one.
-
-    Args:
-        policies: those it is under, the one that was chosen first.
-        spec: what was asked for.
-    """
+    """Return the pool that a run goes to, "" for any on-demand one."""
     if spec.pool is not None:
         return spec.pool
     homes = [each.policy.home for each in policies if each.policy.home]
@@ -355,10 +311,6 @@ def _priority(policies: Sequence[NamedPolicy], asked: Priority, refused: _Refuse
         if asked not in each.policy.priorities and (asked is not Priority.NORMAL or not left):
             refused.note(each.name, f"priority={asked.value!r}", f"classes {_listed(each.policy.priorities)}")
     return next((one for one in listing[0].policy.priorities if one in left), asked)
-
-
-def _grants_critical(each: NamedPolicy) -> bool:
-    return each.is_attached and Priority.CRITICAL in each.policy.priorities
 
 
 def _least(policies: Sequence[NamedPolicy], limit: Callable[[UsagePolicy], float | None]) -> float | None:

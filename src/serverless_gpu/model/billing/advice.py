@@ -1,4 +1,4 @@
-"""How many GPUs to reserve, or to own, and how many to pay by the hour: what the use of the past says.
+"""Advice from past use: the number of GPUs to reserve, or to own, and the number to pay by the hour.
 
     uses (when, how many GPUs) ──▶ curve: for how long was the demand at least 1, 2, 3 … GPUs
                                       │   slot k of a reserved pool works for that long, and is paid for all of it
@@ -36,15 +36,10 @@ class GpuUse(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Curve(msgspec.Struct, frozen=True, kw_only=True):
-    """How much was wanted, and for how long.
+    """GPU demand over time."""
 
-    Attributes:
-        span_ns: all the time that was looked at.
-        levels: GPUs, and for how long exactly so many were wanted; ascending, without 0.
-    """
-
-    span_ns: int
-    levels: tuple[tuple[int, int], ...]
+    span_ns: int  # all the time that was looked at
+    levels: tuple[tuple[int, int], ...]  # GPUs, and for how long exactly so many were wanted; ascending, without 0
 
     @property
     def peak(self) -> int:
@@ -82,19 +77,13 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GpuRates(msgspec.Struct, frozen=True, kw_only=True):
-    """What one GPU costs for one hour.
+    """Prices of one GPU for one hour."""
 
-    Attributes:
-        reserved: micros, paid whether it is used or not.
-        on_demand: micros, paid for the time that is billed.
-        currency: of both.
-        billed: the part of the time for which GPUs were had that is billed on demand: their environment and the start
-            of their processes are not, and take a slot of a reserved pool all the same.
-    """
-
-    reserved: int
-    on_demand: int
+    reserved: int  # micros, paid whether it is used or not
+    on_demand: int  # micros, paid for the time that is billed
     currency: str = "USD"
+    # The part of the time for which GPUs were had that is billed on demand: their environment and the start of their
+    # processes are not, and take a slot of a reserved pool all the same.
     billed: Fraction = Fraction(1)
 
     @property
@@ -104,23 +93,15 @@ class GpuRates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Mix(msgspec.Struct, frozen=True, kw_only=True):
-    """What it costs to reserve some GPUs and to take what is missing on demand.
+    """The cost of some reserved GPUs with the rest on demand."""
 
-    Attributes:
-        slots: GPUs that are reserved.
-        reserved_micros: what they cost.
-        idle_micros: the part of that for which nobody used them; `idle_ns` the GPU-nanoseconds.
-        on_demand_micros: what the others cost; `on_demand_ns` the GPU-nanoseconds.
-        duty_percent: part of the reserved time that was used; None without slots.
-    """
-
-    slots: int
+    slots: int  # GPUs that are reserved
     reserved_micros: int
-    idle_micros: int
+    idle_micros: int  # the part of that in which they stood idle; `idle_ns` the GPU-nanoseconds
     idle_ns: int
-    on_demand_micros: int
+    on_demand_micros: int  # what the others cost; `on_demand_ns` the GPU-nanoseconds
     on_demand_ns: int
-    duty_percent: float | None
+    duty_percent: float | None  # part of the reserved time that was used; None without slots
 
     @property
     def micros(self) -> int:
@@ -129,73 +110,39 @@ class Mix(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdviceVariation(msgspec.Struct, frozen=True, kw_only=True):
-    """What the advice would be if something were different.
+    """The advice under a different assumption."""
 
-    Attributes:
-        what: what is different, in words.
-        best: what would cost least then.
-        advised: what the advice costs then, if it is followed all the same.
-    """
-
-    what: str
-    best: Mix
-    advised: Mix
+    what: str  # what is different, in words
+    best: Mix  # what would cost least then
+    advised: Mix  # what the advice costs then, if it is followed all the same
 
 
 class Slot(msgspec.Struct, frozen=True, kw_only=True):
-    """Slots of a reserved pool that are wanted for equally long.
+    """Slots of a reserved pool that are wanted for equally long."""
 
-    Attributes:
-        first: the first of them, counted from 1; `last` the last.
-        share_percent: part of the time for which they are wanted.
-        pays: whether that is more than the break-even duty.
-    """
-
-    first: int
+    first: int  # the first of them, counted from 1; `last` the last
     last: int
-    share_percent: float
-    pays: bool
+    share_percent: float  # part of the time for which they are wanted
+    pays: bool  # whether that is more than the break-even duty
 
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
-    """How many GPUs to reserve, what that costs, and what else would.
-
-    Attributes:
-        gpu_type: of the GPUs.
-        curve: how much was wanted.
-        rates: the prices.
-        duty_percent: break-even duty: a reserved GPU pays from this part of the time on.
-        best: what costs least.
-        now: what the slots there are today cost.
-        none: everything on demand.
-        all_reserved: enough for the peak.
-        slots: which slots pay.
-        changed: whether it depends much on prices and demand.
-    """
+    """The number of GPUs to reserve, its cost and the alternatives."""
 
     gpu_type: str
-    curve: Curve
+    curve: Curve  # how much was wanted
     rates: GpuRates
-    duty_percent: float
-    best: Mix
-    now: Mix
+    duty_percent: float  # break-even duty: a reserved GPU pays from this part of the time on
+    best: Mix  # what costs least
+    now: Mix  # what the slots there are today cost
     none: Mix
-    all_reserved: Mix
-    slots: tuple[Slot, ...]
-    changed: tuple[AdviceVariation, ...]
+    all_reserved: Mix  # enough for the peak
+    slots: tuple[Slot, ...]  # which slots pay
+    changed: tuple[AdviceVariation, ...]  # whether it depends much on prices and demand
 
 
 def curve_of(uses: Iterable[GpuUse], start_ns: int, end_ns: int) -> Curve:
-    """Return how much was wanted, and for how long.
-
-    Args:
-        uses: in any order; what lies outside of the time is left out.
-        start_ns: since when is looked.
-        end_ns: until when.
-
-    Raises:
-        InvalidValue: there is no time to look at, or there are too many uses.
-    """
+    """Return how much was wanted, and for how long."""
     if end_ns <= start_ns:
         raise InvalidValue("there is no time between its beginning and its end")
     changes: dict[int, int] = {}
@@ -226,16 +173,7 @@ def best_slots(curve: Curve, rates: GpuRates) -> int:
 
 
 def mix(curve: Curve, rates: GpuRates, slots: int) -> Mix:
-    """Return what some reserved GPUs cost, and those that are missing on demand; each sum is rounded up once.
-
-    Args:
-        curve: how much was wanted.
-        rates: the prices.
-        slots: GPUs that are reserved.
-
-    Raises:
-        InvalidValue: there cannot be so many.
-    """
+    """Return what some reserved GPUs cost, and those that are missing on demand; each sum is rounded up once."""
     if slots < 0:
         raise InvalidValue(f"{slots} GPUs cannot be reserved")
     beyond_ns = curve.beyond_ns(slots)
@@ -260,14 +198,8 @@ def micros_of(gpu_ns: int, micros_per_hour: int | Fraction) -> int:
 def advise(curve: Curve, rates: GpuRates, *, gpu_type: str = "", now: int = 0) -> Advice:
     """Return how many GPUs to reserve.
 
-    Args:
-        curve: how much was wanted.
-        rates: the prices.
-        gpu_type: of the GPUs.
-        now: how many are reserved today.
-
-    Raises:
-        InvalidValue: a price is negative, or what is paid by the hour is free, so that nothing can be compared with it.
+    Raises InvalidValue when a price is negative, or what is paid by the hour is free, so that nothing can be compared
+    with it.
     """
     if rates.reserved < 0 or rates.had <= 0:
         raise InvalidValue(

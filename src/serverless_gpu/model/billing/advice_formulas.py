@@ -1,11 +1,11 @@
-"""Where each number of an advice comes from: its formula in words, with the numbers put in."""
+"""Formulas of an advice in words, with the numbers put in."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from fractions import Fraction
 
-from serverless_gpu.model.billing.advice import Advice, GpuRates, Mix
+from serverless_gpu.model.billing.advice import Advice, GpuRates
 from serverless_gpu.model.billing.oversized_runs import BUSY_MIN_PERCENT, HEAD_ROOM_PERCENT
 from serverless_gpu.model.utc_days import HOUR_NS
 from serverless_gpu.units import MICROS_PER_UNIT, format_micros
@@ -80,8 +80,12 @@ def _formulas(advice: Advice) -> Iterator[tuple[str, str]]:
         f"slot of a reserved pool all the same = {percent(rates.billed)}",
     )
     yield "wanted", "for slot k: time with a demand of k GPUs or more ÷ all time"
-    yield "pays", "slot k pays if and only if wanted is more than the break-even duty (newsvendor)" + _where(advice)
-    yield "reserved", f"GPUs × hours × reserved price = {_reserved(best, advice)}"
+    around = [slot for slot in (best.slots, best.slots + 1) if slot > 0]
+    shares = ", ".join(f"slot {slot} {100 * curve.at_least_ns(slot) / curve.span_ns:.1f} %" for slot in around)
+    yield "pays", f"slot k pays if and only if wanted is more than the break-even duty (newsvendor): {shares}"
+    amount = format_micros(best.reserved_micros, rates.currency)
+    product = f"{best.slots} × {hours(curve.span_ns)} × {price(rates.reserved)} = {amount}"
+    yield "reserved", f"GPUs × hours × reserved price = {product}"
     yield (
         "of that idle",
         "(GPUs × hours − GPU-hours that they worked) × reserved price = "
@@ -113,16 +117,3 @@ def _times_part(rates: GpuRates) -> str:
 def _on_demand(rates: GpuRates) -> str:
     known = price(rates.on_demand)
     return known if rates.billed == 1 else f"({known} × {percent(rates.billed)})"
-
-
-def _reserved(best: Mix, advice: Advice) -> str:
-    rates = advice.rates
-    amount = format_micros(best.reserved_micros, rates.currency)
-    return f"{best.slots} × {hours(advice.curve.span_ns)} × {price(rates.reserved)} = {amount}"
-
-
-def _where(advice: Advice) -> str:
-    """Return the shares on both sides of the advice."""
-    curve, best = advice.curve, advice.best.slots
-    shares = [(slot, 100 * curve.at_least_ns(slot) / curve.span_ns) for slot in (best, best + 1) if slot > 0]
-    return ": " + ", ".join(f"slot {slot} {share:.1f} %" for slot, share in shares)

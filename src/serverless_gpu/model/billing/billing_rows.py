@@ -2,7 +2,7 @@
 
     Entry ─┬─▶ a record of its devices: DBU where its price is made of those, else GPU-hours, or slot-hours of a CPU
            ├─▶ one of its cores, where they were limited: core-hours
-           └─▶ one of its memory, likewise: GiB-hours
+           └─▶ one of its memory: GiB-hours
 
 The join with `list_prices` is by `sku_name`, `cloud` and time. A SKU is what has a price of its own: a GPU type, a core
 or a GiB of memory, in a pool. An attempt keeps the price it began with: where one changed meanwhile, a join by time
@@ -44,7 +44,7 @@ _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
 
 class UsageMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """What a row is about.
+    """The subject of a billing row.
 
     Attributes:
         job_run_id: the run.
@@ -68,7 +68,7 @@ class UsageMetadata(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class IdentityMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """Who it was for.
+    """The principals of a billing row.
 
     Attributes:
         run_as: the user or service; so are `created_by` and `run_by`.
@@ -124,7 +124,7 @@ class BillingRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pricing(msgspec.Struct, frozen=True, kw_only=True):
-    """What one unit costs."""
+    """The price of one unit."""
 
     default: str
 
@@ -143,15 +143,7 @@ class ListPrice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def records(entry: LedgerEntry, account: Accounted, *, run_id: str, fence: int, posted_ns: int) -> Iterator[BillingRow]:
-    """Yield the rows of an entry of the ledger: its devices, and cores and memory where those were limited.
-
-    Args:
-        entry: of the ledger.
-        account: who used it, and as what.
-        run_id: the run.
-        fence: of the attempt.
-        posted_ns: when it was written, nanoseconds since 1970.
-    """
+    """Yield the rows of an entry of the ledger: its devices, and cores and memory where those were limited."""
     line = entry.line
     devices = _devices(entry, account, run_id=run_id, fence=fence, posted_ns=posted_ns)
     yield devices
@@ -174,11 +166,6 @@ def list_prices(book: Sequence[Price], used: Iterable[tuple[str, str]], *, curre
 
     What a pool has no price of its own for costs there what it costs everywhere, and a member of a family what the
     family does: those are rows of their own, so that the join by name finds them.
-
-    Args:
-        book: the price book, with what is over and what is to come.
-        used: GPU types and pools in which they were used.
-        currency: of the book.
     """
     wanted = {(row.resource, row.pool) for row in book} | set(used)
     wanted |= {(resource, pool) for _, pool in wanted for resource in (CORE, MEMORY)}
@@ -237,12 +224,7 @@ def _list_price(
 
 
 def sku(resource: str, pool: str) -> str:
-    """Return the name of what has a price: ``SERVERLESS_GPU_H100``, in a pool ``SERVERLESS_GPU_H100@search``.
-
-    Args:
-        resource: a GPU type, ``core`` or ``memory``.
-        pool: where, or "".
-    """
+    """Return the name of what has a price: ``SERVERLESS_GPU_H100``, in a pool ``SERVERLESS_GPU_H100@search``."""
     return f"SERVERLESS_GPU_{resource.upper().replace(' ', '_')}{f'@{pool}' if pool else ''}"
 
 

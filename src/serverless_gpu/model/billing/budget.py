@@ -1,4 +1,4 @@
-"""Budgets: how much money or GPU time somebody may use in a day, week or month, and what follows when it is used up.
+"""Budgets: how much money or GPU time a user, team or pool may use in a period, and what follows when it is used up.
 
     charges of the period ─┐
     what goes on now ──────┼─▶ standing: used, held, limit ─┬─▶ 80 %, 95 %: said, once
@@ -19,7 +19,7 @@ holds as any other; if there is no room for that, it is stopped, and may have us
 At the end of a period a run holds what is left of the period: what comes after it is paid by the next.
 
 What holds was let in one after the other: those that were placed last are stopped first, and the others go on as long
-as what is left holds for them. One that has been asked to stop keeps what it holds: nobody else gets that.
+as what is left holds for them. One that has been asked to stop keeps what it holds: no other run gets that.
 
 Failure cases: a node that is silent may be using devices, so what it may use until now is held as well, up to its
 `partition_grace`; what it used is counted once it is heard of. Time without a price is no money: a budget of money says
@@ -62,7 +62,7 @@ SCOPES: tuple[ScopeKind, ...] = get_args(ScopeKind)
 
 
 class Period(StrEnum):
-    """What a limit is for."""
+    """The period of a limit."""
 
     DAY = "day"
     WEEK = "week"
@@ -70,35 +70,22 @@ class Period(StrEnum):
 
 
 class Scope(msgspec.Struct, frozen=True, kw_only=True):
-    """Whose use counts.
-
-    Attributes:
-        kind: by what.
-        name: of the user, service, team, pool or policy; of a tag ``key=value``, or ``key`` for each run that has it.
-    """
+    """The use that a budget counts."""
 
     kind: ScopeKind
+    # Of the user, service, team, pool or policy; of a tag `key=value`, or `key` for each run that has it.
     name: str = ""
 
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True):
-    """One budget; exactly one of the two limits is set.
-
-    Attributes:
-        scope: whose use counts.
-        period: in which.
-        limit_micros: millionths of the currency unit; time without a price counts nothing there.
-        limit_gpu_ms: GPU-milliseconds; those of CPU slots are none.
-        hard: whether runs are stopped at 100 %; else they finish, and nothing new starts.
-        time_zone: of its periods, as "Europe/Berlin"; "" for that of its team, or UTC.
-    """
+    """One budget; exactly one of the two limits is set."""
 
     scope: Scope
-    period: Period
-    limit_micros: int | None = None
-    limit_gpu_ms: int | None = None
-    hard: bool = False
-    time_zone: str = ""
+    period: Period  # in which
+    limit_micros: int | None = None  # millionths of the currency unit; time without a price counts nothing there
+    limit_gpu_ms: int | None = None  # GPU-milliseconds; those of CPU slots are none
+    hard: bool = False  # whether runs are stopped at 100 %; else they finish, and nothing new starts
+    time_zone: str = ""  # of its periods, as "Europe/Berlin"; "" for that of its team, or UTC
 
     @property
     def zone(self) -> datetime.tzinfo:
@@ -119,20 +106,15 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Subject(msgspec.Struct, frozen=True, kw_only=True):
-    """What of a run decides which budgets it counts for.
-
-    Attributes:
-        is_cpu: whether it is for CPU slots: their time is no GPU-hours, and counts for budgets of money alone.
-        member_of: teams of its owner; a run without a team counts for all of them (`teams.py`).
-    """
+    """Attributes of a run that decide which budgets it counts for."""
 
     owner: str
     team: str = ""
     pool: str = ""
     policy: str = ""
     tags: dict[str, str] = {}
-    is_cpu: bool = False
-    member_of: tuple[str, ...] = ()
+    is_cpu: bool = False  # CPU slots: their time is no GPU-hours and counts for budgets of money alone
+    member_of: tuple[str, ...] = ()  # teams of its owner; a run without a team counts for all of them (`teams.py`)
 
     @property
     def teams(self) -> tuple[str, ...]:
@@ -141,17 +123,11 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BudgetUse(msgspec.Struct, frozen=True, kw_only=True):
-    """What was used, as far as it counts: not where the platform failed.
+    """Use that counts: failures of the platform do not."""
 
-    Attributes:
-        micros: millionths of the currency unit.
-        gpu_ms: GPU-milliseconds.
-        unpriced_ms: those among them that have no price.
-    """
-
-    micros: int = 0
-    gpu_ms: int = 0
-    unpriced_ms: int = 0
+    micros: int = 0  # millionths of the currency unit
+    gpu_ms: int = 0  # GPU-milliseconds
+    unpriced_ms: int = 0  # those among them that have no price
 
     def __add__(self, other: BudgetUse) -> BudgetUse:
         """Return both together."""
@@ -174,32 +150,20 @@ NOTHING = BudgetUse()
 
 
 class Spender(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt that uses something, or may still.
-
-    Attributes:
-        gpus: devices that it has.
-        micros_per_hour: of all it has together; None where it has no price.
-        placed_ns: when it got them, nanoseconds since 1970, as all times here.
-        started_ns: when user code began; None before.
-        seen_ns: its last sign of life, or its end.
-        grace_s: how long its ranks have once they are asked to stop.
-        alone_s: the longest it goes on without an answer of the server.
-        stop_ns: since when it is asked to stop; None while it is not.
-        is_over: whether it has ended, so that it holds nothing.
-        longest_s: the longest that earlier runs of its name had their devices; None where that is not known.
-    """
+    """An attempt that uses something, or may still."""
 
     run_id: str
     fence: int
-    gpus: int
-    micros_per_hour: int | None
-    placed_ns: int
-    started_ns: int | None
-    seen_ns: int
-    grace_s: float
-    alone_s: float
-    stop_ns: int | None = None
-    is_over: bool = False
+    gpus: int  # devices that it has
+    micros_per_hour: int | None  # of all it has together; None where it has no price
+    placed_ns: int  # when it got them, nanoseconds since 1970, as all times here
+    started_ns: int | None  # when user code began; None before
+    seen_ns: int  # its last sign of life, or its end
+    grace_s: float  # how long its ranks have once they are asked to stop
+    alone_s: float  # the longest it goes on without an answer of the server
+    stop_ns: int | None = None  # since when it is asked to stop; None while it is not
+    is_over: bool = False  # whether it has ended, so that it holds nothing
+    # The longest that earlier runs of its name had their devices; None where that is not known.
     longest_s: float | None = None
 
 
@@ -216,23 +180,16 @@ class BudgetWindow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True):
-    """How much of a budget is used in a period, and what follows.
-
-    Attributes:
-        used: until the last signs of life.
-        held: for what goes on, until a minute from now, and not beyond the period.
-        ahead: the same without an end of the period: what the next one begins with.
-        stop: runs that can hold nothing any more, of a hard budget: they are to stop.
-        is_closed: whether it has stopped somebody in this period, or was used up. What those gave back lets nobody in,
-            who would be stopped in turn: nothing new starts until the limit is another one, or the period ends.
-    """
+    """The use of a budget in a period, and its consequences."""
 
     budget: Budget
     window: BudgetWindow
-    used: BudgetUse
-    held: BudgetUse
-    ahead: BudgetUse = NOTHING
-    stop: tuple[str, ...] = ()
+    used: BudgetUse  # until the last signs of life
+    held: BudgetUse  # for what goes on, until a minute from now, and not beyond the period
+    ahead: BudgetUse = NOTHING  # the same without an end of the period: what the next one begins with
+    stop: tuple[str, ...] = ()  # runs that can hold nothing any more, of a hard budget: they are to stop
+    # Whether it has stopped a run in this period, or was used up. What those gave back admits no run, which would be
+    # stopped in turn: nothing new starts until the limit is another one, or the period ends.
     is_closed: bool = False
 
     @property
@@ -271,13 +228,7 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def window(period: Period, at_ns: int, zone: datetime.tzinfo = datetime.UTC) -> BudgetWindow:
-    """Return the day, week or month that a moment is in.
-
-    Args:
-        period: which.
-        at_ns: nanoseconds since 1970.
-        zone: the time zone whose days these are; one has 23 or 25 hours where its clocks change.
-    """
+    """Return the day, week or month that a moment is in."""
     start_ns, end_ns = bounds_ns(period.value, at_ns, zone)
     return BudgetWindow(start_ns=start_ns, end_ns=end_ns)
 
@@ -293,7 +244,7 @@ def keys(subject: Subject) -> list[tuple[ScopeKind, str]]:
     found += [(kind, name) for kind, name in named if name]
     for key, value in subject.tags.items():
         if "=" in key:
-            continue  # "a=b=c" is the tag "a", and nobody slips out of its budget, or into another, by a key like that
+            continue  # "a=b=c" is the tag "a", and no run slips out of its budget, or into another, by a key like that
         found += [("tag", key), ("tag", f"{key}={value}")]
     return found
 
@@ -309,10 +260,7 @@ def ahead_ns(grace_s: float) -> int:
 def costs(ns: int, *, gpus: int, micros_per_hour: int | None) -> BudgetUse:
     """Return what some time of devices is.
 
-    Args:
-        ns: nanoseconds, not negative.
-        gpus: devices.
-        micros_per_hour: of all of them together; None where they have no price.
+    `micros_per_hour` is of all devices together; None without a price.
     """
     ms = ns // 1_000_000
     gpu_ms = units.gpu_milliseconds(gpus, ms)
@@ -342,10 +290,7 @@ def _learned_ns(grace_s: float, longest_s: float | None) -> int | None:
 def held(one: Spender, now_ns: int, within: BudgetWindow | None = None) -> BudgetUse:
     """Return what an attempt holds, from its last sign of life on.
 
-    Args:
-        one: the attempt.
-        now_ns: nanoseconds since 1970.
-        within: only what of it is in this period; None for all.
+    `within` limits it to one period; None for all.
     """
     if one.is_over:
         return NOTHING
@@ -370,11 +315,7 @@ def held(one: Spender, now_ns: int, within: BudgetWindow | None = None) -> Budge
 def first_hold(grace_s: float, *, gpus: int, micros_per_hour: int | None, longest_s: float | None = None) -> BudgetUse:
     """Return what a run has to be able to hold so that it may start.
 
-    Args:
-        grace_s: how long its ranks have once they are asked to stop.
-        gpus: devices.
-        micros_per_hour: of all of them together; None where they have no price.
-        longest_s: as in `Spender`.
+    `micros_per_hour` is of all devices together; None without a price.
     """
     learned = _learned_ns(grace_s, longest_s)
     ns = ahead_ns(grace_s) if learned is None else min(ahead_ns(grace_s), learned)
@@ -415,13 +356,8 @@ def judge(
 ) -> Standing:
     """Return how a budget stands, and whom it stops.
 
-    Args:
-        budget: whose limit it is.
-        posted: what the ledger has of the period, without the attempts that go on.
-        going_on: attempts that count for it and have not ended, or whose charges have not been written.
-        now_ns: nanoseconds since 1970.
-        known: what was weighed at the same moment for other budgets of the same period, which count the same attempts;
-            what is weighed now is added.
+    `posted` excludes the attempts in `going_on`. `known` caches what other budgets of this period weighed at this
+    moment.
     """
     within = window(budget.period, now_ns, budget.zone)
     known = {} if known is None else known
@@ -436,8 +372,10 @@ def judge(
     left = budget.limit - budget.counts(spent)
     stop: list[str] = []
     if budget.hard and left < budget.counts(together):
-        # First what is on its way out, which nobody can take back; then in the order in which they came.
-        for each in sorted(weighed, key=_in_order):
+        # First what is on its way out, which cannot be taken back; then in the order in which they came.
+        for each in sorted(
+            weighed, key=lambda one: (one.spender.stop_ns is None, one.spender.placed_ns, one.spender.run_id)
+        ):
             hold = budget.counts(each.held)
             left -= hold
             if left < 0 and hold and each.spender.stop_ns is None:
@@ -452,10 +390,6 @@ def judge(
     )
 
 
-def _in_order(one: Weighed) -> tuple[bool, int, str]:
-    return one.spender.stop_ns is None, one.spender.placed_ns, one.spender.run_id
-
-
 def _sum(first: BudgetUse, others: Iterable[BudgetUse]) -> BudgetUse:
     micros, gpu_ms, unpriced_ms = first.micros, first.gpu_ms, first.unpriced_ms
     for one in others:
@@ -468,9 +402,7 @@ def _sum(first: BudgetUse, others: Iterable[BudgetUse]) -> BudgetUse:
 def may_start(standing: Standing, hold: BudgetUse) -> bool:
     """Return whether a run may start, as far as one budget goes.
 
-    Args:
-        standing: of the budget, with what others that start now hold.
-        hold: what the run would hold; nothing where that is not known.
+    `standing` includes what other runs that start now hold.
     """
     if standing.is_used_up:
         return False
@@ -482,12 +414,7 @@ def may_start(standing: Standing, hold: BudgetUse) -> bool:
 
 
 def is_refused(standing: Standing, hold: BudgetUse) -> bool:
-    """Return whether a run cannot start in this period, whatever the others give back.
-
-    Args:
-        standing: of the budget.
-        hold: what the run would hold; nothing where that is not known.
-    """
+    """Return whether a run cannot start in this period, whatever the others give back."""
     if standing.is_used_up:
         return True
     return standing.budget.hard and standing.budget.counts(standing.used + hold) > standing.budget.limit

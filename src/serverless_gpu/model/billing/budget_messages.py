@@ -1,6 +1,6 @@
-"""What people read of a budget: how much is left, why a run is refused, waits, is warned or stopped.
+"""Messages about a budget: how much is left, why a run is refused, waits, is warned or stopped.
 
-Whoever may not see the amounts reads the same sentence without them. Values only: no clock, no database.
+Readers who may not see the amounts get the same sentence without them. Values only: no clock, no database.
 """
 
 from __future__ import annotations
@@ -30,14 +30,7 @@ def used_words(standing: Standing, currency: str) -> str:
 
 
 def left(name: str, standing: Standing, currency: str, *, is_open: bool) -> str:
-    """Return what of a budget is neither used nor held: ``llm: 76.08 of 100.00 USD left this month``.
-
-    Args:
-        name: of the budget.
-        standing: how it stands.
-        currency: of the server.
-        is_open: whether amounts may be said.
-    """
+    """Return what of a budget is neither used nor held: ``llm: 76.08 of 100.00 USD left this month``."""
     budget, when = standing.budget, PERIOD_WORDS[standing.budget.period]
     if not is_open:
         return f"{name}: {'used up' if standing.is_used_up else 'not used up'} {when}"
@@ -47,14 +40,7 @@ def left(name: str, standing: Standing, currency: str, *, is_open: bool) -> str:
 
 
 def refused(name: str, standing: Standing, currency: str, *, is_open: bool) -> str:
-    """Return why a run cannot start in this period.
-
-    Args:
-        name: of the budget.
-        standing: how it stands.
-        currency: of the server.
-        is_open: whether amounts may be said.
-    """
+    """Return why a run cannot start in this period."""
     if standing.is_spent:
         return _is_used_up(name, standing, currency, is_open=is_open)
     when, amounts = _when(standing), _amounts(standing, currency, is_open=is_open)
@@ -74,12 +60,7 @@ def stopped(name: str, standing: Standing, currency: str, *, is_open: bool) -> s
 def warning(name: str, standing: Standing, currency: str, *, is_open: bool, mark: int = 0) -> str:
     """Return how much of a budget is used, and what follows.
 
-    Args:
-        name: of the budget.
-        standing: how it stands.
-        currency: of the server.
-        is_open: whether amounts may be said.
-        mark: which of the marks that are reached is said; 0 for the last of them.
+    `mark` picks one of the reached marks; 0 for the last.
     """
     mark = mark or max(standing.reached, default=0)
     is_hard, when, amounts = standing.budget.hard, _when(standing), _amounts(standing, currency, is_open=is_open)
@@ -100,7 +81,7 @@ def warning(name: str, standing: Standing, currency: str, *, is_open: bool, mark
 
 
 def goes_on(name: str, standing: Standing, currency: str, *, is_open: bool) -> str:
-    """Return what a run is told that goes on when a budget has stopped others; as `refused`."""
+    """Return the message to a run that goes on when a budget has stopped others; as `refused`."""
     when, amounts = _when(standing), _amounts(standing, currency, is_open=is_open)
     return (
         f"budget {name!r} does not pay for all its runs any more {when}{amounts}: those that were placed last are"

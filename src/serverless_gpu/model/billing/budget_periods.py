@@ -21,22 +21,12 @@ _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
 
 def local_day(at_ns: int, zone: datetime.tzinfo) -> int:
-    """Return the day since 1970-01-01 that a clock in a zone shows at a moment.
-
-    Args:
-        at_ns: nanoseconds since 1970.
-        zone: the time zone.
-    """
+    """Return the day since 1970-01-01 that a clock in a zone shows at a moment."""
     return number_of((_EPOCH + datetime.timedelta(seconds=at_ns // _SECOND_NS)).astimezone(zone).date())
 
 
 def midnight_ns(day: int, zone: datetime.tzinfo) -> int:
-    """Return when a day begins in a zone, nanoseconds since 1970; where midnight is left out, the first moment after.
-
-    Args:
-        day: since 1970-01-01.
-        zone: the time zone.
-    """
+    """Return when a day begins in a zone, in nanoseconds since 1970, even where clocks skip midnight."""
     local = datetime.datetime.combine(date_of(day), datetime.time(), zone)
     found_ns = (local - _EPOCH) // datetime.timedelta(seconds=1) * _SECOND_NS
     if local_day(found_ns, zone) == day:
@@ -50,13 +40,7 @@ def midnight_ns(day: int, zone: datetime.tzinfo) -> int:
 
 @functools.lru_cache(maxsize=64)
 def bounds_ns(period: str, at_ns: int, zone: datetime.tzinfo) -> tuple[int, int]:
-    """Return when the day, week or month of a moment begins in a zone, and when the next one does.
-
-    Args:
-        period: "day", "week" or "month".
-        at_ns: nanoseconds since 1970.
-        zone: the time zone.
-    """
+    """Return when the day, week or month of a moment begins in a zone, and when the next one does."""
     day = at_ns // DAY_NS if zone is datetime.UTC else local_day(at_ns, zone)
     days = range(day, day + 1)
     if period == "week":
@@ -71,13 +55,7 @@ def bounds_ns(period: str, at_ns: int, zone: datetime.tzinfo) -> tuple[int, int]
 def part_until(amount: int, gpu_ms: int, gpus: int, start_ns: int, end_ns: int, until_ns: int) -> int:
     """Return what of an amount of a charge lies before a moment.
 
-    Args:
-        amount: of any sign; a charge that is taken back is divided as it was.
-        gpu_ms: device time of the charge that counts as use, of either sign.
-        gpus: devices.
-        start_ns: when the charge begins, nanoseconds since 1970.
-        end_ns: when it ends. The time that counts comes last: environment and start are before it.
-        until_ns: the moment.
+    `amount` and `gpu_ms` may have any sign. The time that counts comes last: environment and start precede it.
     """
     took_ns = abs(gpu_ms) // gpus * _MS_NS if gpus > 0 else 0
     from_ns = max(start_ns, end_ns - took_ns) if took_ns else start_ns

@@ -7,7 +7,7 @@ A charge is a pure function of facts and a tariff, so that facts may arrive late
     day 1   day 2        costs are differences of one total, which is rounded up once for the attempt:
     0.34    0.33         the lines add up to the charge
 
-What a ledger has of a day is never changed: it is taken back, number by number, and said anew.
+What a ledger has of a day is never changed: it is taken back, number by number, and written again.
 
 Failure cases: a silent node's last day is provisional, and is taken back when more is known. Facts of several attempts,
 or two different facts under one number, are a fault of the caller and raise `InvalidValue`: any sum of them would
@@ -31,28 +31,17 @@ _AFTER_GRACE = "after the grace that its ranks had"
 
 
 class Charge(msgspec.Struct, frozen=True, kw_only=True):
-    """What one attempt used and costs: the sum of its lines.
+    """The use and the cost of one attempt: the sum of its lines."""
 
-    Attributes:
-        attempt: the attempt, as ``run:fence``.
-        gpu_type: type of its devices.
-        gpus: the most devices it had at once.
-        gpu_ms: device-milliseconds that were used; `billed_ms` those that are billed.
-        core_ms: core-milliseconds that are billed; `memory_mib_ms` likewise, for MiB.
-        micros: cost in millionths of the currency unit; None when there is no price.
-        core_micros: what of it is for cores; `memory_micros` for memory.
-        dbu_micros: millionths of a DBU.
-    """
-
-    attempt: str = ""
+    attempt: str = ""  # the attempt, as `run:fence`
     gpu_type: str = ""
-    gpus: int = 0
-    gpu_ms: int = 0
+    gpus: int = 0  # the most devices it had at once
+    gpu_ms: int = 0  # device-milliseconds that were used; `billed_ms` those that are billed
     billed_ms: int = 0
-    core_ms: int = 0
+    core_ms: int = 0  # core-milliseconds that are billed; `memory_mib_ms` the same, for MiB
     memory_mib_ms: int = 0
-    micros: int | None = None
-    core_micros: int = 0
+    micros: int | None = None  # cost in millionths of the currency unit; None when there is no price
+    core_micros: int = 0  # what of it is for cores; `memory_micros` for memory
     memory_micros: int = 0
     dbu_micros: int = 0
 
@@ -63,14 +52,7 @@ def charge(facts: Iterable[Fact], *, gpu_type: str, tariff: Tariff = UNPRICED, i
     Use goes from the start of user code, or of holding idle devices, until the devices are free. While they are not, it
     ends provisionally at the last sign of life; the same call with the later facts gives the final charge.
 
-    Args:
-        facts: facts of one attempt, in any order, with any repetition.
-        gpu_type: type of its devices.
-        tariff: as it was in force when the devices were reserved.
-        is_billed: whether the time counts (`model.attempt.MEANINGS`).
-
-    Raises:
-        InvalidValue: the facts are of several attempts, or two different ones carry the same number.
+    Raises InvalidValue when the facts are of several attempts, or two facts share a number.
     """
     ordered = distinct(facts)
     whole = sum_of(lines(ordered, tariff, is_billed=is_billed), tariff)
@@ -78,12 +60,7 @@ def charge(facts: Iterable[Fact], *, gpu_type: str, tariff: Tariff = UNPRICED, i
 
 
 def sum_of(days: Sequence[LedgerLine], tariff: Tariff) -> Charge:
-    """Return the sum of the lines of one attempt.
-
-    Args:
-        days: all of them.
-        tariff: what it pays, as the lines were made with it.
-    """
+    """Return the sum of the lines of one attempt."""
     billed_ms = sum(line.billed_ms for line in days)
     core_ms, memory_mib_ms = sum(line.core_ms for line in days), sum(line.memory_mib_ms for line in days)
     _, core_micros, memory_micros = cost_parts(tariff, billed_ms, core_ms, memory_mib_ms)
@@ -101,12 +78,7 @@ def sum_of(days: Sequence[LedgerLine], tariff: Tariff) -> Charge:
 
 
 def bill_of(used: Charge, reason: Reason | None) -> Bill:
-    """Return how a charge comes about, and why not all of it is billed.
-
-    Args:
-        used: what was used, as it is charged.
-        reason: why the attempt ended, or None.
-    """
+    """Return how a charge comes about, and why not all of it is billed."""
     unbilled = ""
     if used.gpu_ms and reason is not None and not MEANINGS[reason].is_billed:
         unbilled = MEANINGS[reason].sentence
@@ -127,56 +99,35 @@ def bill_of(used: Charge, reason: Reason | None) -> Bill:
 
 
 class LedgerLine(msgspec.Struct, frozen=True, kw_only=True):
-    """What one attempt used on one day (UTC), and what that costs.
+    """The use and the cost of one attempt on one day (UTC).
 
     The segments are device-milliseconds: how long each lasted, times the devices lent. `gpu_ms` is what counts as use
     (user code until the devices were free, and idle devices of a session); `billed_ms` is that, less what came after
     the grace of a stop that we asked for, or 0 where the platform failed.
-
-    Attributes:
-        day: days since 1970-01-01.
-        start_ns: the first moment of it, nanoseconds since 1970; `end_ns` the last.
-        gpus: the most devices lent at once.
-        environment_ms: while the environment was made ready.
-        start_ms: while the ranks were started.
-        run_ms: while user code ran.
-        stop_ms: while the ranks were ended.
-        gate_ms: while the devices were proven free.
-        idle_ms: while a session held them and no run used them.
-        core_ms: core-milliseconds that are billed, where cores were limited; beyond those that are CPU slots.
-        memory_mib_ms: MiB-milliseconds that are billed, where memory was limited.
-        micros: millionths of the currency unit; None where the devices have no price.
-        dbu_micros: millionths of a DBU.
     """
 
-    day: int
-    start_ns: int
+    day: int  # days since 1970-01-01
+    start_ns: int  # the first moment of it, nanoseconds since 1970; `end_ns` the last
     end_ns: int
-    gpus: int
-    environment_ms: int = 0
-    start_ms: int = 0
+    gpus: int  # the most devices lent at once
+    environment_ms: int = 0  # while the environment was made ready
+    start_ms: int = 0  # while the ranks were started
     run_ms: int = 0
-    stop_ms: int = 0
-    gate_ms: int = 0
-    idle_ms: int = 0
+    stop_ms: int = 0  # while the ranks were ended
+    gate_ms: int = 0  # while the devices were proven free
+    idle_ms: int = 0  # while a session held them and no run used them
     gpu_ms: int = 0
     billed_ms: int = 0
-    core_ms: int = 0
-    memory_mib_ms: int = 0
-    micros: int | None = None
+    core_ms: int = 0  # core-milliseconds that are billed, where cores were limited; beyond those that are CPU slots
+    memory_mib_ms: int = 0  # MiB-milliseconds that are billed, where memory was limited
+    micros: int | None = None  # millionths of the currency unit; None where the devices have no price
     dbu_micros: int = 0
 
 
 def lines(facts: Iterable[Fact], tariff: Tariff, *, is_billed: bool = True) -> tuple[LedgerLine, ...]:
     """Return what an attempt used on each day, in order; their costs add up to one that is rounded up once.
 
-    Args:
-        facts: facts of one attempt, in any order, with any repetition.
-        tariff: as it was in force when the devices were reserved.
-        is_billed: whether the time counts (`model.attempt.MEANINGS`); else it is metered and costs nothing.
-
-    Raises:
-        InvalidValue: the facts are of several attempts, or two different ones carry the same number.
+    Raises InvalidValue when the facts are of several attempts, or two facts share a number.
     """
     meter = Meter()
     for fact in distinct(facts):
@@ -185,13 +136,7 @@ def lines(facts: Iterable[Fact], tariff: Tariff, *, is_billed: bool = True) -> t
 
 
 def priced(days: Mapping[int, DayUse], tariff: Tariff, *, is_billed: bool = True) -> tuple[LedgerLine, ...]:
-    """Return the lines of what an attempt used.
-
-    Args:
-        days: by day, in order.
-        tariff: as it was in force when the devices were reserved.
-        is_billed: whether the time counts.
-    """
+    """Return the lines of what an attempt used."""
     found: list[LedgerLine] = []
     billed_ms = core_ms = memory_mib_ms = micros = dbu_micros = 0
     for number, day in days.items():
@@ -232,30 +177,21 @@ class EntryKind(StrEnum):
 
 
 class LedgerEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One row of the ledger, never changed and never removed.
+    """One row of the ledger, never changed and never removed."""
 
-    Attributes:
-        number: 1, 2, 3 … of its attempt.
-        kind: what it is; a reversal has the numbers of the row that it takes back, negative.
-        provisional: whether the node fell silent, so that more may come; such rows net to zero once that has come.
-    """
-
-    number: int
-    kind: EntryKind
-    provisional: bool
+    number: int  # 1, 2, 3 … of its attempt
+    kind: EntryKind  # what it is; a reversal has the numbers of the row that it takes back, negative
+    provisional: bool  # whether the node fell silent, so that more may come; such rows net to zero once that has come
     line: LedgerLine
 
 
 def post(posted: Sequence[LedgerEntry], target: Sequence[LedgerLine], *, final: bool) -> tuple[LedgerEntry, ...]:
     """Return the entries that make a ledger say what it has to; none for what is there and right.
 
-    A row that is wrong is taken back and said anew. So is a provisional one once what it says is final: provisional
+    A row that is wrong is taken back and written again. So is a provisional one once what it says is final: provisional
     rows and their reversals add up to nothing then.
 
-    Args:
-        posted: what the ledger has of an attempt, in any order.
-        target: the attempt's lines.
-        final: whether no fact of these days will come any more; else the last of them may still change.
+    `final`: no fact of these days will come any more; else the last of them may still change.
     """
     number = max((entry.number for entry in posted), default=0)
     there, known = standing(posted), {entry.line.day for entry in posted}
@@ -279,11 +215,7 @@ def post(posted: Sequence[LedgerEntry], target: Sequence[LedgerLine], *, final: 
 
 
 def standing(posted: Iterable[LedgerEntry]) -> dict[int, LedgerEntry]:
-    """Return the entries that hold, by their days in order: those that were not taken back.
-
-    Args:
-        posted: what the ledger has of an attempt, in any order.
-    """
+    """Return the entries that hold, by their days in order: those that were not taken back."""
     found: dict[int, LedgerEntry] = {}
     for entry in sorted(posted, key=lambda entry: entry.number):
         if entry.kind is EntryKind.REVERSAL:

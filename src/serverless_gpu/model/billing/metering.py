@@ -1,4 +1,4 @@
-"""What the facts of an attempt add up to in time: its segments on each day, and which part of them counts.
+"""Metering: the time segments of an attempt on each day, from its facts, and the part of them that counts.
 
     reserved    starting    exec    alive ... alive    stopping    exited    freed
     ├ environment ┼─ start ──┼────────── run ─────────────┼── stop ──┼── gate ──┤
@@ -123,22 +123,18 @@ class _Stretch:
 
 
 class DayUse:
-    """What an attempt used on one day: milliseconds times the devices it had, apart by segment.
-
-    Attributes:
-        start_ns: the first moment of it, nanoseconds since 1970; `end_ns` the last.
-        gpus: the most devices it had at once.
-        segments: device-milliseconds of each of `SEGMENTS`.
-        billed_ms: those of them that count.
-        core_ms: core-milliseconds that count; `memory_mib_ms` likewise, for MiB.
-    """
+    """The use of an attempt on one day: device-milliseconds by segment."""
 
     __slots__ = ("billed_ms", "core_ms", "end_ns", "gpus", "memory_mib_ms", "segments", "start_ns")
 
     def __init__(self, start_ns: int, end_ns: int) -> None:
+        # `start_ns`: the first moment of it, nanoseconds since 1970; `end_ns` the last.
         self.start_ns, self.end_ns = start_ns, end_ns
+        # `core_ms`: core-milliseconds that count; `memory_mib_ms` the same, for MiB.
+        # `billed_ms`: those of them that count.
+        # `gpus`: the most devices it had at once.
         self.gpus = self.billed_ms = self.core_ms = self.memory_mib_ms = 0
-        self.segments = [0] * len(SEGMENTS)
+        self.segments = [0] * len(SEGMENTS)  # device-milliseconds of each of `SEGMENTS`
 
     def copy(self) -> DayUse:
         """Return one that may be added to without changing this one."""
@@ -172,26 +168,16 @@ class Meter:
 
 
 class Lending(msgspec.Struct, frozen=True, kw_only=True):
-    """Devices that one attempt had without a break.
+    """Devices that one attempt had without a break."""
 
-    Attributes:
-        boot_id: the boot in which its moments count.
-        gpus: identifiers of the devices.
-        start_ns: boottime at which it had them first; `end_ns` at which they were free, or the last sign of life.
-    """
-
-    boot_id: str
+    boot_id: str  # the boot in which its moments count
     gpus: frozenset[str]
-    start_ns: int
+    start_ns: int  # boottime at which it had them first; `end_ns` at which they were free, or the last sign of life
     end_ns: int
 
 
 def lendings(facts: Iterable[Fact]) -> Iterator[Lending]:
-    """Yield when an attempt had which devices.
-
-    Args:
-        facts: of one attempt, in their order (`facts.distinct`).
-    """
+    """Yield when an attempt had which devices."""
     stretch: _Stretch | None = None
     for fact in facts:
         ended, stretch = _follow(stretch, fact)

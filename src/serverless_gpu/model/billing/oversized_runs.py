@@ -30,54 +30,32 @@ Verdict = Literal["cpu", "smaller"]
 
 
 class Ran(msgspec.Struct, frozen=True, kw_only=True):
-    """What one attempt had, and what it used of that.
-
-    Attributes:
-        owner: whose.
-        name: of the run.
-        gpu_type: of its devices.
-        gpu_ms: device-milliseconds that it used.
-        observed_ms: of those, how many telemetry saw; `busy_ms` those in which a device worked.
-        peak_memory_bytes: the most of one device; None when that is not known.
-    """
+    """The devices of one attempt, and its use of them."""
 
     owner: str
     name: str
     gpu_type: str
-    gpu_ms: int
-    observed_ms: int = 0
+    gpu_ms: int  # device-milliseconds that it used
+    observed_ms: int = 0  # of those, how many telemetry saw; `busy_ms` those in which a device worked
     busy_ms: int = 0
-    peak_memory_bytes: int | None = None
+    peak_memory_bytes: int | None = None  # the most of one device; None when that is not known
 
 
 class Unneeded(msgspec.Struct, frozen=True, kw_only=True):
-    """What some runs would do without.
-
-    Attributes:
-        owner: whose runs.
-        name: of the runs.
-        gpu_type: what they had.
-        runs: attempts that were looked at.
-        gpu_ms: what they used; `micros` what that costs today, None without a price.
-        busy_percent: part of the time in which a device worked.
-        peak_memory_bytes: the most of one device.
-        verdict: ``"cpu"`` or ``"smaller"``.
-        types: what would do instead; with prices the cheapest, else the smallest of the catalogue.
-        saves_micros: what that would save at the same duration; None where a price is missing.
-        slower: how many times slower the smaller type may be before it costs more; None where a price is missing.
-    """
+    """The devices that some runs could do without."""
 
     owner: str
     name: str
     gpu_type: str
-    runs: int
-    gpu_ms: int
+    runs: int  # attempts that were looked at
+    gpu_ms: int  # what they used; `micros` what that costs today, None without a price
     micros: int | None
-    busy_percent: float
-    peak_memory_bytes: int | None
-    verdict: Verdict
-    types: tuple[str, ...]
-    saves_micros: int | None = None
+    busy_percent: float  # part of the time in which a device worked
+    peak_memory_bytes: int | None  # the most of one device
+    verdict: Verdict  # `"cpu"` or `"smaller"`
+    types: tuple[str, ...]  # what would do instead; with prices the cheapest, else the smallest of the catalogue
+    saves_micros: int | None = None  # what that would save at the same duration; None where a price is missing
+    # How many times slower the smaller type may be before it costs more; None where a price is missing.
     slower: float | None = None
 
     def text(self) -> str:
@@ -93,10 +71,7 @@ class Unneeded(msgspec.Struct, frozen=True, kw_only=True):
 def unneeded(ran: Iterable[Ran], prices: Mapping[str, int], own: Sequence[GpuType] = ()) -> tuple[Unneeded, ...]:
     """Return the runs that had more GPU than they used; those that would save most first.
 
-    Args:
-        ran: attempts that have ended.
-        prices: micros of one device for one hour, by type.
-        own: GPU types of this installation.
+    `prices` are micros of one device for one hour, by type.
     """
     groups: dict[tuple[str, str, str], list[Ran]] = {}
     for each in ran:
@@ -155,7 +130,7 @@ def _smaller(gpu_type: str, needed: int, prices: Mapping[str, int], own: Sequenc
     name = canonical(gpu_type, own)
     now = prices.get(name)
     if now is not None and any(each in prices for each in known if each != name):
-        # Where others have prices, these are the types there are: a card that nobody offers saves nothing.
+        # Where others have prices, these are the types there are: a card that is not on offer saves nothing.
         cheaper = [each for each in fits if prices.get(each.name, now) < now]
         if cheaper:
             yield min(cheaper, key=lambda each: (prices[each.name], each.memory_bytes, each.name)).name

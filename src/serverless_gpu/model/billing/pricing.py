@@ -35,27 +35,19 @@ _PRICE_HINT = 'write the price of one GPU for one hour in USD, for example {"H10
 
 
 class Price(msgspec.Struct, frozen=True, kw_only=True):
-    """One row of the price book.
+    """One row of the price book."""
 
-    Attributes:
-        resource: a GPU type, `CORE` or `MEMORY`.
-        pool: where it holds; "" for every pool that has none of its own.
-        micros_per_hour: millionths of the currency unit for one of it.
-        from_ns: since when it is in force, nanoseconds since 1970; `until_ns` until when, None for as long as no
-            later one begins.
-        dbu_micros_per_hour: millionths of a DBU for one of it, where prices are made of those; else 0.
-    """
-
-    resource: str
-    micros_per_hour: int
-    pool: str = ""
+    resource: str  # a GPU type, `CORE` or `MEMORY`
+    micros_per_hour: int  # millionths of the currency unit for one of it
+    pool: str = ""  # "" for every pool that has none of its own
+    # Since when it is in force, nanoseconds since 1970; `until_ns` until when, None for as long as no later one begins.
     from_ns: int = 0
     until_ns: int | None = None
-    dbu_micros_per_hour: int = 0
+    dbu_micros_per_hour: int = 0  # millionths of a DBU for one of it, where prices are made of those; else 0
 
 
 class Tariff(msgspec.Struct, frozen=True, kw_only=True):
-    """What an attempt pays, as it was in force when its devices were reserved; None is "unpriced", which is not 0.
+    """The prices in force when an attempt's devices were reserved; None is "unpriced", which is not 0.
 
     Attributes:
         gpu_micros_per_hour: for one device; likewise of one core and of one GiB of host memory.
@@ -77,15 +69,6 @@ def cost(tariff: Tariff, gpu_ms: int, core_ms: int = 0, memory_mib_ms: int = 0) 
     """Return what an attempt costs, rounded up to a whole micro; None where its devices have no price.
 
     Call it once per attempt with the attempt's totals: rounding parts would add up to more than the whole.
-
-    Args:
-        tariff: what the attempt pays.
-        gpu_ms: billed device-milliseconds.
-        core_ms: billed core-milliseconds.
-        memory_mib_ms: billed MiB-milliseconds.
-
-    Raises:
-        ValueError: a time is negative.
     """
     if tariff.gpu_micros_per_hour is None:
         return None
@@ -99,13 +82,7 @@ def cost(tariff: Tariff, gpu_ms: int, core_ms: int = 0, memory_mib_ms: int = 0) 
 def cost_of(tariff: Tariff, ms: int, *, gpu_type: str, gpus: int, cpus: int = 0, memory_bytes: int = 0) -> int | None:
     """Return what an attempt costs that has the same for a while, as the ledger charges facts of it.
 
-    Args:
-        tariff: what it pays.
-        ms: for how long, milliseconds.
-        gpu_type: of its devices.
-        gpus: how many.
-        cpus: cores that it was given, 0 where it has no limit of them.
-        memory_bytes: likewise of host memory.
+    `cpus` and `memory_bytes` are 0 where the attempt has no limit of them.
     """
     core_ms, memory_mib_ms = cores_beside(gpu_type, gpus, cpus) * ms, (memory_bytes >> 20) * ms
     return cost(tariff, gpus * ms, core_ms, memory_mib_ms)
@@ -122,26 +99,14 @@ def cores_beside(gpu_type: str, gpus: int, cpus: int) -> int:
 
 
 def cost_parts(tariff: Tariff, gpu_ms: int, core_ms: int, memory_mib_ms: int) -> tuple[int, int, int]:
-    """Return what of a cost is for devices, for cores and for memory; they add up to it. 0 where there is no price.
-
-    Args:
-        tariff: what the attempt pays.
-        gpu_ms: billed device-milliseconds.
-        core_ms: billed core-milliseconds.
-        memory_mib_ms: billed MiB-milliseconds.
-    """
+    """Return what of a cost is for devices, for cores and for memory; they add up to it. 0 where there is no price."""
     devices = cost(tariff, gpu_ms) or 0
     cores = cost(tariff, gpu_ms, core_ms) or 0
     return devices, cores - devices, (cost(tariff, gpu_ms, core_ms, memory_mib_ms) or 0) - cores
 
 
 def dbu_cost(tariff: Tariff, gpu_ms: int) -> int:
-    """Return millionths of a DBU of an attempt, rounded up as a cost is; 0 where the price is not made of DBUs.
-
-    Args:
-        tariff: what the attempt pays.
-        gpu_ms: billed device-milliseconds.
-    """
+    """Return millionths of a DBU of an attempt, rounded up as a cost is; 0 where the price is not made of DBUs."""
     return -(-gpu_ms * tariff.dbu_micros_per_hour // units.MS_PER_HOUR)
 
 
@@ -150,13 +115,6 @@ def tariff(rows: Iterable[Price], *, gpu_type: str, pool: str, at_ns: int, curre
 
     A price of the pool itself goes before one of every pool, then the type's own before its family's, then what began
     later.
-
-    Args:
-        rows: the price book, in any order.
-        gpu_type: of its devices, as the catalogue spells it.
-        pool: in which they are.
-        at_ns: the moment, nanoseconds since 1970.
-        currency: of the book.
     """
     names = [gpu_type, *families_of(gpu_type)]
     found: dict[str, tuple[tuple[bool, int, int], Price]] = {}
@@ -190,9 +148,6 @@ def check_book(rows: Iterable[Price]) -> None:
     """Refuse a price book in which two prices of one thing in one pool hold at the same time.
 
     A price without an end ends where the next one of the same begins; one with an end must have ended by then.
-
-    Raises:
-        InvalidValue: two of them overlap, or one ends before it begins.
     """
     ordered = sorted(rows, key=lambda row: (row.resource, row.pool, row.from_ns))
     for row in ordered:
@@ -208,12 +163,7 @@ def check_book(rows: Iterable[Price]) -> None:
 
 
 def of_dbus(dbu_micros_per_hour: int, micros_per_dbu: int) -> int:
-    """Return the price of one device for one hour that is made of DBUs, in micros; rounded up, as a cost is.
-
-    Args:
-        dbu_micros_per_hour: millionths of a DBU that one device takes in one hour.
-        micros_per_dbu: what one DBU costs.
-    """
+    """Return the price of one device for one hour that is made of DBUs, in micros; rounded up, as a cost is."""
     return -(-dbu_micros_per_hour * micros_per_dbu // units.MICROS_PER_UNIT)
 
 
@@ -222,14 +172,9 @@ def _place(price: Price) -> str:
 
 
 class OfDbus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A price that is made of DBUs, as a file has it.
+    """A price that is made of DBUs, as a file has it."""
 
-    Attributes:
-        dbu_per_gpu_hour: how many DBUs one device takes in one hour.
-        usd_per_dbu: what one DBU costs.
-    """
-
-    dbu_per_gpu_hour: float
+    dbu_per_gpu_hour: float  # how many DBUs one device takes in one hour
     usd_per_dbu: float
 
 
@@ -239,12 +184,8 @@ def parse_prices(table: Mapping[str, float | OfDbus]) -> dict[str, Tariff]:
     A price for a family holds for each member that has none of its own. Names that no catalogue knows are kept: cards
     with own or product names have prices too.
 
-    Args:
-        table: USD per GPU-hour by type name, in any spelling; of one core under `core`, of one GiB under `memory`.
-
-    Raises:
-        InvalidOption: a price is not a number.
-        InvalidValue: a price is negative, not finite or absurd, or a type is priced twice.
+    `table` has USD per GPU-hour by type name, of one core under `core`, of one GiB under `memory`. Raises InvalidOption
+    when a price is no number, and InvalidValue when it is negative, absurd or given twice.
     """
     micros: dict[str, tuple[int, int]] = {}
     for written, amount in table.items():

@@ -1,4 +1,4 @@
-"""How fast somebody spends: where a period ends at this rate, and who spends far more than they are used to.
+"""Spend forecasts: the end of a period at the present rate, and alarms about unusual spending.
 
     forecast    used so far  +  what a day used on average, over the last seven and today  ×  days that are left
     alarm       a run        what it uses in an hour  >  3 × the median of earlier runs of its name, at least 5 of them
@@ -32,43 +32,24 @@ HOURS = 28 * 24
 
 
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a period ends if it goes on like this.
+    """The expected use at the end of a period."""
 
-    Attributes:
-        amount: what will be used at its end, in the unit of the limit.
-        per_day: the rate that this rests on.
-        reached_ns: when the limit is used up at that rate, nanoseconds since 1970; None: not in this period.
-        basis: what it rests on, in words.
-    """
-
-    amount: int
-    per_day: int
-    reached_ns: int | None
-    basis: str
+    amount: int  # what will be used at its end, in the unit of the limit
+    per_day: int  # the rate that this rests on
+    reached_ns: int | None  # when the limit is used up at that rate, nanoseconds since 1970; None: not in this period
+    basis: str  # what it rests on, in words
 
 
 class Alarm(msgspec.Struct, frozen=True, kw_only=True):
-    """Somebody spends far more than they are used to.
+    """A spend rate far above the usual one."""
 
-    Attributes:
-        rate: in an hour, now.
-        usual: in an hour, the median.
-        count: how many runs, or hours, that is the median of.
-    """
-
-    rate: int
-    usual: int
-    count: int
+    rate: int  # in an hour, now
+    usual: int  # in an hour, the median
+    count: int  # how many runs, or hours, that is the median of
 
 
 def forecast(standing: Standing, by_day: Mapping[int, int], now_ns: int) -> Forecast:
-    """Return where a budget's period ends.
-
-    Args:
-        standing: of the budget.
-        by_day: what was used on each day since 1970-01-01, in the unit of the limit; today among them.
-        now_ns: nanoseconds since 1970.
-    """
+    """Return where a budget's period ends."""
     budget, within = standing.budget, standing.window
     today = now_ns // DAY_NS
     there = [day for day, amount in by_day.items() if today - FORECAST_DAYS <= day <= today and amount]
@@ -89,13 +70,7 @@ def forecast(standing: Standing, by_day: Mapping[int, int], now_ns: int) -> Fore
 
 
 def unusual(rate: int, earlier: Sequence[int], *, least: int) -> Alarm | None:
-    """Return an alarm when a rate is far above the median of earlier ones, where there are enough of them.
-
-    Args:
-        rate: now.
-        earlier: of the past; those that are 0 say nothing.
-        least: how many it takes.
-    """
+    """Return an alarm when a rate is far above the median of earlier ones, where there are enough of them."""
     past = [one for one in earlier if one > 0]
     if len(past) < max(1, least):
         return None
@@ -104,13 +79,7 @@ def unusual(rate: int, earlier: Sequence[int], *, least: int) -> Alarm | None:
 
 
 def spread(amount: int, start_ns: int, end_ns: int) -> dict[int, int]:
-    """Return an amount by the hours since 1970 in which it was used, evenly from start to end; the sum is the amount.
-
-    Args:
-        amount: of any sign.
-        start_ns: nanoseconds since 1970.
-        end_ns: likewise; at most a day later.
-    """
+    """Divide an amount evenly over the hours since 1970 between start and end, at most a day apart."""
     first, last = start_ns // HOUR_NS, max(start_ns, end_ns - 1) // HOUR_NS
     length = max(1, end_ns - start_ns)
     found: dict[int, int] = {}

@@ -46,7 +46,7 @@ _KNOWN = f"{', '.join((*ACCOUNT_FIELDS, 'run', *PERIODS))} or tag:KEY"
 
 
 class Accounted(Protocol):
-    """Who used something, and as what: a row of `accounts`."""
+    """A row of `accounts`: the principal and the roles in which it used something."""
 
     @property
     def owner(self) -> str: ...
@@ -73,7 +73,7 @@ class Accounted(Protocol):
 
 
 class Amounts(msgspec.Struct, frozen=True, kw_only=True):
-    """What was used, and what it costs.
+    """Use, and its cost.
 
     Attributes:
         runs: how many runs were first charged among these.
@@ -165,7 +165,7 @@ UNITS = (
 
 
 class CostShare(NamedTuple):
-    """What somebody pays: who, the group, and their part of the money in hundredths of a per cent."""
+    """The part of the money that a group pays, in hundredths of a per cent."""
 
     name: str
     is_team: bool
@@ -176,13 +176,10 @@ class CostShare(NamedTuple):
 def parse_by(text: str) -> tuple[str, ...]:
     """Return what a report is grouped by.
 
-    Args:
-        text: fields with commas between them; a comma in a tag's key is written ``%2C``, a per cent sign ``%25``.
-
-    Raises:
-        InvalidValue: there is no such field, it is there twice, or there are too many.
+    Commas separate fields. A comma in a tag's key is written ``%2C``, a per cent sign ``%25``. Raises InvalidValue when
+    a field is unknown or repeated, or when there are too many.
     """
-    found = tuple(_unescaped(part.strip()) for part in text.split(",") if part.strip())
+    found = tuple(part.strip().replace("%2C", ",").replace("%25", "%") for part in text.split(",") if part.strip())
     for field in found:
         refuse_unknown(field)
     if len(set(found)) < len(found):
@@ -198,11 +195,7 @@ def write_by(by: Iterable[str]) -> str:
 
 
 def refuse_unknown(field: str) -> None:
-    """Refuse what use cannot be grouped by.
-
-    Raises:
-        InvalidValue: so it is.
-    """
+    """Refuse what use cannot be grouped by."""
     is_tag = field.startswith(TAG) and len(TAG) < len(field) <= len(TAG) + TAG_CHARACTERS_MAX
     if (is_tag and "\0" not in field) or field in ACCOUNT_FIELDS or field in PERIODS or field == "run":
         return
@@ -217,9 +210,7 @@ def key_of(by: Sequence[str], account: Accounted, *, run_id: str, day: int) -> t
 def label(field: str, value: object) -> str:
     """Return a part of a key as it is shown.
 
-    Args:
-        field: what it is of.
-        value: a text; of a day its number, of a week how many weeks after that of 1970-01-01 it is.
+    A day is its number since 1970-01-01, a week the number of weeks after that of 1970-01-01.
     """
     if field == "day":
         return utc_days.format_day(int(str(value)))
@@ -229,11 +220,7 @@ def label(field: str, value: object) -> str:
 
 
 def day_of(text: str) -> int:
-    """Return the number of a day that is written ``2026-11-30``.
-
-    Raises:
-        InvalidValue: it is not written like that.
-    """
+    """Return the number of a day that is written ``2026-11-30``."""
     try:
         return utc_days.number_of(datetime.date.fromisoformat(text))
     except ValueError:
@@ -241,11 +228,7 @@ def day_of(text: str) -> int:
 
 
 def month(text: str) -> DayRange:
-    """Return the days of a month that is written ``2026-11``.
-
-    Raises:
-        InvalidValue: it is not written like that.
-    """
+    """Return the days of a month that is written ``2026-11``."""
     try:
         found = utc_days.days_of_month(utc_days.number_of(datetime.date.fromisoformat(f"{text}-01")))
     except ValueError:
@@ -264,11 +247,7 @@ def months(window: DayRange) -> list[tuple[int, str]]:
 
 
 def checked(window: DayRange) -> DayRange:
-    """Return days that a report may be over.
-
-    Raises:
-        InvalidValue: they end before they begin, lie before 1970, or are too many.
-    """
+    """Return days that a report may be over."""
     from_day, until_day = window
     if not 0 <= from_day < until_day:
         raise InvalidValue("these days end before they begin", hint="--from is the first day, --to the last one")
@@ -321,9 +300,6 @@ def chargeback(groups: Iterable[ReportRow]) -> list[CostShare]:
 
     The money of all is exactly that of the groups, and the parts of each currency are 100 %: what rounding leaves over
     goes to those whose part was cut most.
-
-    Args:
-        groups: by team and user.
     """
     named = together(
         ReportRow(
@@ -362,10 +338,6 @@ def decimal(micros: int) -> str:
     """Return millionths as an exact number: ``12.345678``."""
     whole, rest = divmod(abs(micros), units.MICROS_PER_UNIT)
     return f"{'-' if micros < 0 else ''}{whole}.{rest:06d}"
-
-
-def _unescaped(part: str) -> str:
-    return part.replace("%2C", ",").replace("%25", "%")
 
 
 def _part(field: str, account: Accounted, run_id: str, day: int) -> str:

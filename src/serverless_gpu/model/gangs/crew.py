@@ -21,7 +21,7 @@ NODES_MAX = 256
 
 
 class CrewPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one crew stands within its gang.
+    """The place of one crew within its gang.
 
     Attributes:
         number: from 0 on; NODE_RANK.
@@ -41,12 +41,6 @@ def laid_out(shares: Sequence[tuple[str, int]]) -> tuple[CrewPlace, ...]:
 
     The same gang has the same ranks on the same nodes whatever order the nodes were found in, and rank 0 is where most
     of its peers need no network.
-
-    Args:
-        shares: names of nodes and how many devices the gang has there, each node once.
-
-    Raises:
-        ValueError: there are none, or too many, a node comes twice, or has no devices.
     """
     names = [name for name, _ in shares]
     if not 0 < len(names) <= NODES_MAX or len(set(names)) != len(names) or any(gpus < 1 for _, gpus in shares):
@@ -65,12 +59,7 @@ def world_size(crews: Sequence[CrewPlace]) -> int:
 
 
 def rank_places(crews: Sequence[CrewPlace], number: int) -> tuple[RankPlace, ...]:
-    """Return where the ranks of one crew stand, in the order of LOCAL_RANK.
-
-    Args:
-        crews: all of the gang.
-        number: of the crew.
-    """
+    """Return where the ranks of one crew stand, in the order of LOCAL_RANK."""
     crew = crews[number]
     return tuple(
         RankPlace(
@@ -90,10 +79,6 @@ def numbered(crew: CrewPlace, *, per_node: bool) -> range:
 
     Global ranks; where a node has one process for all of its devices (a command that runs once per node, a driver of
     Ray), the node's number.
-
-    Args:
-        crew: the crew.
-        per_node: whether each node has one process (`RunSpec.per_node`).
     """
     first, count = (crew.number, 1) if per_node else (crew.first_rank, crew.gpus)
     return range(first, first + count)

@@ -46,7 +46,7 @@ _OF_SILENCE = (
 
 
 class Halt(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a crew ends before its end, as its supervisor says at once: its processes may take a while.
+    """The reason for which a crew ends early, as its supervisor reports it at once.
 
     Attributes:
         rank: number of the process that failed, or None for the crew as a whole.
@@ -61,102 +61,68 @@ class Halt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Over(msgspec.Struct, frozen=True, kw_only=True):
-    """How a crew ended.
-
-    Attributes:
-        began: whether user code of its ranks had started.
-        proven: whether no process of it is left.
-        given_up: whether that is certain without its word: its node restarted, or never came back.
-        rank: as in `Halt`; peer_lost: likewise; detail: likewise.
-    """
+    """The end of a crew."""
 
     reason: Reason
-    began: bool = False
-    proven: bool = True
-    given_up: bool = False
-    rank: int | None = None
+    began: bool = False  # whether user code of its ranks had started
+    proven: bool = True  # whether no process of it is left
+    given_up: bool = False  # whether that is certain without its word: its node restarted, or never came back
+    rank: int | None = None  # this, `peer_lost` and `detail` as in `Halt`
     peer_lost: bool = False
     detail: str = ""
 
 
 class Crew(msgspec.Struct, frozen=True, kw_only=True):
-    """One crew, as far as its gang depends on it.
-
-    Attributes:
-        state: STARTING, RUNNING, UNREACHABLE or STOPPING; it does not matter once it is over.
-        before: what it was when it became UNREACHABLE.
-        began: whether user code of its ranks has started.
-        returned: whether all of its ranks have, and wait for the others.
-        halt: why it ends before its end, once it has said so.
-        over: how it ended.
-    """
+    """One crew, as far as its gang depends on it."""
 
     number: int
-    state: State = State.STARTING
-    before: State | None = None
-    began: bool = False
-    returned: bool = False
-    halt: Halt | None = None
-    over: Over | None = None
+    state: State = State.STARTING  # STARTING, RUNNING, UNREACHABLE or STOPPING; it does not matter once it is over
+    before: State | None = None  # what it was when it became UNREACHABLE
+    began: bool = False  # whether user code of its ranks has started
+    returned: bool = False  # whether all of its ranks have, and wait for the others
+    halt: Halt | None = None  # why it ends before its end, once it has said so
+    over: Over | None = None  # how it ended
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a gang ends before its end.
+    """The reason for which a gang ends early."""
 
-    Attributes:
-        crew: whose story it is; None where it is the server's: the run was asked to stop, or its nodes did not meet.
-        final: whether nothing that is heard later replaces it.
-        apart: two crews of which the first does not reach the second, where that is the cause.
-        silent: whether a node went silent before any of it could begin, which nobody is to blame for.
-    """
-
+    # Whose story it is; None where it is the server's: the run was asked to stop, or its nodes did not meet.
     crew: int | None
     reason: Reason
     rank: int | None = None
     detail: str = ""
-    final: bool = True
+    final: bool = True  # whether nothing that is heard later replaces it
+    # Two crews of which the first does not reach the second, where that is the cause.
     apart: tuple[int, int] | None = None
-    silent: bool = False
+    silent: bool = False  # a node went silent before any of it could begin
 
 
 class Fold(msgspec.Struct, frozen=True, kw_only=True):
-    """What the crews of a gang amount to.
+    """The state of a gang, folded from its crews."""
 
-    Attributes:
-        state: of the attempt, while it is not over: the furthest behind of those that start, STOPPING when one stops,
-            UNREACHABLE when one is silent.
-        before: what it would be without those that are silent; None where none is.
-        began: whether user code has started anywhere.
-        cause: why it ends before its end, or None.
-        releases: whether all ranks have returned, and may exit.
-        over: how the attempt ended, once all of its crews have. `GivenUp` says nothing of `began`.
-    """
-
+    # Of the attempt, while it is not over: the furthest behind of those that start, STOPPING when one stops,
+    # UNREACHABLE when one is silent.
     state: State
-    before: State | None
-    began: bool
-    cause: Cause | None
-    releases: bool
+    before: State | None  # what it would be without those that are silent; None where none is
+    began: bool  # whether user code has started anywhere
+    cause: Cause | None  # why it ends before its end, or None
+    releases: bool  # whether all ranks have returned, and may exit
+    # How the attempt ended, once all of its crews have. `GivenUp` says nothing of `began`.
     over: AttemptEnded | GivenUp | None
 
 
 def fold(
     crews: Sequence[Crew], cause: Cause | None = None, *, stop: StopReason | None = None, released: bool = False
 ) -> Fold:
-    """Return what crews amount to.
-
-    Args:
-        crews: all of a gang, by their numbers; at least one.
-        cause: as it was decided before, or None.
-        stop: why the run is asked to stop, or None.
-        released: whether it was decided before that all ranks may exit.
-    """
+    """Return what crews amount to. `crews` are all of a gang, by their numbers."""
     began = any(crew.began or (crew.over is not None and crew.over.began) for crew in crews)
     cause = _cause(crews, cause, stop=stop, released=released)
     is_silent = any(crew.over is None and crew.state is State.UNREACHABLE for crew in crews)
     untroubled = cause is None and stop is None
     releases = released or (untroubled and all(crew.returned or _succeeded(crew) for crew in crews))
-    known = _known(crews if releases else _still_awaited(crews))
+    awaited = [crew for crew in crews if not _succeeded(crew)]
+    known = _known(crews if releases else awaited or crews)
     return Fold(
         state=State.UNREACHABLE if is_silent else known,
         before=known if is_silent else None,
@@ -173,12 +139,7 @@ def told_to_stop(crew: Crew, cause: Cause | None) -> bool:
 
 
 def may_leave(crew: Crew, crews: Sequence[Crew]) -> bool:
-    """Return whether the ranks of a crew may exit though others have not returned: nothing is heard of those.
-
-    Args:
-        crew: the one that asks.
-        crews: all of its gang.
-    """
+    """Return whether the ranks of a crew may exit though others have not returned: nothing is heard of those."""
     awaited = [other for other in crews if not other.returned and not _succeeded(other)]
     are_silent = all(other.over is None and other.state is State.UNREACHABLE for other in awaited)
     return crew.returned and bool(awaited) and are_silent
@@ -189,15 +150,9 @@ def early_reasons(crews: Sequence[Crew], cause: Cause | None, quiet: Collection[
 
     That is so once the crew whose story it is has ended, and nothing replaces its word; or once all crews that are
     heard of have ended, and of the others nothing is heard any more: who fails because a node is gone need not wait
-    until that is proven. Whoever tells it makes sure before that none of these makes another attempt.
+    until that is proven. The caller makes sure before that none of these makes another attempt.
 
-    Args:
-        crews: all of a gang, by their numbers; at least one.
-        cause: as it was decided.
-        quiet: numbers of crews of which nothing is heard.
-
-    Returns:
-        No reasons where it cannot be told yet, or where the server decided the end, which comes soon enough.
+    Returns no reasons where it cannot be told yet, or where the server decided the end.
     """
     if cause is None or cause.crew is None:
         return ()
@@ -207,11 +162,6 @@ def early_reasons(crews: Sequence[Crew], cause: Cause | None, quiet: Collection[
         return reasons
     are_over = all(crew.over is not None or crew.number in quiet for crew in crews)
     return (*reasons, *_OF_SILENCE) if are_over else ()
-
-
-def _still_awaited(crews: Sequence[Crew]) -> Sequence[Crew]:
-    """Return the crews without those that succeeded before the others returned; all of them where none is left."""
-    return [crew for crew in crews if not _succeeded(crew)] or crews
 
 
 def _known(crews: Sequence[Crew]) -> State:
@@ -231,7 +181,8 @@ def _cause(crews: Sequence[Crew], before: Cause | None, *, stop: StopReason | No
     found = [cause for crew in crews if (cause := _story(crew, crews, released=released)) is not None]
     if stop is not None and before is None:
         # Whatever fails from now on may fail of that; what is proven of a node is not asked why.
-        proofs = [cause for cause in found if cause.reason is Reason.GPU_LOST or _is_given_up(crews, cause)]
+        given_up = {crew.number for crew in crews if crew.over is not None and crew.over.given_up}
+        proofs = [cause for cause in found if cause.reason is Reason.GPU_LOST or cause.crew in given_up]
         asked = Cause(crew=None, reason=STOPPED_BY[stop])
         return proofs[0] if proofs else asked if found else None
     final = next((cause for cause in found if cause.final), None)
@@ -252,11 +203,6 @@ def _story(crew: Crew, crews: Sequence[Crew], *, released: bool) -> Cause | None
     if over is None or _succeeded(crew) or over.reason is Reason.PEER_FAILED:
         return None
     return Cause(crew=crew.number, reason=over.reason, rank=over.rank, detail=over.detail, final=not over.peer_lost)
-
-
-def _is_given_up(crews: Sequence[Crew], cause: Cause) -> bool:
-    over = crews[cause.crew].over if cause.crew is not None else None
-    return over is not None and over.given_up
 
 
 def _over(crews: Sequence[Crew], cause: Cause | None, *, began: bool) -> AttemptEnded | GivenUp:

@@ -21,31 +21,19 @@ from serverless_gpu.model.receipt import Receipt, Segments
 
 
 class CrewAccount(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of one crew's use.
-
-    Attributes:
-        node: the node's name.
-        receipt: as the node wrote it; None where none came.
-        used: what its facts add up to, at the attempt's tariff and for its reason.
-        gpus: how many devices it was to have.
-    """
+    """The known use of one crew."""
 
     node: str
-    receipt: Receipt | None
-    used: Charge
-    gpus: int = 0
+    receipt: Receipt | None  # as the node wrote it; None where none came
+    used: Charge  # what its facts add up to, at the attempt's tariff and for its reason
+    gpus: int = 0  # how many devices it was to have
 
 
 class Whole(msgspec.Struct, frozen=True, kw_only=True):
-    """What is the same for all crews.
-
-    Attributes:
-        state: the attempt's.
-        reason: why it ended, or None where that needs no word.
-    """
+    """Values that all crews share."""
 
     state: str
-    reason: Reason | None
+    reason: Reason | None  # why it ended, or None where that needs no word
 
 
 def restated(account: CrewAccount, whole: Whole) -> Receipt | None:
@@ -62,12 +50,7 @@ def restated(account: CrewAccount, whole: Whole) -> Receipt | None:
 
 
 def together(accounts: Sequence[CrewAccount], whole: Whole) -> Receipt | None:
-    """Return the receipt of an attempt on several nodes; None where no node has sent one.
-
-    Args:
-        accounts: of all its crews, by their numbers.
-        whole: what is the same for all of them.
-    """
+    """Return the receipt of an attempt on several nodes; None where no node has sent one."""
     found = [(each.node, each.receipt) for each in accounts if each.receipt is not None]
     if not found:
         return None
@@ -132,16 +115,15 @@ def _gate(accounts: Sequence[CrewAccount]) -> str:
     is_free = all(each.receipt is not None and not each.receipt.quarantined for each in accounts)
     if is_free and len(texts) == 1:
         return f"on each of {len(accounts)} nodes, {texts.pop()}"
-    missing = [f"nothing is known of {_devices(each)} on {each.node}" for each in accounts if each.receipt is None]
+    missing = [
+        f"nothing is known of {'the device' if each.gpus == 1 else f'the {each.gpus} devices'} on {each.node}"
+        for each in accounts
+        if each.receipt is None
+    ]
     held = [each for each in accounts if each.receipt is not None and each.receipt.quarantined]
     free = [each for each in accounts if each.receipt is not None and not each.receipt.quarantined]
     said = [f"{each.node}: {each.receipt.gate}" for each in (*held, *free) if each.receipt is not None]
     return "; ".join([*missing, *said])
-
-
-def _devices(account: CrewAccount) -> str:
-    count = account.gpus
-    return f"the {count} devices" if count != 1 else "the device"
 
 
 def _notes(accounts: Sequence[CrewAccount]) -> tuple[str, ...]:

@@ -1,11 +1,11 @@
-"""How the crews of a gang find each other: by what was tried between just these nodes, not by what names resolve to.
+"""Rendezvous of a gang: crews meet by connections tried between just these nodes, not by name resolution.
 
     each crew     listens on every interface ─▶ Offer (port, addresses)       its supervisor, before user code
     server        all offers are there       ─▶ told to every crew
     each crew     tries every address of every other one ─▶ Reach            TCP, and a word that only they know
     server        `choose` ─▶ Chosen: rank 0's address, an interface for each node; or Apart: who does not reach whom
 
-The word is made from the gang's nonce, so that whoever answers at 127.0.0.1, or behind an address that two sites share,
+The word is made from the gang's nonce, so a stranger at 127.0.0.1, or behind an address that two sites share,
 is not taken for the peer. An address counts only when every other crew has reached it: NCCL and Gloo connect all to
 all.
 """
@@ -35,14 +35,14 @@ _Way = tuple[int, int, str]
 
 
 class Address(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a node might be reached."""
+    """An address at which a node might be reached."""
 
     interface: str
     address: str
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a crew can be tried.
+    """Addresses and ports of a crew for the rendezvous.
 
     Attributes:
         crew: its number.
@@ -60,7 +60,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tried(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of trying one address of another crew.
+    """The result of trying one address of another crew.
 
     Attributes:
         crew: whose address.
@@ -75,14 +75,14 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CrewReach(msgspec.Struct, frozen=True, kw_only=True):
-    """What one crew reached of the others."""
+    """The addresses of other crews that one crew reached."""
 
     crew: int
     tried: tuple[Tried, ...]
 
 
 class Chosen(msgspec.Struct, frozen=True, kw_only=True):
-    """How a gang meets; the same for all of its crews, and never changed for an attempt.
+    """The rendezvous of a gang: the same for all crews, fixed for an attempt.
 
     Attributes:
         master: address and port of rank 0's rendezvous.
@@ -99,24 +99,16 @@ class Chosen(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Apart(msgspec.Struct, frozen=True, kw_only=True):
-    """A gang cannot meet.
+    """A gang whose crews do not reach each other."""
 
-    Attributes:
-        pair: numbers of two crews, of which the first does not reach the second.
-        sentence: which nodes that are, and what came of trying, for people.
-    """
-
-    pair: tuple[int, int]
-    sentence: str
+    pair: tuple[int, int]  # numbers of two crews, of which the first does not reach the second
+    sentence: str  # which nodes that are, and what came of trying, for people
 
 
 def word(nonce: str, *, frm: int, to: int) -> bytes:
     """Return what crew `frm` says to crew `to`, so that they know each other: 32 bytes.
 
-    Args:
-        nonce: of the gang, which nobody else has.
-        frm: who speaks.
-        to: to whom; the answer is the word of the other direction.
+    The nonce is of the gang alone; the answer is the word of the other direction.
     """
     return hashlib.sha256(f"{nonce}:{frm}:{to}".encode()).digest()
 
@@ -128,16 +120,14 @@ def choose(offers: Sequence[Offer], reaches: Sequence[CrewReach], nodes: Sequenc
     Of a node's addresses of that kind the first that every other one reached, in the node's own order: how long a
     connection takes says nothing of bandwidth. Only one that is far away where another is near is passed over.
 
-    Args:
-        offers: of all crews.
-        reaches: likewise.
-        nodes: names of the crews' nodes, by their numbers.
-
-    Raises:
-        ValueError: crews are missing, come twice, or have ports that cannot be.
+    Raises ValueError when crews are missing, come twice, or have ports that cannot be.
     """
     offers = sorted(offers, key=lambda offer: offer.crew)
-    _check(offers, nodes)
+    if [offer.crew for offer in offers] != list(range(len(nodes))) or len(nodes) < 2:
+        raise ValueError(f"{len(nodes)} crews meet, and offers are of {[offer.crew for offer in offers][:8]}")
+    ports = [offers[0].rendezvous_port, *(offer.port for offer in offers)]
+    if not all(0 < port < 1 << 16 for port in ports):
+        raise ValueError(f"a crew offers a port that cannot be: {ports[:8]}")
     tried = {(reach.crew, one.crew, one.address): one for reach in reaches for one in reach.tried}
     for kind in ("IPv4", "IPv6", "loopback IPv4", "loopback IPv6"):
         found = [_nearest(offer, offers, tried, kind) for offer in offers]
@@ -158,11 +148,7 @@ def is_interface(name: str) -> bool:
 
 
 def kind_of(address: str) -> str:
-    """Return of which kind an address is, or "" for one that no other node can use as it is: link-local, or none.
-
-    Args:
-        address: numeric.
-    """
+    """Return the kind of an address; "" for one that other nodes cannot use as it is (link-local, none)."""
     try:
         ip = ipaddress.ip_address(address)
     except ValueError:  # also one with a scope that is only its own node's
@@ -171,14 +157,6 @@ def kind_of(address: str) -> str:
     if ip.is_link_local or ip.is_unspecified or ip.is_multicast or "%" in address:
         return ""
     return f"{'loopback ' if ip.is_loopback else ''}IPv{ip.version}"
-
-
-def _check(offers: Sequence[Offer], nodes: Sequence[str]) -> None:
-    if [offer.crew for offer in offers] != list(range(len(nodes))) or len(nodes) < 2:
-        raise ValueError(f"{len(nodes)} crews meet, and offers are of {[offer.crew for offer in offers][:8]}")
-    ports = [offers[0].rendezvous_port, *(offer.port for offer in offers)]
-    if not all(0 < port < 1 << 16 for port in ports):
-        raise ValueError(f"a crew offers a port that cannot be: {ports[:8]}")
 
 
 def _nearest(offer: Offer, offers: Sequence[Offer], tried: Mapping[_Way, Tried], kind: str) -> Address | None:
@@ -237,10 +215,6 @@ def _missing(frm: Offer, to: Offer, tried: Mapping[_Way, Tried]) -> list[tuple[s
 def variables(chosen: Chosen, crew: int) -> dict[str, str]:
     """Return what ranks are told of how their nodes have met: the interface that the others reach, for NCCL and Gloo,
     and from which attempt all of them go on.
-
-    Args:
-        chosen: how the gang meets.
-        crew: the node's number.
     """
     interface = chosen.interfaces[crew]
     return {

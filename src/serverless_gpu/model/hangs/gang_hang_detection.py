@@ -1,14 +1,14 @@
-"""Does a gang on several nodes stand still? Each crew says what it sees, and here it is put together.
+"""Hang detection for gangs on several nodes: combines the observations of all crews.
 
     crew: Silence ─▶ heard ─▶ all are silent for half of the limit ─▶ Ask: each looks at its ranks, over one window
     crew: Seen ────▶ heard ─▶ all have answered, the limit is over ─▶ Judgement: a warning, or the end, of all ranks
 
 The rules are those of `hang_detection.py`, over the ranks of all nodes: a rank that waits for one that works on another
-node is no hang. What lives here: values and decisions, on the clock of whoever decides. Nodes say how long ago
+node is no hang. What lives here: values and decisions, on the clock of the decider. Nodes say how long ago
 something was, never when, so their clocks do not matter; a silence has a number, so that it is the same one however
 late its word is.
 
-Failure cases: a crew that is not heard of stops the judgement, for nobody knows what its ranks do. Whoever decides may
+Failure cases: a crew that is not heard of stops the judgement, since the state of its ranks is unknown. The decider may
 forget everything: crews say all of it again, and at worst a warning comes twice.
 """
 
@@ -49,7 +49,7 @@ class InspectionRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CrewObservation(msgspec.Struct, frozen=True, kw_only=True):
-    """What a crew saw of its ranks.
+    """A crew's observation of its ranks.
 
     Attributes:
         number: of the `InspectionRequest`.
@@ -65,7 +65,7 @@ class CrewObservation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Judgement(msgspec.Struct, frozen=True, kw_only=True):
-    """What all crews are told.
+    """The verdict that all crews get.
 
     Attributes:
         number: from 1 on; files with stacks have it in their names.
@@ -81,7 +81,7 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CrewSilent(msgspec.Struct, frozen=True):
-    """A crew that says nothing: since when, and when it was heard of, by the clock of whoever decides."""
+    """A crew that says nothing: since when, and when it was heard of, by the clock of the decider."""
 
     number: int
     since_ns: int
@@ -90,36 +90,20 @@ class CrewSilent(msgspec.Struct, frozen=True):
 
 
 class GangWatch(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a gang's progress.
+    """The known progress of a gang."""
 
-    Attributes:
-        silent: crews of which nothing was heard for a while, by number; the others are at work.
-        watch: warnings so far; its looks are the nodes'.
-        ask: what crews are to look for.
-        seen: what they saw, by number.
-        judgement: what they are told.
-    """
-
+    # Crews of which nothing was heard for a while, by number; the others are at work.
     silent: Mapping[int, CrewSilent] = msgspec.field(default_factory=dict)
-    watch: RunProgress = RunProgress(since_ns=0, seen_ns=0)
-    ask: InspectionRequest | None = None
-    seen: Mapping[int, CrewObservation] = msgspec.field(default_factory=dict)
+    watch: RunProgress = RunProgress(since_ns=0, seen_ns=0)  # warnings so far; its looks are the nodes'
+    ask: Ask | None = None  # what crews are to look for
+    seen: Mapping[int, CrewObservation] = msgspec.field(default_factory=dict)  # what they saw, by number
     judgement: Judgement | None = None
 
 
 def heard(
     gang: GangWatch, crew: int, silence: Silence | None, seen: CrewObservation | None, *, returned: bool, now_ns: int
 ) -> GangWatch:
-    """Return what is known after a crew was heard of.
-
-    Args:
-        gang: what was known.
-        crew: its number.
-        silence: of its ranks, or None while they say something.
-        seen: what it saw of them last.
-        returned: whether all of them have returned: nothing more is to be expected of it.
-        now_ns: the time.
-    """
+    """Return what is known after a crew was heard of."""
     before = gang.silent.get(crew)
     others = {number: one for number, one in gang.silent.items() if number != crew}
     if silence is None and not returned:
@@ -142,13 +126,7 @@ def decide(
 ) -> GangWatch:
     """Return what is known after what is due now was decided.
 
-    Args:
-        gang: what was known.
-        limits: of the run.
-        crews: all of the gang, by number.
-        per_node: whether each node has one process of the user's.
-        now_ns: the time.
-        fresh_ns: a crew of which nothing was heard for longer is silent itself.
+    A crew that was silent for longer than `fresh_ns` counts as silent itself.
     """
     if gang.judgement is not None and gang.judgement.ends:
         return gang
@@ -165,10 +143,8 @@ def decide(
         return gang
     if gang.ask is None:
         window_ns = max(_WINDOW_NS_MIN, due.at_ns - now_ns if now_ns < due.at_ns else due.window_ns)
-        # By the time, so that no answer to somebody who has forgotten everything is taken for one to this.
-        return msgspec.structs.replace(
-            gang, ask=InspectionRequest(number=now_ns, window_ms=window_ns // 1_000_000), seen={}
-        )
+        # By the time, so that no answer to a decider that has forgotten everything is taken for one to this.
+        return msgspec.structs.replace(gang, ask=Ask(number=now_ns, window_ms=window_ns // 1_000_000), seen={})
     awaited = {crew.number for crew, one in zip(crews, silent, strict=True) if not one.returned}
     if now_ns < due.at_ns or not awaited <= gang.seen.keys():
         return gang
@@ -218,7 +194,7 @@ def _stacks(seen: Collection[CrewObservation], waiting: Sequence[int], elsewhere
 
 
 def _at_work(gang: GangWatch, since_ns: int) -> GangWatch:
-    """Return what is known after a sign of progress: all is asked anew, and a warning that stood is taken back."""
+    """Return the watch after a sign of progress: asks start over, and a standing warning is withdrawn."""
     judgement = gang.judgement
     if judgement is not None and not judgement.ends and judgement.sentence:
         judgement = Judgement(number=judgement.number, sentence="")

@@ -1,4 +1,4 @@
-"""Does a run stand still? Decided from what it last did and from looks at its ranks.
+"""Hang detection: decides from a run's last output and from inspections of its ranks.
 
     output, event ──▶ progress ─── silence ───▶ looks, one window long ─┬▶ all move: progress
                                                                         ├▶ some stand still: WARN, again after twice
@@ -14,13 +14,13 @@ its CPU. Ranks on several GPUs may wait for each other in a busy loop in C, so t
 thread ran Python code between two looks: a program that waits for its GPU at one line nearly all the time is seen
 nowhere else, and yet comes by. Others sleep while they wait, and one long call in C is work. A rank gets on, too, when
 it stands where one that moves was seen. A warning needs one rank that neither returned nor gets on: in a hang the one
-that is missed may well be busy elsewhere, and a warning harms nobody. An end needs that no rank moves: while one is at
+that is missed may well be busy elsewhere, and a warning does no harm. An end needs that no rank moves: while one is at
 work the others may rightly wait for it (rank 0 evaluates), and the end is put off by its limit.
 
 Of a gang on several nodes each supervisor only says what it saw, as `RankSeen`, and `gang_hang_detection.py` decides.
 
 Failure cases: the observer itself did not run (a suspended machine, a stopped supervisor), then the time does not
-count; a rank of which no stack can be had moves when it uses its CPU.
+count; a rank without a stack moves when it uses its CPU.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ _WAIT_CHANNELS = (
 
 
 class Sign(StrEnum):
-    """What says that a rank waits for others, the strongest first."""
+    """Signs that a rank waits for others, the strongest first."""
 
     COLLECTIVE = "collective"
     BACKWARD = "backward"
@@ -86,30 +86,20 @@ class Sign(StrEnum):
 
 
 class RankInspection(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank at one moment.
-
-    Attributes:
-        state: the kernel's letter for its main thread, "" when unknown.
-        channel: where in the kernel its main thread waits, "" when unknown or running.
-        cpu_ms: CPU time it has used.
-        main_us: CPU time its main thread has used.
-        children_ms: CPU time its living descendants have used.
-        passed: whether its main thread has run Python code since the look before, be it only to find that it has to
-            wait on; never in a call that has not come back to Python.
-        stack: its Python stacks; empty when none could be had.
-        note: why there is no stack, or what else is to be known.
-    """
+    """One rank at one moment."""
 
     rank: int
     pid: int = 0
-    state: str = ""
-    channel: str = ""
-    cpu_ms: int = 0
-    main_us: int = 0
-    children_ms: int = 0
+    state: str = ""  # the kernel's letter for its main thread, "" when unknown
+    channel: str = ""  # where in the kernel its main thread waits, "" when unknown or running
+    cpu_ms: int = 0  # CPU time it has used
+    main_us: int = 0  # CPU time its main thread has used
+    children_ms: int = 0  # CPU time its living descendants have used
+    # Whether its main thread has run Python code since the look before, be it only to find that it has to wait on;
+    # never in a call that has not come back to Python.
     passed: bool = False
-    stack: Stack = Stack()
-    note: str = ""
+    stack: Stack = Stack()  # its Python stacks; empty when none could be had
+    note: str = ""  # why there is no stack, or what else is to be known
 
     @property
     def blocked(self) -> bool:
@@ -118,7 +108,7 @@ class RankInspection(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankSeen(msgspec.Struct, frozen=True, kw_only=True):
-    """What looks at one rank come to, in few words: those of all nodes can be put together.
+    """A summary of the inspections of one rank, small enough to combine those of all nodes.
 
     Attributes:
         state: the kernel's letter for its main thread, "" when unknown.
@@ -139,37 +129,23 @@ class RankSeen(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known about a run's progress.
+    """The known progress of a run."""
 
-    Attributes:
-        since_ns: the last sign of progress.
-        seen_ns: when this process last had its eyes on the run.
-        began_ns: when the ranks were first looked at in this silence.
-        looked_ns: when they were last looked at.
-        looks: how often they were, in this silence.
-        first: the first looks of this silence, by rank.
-        last: the last ones.
-        places: where each rank was seen, as digests.
-        warned: warnings in this silence.
-        warned_ever: warnings in all.
-        spared_ns: when the end was put off, because a rank was at work; 0: it was not.
-    """
-
-    since_ns: int
-    seen_ns: int
-    began_ns: int = 0
-    looked_ns: int = 0
-    looks: int = 0
-    first: dict[int, RankInspection] = {}
+    since_ns: int  # the last sign of progress
+    seen_ns: int  # when this process last inspected the run
+    began_ns: int = 0  # when the ranks were first looked at in this silence
+    looked_ns: int = 0  # when they were last looked at
+    looks: int = 0  # how often they were, in this silence
+    first: dict[int, RankInspection] = {}  # the first looks of this silence, by rank
     last: dict[int, RankInspection] = {}
-    places: dict[int, frozenset[int]] = {}
+    places: dict[int, frozenset[int]] = {}  # where each rank was seen, as digests
     warned: int = 0
-    warned_ever: int = 0
-    spared_ns: int = 0
+    warned_ever: int = 0  # warnings in all
+    spared_ns: int = 0  # when the end was put off, because a rank was at work; 0: it was not
 
 
 class HangAction(StrEnum):
-    """What to do next."""
+    """The next step."""
 
     WAIT = "wait"
     LOOK = "look"
@@ -210,13 +186,7 @@ def observed(watch: RunProgress, now_ns: int) -> RunProgress:
 
 
 def next_step(watch: RunProgress, limits: Limits, now_ns: int) -> Step:
-    """Return what to do now.
-
-    Args:
-        watch: what is known.
-        limits: of the run.
-        now_ns: the time.
-    """
+    """Return what to do now."""
     due = due_of(watch, limits)
     if due is None:
         return Step(HangAction.WAIT)
@@ -225,31 +195,21 @@ def next_step(watch: RunProgress, limits: Limits, now_ns: int) -> Step:
         return Step(HangAction.WAIT, start_ns)
     if now_ns >= due.at_ns and watch.looks >= _LOOKS_MIN:
         return Step(due.action)
-    next_ns = watch.looked_ns + max(_INTERVAL_NS_MIN, _uneven(due.window_ns // _LOOKS, watch.looks))
+    # Half to one and a half times the length: the looks must not keep step with what is regular.
+    uneven_ns = round(due.window_ns // _LOOKS * (0.5 + watch.looks * _GOLDEN % 1))
+    next_ns = watch.looked_ns + max(_INTERVAL_NS_MIN, uneven_ns)
     if watch.looks and now_ns < next_ns:
         return Step(HangAction.WAIT, next_ns if watch.looks < _LOOKS_MIN else min(next_ns, due.at_ns))
     return Step(HangAction.LOOK)
 
 
 def may_spin(world_size: int, kinds: Collection[DeviceKind]) -> bool:
-    """Return whether ranks may use their CPU all the time only to wait for each other, as they do in NCCL's calls.
-
-    Args:
-        world_size: ranks of the run.
-        kinds: of their devices.
-    """
+    """Return whether ranks may use their CPU all the time only to wait for each other, as they do in NCCL's calls."""
     return world_size > 1 and DeviceKind.GPU in kinds
 
 
 def looked(watch: RunProgress, looks: Sequence[RankInspection], now_ns: int, *, spins: bool) -> RunProgress:
-    """Return the watch after a look at all ranks that have not returned.
-
-    Args:
-        watch: what was known.
-        looks: one per rank.
-        now_ns: the time.
-        spins: whether a rank that waits may use its CPU, see `may_spin`.
-    """
+    """Return the watch after a look at all ranks that have not returned."""
     had_looks = watch.looks
     watch = noted(watch, looks, now_ns, spins=spins)
     return progressed(watch, now_ns) if had_looks and not _still(watch.places) else watch
@@ -294,13 +254,7 @@ def moving(watch: RunProgress) -> frozenset[int]:
 
 
 def returned_early(attempt: Attempt, returned_ns: int | None, now_ns: int) -> bool:
-    """Return whether ranks returned long ago while others still run: they may be waiting for those for ever.
-
-    Args:
-        attempt: the attempt; of a crew on one of several nodes, others may run elsewhere.
-        returned_ns: when a rank returned, or None.
-        now_ns: the time.
-    """
+    """Return whether ranks returned long ago while others still run: they may be waiting for those for ever."""
     others_run = attempt.has_peers or len(attempt.returned) < attempt.world_size
     is_waiting = attempt.state is State.RUNNING and others_run
     return is_waiting and returned_ns is not None and now_ns - returned_ns >= _EARLY_NS
@@ -314,13 +268,7 @@ def seen(watch: RunProgress) -> tuple[RankSeen, ...]:
 def divide(
     looks: Collection[RankInspection], returned: Collection[int], moved: Collection[int]
 ) -> tuple[list[int], list[int]]:
-    """Return which ranks wait for others and which are elsewhere, as `divided`.
-
-    Args:
-        looks: at ranks that have not returned.
-        returned: ranks that have; they are elsewhere.
-        moved: ranks that were seen to move.
-    """
+    """Return which ranks wait for others and which are elsewhere, as `divided`."""
     ranks = [msgspec.structs.replace(_seen(look, frozenset()), moving=look.rank in moved) for look in looks]
     return divided(ranks, returned)
 
@@ -331,12 +279,7 @@ def divided(ranks: Collection[RankSeen], returned: Collection[int]) -> tuple[lis
     The strongest evidence that tells some from others decides: frames of a collective, a blocked backward pass, a wait
     at a socket; where none does, the ranks that stand in the same place, most of them together, are taken to wait.
 
-    Args:
-        ranks: that have not returned.
-        returned: ranks that have; they are elsewhere.
-
-    Returns:
-        Ranks that wait, ranks that are elsewhere; each in order.
+    Returns the ranks that wait and the ranks elsewhere, each in order. Ranks that returned are elsewhere.
     """
     everybody = sorted({one.rank for one in ranks} | set(returned))
     able = [one for one in ranks if one.state not in (STOPPED, TRACED)]
@@ -346,7 +289,10 @@ def divided(ranks: Collection[RankSeen], returned: Collection[int]) -> tuple[lis
         if waiting:
             break
     if not waiting or len(waiting) == len(everybody):
-        waiting = _largest_group(able)
+        # The ranks in the place where most stand; on a tie those that do not move, then the lowest.
+        sizes = Counter(one.place for one in able)
+        best = min(able, key=lambda one: (-sizes[one.place], one.moving, one.rank), default=None)
+        waiting = {one.rank for one in able if best is not None and one.place == best.place}
     return sorted(waiting), [rank for rank in everybody if rank not in waiting]
 
 
@@ -375,13 +321,6 @@ def _seen(look: RankInspection, places: frozenset[int]) -> RankSeen:
         moving=len(places) > 1,
         signs=tuple(signs),
     )
-
-
-def _largest_group(ranks: Sequence[RankSeen]) -> set[int]:
-    """Return the ranks that stand in the place where most stand; on a tie those that do not move, then the lowest."""
-    sizes = Counter(one.place for one in ranks)
-    best = min(ranks, key=lambda one: (-sizes[one.place], one.moving, one.rank), default=None)
-    return {one.rank for one in ranks if best is not None and one.place == best.place}
 
 
 def _place(
@@ -426,11 +365,6 @@ def _still(places: Mapping[int, frozenset[int]]) -> bool:
     """Return whether some rank neither moves nor stands where one that moves was seen."""
     lively = {place for own in places.values() if len(own) > 1 for place in own}
     return any(len(own) < 2 and not own & lively for own in places.values())
-
-
-def _uneven(interval_ns: int, number: int) -> int:
-    """Return an interval of half to one and a half times the length: what is regular must not be met in step."""
-    return round(interval_ns * (0.5 + number * _GOLDEN % 1))
 
 
 def due_of(watch: RunProgress, limits: Limits) -> HangDeadline | None:

@@ -1,4 +1,4 @@
-"""What a person reads about a run that stands still: one sentence, and the file with every rank's stacks.
+"""Reports about a hung run: one sentence, and the file with every rank's stacks.
 
 Text from values; when there is something to say is decided in `hang_detection.py`.
 """
@@ -31,25 +31,15 @@ _STATES = {
 
 
 class HangFinding(msgspec.Struct, frozen=True, kw_only=True):
-    """A run that stands still, as far as it is known.
+    """A run that stands still, as far as it is known."""
 
-    Attributes:
-        waiting: ranks that wait for others.
-        elsewhere: ranks that do not.
-        looks: the last look at each rank that has not returned, by rank.
-        first: the first look of this silence.
-        moving: ranks that were seen to move.
-        silent_ms: how long nothing was heard.
-        watched_ms: how long the ranks were looked at.
-    """
-
-    waiting: tuple[int, ...]
-    elsewhere: tuple[int, ...]
-    looks: dict[int, RankInspection]
-    first: dict[int, RankInspection]
-    moving: frozenset[int]
-    silent_ms: int
-    watched_ms: int
+    waiting: tuple[int, ...]  # ranks that wait for others
+    elsewhere: tuple[int, ...]  # ranks that do not
+    looks: dict[int, RankInspection]  # the last look at each rank that has not returned, by rank
+    first: dict[int, RankInspection]  # the first look of this silence
+    moving: frozenset[int]  # ranks that were seen to move
+    silent_ms: int  # how long nothing was heard
+    watched_ms: int  # how long the ranks were looked at
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -60,12 +50,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def ranks_on(crews: Collection[CrewPlace], *, per_node: bool) -> Callable[[Sequence[int]], str]:
-    """Return how ranks of a gang are named: with their nodes, ``ranks 0, 1 on n1, rank 2 on n2``.
-
-    Args:
-        crews: all of the gang.
-        per_node: whether each node has one process.
-    """
+    """Return how ranks of a gang are named: with their nodes, ``ranks 0, 1 on n1, rank 2 on n2``."""
     owned = [(crew.node, numbered(crew, per_node=per_node)) for crew in crews]
 
     def text(ranks: Sequence[int]) -> str:
@@ -93,15 +78,7 @@ def told_of(
     silent_ms: int,
     named: Callable[[Sequence[int]], str] = ranks_text,
 ) -> str:
-    """Return in one line who waits, and for whom.
-
-    Args:
-        seen: ranks that have not returned.
-        waiting: ranks that wait for others.
-        elsewhere: ranks that do not.
-        silent_ms: how long nothing was heard.
-        named: how ranks are named.
-    """
+    """Return in one line who waits, and for whom."""
     who = _who_waits({one.rank: one for one in seen}, waiting, elsewhere, named)
     return f"no output for {format_duration_ms(silent_ms)}, and {who}"
 
@@ -114,14 +91,7 @@ def stacks(finding: HangFinding) -> dict[int, str]:
 
 
 def report(finding: HangFinding, title: str, ranks: Iterable[int], told: str = "") -> str:
-    """Return the text of the file with all stacks.
-
-    Args:
-        finding: what was found.
-        title: which run, and when.
-        ranks: of the run, on this node.
-        told: who waits for whom, where more is known than what was found on this node.
-    """
+    """Return the text of the file with all stacks."""
     rows = [_row(finding, rank) for rank in ranks]
     parts = [
         f"{title}\n{told or sentence(finding)}",
@@ -142,7 +112,8 @@ def _who_waits(
         return _elsewhere(seen, elsewhere, named)
     there = _grouped(seen[rank] for rank in waiting)
     if not elsewhere:
-        return f"every rank waits ({_joined(_standing(place, named(ranks)) for place, ranks in there)})"
+        places = _joined(f"{named(ranks)} in {place or 'an unknown place'}" for place, ranks in there)
+        return f"every rank waits ({places})"
     who = f"{named(waiting)} {'waits' if len(waiting) == 1 else 'wait'}"
     place = f" in {there[0][0]}" if len(there) == 1 and there[0][0] else ""
     return f"{who}{place}: {_elsewhere(seen, elsewhere, named)}"
@@ -171,10 +142,6 @@ def _grouped(ranks: Iterable[RankSeen]) -> list[tuple[str, list[int]]]:
     for one in sorted(ranks, key=lambda one: one.rank):
         groups.setdefault(one.where, []).append(one.rank)
     return list(groups.items())
-
-
-def _standing(place: str, ranks: str) -> str:
-    return f"{ranks} in {place or 'an unknown place'}"
 
 
 def _joined(parts: Iterable[str]) -> str:

@@ -95,9 +95,7 @@ class Stack(msgspec.Struct, frozen=True):
 def parse(text: str, own: str) -> Stack:
     """Return what faulthandler wrote, without the frames of our runtime.
 
-    Args:
-        text: its output.
-        own: the directory of the runtime. A main thread that has no other frames keeps these.
+    A main thread that has only frames of the runtime (`own`) keeps them.
     """
     threads: list[tuple[str, list[StackFrame]]] = []
     cut = False
@@ -127,12 +125,7 @@ def parse(text: str, own: str) -> Stack:
 
 
 def readable(text: str, own: str) -> str:
-    """Return what faulthandler wrote of a crash, for people: without the frames of our runtime and the list of modules.
-
-    Args:
-        text: its output.
-        own: the directory of the runtime.
-    """
+    """Return the text of a crash without frames of our runtime (`own`) and the list of modules."""
     lines = text.partition("\nExtension modules:")[0].rstrip().splitlines()
     made = [*map(_frame, lines), None]
     kept = []

@@ -12,7 +12,7 @@ import msgspec
 
 
 class State(StrEnum):
-    """Where an attempt is."""
+    """The state of an attempt."""
 
     QUEUED = "QUEUED"
     STARTING = "STARTING"
@@ -34,7 +34,7 @@ ACTIVE = tuple(state for state in State if state is not State.QUEUED and state n
 
 
 class Phase(StrEnum):
-    """What a RUNNING or STOPPING attempt is in the middle of."""
+    """The phase of a RUNNING or STOPPING attempt."""
 
     NONE = "none"
     SETTLING = "settling"
@@ -44,7 +44,7 @@ class Phase(StrEnum):
 
 
 class Reason(StrEnum):
-    """Why an attempt ended."""
+    """The reason for which an attempt ended."""
 
     COMPLETED = "completed"
     RANK_RAISED = "rank_raised"
@@ -93,7 +93,7 @@ class Reason(StrEnum):
 
 
 class StopReason(StrEnum):
-    """Why a run is asked to stop before its end; what ranks read as `SGPU_STOP_REASON`."""
+    """The reason for which a run is asked to stop; ranks read it as `SGPU_STOP_REASON`."""
 
     CANCEL = "cancel"
     PREEMPT = "preempt"
@@ -123,30 +123,20 @@ STOPPED_FOR_A_FAILURE = "failure"
 
 
 def stop_word(reason: Reason | None) -> str:
-    """Return what ranks read as `SGPU_STOP_REASON`: a `StopReason`, or ``"failure"`` when the run has failed already.
-
-    Args:
-        reason: why the attempt is being ended.
-    """
+    """Return `SGPU_STOP_REASON` of ranks: a `StopReason`, or ``"failure"`` when the run has failed already."""
     words = {ending: why.value for why, ending in STOPPED_BY.items()}
     words[Reason.NODE_PARTITIONED] = StopReason.DRAIN.value
     return words.get(reason, STOPPED_FOR_A_FAILURE) if reason is not None else STOPPED_FOR_A_FAILURE
 
 
 class Meaning(msgspec.Struct, frozen=True):
-    """What follows from a reason.
-
-    Attributes:
-        state: the final state.
-        may_retry: whether another attempt may be made without the user having asked for retries: nothing of theirs ran.
-        is_billed: whether the time counts as use; faults of the platform do not.
-        sentence: what a person is told.
-    """
+    """The consequences of a reason."""
 
     state: State
+    # Whether another attempt may be made without the user having asked for retries: nothing of theirs ran.
     may_retry: bool
-    is_billed: bool
-    sentence: str
+    is_billed: bool  # whether the time counts as use; faults of the platform do not
+    sentence: str  # what a person is told
 
 
 MEANINGS: Mapping[Reason, Meaning] = {
@@ -222,23 +212,15 @@ UNSAVED_MAX = 3
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """How long things may take, in nanoseconds.
+    """Time limits, in nanoseconds."""
 
-    Attributes:
-        timeout_ns: from the first user byte to the last, or None.
-        grace_ns: between SIGTERM and SIGKILL when a run is stopped, or when a rank that returned does not exit.
-        failure_grace_ns: the same when another rank failed.
-        start_ns: from the placement to the first user byte.
-        hang_warning_ns: without a sign of progress until that is said, or None for never.
-        hang_timeout_ns: without a sign of progress until the run is ended, or None for never.
-    """
-
-    timeout_ns: int | None = None
+    timeout_ns: int | None = None  # from the first user byte to the last, or None
+    # Between SIGTERM and SIGKILL when a run is stopped, or when a rank that returned does not exit.
     grace_ns: int = 30_000_000_000
-    failure_grace_ns: int = 2_000_000_000
-    start_ns: int = 300_000_000_000
-    hang_warning_ns: int | None = 600_000_000_000
-    hang_timeout_ns: int | None = None
+    failure_grace_ns: int = 2_000_000_000  # the same when another rank failed
+    start_ns: int = 300_000_000_000  # from the placement to the first user byte
+    hang_warning_ns: int | None = 600_000_000_000  # without a sign of progress until that is said, or None for never
+    hang_timeout_ns: int | None = None  # without a sign of progress until the run is ended, or None for never
 
     def stop_grace_ns(self) -> int:
         """Return the grace that fits into the time limit (half of it when it is short)."""
@@ -248,29 +230,20 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """What went wrong in one rank, or in the attempt as a whole (`rank` None).
+    """A failure of one rank, or of the attempt as a whole (`rank` None)."""
 
-    Attributes:
-        rank: global rank; of a command that runs once per node, the node's number.
-        at_ns: when, by the node's boottime clock.
-        peer_lost: the rank only says that another one closed its connection.
-        signal: that ended it, or None.
-        exit_code: of a command that ended with one other than 0, or None.
-        node: where that was, of an attempt on several nodes; "" on one.
-    """
-
-    rank: int | None
+    rank: int | None  # global rank; of a command that runs once per node, the node's number
     reason: Reason
-    at_ns: int
-    peer_lost: bool = False
-    signal: int | None = None
-    exit_code: int | None = None
+    at_ns: int  # when, by the node's boottime clock
+    peer_lost: bool = False  # the rank only says that another one closed its connection
+    signal: int | None = None  # that ended it, or None
+    exit_code: int | None = None  # of a command that ended with one other than 0, or None
     detail: str = ""
-    node: str = ""
+    node: str = ""  # where that was, of an attempt on several nodes; "" on one
 
 
 class Hang(msgspec.Struct, frozen=True, kw_only=True):
-    """Which ranks wait for which, when a run stands still.
+    """The ranks of a hung run that wait, and those they wait for.
 
     Attributes:
         waiting: ranks that wait for others.
@@ -286,21 +259,14 @@ class Hang(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything the next decision depends on.
-
-    Attributes:
-        world_size: processes of the user's on this node; they have the numbers that they have in the gang.
-        first: the first of these numbers.
-        fault_ns: when the first of its GPUs failed, or None.
-        has_peers: whether other nodes have ranks of it, too: those that have returned here wait for them.
-    """
+    """Everything the next decision depends on."""
 
     run_id: str
     fence: int
-    world_size: int
+    world_size: int  # processes of the user's on this node; they have the numbers that they have in the gang
     limits: Limits
-    has_peers: bool = False
-    first: int = 0
+    has_peers: bool = False  # whether other nodes have ranks of it, too: those that have returned here wait for them
+    first: int = 0  # the first of these numbers
     state: State = State.QUEUED
     phase: Phase = Phase.NONE
     reason: Reason | None = None
@@ -311,7 +277,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     exited: frozenset[int] = frozenset()
     failures: tuple[Failure, ...] = ()
     killed: bool = False
-    fault_ns: int | None = None
+    fault_ns: int | None = None  # when the first of its GPUs failed, or None
 
     @property
     def gang(self) -> str:
@@ -363,18 +329,12 @@ class RankFailed(msgspec.Struct, frozen=True):
 
 
 class RankExited(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's process was reaped.
-
-    Attributes:
-        signal: the signal that ended it, or None.
-        out_of_memory: the kernel's counters say it was ended for memory.
-        detail: a sentence for people.
-    """
+    """A rank's process was reaped."""
 
     rank: int
-    signal: int | None
-    out_of_memory: bool = False
-    detail: str = ""
+    signal: int | None  # the signal that ended it, or None
+    out_of_memory: bool = False  # the kernel's counters say it was ended for memory
+    detail: str = ""  # a sentence for people
 
 
 class StemLost(msgspec.Struct, frozen=True, kw_only=True):

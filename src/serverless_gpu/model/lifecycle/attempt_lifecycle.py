@@ -66,7 +66,7 @@ _NOT_A_FAILURE = ASKED | {Reason.COMPLETED}
 
 
 class AttemptInstruction(StrEnum):
-    """What thin code does next."""
+    """Instructions to the caller."""
 
     START_RANKS = "start_ranks"
     RELEASE_RANKS = "release_ranks"
@@ -89,16 +89,7 @@ class IllegalAttemptTransition(Exception):
 def advance(attempt: Attempt, event: Event, now_ns: int) -> Step:
     """Return the attempt after an event, and what has to be done about it.
 
-    Args:
-        attempt: the attempt as it is.
-        event: what happened.
-        now_ns: the time, nanoseconds of the node's boottime clock.
-
-    Returns:
-        The next value and the instructions, in order.
-
-    Raises:
-        IllegalTransition: the table has no row for this event in this state.
+    `now_ns` is of the node's boottime clock. Raises IllegalTransition when the table has no row for the event.
     """
     handler = TABLE[attempt.state].get(type(event))
     if handler is None:
@@ -218,7 +209,12 @@ def _stem_lost_while_stopping(attempt: Attempt, _: StemLost, now_ns: int) -> Ste
 
 
 def _asked_to_stop(attempt: Attempt, event: StopRequested, now_ns: int) -> Step:
-    return _stop(attempt, now_ns, STOPPED_BY[event.why])
+    reason = STOPPED_BY[event.why]
+    if attempt.exec_ns is None:
+        return _kill(attempt, now_ns, reason)
+    # The limit is reached on another node, whose clock began a little earlier: what is left is the same.
+    grace = attempt.limits.stop_grace_ns() if reason is Reason.TIMEOUT else attempt.limits.grace_ns
+    return _terminating(attempt, now_ns, reason, grace), (AttemptInstruction.TERMINATE_RANKS,)
 
 
 def _asked_again(attempt: Attempt, event: StopRequested, _: int) -> Step:
@@ -241,7 +237,7 @@ def _gpu_failed_at_start(attempt: Attempt, event: GpuFailed, now_ns: int) -> Ste
 
 
 def _gpu_failed(attempt: Attempt, event: GpuFailed, now_ns: int) -> Step:
-    """The rank that has it dies soon, and says so; or hangs, which nobody would have to wait for."""
+    """The rank on the GPU soon dies and reports it, or hangs; a hang need not be awaited."""
     attempt = _gpu_failed_while_stopping(attempt, event, now_ns)[0]
     if attempt.phase is Phase.RETURNED:
         return attempt, ()
@@ -262,14 +258,6 @@ def _peer_failed(attempt: Attempt, event: PeerFailed, now_ns: int) -> Step:
     if attempt.exec_ns is None:
         return _kill(attempt, now_ns, Reason.PEER_FAILED)
     return _stop_for_failure(attempt, now_ns)
-
-
-def _stop(attempt: Attempt, now_ns: int, reason: Reason) -> Step:
-    if attempt.exec_ns is None:
-        return _kill(attempt, now_ns, reason)
-    # The limit is reached on another node, whose clock began a little earlier: what is left is the same.
-    grace = attempt.limits.stop_grace_ns() if reason is Reason.TIMEOUT else attempt.limits.grace_ns
-    return _terminating(attempt, now_ns, reason, grace), (AttemptInstruction.TERMINATE_RANKS,)
 
 
 def _tick_running(attempt: Attempt, _: Tick, now_ns: int) -> Step:

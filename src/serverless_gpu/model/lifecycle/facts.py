@@ -16,7 +16,7 @@ from serverless_gpu.errors import InvalidValue
 
 
 class FactKind(StrEnum):
-    """What a fact says happened."""
+    """The event that a fact records."""
 
     RESERVED = "reserved"
     HYDRATING = "hydrating"  # the devices wait for the environment
@@ -73,8 +73,7 @@ def alive_after(last: Fact, at_ns: int) -> Fact:
 def distinct(facts: Iterable[Fact]) -> list[Fact]:
     """Return the facts of one attempt in their order, each once.
 
-    Raises:
-        InvalidValue: they are of several attempts, or two different ones carry the same number.
+    Raises InvalidValue when they are of several attempts, or two different ones share a number.
     """
     ordered = sorted(facts, key=lambda fact: fact.seq)
     for fact, following in pairwise(ordered):

@@ -1,4 +1,4 @@
-"""Which run directories are deleted, and in what order: by age first, then the oldest until the rest fits.
+"""Retention of run directories: deletes by age first, then the oldest until the rest fits.
 
     entries (id, ended when, how large) · policy (age, bytes, spared) · now   →   ids, oldest first
 
@@ -21,41 +21,23 @@ DEFAULT_GIB = 20.0
 
 
 class RunDirectory(msgspec.Struct, frozen=True, kw_only=True):
-    """One run directory.
-
-    Attributes:
-        run_id: the run.
-        ended_ns: when it ended, nanoseconds since 1970; None while it has not.
-        size_bytes: what deleting it frees.
-    """
+    """One run directory."""
 
     run_id: str
-    ended_ns: int | None
+    ended_ns: int | None  # when it ended, nanoseconds since 1970; None while it has not
     size_bytes: int
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True):
-    """How long ended runs are kept.
+    """The retention of ended runs."""
 
-    Attributes:
-        age_ns: those that ended longer ago are deleted; None for no limit.
-        size_bytes_max: what all ended runs together may take; None for no limit.
-        spared_ns: what ended less long ago is kept in any case.
-    """
-
-    age_ns: int | None = round(DEFAULT_DAYS * DAY_NS)
-    size_bytes_max: int | None = round(DEFAULT_GIB * 2**30)
-    spared_ns: int = HOUR_NS
+    age_ns: int | None = round(DEFAULT_DAYS * DAY_NS)  # those that ended longer ago are deleted; None for no limit
+    size_bytes_max: int | None = round(DEFAULT_GIB * 2**30)  # what all ended runs together may take; None for no limit
+    spared_ns: int = HOUR_NS  # what ended less long ago is kept in any case
 
 
 def to_delete(entries: Iterable[RunDirectory], policy: Policy, now_ns: int) -> tuple[RunDirectory, ...]:
-    """Return what the policy no longer keeps, oldest first.
-
-    Args:
-        entries: all run directories, in any order.
-        policy: what to keep.
-        now_ns: the time, nanoseconds since 1970.
-    """
+    """Return what the policy no longer keeps, oldest first."""
     dated = [(entry.ended_ns, entry.run_id, entry) for entry in entries if entry.ended_ns is not None]
     ended = sorted(dated, key=lambda row: row[:2])
     total = sum(entry.size_bytes for _, _, entry in ended)

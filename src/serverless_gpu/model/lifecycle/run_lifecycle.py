@@ -15,7 +15,7 @@ Five promises, each a test:
   another
   boot of its node or the hard fence passed (`GivenUp`), an operator's word (`Forgotten`). Silence is no proof; it
   shows.
-- A server that was restored from a backup starts nothing that it knew before: whether it ran since, nobody knows.
+- A server that was restored from a backup starts nothing that it knew before: whether it ran since is unknown.
 - User code runs again only if the user asked for it (`retries`, `resume`, `retry_on_infra`). What failed before user
   code began is the platform's fault and is tried again on its own, a few times.
 - A run with `resume` ends. `unsaved_max` attempts in a row that reached the time limit or were lost, and saved nothing
@@ -50,10 +50,10 @@ INFRA_RETRIES_MAX = len(INFRA_PAUSES_S)
 LOST = frozenset({*(r for r, meaning in MEANINGS.items() if meaning.state is State.LOST), Reason.NODE_REBOOTED}) - {
     Reason.SERVER_RESTORED
 }
-"""Nobody could end the attempt in order: user code may have been anywhere."""
+"""The attempt could not be ended in order: user code may have been anywhere."""
 
 FAULT_RETRIES_MAX = 3
-"""Attempts that are made again for whoever asked for `retry_on_infra`, when user code ran and was not what failed."""
+"""Attempts that are made again for users who asked for `retry_on_infra`, when user code ran and was not what failed."""
 FAULTS = LOST | {Reason.GPU_LOST}
 """What failed was the infrastructure, while user code ran."""
 
@@ -65,12 +65,12 @@ _POINTLESS = _RAN_TO_ITS_END | {
     Reason.SECRET_MISSING,
     Reason.UNSATISFIABLE,
     Reason.NO_PROGRESS,
-}  # somebody has to do something first
+}  # a person has to act first
 _ORDER = (State.STARTING, State.RUNNING, State.STOPPING)
 
 
 class RunInstruction(StrEnum):
-    """What thin code does next, in the transaction that writes the run."""
+    """Instructions to the caller, in the transaction that writes the run."""
 
     SEND_STOP = "send_stop"
     REQUEUE = "requeue"
@@ -78,47 +78,32 @@ class RunInstruction(StrEnum):
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything the next decision depends on.
-
-    Attributes:
-        fence: number of the current attempt; 0 before the first. It only grows.
-        stop: why the run is asked to stop, or None.
-        began: whether user code of the current attempt is known to have started.
-        may_resume: `spec.resume`.
-        retries_left: of those the user asked for.
-        infra_left: attempts that may be made again because the platform failed.
-        before: where an UNREACHABLE run was when it was last heard of, else None.
-        faults_left: attempts that may be made again because a GPU or a node failed; none unless the user asked for it.
-        goes_on_at_limit: whether an attempt that reaches its time limit is followed by another: the limit is not the
-            user's own but what an attempt may take here (`max_run_s`), and they asked for `resume`.
-        saved: number of the newest attempt that is known to have saved something to continue from; 0 for none.
-        unsaved: attempts in a row, up to the last that is over, that saved nothing.
-        unsaved_max: so many of these end the run.
-        ran: attempts that are over of which user code began, without those that made room for others.
-        attempts_max: how many of these a usage policy allows, or None.
-    """
+    """Everything the next decision depends on."""
 
     run_id: str
-    fence: int = 0
+    fence: int = 0  # number of the current attempt; 0 before the first. It only grows
     state: State = State.QUEUED
     reason: Reason | None = None
-    stop: StopReason | None = None
-    began: bool = False
-    may_resume: bool = False
-    retries_left: int = 0
-    infra_left: int = INFRA_RETRIES_MAX
-    before: State | None = None
+    stop: StopReason | None = None  # why the run is asked to stop, or None
+    began: bool = False  # whether user code of the current attempt is known to have started
+    may_resume: bool = False  # `spec.resume`
+    retries_left: int = 0  # of those the user asked for
+    infra_left: int = INFRA_RETRIES_MAX  # attempts that may be made again because the platform failed
+    before: State | None = None  # where an UNREACHABLE run was when it was last heard of, else None
+    # Attempts that may be made again because a GPU or a node failed; none unless the user asked for it.
     faults_left: int = 0
+    # Whether an attempt that reaches its time limit is followed by another: the limit is not the user's own but what an
+    # attempt may take here (`max_run_s`), and they asked for `resume`.
     goes_on_at_limit: bool = False
-    saved: int = 0
-    unsaved: int = 0
-    unsaved_max: int = UNSAVED_MAX
-    ran: int = 0
-    attempts_max: int | None = None
+    saved: int = 0  # number of the newest attempt that is known to have saved something to continue from; 0 for none
+    unsaved: int = 0  # attempts in a row, up to the last that is over, that saved nothing
+    unsaved_max: int = UNSAVED_MAX  # so many of these end the run
+    ran: int = 0  # attempts that are over of which user code began, without those that made room for others
+    attempts_max: int | None = None  # how many of these a usage policy allows, or None
 
 
 class RunPlaced(msgspec.Struct, frozen=True):
-    """The scheduler has decided where the next attempt runs; this is the intent, before anybody is told."""
+    """The scheduler has chosen the place of the next attempt; the intent, before any node hears of it."""
 
 
 class UserCodeStarted(msgspec.Struct, frozen=True):
@@ -140,23 +125,18 @@ class Heard(msgspec.Struct, frozen=True):
 
 
 class StopAsked(msgspec.Struct, frozen=True):
-    """Somebody, or a limit, asks the run to stop."""
+    """A user or a limit asks the run to stop."""
 
     why: StopReason
 
 
 class AttemptEnded(msgspec.Struct, frozen=True):
-    """The node reports that the attempt is over.
-
-    Attributes:
-        proven: whether no process of it is left; else one could not be ended, and there is no other attempt.
-        uncounted: whether one that is made because this one did not begin is not one of those that may be.
-    """
+    """The node reports that the attempt is over."""
 
     reason: Reason
     began: bool
-    proven: bool = True
-    uncounted: bool = False
+    proven: bool = True  # whether no process of it is left; else one could not be ended, and there is no other attempt
+    uncounted: bool = False  # whether one that is made because this one did not begin is not one of those that may be
 
 
 class GivenUp(msgspec.Struct, frozen=True):
@@ -204,15 +184,7 @@ class IllegalRunTransition(Exception):
 def advance(run: Run, event: Event) -> Step:
     """Return the run after an event, and what has to be done about it.
 
-    Args:
-        run: the run as it is.
-        event: what happened.
-
-    Returns:
-        The next value and the instructions, in order. A run that equals the one before has nothing to write.
-
-    Raises:
-        IllegalTransition: the table has no row for this event in this state.
+    An unchanged run has nothing to write. Raises IllegalTransition when the table has no row for the event.
     """
     handler = TABLE[run.state].get(type(event))
     if handler is None:
@@ -226,25 +198,13 @@ def over_because(event: AttemptEnded | GivenUp | Forgotten) -> Reason:
 
 
 def surely_ends(run: Run, reasons: Iterable[Reason], *, began: bool) -> bool:
-    """Return whether a run ends with its attempt, whichever of some reasons that ends for.
-
-    Args:
-        run: at an attempt that goes on.
-        reasons: as what it may end.
-        began: whether user code of it has started.
-    """
+    """Return whether a run ends with its attempt, whichever of some reasons that ends for."""
     ends = (advance(run, AttemptEnded(reason, began=began)) for reason in reasons)
     return all(RunInstruction.CONCLUDE in instructions for _, instructions in ends)
 
 
 def pause_s(retries_used: int, last: Reason | None, *, began: bool) -> float:
-    """Return how long a run that waits again is left alone, in seconds: what failed just now would fail again.
-
-    Args:
-        retries_used: how often it was made to wait again because the platform failed.
-        last: why its last attempt was over; None when there was none.
-        began: whether user code of that attempt had started.
-    """
+    """Return how long a run that waits again is left alone, in seconds: what failed just now would fail again."""
     if last is None or began or last in _DISPLACED or not 0 < retries_used <= INFRA_RETRIES_MAX:
         return 0.0
     return INFRA_PAUSES_S[retries_used - 1]
@@ -302,13 +262,15 @@ def _over(run: Run, event: AttemptEnded | GivenUp | Forgotten) -> Step:
     untouched = not run.began and (MEANINGS[reason].may_retry or reason in _DISPLACED)
     at_limit = reason is Reason.TIMEOUT and run.goes_on_at_limit
     if run.stop in _FINAL_STOPS:
-        # Had nobody asked, it would go on with another attempt: then the stop is what ended it, else what is reported.
+        # Unasked it would go on with another attempt: then the stop is what ended it, else what is reported.
         goes_on = untouched or at_limit or reason in _DISPLACED
         return _conclude(run, STOPPED_BY[run.stop] if goes_on and run.stop else reason)
     if isinstance(event, AttemptEnded) and not event.proven:
         return _conclude(run, reason)  # what is left of it might run beside the next one
     if untouched:
-        return _again_untouched(run, reason, is_counted=not (isinstance(event, AttemptEnded) and event.uncounted))
+        if reason in _DISPLACED or (isinstance(event, AttemptEnded) and event.uncounted):
+            return _requeue(run)  # an operator decided that, or a node went away, and user code never saw it
+        return _requeue_for_infra(run, Reason.GANG_START if reason is Reason.START_FAILED else reason)
     if at_limit:
         return _resume(run, reason)
     if reason in _DISPLACED:
@@ -344,12 +306,6 @@ def _run_again(run: Run, reason: Reason, **spent: int) -> Step:
 def has_used_attempts(run: Run) -> bool:
     """Return whether the current attempt, once it has begun, is the last that a usage policy allows."""
     return run.attempts_max is not None and run.ran + 1 >= run.attempts_max
-
-
-def _again_untouched(run: Run, reason: Reason, *, is_counted: bool) -> Step:
-    if reason in _DISPLACED or not is_counted:  # somebody decided that, or went away, and user code never saw it
-        return _requeue(run)
-    return _requeue_for_infra(run, Reason.GANG_START if reason is Reason.START_FAILED else reason)
 
 
 def _requeue_for_infra(run: Run, reason_of_the_last: Reason) -> Step:

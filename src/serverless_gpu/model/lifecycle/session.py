@@ -1,4 +1,4 @@
-"""A held session: who has which of its devices, who is next, and when nobody has needed them for too long.
+"""A held session: the holders of its devices, the next in line, and when it has been idle for too long.
 
     ask ─▶ queue ─settle─▶ loan ─give_back─▶ idle ─▶ (warn) ─▶ (end)
 
@@ -6,7 +6,7 @@ What lives here: a value and the functions that return the next one. What must n
 session's process carries the decisions out (`node/supervisor/session.py`).
 
 Runs are served in the order in which they asked: a small one does not pass a large one that waits, which would then
-wait for ever. A device that could not be proven free after a run is unfit until somebody has looked at it again.
+wait for ever. A device that could not be proven free after a run is unfit until it is inspected again.
 """
 
 from __future__ import annotations
@@ -28,24 +28,15 @@ class Asker(msgspec.Struct, frozen=True):
     count: int
 
 
-class SessionBook(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything the next decision depends on.
+class Book(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything the next decision depends on."""
 
-    Attributes:
-        devices: what the session holds, in LOCAL_RANK order.
-        loans: devices by the run that has them.
-        queue: runs that wait, first come first served.
-        unfit: identifiers of devices that could not be proven free.
-        idle_ns: since when no run has or wants a device, or None.
-        warned: whether the end of the idle time was announced.
-    """
-
-    devices: tuple[Device, ...]
-    idle_ns: int | None
-    loans: dict[str, tuple[Device, ...]] = {}
-    queue: tuple[Asker, ...] = ()
-    unfit: frozenset[str] = frozenset()
-    warned: bool = False
+    devices: tuple[Device, ...]  # what the session holds, in LOCAL_RANK order
+    idle_ns: int | None  # since when no run has or wants a device, or None
+    loans: dict[str, tuple[Device, ...]] = {}  # devices by the run that has them
+    queue: tuple[Asker, ...] = ()  # runs that wait, first come first served
+    unfit: frozenset[str] = frozenset()  # identifiers of devices that could not be proven free
+    warned: bool = False  # whether the end of the idle time was announced
 
     @property
     def idle(self) -> tuple[Device, ...]:
@@ -64,12 +55,8 @@ def ask(book: SessionBook, asker: Asker) -> SessionBook:
     return msgspec.structs.replace(book, queue=(*book.queue, asker), idle_ns=None, warned=False)
 
 
-def settle(book: SessionBook) -> tuple[SessionBook, tuple[str, ...]]:
-    """Lend to the runs whose turn it is.
-
-    Returns:
-        The next book, and the runs that have just been lent what `loans` says.
-    """
+def settle(book: Book) -> tuple[Book, tuple[str, ...]]:
+    """Lend to the runs whose turn it is. Also returns the runs that have just been lent devices."""
     served: list[str] = []
     while book.queue and book.queue[0].count <= len(book.lendable):
         first, *rest = book.queue
@@ -108,13 +95,7 @@ def waiting_text(book: SessionBook, asker: Asker) -> str:
 def idle_action(book: SessionBook, limit_ns: int, now_ns: int) -> tuple[SessionBook, str, bool]:
     """Return what the passing of time means for a session.
 
-    Args:
-        book: the session.
-        limit_ns: how long it may be idle.
-        now_ns: the time.
-
-    Returns:
-        The next book, a sentence to be told or "", and whether the session ends.
+    Returns the next book, a sentence for the user or "", and whether the session ends.
     """
     if book.idle_ns is None:
         return book, "", False

@@ -31,21 +31,13 @@ _TEXT_MAX = 200
 
 
 class LossEvidence(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a supervisor's death apart from what its run could have written.
+    """Evidence about a supervisor's death that its run could not have written."""
 
-    Attributes:
-        boot_id: of the boot in which the attempt's facts were written; "" where there are none.
-        boot_id_now: of the machine now.
-        pid: of the supervisor; None where it is not known.
-        is_memory_limited: whether the run had a memory limit of its own.
-        kernel_lines: records that the kernel itself has written since the attempt got its devices.
-    """
-
-    boot_id: str
+    boot_id: str  # of the boot in which the attempt's facts were written; "" where there are none
     boot_id_now: str
-    pid: int | None = None
-    is_memory_limited: bool = False
-    kernel_lines: tuple[str, ...] = ()
+    pid: int | None = None  # of the supervisor; None where it is not known
+    is_memory_limited: bool = False  # whether the run had a memory limit of its own
+    kernel_lines: tuple[str, ...] = ()  # records that the kernel itself has written since the attempt got its devices
 
 
 def judge_loss(evidence: LossEvidence) -> tuple[Reason, str]:

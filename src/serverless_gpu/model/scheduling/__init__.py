@@ -1,4 +1,4 @@
-"""Who runs next, where, and why the others wait. Values in, values out: no clock, no database, no network.
+"""The scheduler: who runs next and where. Values in, values out: no clock, no database, no network.
 
     changes: runs come, start, end; nodes come, change, go ─┐
     policy: shares, half-life, reservations, guard ─────────┼─▶ Planner.decide(now) ─▶ placements, preemptions

@@ -1,4 +1,4 @@
-"""What will be free when: the devices of one type on one node from now on, and who is promised some of them.
+"""Availability over time: the devices of one type on one node from now on, and their bookings.
 
     free
       8 ┤              ┌──────────            releases: those who have devices give them back, likely or at the latest
@@ -9,7 +9,7 @@
 There are three such profiles of a node: by when runs likely end, by when they end at the latest, and by a guess. A
 gang's reservation is entered into the second only where everybody has said how long they run at most; what is let in
 before it then has to end in time by both. The third is there only for those who are next whatever it takes (the guard,
-a share that is behind) where nobody can say anything: what is let in before them has to be over in time by a guess.
+a share that is behind) where nothing is known: what is let in before them has to be over in time by a guess.
 """
 
 from __future__ import annotations
@@ -22,10 +22,8 @@ from collections.abc import Iterable
 class DeviceTimeline:
     """What is free of one type on one node, now and later.
 
-    Args:
-        now: the time.
-        free: devices that are free now.
-        releases: when how many more become free; those that nobody can say are not among them.
+    now: the time. free: devices that are free now. releases: when how many more become free; those that nobody can say
+    are not among them.
     """
 
     def __init__(self, now: int, free: int, releases: Iterable[tuple[float, int]]) -> None:
@@ -37,8 +35,7 @@ class DeviceTimeline:
     def free(self, but: str = "") -> int:
         """Return what is free now beside the bookings that hold from now on; less than 0 when more is waited for.
 
-        Args:
-            but: those of this run do not count.
+        Bookings of the run `but` do not count. Negative when more devices are awaited.
         """
         return self._free - sum(
             count for start, _, count, whose in self._bookings if start <= self._now and whose != but
@@ -64,7 +61,7 @@ class DeviceTimeline:
         return next((start for start in starts if self._at(start) < count), math.inf)
 
     def take(self, count: int, end: float) -> None:
-        """Note that somebody has devices from now until `end`, infinite where nobody can say."""
+        """Note that somebody has devices from now until `end`, infinite where unknown."""
         self._free -= count
         self._earliest.clear()
         if not math.isinf(end):
@@ -82,7 +79,7 @@ class DeviceTimeline:
         self._earliest.clear()
 
     def earliest(self, count: int, length: float, after: float = 0.0) -> float:
-        """Return when so many are free for so long for the first time after a time; infinite where nobody can say."""
+        """Return when so many are free for so long for the first time after a time; infinite where unknown."""
         asked = (count, length, after)
         if asked not in self._earliest:
             self._earliest[asked] = self._found(*asked)
@@ -117,19 +114,16 @@ class DeviceTimeline:
         return free - sum(count for start, end, count, whose in self._bookings if start <= time < end and whose != but)
 
 
-class PromiseBook:
-    """Who is promised what of one type on one node.
-
-    Attributes:
-        likely: by when runs likely end.
-        bound: by when they end at the latest.
-        guess: by when they end by a guess, where somebody is promised something by that.
-        names: identifiers of the runs that are promised something, in their order, and how much.
-    """
+class Book:
+    """Promised devices of one type on one node."""
 
     def __init__(self, likely: DeviceTimeline, bound: DeviceTimeline) -> None:
+        # `bound`: by when they end at the latest.
+        # `likely`: by when runs likely end.
         self.likely, self.bound = likely, bound
+        # By when they end by a guess, where a run is promised something by that.
         self.guess: DeviceTimeline | None = None
+        # Identifiers of the runs that are promised something, in their order, and how much.
         self.names: list[tuple[str, int]] = []
 
     def fits(self, count: int, ends: Ends) -> bool:
@@ -142,9 +136,7 @@ class PromiseBook:
     def most(self, ends: Ends, but: str) -> int:
         """Return how many devices a run can have now without making anybody wait who was promised some.
 
-        Args:
-            ends: when it would be over.
-            but: the run: what it was promised itself does not count.
+        Its own booking (`but`) does not count.
         """
         return min(profile.most(end, but) for profile, end in zip(self._profiles(), ends, strict=False))
 
@@ -160,14 +152,7 @@ class PromiseBook:
         self.names.append((run_id, count))
 
     def promise(self, run_id: str, count: int, likely: tuple[float, float], bound: tuple[float, float] | None) -> None:
-        """Promise devices to a run.
-
-        Args:
-            run_id: who gets them.
-            count: how many.
-            likely: from when until when, likely.
-            bound: the same at the latest; None where nobody can say.
-        """
+        """Promise devices to a run. `bound` is None where the end is unknown."""
         self.likely.book(run_id, count, likely)
         if self.guess is not None:
             self.guess.book(run_id, count, likely)
@@ -186,4 +171,4 @@ class PromiseBook:
 
 
 Ends = tuple[float, float, float]
-"""When a run is over: likely, at the latest, by a guess; infinite where nobody can say."""
+"""When a run is over: likely, at the latest, by a guess; infinite where unknown."""

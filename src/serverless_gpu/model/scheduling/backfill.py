@@ -1,9 +1,9 @@
-"""Where a blocked gang will start, and what is promised to it or kept for it until then.
+"""Backfill: where a blocked gang will start, and what is promised to it or kept for it until then.
 
     promise   it is known when those who are there leave: the node, or nodes, that likely have enough first
               told as a latest time (`is_bound`) ─▶ it stays over passes, wherever the order of the queue has moved:
-              `again`; nobody of its class or a lower one makes it later. A higher class may: then it is promised anew
-    suppose   nobody can say: the same by a guess; it moves when the guess was wrong, and no time is told
+              `again`; no run of its class or a lower one makes it later. A higher class may: then it is promised again
+    suppose   unknown: the same by a guess; it moves when the guess was wrong, and no time is told
     keep      whatever gets free where it lacks the fewest devices
 
 Everything is entered in books of nodes (`availability_timeline.py`), which last for a pass.
@@ -36,7 +36,7 @@ _ROUNDS_MAX = 16
 _TURNS_MAX = 4
 """So many times it looks for nodes that do not change hands before it would be over."""
 _SLACK_NS = 60e9
-"""A promise that slips by less holds: who starts before it does so when somebody looks, a little after they could."""
+"""A promise that slips by less holds: who starts before it does so at the next pass, a little after they could."""
 _Row = tuple[int, str, str, NodeDevices]
 Chosen = list[tuple[NodeDevices, str, int]]
 """Nodes, types, how many."""
@@ -45,12 +45,8 @@ Chosen = list[tuple[NodeDevices, str, int]]
 class Seeker:
     """A gang that is blocked looks for where it will start.
 
-    Args:
-        floor: what there is.
-        wanted: the run.
-        ask: what it asks for.
-        now_ns: the time.
-        by_guess: whether it goes by a guess where nobody can say when somebody leaves.
+    floor: what there is. wanted: the run. ask: what it asks for. now_ns: the time. by_guess: whether it goes by a guess
+    where nobody can say when somebody leaves.
     """
 
     def __init__(
@@ -66,7 +62,7 @@ class Seeker:
     # --- promises ---
 
     def promise(self) -> Reservation | None:
-        """Promise it the devices that it likely has first; None where nobody can say when that is."""
+        """Promise it the devices that it likely has first; None where the time is unknown."""
         for _ in range(_TURNS_MAX):
             needs = self._needs()
             if not needs or math.isinf(max(need[3] for need in needs)):
@@ -85,7 +81,9 @@ class Seeker:
         at_ns = None if self._by_guess else math.ceil(bound if is_bound else likely)
         return Reservation(
             run_id=self._wanted.run_id,
-            shares=_shares(needs),
+            shares=tuple(
+                DeviceShare(node_id=where.node.id, gpu_type=name, count=count) for where, name, count, *_ in needs
+            ),
             at_ns=at_ns,
             is_bound=is_bound,
             likely_ns=_learned(likely, at_ns) if is_bound else None,
@@ -155,14 +153,7 @@ class Seeker:
     def when(
         self, where: NodeDevices, gpu_type: str, count: int, after: tuple[float, float] = (0.0, 0.0)
     ) -> tuple[float, float]:
-        """Return when so many devices of a node are free beside what is promised: likely, and at the latest.
-
-        Args:
-            where: the node.
-            gpu_type: the type.
-            count: how many.
-            after: not before that, likely and at the latest.
-        """
+        """Return when so many devices of a node are free beside what is promised: likely, and at the latest."""
         book = self._floor.books.get((where.node.id, gpu_type))
         if self._by_guess and book is None:
             return max(after[0], where.guessed(gpu_type, count, self._now_ns, self._floor.medians)[0]), math.inf
@@ -180,7 +171,9 @@ class Seeker:
     def _needs(self) -> list[Need]:
         """Return where it likely starts first: one node, or as many as it takes."""
         if self._is_several:
-            ways = [way for kind in self._kinds() if (way := self._soonest(kind)) is not None]
+            kinds = {(group.sample.pool, name) for group, name in self._groups() if group.sample.crews}
+            kinds |= {(where.node.pool, name) for where, name in self._beside() if where.node.crews}
+            ways = [way for kind in sorted(kinds) if (way := self._soonest(kind)) is not None]
             return min(ways, key=lambda way: way[0])[1] if ways else []
         options: list[Ready] = []
         for group, name in self._groups():
@@ -226,11 +219,7 @@ class Seeker:
     ) -> Iterator[PartReady]:
         """Yield a group's nodes of which nothing is kept, in the order in which so many devices are free.
 
-        Args:
-            group: of nodes.
-            gpu_type: of the devices.
-            count: how many; None for a whole node; of a part of a gang 0 for all that the node has to give.
-            is_part: whether it is a part of a gang; large nodes come first then, or those with the least left over.
+        `count` None means a whole node, and 0 for a part of a gang all that the node has to give.
         """
         floor, now_ns, by_guess = self._floor, self._now_ns, self._by_guess
         medians = floor.medians
@@ -288,11 +277,6 @@ class Seeker:
                 return [*needs, (where, kind[1], count, likely, bound)] if len(needs) < NODES_MAX else []
         return []
 
-    def _kinds(self) -> list[Kind]:
-        """Return pools and types of which it may have several nodes now."""
-        groups = {(group.sample.pool, name) for group, name in self._groups() if group.sample.crews}
-        return sorted(groups | {(where.node.pool, name) for where, name in self._beside() if where.node.crews})
-
     def _merged(self, kind: Kind, count: int) -> Iterator[PartReady]:
         """Yield nodes in the order in which so many devices are free; 0 for all that a node has to give."""
         pool, gpu_type = kind
@@ -324,8 +308,7 @@ class Seeker:
     def keep(self, nearly: float) -> Reservation | None:
         """Keep devices for it as they get free, where it lacks the fewest.
 
-        Args:
-            nearly: part of its devices that has to be free already.
+        `nearly` is the part of its devices that has to be free already.
         """
         if nearly > 0 and self._count is not None and not self._is_near(nearly * self._count):
             return None
@@ -359,9 +342,6 @@ class Seeker:
         """Return how many devices a gang on several nodes lacks where it lacks the fewest, and these nodes.
 
         Those with the most free devices first; the part is the last one. None where there are not enough, free or not.
-
-        Args:
-            kept: whether what is kept for others counts as free.
         """
         rows: dict[Kind, list[_Row]] = {}
         for where, name in self._usable():
@@ -424,10 +404,6 @@ class Seeker:
     def _is_usable(self, where: NodeDevices, gpu_type: str) -> bool:
         is_closing = id(where.group) in self._closing
         return not is_closing and is_usable(self._floor, self._wanted, self._ask, (where, gpu_type), self._now_ns)
-
-
-def _shares(needs: list[Need]) -> tuple[DeviceShare, ...]:
-    return tuple(DeviceShare(node_id=where.node.id, gpu_type=name, count=count) for where, name, count, *_ in needs)
 
 
 def _sooner(

@@ -1,6 +1,6 @@
-"""What there is to give: nodes, what is free on them, and the node that a gang fits best.
+"""Capacity: nodes, what is free on them, and the node that a gang fits best.
 
-    group   nodes of one pool, platform, Python, owner, calendar: whoever may use one of them may use all
+    group   nodes of one pool, platform, Python, owner, calendar: runs that may use one of them may use all
       index   of one type: nodes by how many devices are free ─▶ best fit is one look, not a walk over nodes
     reach   groups and types that a shape may use; found once, until nodes of another kind come
 

@@ -3,12 +3,12 @@
     blocked ─▶ where could it be, who may be asked there (`preemption.py`) ─▶ asked; noted in `State.clearing`
     at the start of each pass, in the order in which they were asked for
       all of it is free   ─▶ it starts there
-      it is on its way    ─▶ kept, whoever is ahead
-      it is not any more  ─▶ forgotten: a node went, somebody did not leave; it asks again when its turn comes
+      it is on its way    ─▶ kept, whichever run is ahead
+      it is not any more  ─▶ forgotten: a node went, a run did not leave; it asks again when its turn comes
     it starts elsewhere (as a guest, in what another one left) ─▶ the pass is stale: `take_back`, and another pass
 
-This is remembered from pass to pass. A planner that is made anew does not know it: who is leaving gives room to the
-first who may ask, which is who it was for, or somebody who is ahead of it by now.
+This is remembered from pass to pass. A new planner does not know it: who is leaving gives room to the
+first who may ask, which is who it was for, or a run that is ahead of it by now.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from serverless_gpu.model.scheduling import gang_placement
-from serverless_gpu.model.scheduling.capacity import Capacity
 from serverless_gpu.model.scheduling.impossible_requests import could_be
 from serverless_gpu.model.scheduling.multi_node_placement import are_one, is_several
 from serverless_gpu.model.scheduling.node_capacity import NodeDevices, NodeGroup
@@ -60,13 +59,7 @@ Start = Callable[[QueuedRun, TimedShape, tuple[DeviceShare, ...]], None]
 class Clearing:
     """Making room during one pass.
 
-    Args:
-        state: what it works on; who is asked to leave counts as leaving at once.
-        start: what starts a run.
-
-    Attributes:
-        preemptions: who is asked to leave.
-        wake_ns: when it is worth asking again though nothing has changed; None for never.
+    state: what it works on; who is asked to leave counts as leaving at once. start: what starts a run.
     """
 
     def __init__(self, state: PlannerState, start: Start) -> None:
@@ -79,8 +72,8 @@ class Clearing:
         self._looked = 0
         self._stayers: list[RunningRun] = []  # who is asked, as they were before
         self._cleared: list[str] = []  # for whom room is made
-        self.preemptions: list[Preemption] = []
-        self.wake_ns: int | None = None
+        self.preemptions: list[Preemption] = []  # who is asked to leave
+        self.wake_ns: int | None = None  # when it is worth asking again though nothing has changed; None for never
 
     def serve(self) -> None:
         """Start those for whom room was made, and keep for the others what is on its way."""
@@ -92,7 +85,8 @@ class Clearing:
                 continue
             wanted, ask = found[0], found[1].ask
             missing = [self._missing(wanted, ask, share) for share in shares]
-            is_coming = all(lacks is not None for lacks in missing) and _is_all(state.floor, ask, shares)
+            is_whole = ask.shape.gpus is None or ask.shape.gpus == sum(share.count for share in shares)
+            is_coming = None not in missing and is_whole and are_one(state.floor, shares)
             if is_coming and any(missing):
                 self._keep(run_id, shares)
                 continue
@@ -105,13 +99,8 @@ class Clearing:
         self._vain.clear()
         self._is_last = True
 
-    def clear(self, wanted: QueuedRun, ask: TimedShape) -> bool:
-        """Ask others to leave for a run that is blocked; return whether room is made for it.
-
-        Args:
-            wanted: the run.
-            ask: what it asks for.
-        """
+    def clear(self, wanted: QueuedRun, ask: Ask) -> bool:
+        """Ask others to leave for a run that is blocked; return whether room is made for it."""
         state = self._state
         key = (ask.shape, "" if state.floor.is_plain else wanted.owner)  # what a class may not, those after it may not
         is_late = self._looked >= LOOKED_MAX or len(state.clearing) >= state.policy.reservations
@@ -302,12 +291,7 @@ def close_to_guests(state: PlannerState) -> list[NodeGroup]:
 def open_to_guests(state: PlannerState, hosts: list[NodeGroup]) -> bool:
     """Let guests in where nobody waits who has more right to be there, and could be there.
 
-    Args:
-        state: after all others were placed.
-        hosts: groups that may have guests.
-
-    Returns:
-        Whether more may be let in than before, and somebody waits who could be.
+    Returns whether more guests may come than before, and a waiting run could be one.
     """
     before = [group.claim for group in hosts]
     claims = _claims(state, hosts)
@@ -327,9 +311,9 @@ def _claims(state: PlannerState, hosts: list[NodeGroup]) -> list[Claim]:
     open_claims = set(range(len(hosts)))
     for line in state.queue.lines():
         if not open_claims:
-            break  # nobody has more right to any of them
+            break  # no run has more right to any of them
         if not (line.ask.shape.pool or line.owner in owners):
-            continue  # whoever names no pool and owns no node has no more right than any other guest
+            continue  # a run that names no pool and whose owner has no node has no more right than any other guest
         wanted, reach = line.rows[0][2], floor.reach(line.ask.shape)
         rights = {number: standing(wanted, hosts[number].sample, floor.terms) for number in open_claims}
         more = [number for number, right in rights.items() if right < claims[number]]
@@ -354,9 +338,3 @@ def _lacking(where: NodeDevices, gpu_type: str, *, is_whole: bool) -> Row:
     """Return the place of a node among those that lack the fewest devices: of so many of them, or of all."""
     all_there = where.node.total[gpu_type] if is_whole else 0
     return (all_there - where.free[gpu_type], where.node.name, where.node.id, gpu_type, where)
-
-
-def _is_all(floor: Capacity, ask: TimedShape, shares: tuple[DeviceShare, ...]) -> bool:
-    """Return whether shares are still what a run asks for, all of them, and what one gang may have."""
-    enough = ask.shape.gpus is None or ask.shape.gpus == sum(share.count for share in shares)
-    return enough and are_one(floor, shares)

@@ -1,10 +1,10 @@
-"""Who of those that wait may start in this tick: what a user has at once under a policy, and what budgets have left.
+"""Concurrency limits: the runs that may start in this tick under policies and budgets.
 
     queue, in order ─▶ GPUs at once: what runs + others like it before it + its own  >  cap? ─▶ held back, and why
                   └──▶ rooms of budgets: is its first reservation left?  ── no ──────────────▶ held back, and why
                   └──▶ let through; what it takes is counted before the next one is looked at
 
-Whoever is let through may start in this tick, or not: what it takes is kept for it until the next look. So no two runs
+A run let through may start in this tick, or not: what it takes is kept for it until the next look. So no two runs
 of one tick are let through for the same money. Runs of a user under a cap that want the same devices come in the order
 of the queue: the first that does not fit is not passed by those behind it, or a large run would never start. Two that
 want different devices may both be let through where there is room for one; `is_full` is asked once more when one of
@@ -28,29 +28,17 @@ _Line = tuple[str, str, str | None, str]
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """A run that waits.
-
-    Attributes:
-        run_id: its identifier.
-        subject: what decides which caps and budgets it counts for.
-        gpus: how many devices it wants; None for all of a node's.
-        gpu_type: of what type; None for whatever there is.
-        grace_s: how long it may take to stop.
-        cpus: cores that it asks for, 0 where it asks for no number of them.
-        memory_bytes: likewise host memory.
-        mandatory: policies that apply beside that of the subject.
-        name: of the run: earlier ones of its owner and name say how long it takes.
-    """
+    """A run that waits."""
 
     run_id: str
-    subject: Subject
-    gpus: int | None
-    gpu_type: str | None = None
-    grace_s: float = 0.0
-    cpus: int = 0
+    subject: Subject  # what decides which caps and budgets it counts for
+    gpus: int | None  # how many devices it wants; None for all of a node's
+    gpu_type: str | None = None  # of what type; None for whatever there is
+    grace_s: float = 0.0  # how long it may take to stop
+    cpus: int = 0  # cores that it asks for, 0 where it asks for no number of them
     memory_bytes: int = 0
-    mandatory: tuple[str, ...] = ()
-    name: str = ""
+    mandatory: tuple[str, ...] = ()  # policies that apply beside that of the subject
+    name: str = ""  # of the run: earlier ones of its owner and name say how long it takes
 
     @property
     def policies(self) -> tuple[str, ...]:
@@ -59,7 +47,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rooms(Protocol):
-    """What budgets have left, counted down while those that wait are looked at."""
+    """The rest of each budget, counted down while the queue is read."""
 
     def take(self, candidate: Candidate) -> str:
         """Take what the first reservation of a run needs; return why that is not there, or "" where it was taken."""
@@ -69,14 +57,7 @@ class Rooms(Protocol):
 def held_back(
     queue: Iterable[Candidate], using: Mapping[Key, int], caps: Mapping[str, int], rooms: Rooms | None = None
 ) -> dict[str, str]:
-    """Return who may not start in this tick, and why: sentences by run.
-
-    Args:
-        queue: those that wait, in order.
-        using: devices that runs have, by policy and owner.
-        caps: the most devices at once that a user has, by policy.
-        rooms: what budgets have left; None where there are none.
-    """
+    """Return who may not start in this tick, and why: sentences by run."""
     counting = _Counting(using, caps)
     found: dict[str, str] = {}
     for candidate in queue:
@@ -93,10 +74,7 @@ def held_back(
 def is_full(cap: int | None, used: int, count: int) -> bool:
     """Return whether so many more devices are more than a user has at once under a policy.
 
-    Args:
-        cap: the most; None for as many as they like.
-        used: what they have.
-        count: what they are to be given.
+    `cap` None means no limit.
     """
     return cap is not None and used + count > cap
 
@@ -111,7 +89,7 @@ class _Counting:
     def __init__(self, using: Mapping[Key, int], caps: Mapping[str, int]) -> None:
         self._using, self._caps = using, caps
         self._taken: dict[_Line, int] = {}
-        self._blocked: set[_Line] = set()  # somebody waits for room there, and is not passed
+        self._blocked: set[_Line] = set()  # a run waits for room there, and is not passed
 
     def why_not(self, candidate: Candidate) -> str:
         found = (self._why_not(candidate, policy) for policy in candidate.policies)

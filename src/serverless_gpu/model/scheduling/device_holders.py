@@ -1,4 +1,4 @@
-"""Who has devices of a node, and until when."""
+"""Runs that have devices of a node, and when they give them back."""
 
 from __future__ import annotations
 
@@ -13,20 +13,16 @@ OVERDUE_NS = 60 * _S
 
 
 class HeldDevices:
-    """Devices of one type that a run has on a node.
-
-    Attributes:
-        count: how many.
-        size: how many it has altogether.
-        likely_ns: when it gives them back, likely; infinite where nobody can say.
-        bound_ns: when at the latest; likewise.
-    """
+    """Devices of one type that a run has on a node."""
 
     __slots__ = ("_guess_ns", "bound_ns", "count", "likely_ns", "running", "size")
 
     def __init__(self, running: RunningRun, count: int) -> None:
+        # `count`: how many.
         self.running, self.count = running, count
-        self.size = sum(share.count for share in running.shares)
+        self.size = sum(share.count for share in running.shares)  # how many it has altogether
+        # `bound_ns`: when at the latest; the same.
+        # `likely_ns`: when it gives them back, likely; infinite where unknown.
         self.likely_ns, self.bound_ns = ends(running)
         self._guess_ns = 0.0
 
@@ -52,7 +48,7 @@ class HeldDevices:
 
 
 def ends(running: RunningRun) -> tuple[float, float]:
-    """Return when a run likely gives its devices back, and when at the latest; infinite where nobody can say."""
+    """Return when a run likely gives its devices back, and when at the latest; infinite where unknown."""
     wanted = running.wanted
     bound = math.inf if wanted.limit_s is None else running.since_ns + wanted.limit_s * _S
     likely = math.inf if wanted.expected_s is None else running.since_ns + wanted.expected_s * _S

@@ -1,4 +1,4 @@
-"""How long a run is likely to have its devices, from how long its like had them: same owner, same name.
+"""Duration estimates, learned from earlier runs of the same owner and name.
 
     last 20 that ended by themselves, newest first ─▶ fewer than 3: nothing is known
                                                    └─▶ the duration that four of five of them stayed within
@@ -39,22 +39,14 @@ def says_no_end(*, expected_s: float | None, limit_s: float | None, capped: bool
 
 
 def limit_s(timeout_s: float | None, grace_s: float, *, start_s: float = START_S) -> float | None:
-    """Return for how long a run has its devices at most, from when it gets them, or None without a time limit.
-
-    Args:
-        timeout_s: its time limit, from the first byte of user code on.
-        grace_s: how long it may take to leave once it is asked to.
-        start_s: how long it takes until user code begins: at most, or as it was.
-    """
+    """Return for how long a run has its devices at most, from when it gets them, or None without a time limit."""
     return None if timeout_s is None else start_s + timeout_s + grace_s + LEAVING_S
 
 
 def expected_s(durations_s: Iterable[float]) -> float | None:
     """Return how long a run is likely to have its devices, or None while too little is known.
 
-    Args:
-        durations_s: how long earlier ones of the same owner and name had theirs, newest first. Only those count that
-            succeeded: one that failed, was stopped or ran into its limit says little about how long it takes.
+    `durations_s` holds earlier successful runs of the owner and name, newest first.
     """
     samples = sorted(islice(durations_s, SAMPLES_MAX))
     if len(samples) < SAMPLES_MIN:
@@ -71,13 +63,7 @@ def longest_s(durations_s: Iterable[float]) -> float | None:
 def over_after_s(elapsed_s: float, *, expected_s: float | None, limit_s: float | None) -> tuple[float | None, bool]:
     """Return after how many seconds from its start a run gives its devices back, and whether that is the latest.
 
-    Args:
-        elapsed_s: how long it has had them.
-        expected_s: how long that was likely to be.
-        limit_s: how long it may be at most.
-
-    Returns:
-        Seconds, None where nobody can say. What is learned counts where it is less than what is declared.
+    Returns None where the end is unknown. A learned time counts where it is less than the declared one.
     """
     if expected_s is None or expected_s <= 0:
         return limit_s, limit_s is not None

@@ -1,4 +1,4 @@
-"""Who had how much: the decayed use of teams and users, and whose turn it is.
+"""Fair share: the decayed use of teams and users, and whose turn it is.
 
     counted(now) = used: GPU-seconds, counted half after each half-life    while devices are held, second by second
                  + an advance for each placement (`entry_penalty_s`)       until the run ends, then given back whole
@@ -10,7 +10,7 @@ however short their runs are.
 A user without a team is a team of their own, ``"~name"``. A CPU slot counts as a small part of a GPU: it has to count
 something, or who asks for a thousand of them has no end of turns.
 
-Changes of what somebody holds come without a time; they count from the next decision on (`settle`).
+Changes of what a user holds come without a time; they count from the next decision on (`settle`).
 """
 
 from __future__ import annotations
@@ -60,11 +60,7 @@ class _Account:
 
 
 class Fairness:
-    """Accounts of teams and users.
-
-    Args:
-        policy: half-life, entry penalty and weights.
-    """
+    """Accounts of teams and users. policy: half-life, entry penalty and weights."""
 
     def __init__(self, policy: QueuePolicy) -> None:
         self._teams: dict[str, _Account] = {}
@@ -135,14 +131,11 @@ class Fairness:
         self._begun.clear()
         if now_ns - self._swept_ns >= _SWEEP_NS:
             self._swept_ns = now_ns
-            self._sweep()
-
-    def _sweep(self) -> None:
-        """Forget whose use has decayed to nothing: else there is an account of everybody who ever was."""
-        keys = {key for key, *_ in self._held.values()}
-        teams = {team for team, _ in keys}
-        self._users = {key: each for key, each in self._users.items() if key in keys or self._is_left(each)}
-        self._teams = {name: each for name, each in self._teams.items() if name in teams or self._is_left(each)}
+            # Forget accounts that have decayed to nothing: else every past user would keep one.
+            keys = {key for key, *_ in self._held.values()}
+            teams = {team for team, _ in keys}
+            self._users = {key: each for key, each in self._users.items() if key in keys or self._is_left(each)}
+            self._teams = {name: each for name, each in self._teams.items() if name in teams or self._is_left(each)}
 
     def _is_left(self, account: _Account) -> bool:
         return account.rate > 0 or self._current(account) >= _FORGOTTEN
@@ -177,11 +170,7 @@ class Fairness:
     def is_behind(self, team: str, owner: str, due: float, most: list[tuple[float, str]]) -> bool:
         """Return whether a team, or a user of it, would have to use so much more to have what another one has.
 
-        Args:
-            team: name.
-            owner: the user; "" for the team.
-            due: GPU-seconds.
-            most: use by weight and name of those that had the most.
+        `due` is in GPU-seconds; an `owner` of "" means the whole team.
         """
         name, mine = (owner, self.user(team, owner)) if owner else (team, self.team(team))
         is_team = not owner and not team.startswith("~")

@@ -35,25 +35,14 @@ class FeasibleRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Shortage(msgspec.Struct, frozen=True, kw_only=True):
-    """Nodes that could never serve a run.
+    """Nodes that could never serve a run."""
 
-    Attributes:
-        why: in words that name no option of a client.
-        choices: similar requests that these nodes could serve, the most similar first.
-    """
-
-    why: str
-    choices: tuple[FeasibleRequest, ...] = ()
+    why: str  # in words that name no option of a client
+    choices: tuple[FeasibleRequest, ...] = ()  # similar requests that these nodes could serve, the most similar first
 
 
 def shortage(nodes: Sequence[Node], pools: Iterable[Pool], wanted: QueuedRun) -> Shortage | None:
-    """Return why none of these nodes could ever serve a run, or None when one could.
-
-    Args:
-        nodes: those that count, whether they can be used now or not.
-        pools: their pools.
-        wanted: the run.
-    """
+    """Return why none of these nodes could ever serve a run, or None when one could."""
     planner = Planner()
     planner.apply([*map(PoolSeen, pools), *map(NodeSeen, nodes)])
     why = planner.impossible(wanted)
@@ -66,7 +55,9 @@ def shortage(nodes: Sequence[Node], pools: Iterable[Pool], wanted: QueuedRun) ->
 def _similar(nodes: Sequence[Node], wanted: QueuedRun) -> Iterator[FeasibleRequest]:
     """Yield requests that differ in as little as possible; GPUs come before CPU slots."""
     pools = sorted({node.pool for node in nodes} - {wanted.pool, ""})
-    types = sorted({name for node in nodes for name, count in node.total.items() if count}, key=_gpus_first)
+    types = sorted(
+        {name for node in nodes for name, count in node.total.items() if count}, key=lambda name: (name == CPU, name)
+    )
     sizes = sorted({count for node in nodes for count in node.total.values() if count}, reverse=True)
     fewer = [size for size in sizes if wanted.gpus is not None and size < wanted.gpus]
     others = [name for name in types if name != wanted.gpu_type]
@@ -79,10 +70,6 @@ def _similar(nodes: Sequence[Node], wanted: QueuedRun) -> Iterator[FeasibleReque
         yield FeasibleRequest(gpu_type=name)
         yield from (FeasibleRequest(gpu_type=name, gpus=size) for size in fewer)
     yield from (FeasibleRequest(gpu_type=name, pool=pool) for pool in pools for name in others)
-
-
-def _gpus_first(name: str) -> tuple[bool, str]:
-    return name == CPU, name
 
 
 def _changed(wanted: QueuedRun, choice: FeasibleRequest) -> QueuedRun:

@@ -1,4 +1,4 @@
-"""Where a gang starts now, and where a blocked one will: whole or not at all, on devices of one type.
+"""Gang placement: where a gang starts now, whole or not at all, on devices of one type.
 
 now     best fit: the node that keeps the least free; of those alike the first by name
         several nodes: where none could hold it; whole free ones and one part (`multi_node_placement.py`)
@@ -20,21 +20,14 @@ Option = tuple[tuple[int, int, str, str], NodeDevices, str, int]
 """Rank, devices left over, name and identifier; the node, the type, how many."""
 
 
-def place(floor: Capacity, wanted: QueuedRun, ask: TimedShape, now_ns: int) -> tuple[DeviceShare, ...] | None:
-    """Return devices that a run can have now, or None; nothing is taken.
-
-    Args:
-        floor: what there is.
-        wanted: the run.
-        ask: what it asks for.
-        now_ns: the time.
-    """
+def place(floor: Capacity, wanted: QueuedRun, ask: Ask, now_ns: int) -> tuple[DeviceShare, ...] | None:
+    """Return devices that a run can have now, or None; nothing is taken."""
     avoids = (wanted.avoid, _NOBODY) if wanted.avoid else (_NOBODY,)
     if is_several(floor, wanted, ask):
         ways = (spread(floor, wanted, ask, now_ns, avoid) for avoid in apart(wanted))
         return next((shares for shares in ways if shares is not None), None)
     for avoid in avoids:
-        found = min(_options(floor, wanted, ask, now_ns, avoid), key=_first, default=None)
+        found = min(_options(floor, wanted, ask, now_ns, avoid), key=lambda option: option[0], default=None)
         if found is not None:
             _, where, gpu_type, count = found
             return (DeviceShare(node_id=where.node.id, gpu_type=gpu_type, count=count),)
@@ -60,13 +53,7 @@ def take(floor: Capacity, shares: tuple[DeviceShare, ...], wanted: QueuedRun, as
             book.take(share.count, floor.ends(wanted, ask, now_ns))
 
 
-def _first(option: Option) -> tuple[int, int, str, str]:
-    return option[0]
-
-
-def _options(
-    floor: Capacity, wanted: QueuedRun, ask: TimedShape, now_ns: int, avoid: frozenset[str]
-) -> Iterator[Option]:
+def _options(floor: Capacity, wanted: QueuedRun, ask: Ask, now_ns: int, avoid: frozenset[str]) -> Iterator[Option]:
     reach = floor.reach(ask.shape)
     count = ask.shape.gpus
     for group, types, pool in reach.entries:

@@ -1,4 +1,4 @@
-"""What can never be, said at once: nothing that has joined can serve such a run (F82)."""
+"""Messages about requests that nothing that has joined can ever serve (F82)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from serverless_gpu.model.gangs.crew import NODES_MAX
 from serverless_gpu.model.hardware import CPU, matches
 from serverless_gpu.model.scheduling.capacity import Capacity, has_python
 from serverless_gpu.model.scheduling.multi_node_placement import most, sizes
-from serverless_gpu.model.scheduling.node_capacity import NodeDevices
 from serverless_gpu.model.scheduling.preemption import could_use, is_open
 from serverless_gpu.model.scheduling.request_shapes import TimedShape
 from serverless_gpu.model.scheduling.values import Node, QueuedRun
@@ -38,7 +37,7 @@ def could_be(floor: Capacity, wanted: QueuedRun, ask: TimedShape) -> bool:
 
 
 def _sentence(floor: Capacity, wanted: QueuedRun) -> str:
-    nodes = [place.node for place in sorted(floor.places.values(), key=_by_name)]
+    nodes = [place.node for place in sorted(floor.places.values(), key=lambda place: (place.node.name, place.node.id))]
     admitted = [node for node in nodes if _admits(floor, node, wanted)]
     open_to = [node for node in admitted if is_open(wanted, node)]
     if admitted and not open_to:
@@ -52,10 +51,6 @@ def _sentence(floor: Capacity, wanted: QueuedRun) -> str:
     anywhere = msgspec.structs.replace(wanted, machine="")
     beyond = [node for node in nodes if _admits(floor, node, anywhere) and is_open(wanted, node)]
     return _lacking(wanted, open_to) + _instead(wanted, beyond)
-
-
-def _by_name(place: NodeDevices) -> tuple[str, str]:
-    return place.node.name, place.node.id
 
 
 def _admits(floor: Capacity, node: Node, wanted: QueuedRun) -> bool:
@@ -81,7 +76,10 @@ def _nowhere(floor: Capacity, wanted: QueuedRun, nodes: Sequence[Node]) -> str:
         return f"made on {wanted.platform}, and the nodes are {', '.join(platforms)}"
     in_reach = [node for node in here if could_use(wanted, node, floor.terms)]
     if in_reach and not any(_has_python(node, wanted) for node in in_reach):
-        pythons = sorted({python for node in in_reach for python in node.pythons}, key=_version)
+        pythons = sorted(
+            {python for node in in_reach for python in node.pythons},
+            key=lambda python: tuple(int(part) if part.isdigit() else 0 for part in python.split(".")),
+        )
         return f"needs Python {wanted.python}, and the nodes have {', '.join(pythons)}; `uv python install` adds one"
     if not wanted.pool and not in_reach:
         pools = sorted({node.pool for node in here})
@@ -94,10 +92,6 @@ def _nowhere(floor: Capacity, wanted: QueuedRun, nodes: Sequence[Node]) -> str:
         return f"every node is in a reserved pool, which has to be named: {', '.join(pools)}{or_lent}"
     where = f" of pool {wanted.pool!r}" if wanted.pool else ""
     return f"no node{where} is what it needs ({wanted.platform or 'its own machine'})"
-
-
-def _version(python: str) -> tuple[int, ...]:
-    return tuple(int(part) if part.isdigit() else 0 for part in python.split("."))
 
 
 def _lacking(wanted: QueuedRun, eligible: Sequence[Node]) -> str:

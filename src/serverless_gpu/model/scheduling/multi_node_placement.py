@@ -32,14 +32,8 @@ _Option = tuple[tuple[int, int, int], tuple[DeviceShare, ...]]
 """How many nodes, what is left over on the last one, the largest size; what the gang has."""
 
 
-def is_several(floor: Capacity, wanted: QueuedRun, ask: TimedShape) -> bool:
-    """Return whether a run has several nodes: it may, and none that it may ever use could hold it.
-
-    Args:
-        floor: what there is.
-        wanted: the run.
-        ask: what it asks for.
-    """
+def is_several(floor: Capacity, wanted: QueuedRun, ask: Ask) -> bool:
+    """Return whether a run has several nodes: it may, and none that it may ever use could hold it."""
     return ask.shape.several and ask.shape.gpus is not None and ask.shape.gpus > largest(floor, wanted, ask)
 
 
@@ -92,13 +86,6 @@ def spread(
     """Return devices of several nodes that a gang can have now, lent ones only where there is nothing else; or None.
 
     What is kept for the gang itself counts as free.
-
-    Args:
-        floor: what there is.
-        wanted: the gang.
-        ask: what it asks for.
-        now_ns: the time.
-        avoid: nodes that are left out.
     """
     stocks = _stocks(floor, wanted, ask, now_ns)
     count = ask.shape.gpus or 0

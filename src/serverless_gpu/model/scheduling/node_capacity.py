@@ -76,20 +76,15 @@ class Index:
 
 
 class NodeGroup:
-    """Nodes that the same runs may use.
-
-    Attributes:
-        sample: one of its nodes: all of them are the same in what decides that.
-        is_plain: whether nobody's calendar has to be asked.
-        claim: the most right to these nodes that anybody has who waits for one: those with less have to wait, too.
-    """
+    """Nodes that the same runs may use."""
 
     __slots__ = ("_kept", "claim", "index", "is_plain", "members", "number", "order", "sample")
 
     def __init__(self, sample: Node, number: int) -> None:
+        # `sample`: one of its nodes: all of them are the same in what decides that.
         self.sample, self.number = sample, number
-        self.is_plain = not sample.owner and sample.shared and sample.turns_ns is None
-        self.claim = NO_CLAIM
+        self.is_plain = not sample.owner and sample.shared and sample.turns_ns is None  # no calendar has to be asked
+        self.claim = NO_CLAIM  # the highest claim to these nodes among waiting runs: those with less have to wait, too
         self.members: dict[str, NodeDevices] = {}
         self.order: list[tuple[str, str, NodeDevices]] = []
         self.index: dict[str, Index] = {}
@@ -134,14 +129,7 @@ class NodeGroup:
         return sorted(name for name, index in self.index.items() if index.totals)
 
     def rank(self, terms: Terms, wanted: QueuedRun, pool: Pool | None, now_ns: int) -> int | None:
-        """Return whether a run may start here now: first the owner's own nodes, last what is lent; None for no.
-
-        Args:
-            terms: what the operator decided.
-            wanted: the run.
-            pool: what the group's nodes are of, where they would be lent.
-            now_ns: the time.
-        """
+        """Return whether a run may start here now: first the owner's own nodes, last what is lent; None for no."""
         if pool is None and self.is_plain:
             return 0
         if standing(wanted, self.sample, terms) > self.claim or not may_use(wanted, self.sample, terms, now_ns):
@@ -178,7 +166,7 @@ class NodeDevices:
         return PromiseBook(likely, bound)
 
     def ready(self, gpu_type: str, count: int, now_ns: int) -> Readiness:
-        """Return when so many devices are free: likely, and at the latest; infinite where nobody can say."""
+        """Return when so many devices are free: likely, and at the latest; infinite where unknown."""
         missing = count - self.free[gpu_type]
         if missing <= 0:
             return now_ns, now_ns, math.inf
@@ -219,11 +207,7 @@ def _enough(releases: list[tuple[float, int]], missing: int) -> float:
 
 
 def together(sizes: Mapping[int, int]) -> int:
-    """Return how many devices a gang has at most that has as many nodes as it may.
-
-    Args:
-        sizes: how many nodes have how many devices.
-    """
+    """Return how many devices a gang has at most that has as many nodes as it may."""
     most, nodes = 0, NODES_MAX
     for size in sorted(sizes, reverse=True):
         number = min(nodes, sizes[size])
@@ -239,27 +223,23 @@ Single = tuple[NodeDevices, tuple[str, ...], Pool | None]
 
 
 class ShapeNodes:
-    """What a shape may use.
-
-    Attributes:
-        entries: groups, with the types that will do and the pool that would lend them.
-        singles: nodes apart from their groups, by identifier: the caller's own machine, or the only one that will do.
-        whole: devices that make a whole node.
-        most: the most that a gang on several nodes can ever have.
-        kind: groups and types, by their numbers: who is in line for the same.
-        weight: by what the waiting of a run is divided, once that was found out.
-        is_lent: whether some of it would be lent by a reserved pool.
-    """
+    """The nodes that a shape may use."""
 
     __slots__ = ("entries", "is_lent", "kind", "most", "singles", "weight", "whole")
 
     def __init__(self, entries: list[Entry], singles: dict[str, Single]) -> None:
+        # `singles`: nodes apart from their groups, by identifier: the caller's own machine, or the only one that will
+        # do.
+        # `entries`: groups, with the types that will do and the pool that would lend them.
         self.entries, self.singles = entries, singles
+        # `most`: the most that a gang on several nodes can ever have.
+        # `whole`: devices that make a whole node.
         self.whole = self.most = 0
-        self.weight: float | None = None
+        self.weight: float | None = None  # by what the waiting of a run is divided, once that was found out
         groups = [(group.number, name) for group, types, _ in entries for name in types]
         alone = [(place.group.number, name) for place, types, _ in singles.values() for name in types]
-        self.kind = frozenset((*groups, *alone))
+        self.kind = frozenset((*groups, *alone))  # groups and types, by their numbers: who is in line for the same
+        # Whether some of it would be lent by a reserved pool.
         self.is_lent = any(pool is not None for *_, pool in (*entries, *singles.values()))
 
     def of(self, place: NodeDevices) -> tuple[tuple[str, ...], Pool | None] | None:

@@ -1,7 +1,7 @@
 """Orders of nodes that are kept from pass to pass: only nodes that have changed are looked at again.
 
     a node changes, or what was thought of it expires  ─▶ the node is stale in each order that it belongs to
-    a pass reads an order                              ─▶ stale nodes take their places anew; the others stay
+    a pass reads an order                              ─▶ stale nodes take new places; the others stay
 
 An order says what a look at every node would say. It saves these looks, and decides nothing.
 """
@@ -25,9 +25,8 @@ _REBUILT = 4
 class NodeOrder(Generic[_P]):
     """Nodes of one group in one order.
 
-    Args:
-        members: the nodes of the group by identifier; the group changes it.
-        look: what says where a node belongs. No two nodes have the same row.
+    members: the nodes of the group by identifier; the group changes it. look: what says where a node belongs. No two
+    nodes have the same row.
     """
 
     __slots__ = ("_expiries", "_look", "_members", "_rows", "_seen", "_stale")

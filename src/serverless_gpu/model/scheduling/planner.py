@@ -3,12 +3,12 @@
     apply   changes ─▶ queue (who waits), floor (nodes, who has what), fairness (who had how much)
     decide  one pass over the classes (`scheduling_pass.py`): placements, preemptions, and what is kept for whom;
     another one
-            where somebody started elsewhere than was expected. Who leaves is what the last one says
+            where a run started elsewhere than was expected. Who leaves is what the last one says
     why     from what the pass has left behind: what is free, promises, the order (`wait_explanation.py`)
 
 Remembered from pass to pass: who runs, who waits, who had how much; the latest times that were told, and the devices
 (`backfill.py`); for whom others were asked to leave (`cleared_devices.py`); and how long those took that have ended
-(`duration_estimates.py`). A planner that is made anew is told all but the last two: who is leaving then gives room to
+(`duration_estimates.py`). A new planner is given all but the last two: who is leaving then gives room to
 the first who may ask. Asking changes nothing.
 """
 
@@ -48,9 +48,9 @@ from serverless_gpu.model.scheduling.values import (
 _S = 1e9
 _SOON_NS = 1_000_000_000
 _PASSES_MAX = 4
-"""So many passes of one decision: another one follows where what was kept for somebody is not needed any more.
+"""So many passes of one decision: another one follows where what was kept for a run is not needed any more.
 
-After the last of them nobody is asked to leave where one more would have followed: the next decision is soon.
+After the last of them no run is asked to leave where one more would have followed: the next decision is soon.
 """
 
 
@@ -59,8 +59,7 @@ class Planner:
 
     The same changes and the same times in the same order give the same answers.
 
-    Args:
-        policy: what the operator decides.
+    policy: what the operator decides.
     """
 
     def __init__(self, policy: QueuePolicy | None = None) -> None:
@@ -95,7 +94,7 @@ class Planner:
                     state.promises[reservation.run_id] = reservation
 
     def _start(self, running: RunningRun) -> None:
-        """Take note that a run has devices, whoever gave them."""
+        """Record that a run has devices."""
         state, run_id = self._state, running.wanted.run_id
         state.queue.remove(run_id)
         known = state.running.get(run_id)
@@ -120,11 +119,7 @@ class Planner:
     # --- decisions ---
 
     def decide(self, now_ns: int) -> Decision:
-        """Return who starts and who has to leave, and count it as done.
-
-        Args:
-            now_ns: the time; never less than before.
-        """
+        """Return who starts and who has to leave, and count it as done. `now_ns` never goes back."""
         placements: list[Placement] = []
         preemptions: tuple[Preemption, ...] = ()
         wakes: list[int | None] = []
@@ -144,7 +139,7 @@ class Planner:
         return Decision(placements=tuple(placements), preemptions=preemptions, wake_ns=wake_ns)
 
     def _wake_ns(self, now_ns: int, ripe_ns: int | None) -> int | None:
-        """Return when something changes by itself: somebody lines up, comes under the guard, or a calendar turns."""
+        """Return when the state next changes by itself: a new run in line or under the guard, or a calendar."""
         state = self._state
         times = [ripe_ns, state.queue.next_ns(), state.floor.turns_ns(now_ns)]
         oldest_ns = state.queue.oldest_ns()
@@ -175,12 +170,7 @@ class Planner:
         return never_served(self._state, wanted, self._state.queue.ask(wanted))
 
     def queue(self, now_ns: int, limit: int) -> tuple[str, ...]:
-        """Return who waits, in the order in which they are served; those that are left alone until later come last.
-
-        Args:
-            now_ns: the time.
-            limit: so many at most.
-        """
+        """Return who waits, in the order in which they are served; those that are left alone until later come last."""
         return wait_explanation.queue(self._state, now_ns, limit)
 
     def promises(self) -> dict[str, Reservation]:

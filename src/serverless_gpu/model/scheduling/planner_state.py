@@ -1,4 +1,4 @@
-"""What a planner keeps from change to change, and what its last pass left behind."""
+"""State of the planner between changes, and the results of its last pass."""
 
 from __future__ import annotations
 
@@ -13,32 +13,23 @@ _S = 1e9
 
 
 class PlannerState:
-    """Everything that waits and runs, and what it can run on.
-
-    Attributes:
-        policy: what the operator decides.
-        queue: who waits.
-        floor: nodes, and who has what of them.
-        fairness: who had how much.
-        running: who has devices.
-        reservations: what the last pass kept or promised, by run, in the order of the queue.
-        ended: who has given devices back since the last pass.
-        promises: latest times that were told, and the devices: they stay over passes.
-        clearing: for whom others were asked to leave, and what is kept for each of them until it starts.
-        number: of the last pass.
-        now_ns: the time of the last pass.
-    """
+    """Everything that waits and runs, and what it can run on."""
 
     def __init__(self, policy: QueuePolicy) -> None:
-        self.policy = policy
+        self.policy = policy  # what the operator decides
+        # `fairness`: who had how much.
+        # `floor`: nodes, and who has what of them.
         self.queue, self.floor, self.fairness = Queue(), Capacity(policy), Fairness(policy)
-        self.running: dict[str, RunningRun] = {}
+        self.running: dict[str, RunningRun] = {}  # who has devices
+        # What the last pass kept or promised, by run, in the order of the queue.
         self.reservations: dict[str, Reservation] = {}
-        self.ended: list[RunningRun] = []
+        self.ended: list[RunningRun] = []  # who has given devices back since the last pass
+        # Latest times that were told, and the devices: they stay over passes.
         self.promises: dict[str, Reservation] = {}
+        # For whom others were asked to leave, and what is kept for each of them until it starts.
         self.clearing: dict[str, tuple[DeviceShare, ...]] = {}
         self.number = 0
-        self.now_ns = 0
+        self.now_ns = 0  # the time of the last pass
 
     def set_policy(self, policy: QueuePolicy) -> None:
         """Decide otherwise from now on."""
@@ -66,7 +57,7 @@ class PlannerState:
     def score(self, ask: TimedShape, queued_ns: int, now_ns: int) -> float:
         """Return how far ahead a run is among those of its user: by how long it has waited, small ones sooner.
 
-        A gang waits the longer the more it needs, and whoever is let in before it makes it wait longer still; so its
+        A gang waits the longer the more it needs, and each run let in before it makes it wait longer still; so its
         waiting counts less by the root of its size only, and more when it needs whole nodes, which are rarely free.
         """
         return (now_ns - queued_ns) / self.weight(ask)

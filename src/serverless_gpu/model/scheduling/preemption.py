@@ -1,17 +1,17 @@
-"""Who has to leave so that another one finds room, and who may be where only as long as nobody else wants it.
+"""Preemption: the runs that leave so that another one finds room, and the right to be on a node.
 
     a run is blocked ─▶ where could it be (sites) ─▶ who there may be asked ─▶ the cheapest set that makes room
                                                      │
       by right      the own runs of a pool that lends, the owner of a node whose owner is first: at once
       by class      CRITICAL > NORMAL > BEST_EFFORT: after a minimum time, and a few times in the life of a run
 
-Nobody is asked who cannot go on later (`preemptible`). What is lost is device-seconds since the start; the set with the
-least is taken, by right before by class and of the lowest class that will do, and nobody in it who could stay. So the
+Only runs that can go on later leave (`preemptible`). What is lost is device-seconds since the start; the set with the
+least is taken, by right before by class and of the lowest class that will do, and no run in it that could stay. So the
 youngest leave first.
 
 What makes loops impossible: on each node there is one order, standing there and then class, and only who is above in it
-pushes out who is below; what becomes free is kept for whom it was made free; and a guest is let in only while nobody
-waits who could push it out by right.
+pushes out who is below; what becomes free is kept for whom it was made free; and a guest is let in only while no run
+waits that could push it out by right.
 
 Failure cases: those who could make room are too young, then it is said when they are not. Devices that a run which
 cannot leave has borrowed come back by themselves: it was let in because the time limit that it declared is no longer
@@ -46,45 +46,33 @@ _NS = 1_000_000_000
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
-    """What the operator decided; a pool that is not among them is an on-demand one."""
+    """The operator's decisions; a pool without an entry is an on-demand one."""
 
     policy: QueuePolicy
     pools: Mapping[str, Pool] = {}
 
 
 class Site(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A node where a gang, or a part of one, could be.
-
-    Attributes:
-        gpu_type: of the devices that it would have there.
-        need: how many; of a gang that needs several nodes all that the node has to give.
-        free: those that it could have at once, and those of runs that are leaving already, promised to nobody else.
-        holders: who has devices there.
-    """
+    """A node where a gang, or a part of one, could be."""
 
     node: Node
-    gpu_type: str
-    need: int
-    free: int
-    holders: tuple[RunningRun, ...] = ()
+    gpu_type: str  # of the devices that it would have there
+    need: int  # how many; of a gang that needs several nodes all that the node has to give
+    free: int  # those that it could have at once, and those of runs that are leaving already, promised to no other run
+    holders: tuple[RunningRun, ...] = ()  # who has devices there
 
 
-class PreemptionPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be done for a gang that is blocked.
+class Room(msgspec.Struct, frozen=True, kw_only=True):
+    """The steps that make room for a blocked gang."""
 
-    Attributes:
-        preemptions: who is to be asked to leave; nobody when enough is coming already.
-        shares: what is then to be kept for the gang until it starts; empty when nothing can be done now.
-        wake_ns: when to ask again, because somebody will have run for long enough; None for never.
-    """
-
-    preemptions: tuple[Preemption, ...] = ()
+    preemptions: tuple[Preemption, ...] = ()  # runs to ask to leave; none when enough is coming already
+    # What is then to be kept for the gang until it starts; empty when nothing can be done now.
     shares: tuple[DeviceShare, ...] = ()
-    wake_ns: int | None = None
+    wake_ns: int | None = None  # when to ask again, because a run will have run for long enough; None for never
 
 
 class _Plan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What it takes to make room on a site."""
+    """The steps that make room on a site."""
 
     site: Site
     victims: tuple[RunningRun, ...] = ()
@@ -95,13 +83,7 @@ class _Plan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 def could_use(wanted: QueuedRun, node: Node, terms: Terms) -> bool:
-    """Return whether a run may ever use a node, as far as pools have a say.
-
-    Args:
-        wanted: the run.
-        node: where.
-        terms: what the operator decided.
-    """
+    """Return whether a run may ever use a node, as far as pools have a say."""
     pool = terms.pools.get(node.pool)
     if pool is not None and pool.single_principal and wanted.second_principal:
         return False
@@ -116,12 +98,7 @@ def could_use(wanted: QueuedRun, node: Node, terms: Terms) -> bool:
 
 
 def is_open(wanted: QueuedRun, node: Node) -> bool:
-    """Return whether a node is ever open to a run, as far as its owner has a say.
-
-    Args:
-        wanted: the run.
-        node: where.
-    """
+    """Return whether a node is ever open to a run, as far as its owner has a say."""
     if node.owner and node.owner == wanted.owner:
         return True
     can_leave = wanted.preemptible or not (node.owner and node.owner_first)
@@ -129,14 +106,7 @@ def is_open(wanted: QueuedRun, node: Node) -> bool:
 
 
 def may_use(wanted: QueuedRun, node: Node, terms: Terms, now_ns: int) -> bool:
-    """Return whether a run may start on a node now, as far as pools, owners and calendars have a say.
-
-    Args:
-        wanted: the run.
-        node: where.
-        terms: what the operator decided.
-        now_ns: the time.
-    """
+    """Return whether a run may start on a node now, as far as pools, owners and calendars have a say."""
     if not could_use(wanted, node, terms):
         return False
     if node.owner and wanted.owner == node.owner:
@@ -144,19 +114,15 @@ def may_use(wanted: QueuedRun, node: Node, terms: Terms, now_ns: int) -> bool:
     if not node.shared or (node.owner and node.owner_first and not wanted.preemptible):
         return False
     left_s = None if node.turns_ns is None else (node.turns_ns - now_ns) / _NS
-    return left_s is None or (left_s > 0 and (wanted.preemptible or _ends_within(wanted, left_s)))
+    if left_s is None or (left_s > 0 and wanted.preemptible):
+        return True
+    return left_s > 0 and wanted.limit_s is not None and wanted.limit_s <= left_s
 
 
 def standing(wanted: QueuedRun, node: Node, terms: Terms) -> tuple[bool, bool]:
     """Return how far a run is from having a right to be on a node: whoever has less pushes out whoever has more.
 
-    Args:
-        wanted: the run.
-        node: where.
-        terms: what the operator decided.
-
-    Returns:
-        Whether it is a guest of the node's owner, and whether it borrows from the node's pool.
+    Returns whether it is a guest of the node's owner, and whether it borrows from the pool.
     """
     pool = terms.pools.get(node.pool)
     return (
@@ -166,32 +132,16 @@ def standing(wanted: QueuedRun, node: Node, terms: Terms) -> tuple[bool, bool]:
 
 
 def has_guests(node: Node, terms: Terms) -> bool:
-    """Return whether runs may differ in how far they are from having a right to a node: see `standing`.
-
-    Args:
-        node: where.
-        terms: what the operator decided.
-    """
+    """Return whether runs may differ in how far they are from having a right to a node: see `standing`."""
     pool = terms.pools.get(node.pool)
     return (bool(node.owner) and node.owner_first) or (pool is not None and pool.reserved)
-
-
-def _ends_within(wanted: QueuedRun, seconds: float) -> bool:
-    return wanted.limit_s is not None and wanted.limit_s <= seconds
 
 
 # --- who leaves -------------------------------------------------------------------------------------------------------
 
 
-def room(wanted: QueuedRun, sites: Sequence[Site], terms: Terms, now_ns: int) -> PreemptionPlan | None:
-    """Return who has to leave so that a gang that is blocked can start, or None when nobody may be asked.
-
-    Args:
-        wanted: the gang.
-        sites: where it could be; of one that may have several nodes, all of these.
-        terms: what the operator decided.
-        now_ns: the time.
-    """
+def room(wanted: QueuedRun, sites: Sequence[Site], terms: Terms, now_ns: int) -> Room | None:
+    """Return the runs to preempt so that a blocked gang can start, or None."""
     search = _Search(wanted, terms, now_ns)
     for highest in search.levels(sites):
         search.highest = highest
@@ -203,14 +153,7 @@ def room(wanted: QueuedRun, sites: Sequence[Site], terms: Terms, now_ns: int) ->
 
 
 def may_ask(wanted: QueuedRun, running: RunningRun, node: Node, terms: Terms) -> int | None:
-    """Return from when on a run may be asked to leave a node for another one, or None for never.
-
-    Args:
-        wanted: who wants the room.
-        running: who would leave.
-        node: where.
-        terms: what the operator decided.
-    """
+    """Return from when on a run may be asked to leave a node for another one, or None for never."""
     if has_guests(node, terms):
         mine, other = standing(wanted, node, terms), standing(running.wanted, node, terms)
         if mine < other:
@@ -234,13 +177,10 @@ def _can_leave(wanted: QueuedRun, running: RunningRun) -> bool:
 
 
 class _Search:
-    """Who may be asked for a run, looked up once for each site.
-
-    Attributes:
-        highest: the highest class that is asked at the moment.
-    """
+    """Preemptible runs for one wanted run, looked up once for each site."""
 
     def __init__(self, wanted: QueuedRun, terms: Terms, now_ns: int) -> None:
+        # `highest`: the highest class that is asked at the moment.
         self.wanted, self.terms, self.now_ns, self.highest = wanted, terms, now_ns, _NOBODY
         self._count = wanted.gpus or 0
         self._known: dict[int, tuple[Site, list[tuple[int, _Candidate]]]] = {}
@@ -301,12 +241,10 @@ def _lost(plans: Sequence[_Plan], now_ns: int) -> int:
 class _Gathering:
     """Whole nodes and a part of another one, of one pool and type, that are together what a gang needs.
 
-    The nodes that lose the least for each device come first. Whoever leaves one node leaves the others, too: these are
-    looked at again without them. All of it is found, or nobody is asked.
+    The nodes that lose the least for each device come first. A run that leaves one node leaves the others: these are
+    looked at again without them. All of it is found, or no run is asked.
 
-    Args:
-        search: whose devices may be asked for.
-        sites: nodes; what each needs is all that it has to give.
+    search: whose devices may be asked for. sites: nodes; what each needs is all that it has to give.
     """
 
     def __init__(self, search: _Search, sites: Sequence[Site]) -> None:
@@ -372,7 +310,7 @@ def _cost(plan: _Plan) -> tuple[int, int, int, str]:
 
 
 def _clear(search: _Search, site: Site) -> _Plan | None:
-    """Return the cheapest way to make room on a site, or None when there is none."""
+    """Return the cheapest way to make room on a site, or None."""
     lacking = site.need - site.free
     if lacking <= 0:
         return _Plan(site=site)

@@ -1,4 +1,4 @@
-"""Where there is somebody who could be asked to leave: devices by node, type and class, kept as runs come and go."""
+"""Index of preemptible devices by node, type and class, updated as runs come and go."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ from serverless_gpu.model.scheduling.values import BEST_EFFORT, DeviceShare, Run
 
 
 class Leavers:
-    """Devices of runs that may be stopped and go on later, and of those that are leaving already.
-
-    Attributes:
-        counts: by node and type: of each class, and at last of those that are leaving; no entry without any.
-    """
+    """Devices of runs that may be stopped and go on later, and of those that are leaving already."""
 
     def __init__(self) -> None:
+        # By node and type: of each class, and at last of those that are leaving; no entry without any.
         self.counts: dict[tuple[str, str], list[int]] = {}
 
     def __bool__(self) -> bool:
@@ -34,12 +31,6 @@ class Leavers:
         return 0 if counts is None else counts[-1]
 
     def most(self, node_id: str, gpu_type: str, above: int) -> int:
-        """Return how many devices of a node could get free at most.
-
-        Args:
-            node_id: the node.
-            gpu_type: of the devices.
-            above: of the classes after that one, and of those that are leaving.
-        """
+        """Return how many devices of a node could get free at most."""
         counts = self.counts.get((node_id, gpu_type))
         return 0 if counts is None else sum(counts[above + 1 :])

@@ -24,14 +24,8 @@ def never_served(state: PlannerState, wanted: QueuedRun, ask: TimedShape) -> str
     return impossible(state.floor, allowed, state.queue.ask(allowed))
 
 
-def isolation_problem(state: PlannerState, wanted: QueuedRun, ask: TimedShape) -> str:
-    """Return why isolation keeps a run from every node that would do, and the remedy, or "".
-
-    Args:
-        state: of the planner.
-        wanted: a run that some node could serve.
-        ask: of that run.
-    """
+def isolation_problem(state: PlannerState, wanted: QueuedRun, ask: Ask) -> str:
+    """Return why isolation keeps a run from every node that would do, and the remedy, or ""."""
     if not wanted.second_principal or not impossible(state.floor, wanted, ask):
         return ""
     pools = state.floor.terms.pools

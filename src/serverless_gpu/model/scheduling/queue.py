@@ -1,4 +1,4 @@
-"""Who waits: by class, then team, then user, then what they want.
+"""The queue: waiting runs by class, then team, then user, then request.
 
     class ─▶ team ─▶ user ─▶ line      a line: runs of one user that ask for the same, the oldest first
 
@@ -22,20 +22,16 @@ LineKey = tuple[int, str, str, int]
 
 
 class QueueLine:
-    """Runs of one user that ask for the same, the oldest first.
-
-    Attributes:
-        rows: since when each waits, its identifier, what it wants.
-        blocked: as that of its ask, for those who can be told apart by whose they are.
-        skipped: those at the head that the pass under way has looked at; they stay.
-    """
+    """Runs of one user that ask for the same, the oldest first."""
 
     __slots__ = ("ask", "blocked", "key", "owner", "rows", "skipped", "team")
 
     def __init__(self, key: LineKey, ask: TimedShape) -> None:
         self.key, self.ask = key, ask
         _, self.team, self.owner, _ = key
-        self.rows: list[tuple[int, str, QueuedRun]] = []
+        self.rows: list[tuple[int, str, QueuedRun]] = []  # since when each waits, its identifier, what it wants
+        # `skipped`: those at the head that the pass under way has looked at; they stay.
+        # `blocked`: as that of its ask, for those who can be told apart by whose they are.
         self.blocked = self.skipped = 0
 
 
@@ -43,14 +39,10 @@ Users = dict[str, list[QueueLine]]
 
 
 class Queue:
-    """Everything that waits.
-
-    Attributes:
-        classes: lines by class, team and user.
-    """
+    """Everything that waits."""
 
     def __init__(self) -> None:
-        self.classes: dict[int, dict[str, Users]] = {}
+        self.classes: dict[int, dict[str, Users]] = {}  # lines by class, team and user
         self._waiting: dict[str, tuple[QueuedRun, QueueLine]] = {}
         self._lines: dict[LineKey, QueueLine] = {}
         self._shapes: WeakValueDictionary[tuple[object, ...], Shape] = WeakValueDictionary()

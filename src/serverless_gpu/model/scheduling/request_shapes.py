@@ -1,4 +1,4 @@
-"""What can be wanted, whoever wants it: runs that want the same share one value, and what was found out for it."""
+"""Request shapes: runs that want the same share one value, and what was found out for it."""
 
 from __future__ import annotations
 
@@ -9,20 +9,12 @@ from serverless_gpu.model.scheduling.values import BEST_EFFORT, Node, QueuedRun
 
 _LEARNED, _DECLARED = 1.5, 1.1
 _MINUTES_MAX = 60
-"""Runs share a line whose durations differ by less: a line has the exact ones of whoever is at its head."""
+"""Runs share a line whose durations differ by less: a line has the exact ones of its head."""
 _WALLS_MAX = 128
 
 
 class Shape:
-    """What is wanted, apart from how long and by whom.
-
-    Attributes:
-        number: its own; the floor remembers by it what is in reach.
-        blocked: number of the last pass in which it was found that nothing more of it fits, whoever asks.
-        walls: what was found not to fit in the pass `walls_of`: how long it would likely take, and at most; of two of
-            which one takes longer by both only the other is there, so one rises while the other falls.
-        unreserved: number of the last pass in which it was found that nothing more is reserved for it.
-    """
+    """A request apart from its duration and its owner."""
 
     __slots__ = (
         "__weakref__",
@@ -44,12 +36,16 @@ class Shape:
     )
 
     def __init__(self, wanted: QueuedRun, number: int = -1) -> None:
-        self.number = number
+        self.number = number  # its own; the floor remembers by it what is in reach
         self.gpus, self.gpu_type, self.several = wanted.gpus, wanted.gpu_type, wanted.several_nodes
         self.pool, self.machine, self.platform = wanted.pool, wanted.machine, wanted.platform
         self.python, self.caller = wanted.python, wanted.caller if wanted.python else ""
         self.second_principal = wanted.second_principal
+        # `unreserved`: number of the last pass in which it was found that nothing more is reserved for it.
+        # `blocked`: number of the last pass in which it was found that nothing more of it fits, for any user.
         self.blocked = self.unreserved = self.walls_of = self.tries = 0
+        # What was found not to fit in the pass `walls_of`: how long it would likely take, and at most; of two of which
+        # one takes longer by both only the other is there, so one rises while the other falls.
         self.walls: list[tuple[float, float]] = []
 
     def needs(self, node: Node, gpu_type: str) -> int:
@@ -84,20 +80,16 @@ class Shape:
         return (wanted.gpus, wanted.gpu_type, wanted.several_nodes, where, wanted.second_principal)
 
 
-class TimedShape:
-    """A shape, and how long it is wanted: all that decides where a run may start, but for its owner.
-
-    Attributes:
-        expected_ns: how long its devices are needed, as learned; infinite where nothing is known.
-        blocked: as that of its shape, for those who can be told apart by how long they run.
-    """
+class Ask:
+    """A shape, and how long it is wanted: all that decides where a run may start, but for its owner."""
 
     __slots__ = ("__weakref__", "blocked", "expected_ns", "number", "shape")
 
     def __init__(self, wanted: QueuedRun, shape: Shape, number: int = -1) -> None:
         self.number, self.shape = number, shape
+        # How long its devices are needed, as learned; infinite where nothing is known.
         self.expected_ns = math.inf if wanted.expected_s is None else rounded(wanted.expected_s, _LEARNED) * 1e9
-        self.blocked = 0
+        self.blocked = 0  # as that of its shape, for those who can be told apart by how long they run
 
     @staticmethod
     def key(wanted: QueuedRun, shape: Shape) -> tuple[object, ...]:
@@ -105,20 +97,15 @@ class TimedShape:
         expected_s = None if wanted.expected_s is None else rounded(wanted.expected_s, _LEARNED)
         limit_s = None if wanted.limit_s is None else rounded(wanted.limit_s, _DECLARED)
         is_lowest = wanted.priority == BEST_EFFORT
-        minutes = _minutes(wanted) if is_lowest and not wanted.preemptible else 0
+        minutes = 0  # decides whether a run may borrow, told apart as finely as pools' times of return usually are
+        if is_lowest and not wanted.preemptible and wanted.limit_s is not None:
+            minutes = min(_MINUTES_MAX, math.ceil((wanted.limit_s - wanted.beyond_s) / 60))
         return (shape.number, limit_s, expected_s, wanted.preemptible, wanted.grace_s, is_lowest, minutes)
 
     def spans(self, wanted: QueuedRun) -> tuple[float, float]:
-        """Return how long one of its runs needs devices: likely, and at most; infinite where nobody can say."""
+        """Return how long one of its runs needs devices: likely, and at most; infinite where unknown."""
         limit_ns = math.inf if wanted.limit_s is None else wanted.limit_s * 1e9
         return min(self.expected_ns, limit_ns), limit_ns
-
-
-def _minutes(wanted: QueuedRun) -> int:
-    """Return what decides whether a run may borrow, told apart as finely as pools' times of return usually are."""
-    if wanted.limit_s is None:
-        return 0
-    return min(_MINUTES_MAX, math.ceil((wanted.limit_s - wanted.beyond_s) / 60))
 
 
 def rounded(seconds: float, step: float) -> float:

@@ -2,7 +2,7 @@
 
     who has waited beyond the guard, the oldest first
     then the team with the least use, of it the user with the least use, of theirs the line whose head is furthest ahead
-      it fits        ─▶ placed and charged; team and user take their places anew
+      it fits        ─▶ placed and charged; team and user take new places
       it does not    ─▶ the line is closed for this pass; if it is a gang, devices are promised to it where it is known
                         when they get free (the first `reservations` gangs), or kept for it where it is nearly there
 
@@ -30,22 +30,15 @@ _Head = tuple[float, int, str, QueueLine]
 
 
 class ClassPass:
-    """One pass, class after class.
-
-    Args:
-        state: what it works on; what it places counts as started at once.
-
-    Attributes:
-        placements: who starts, in the order in which that was decided.
-        is_new: whether somebody was told a latest time: it comes first from now on, so that what is promised after it
-            may lie elsewhere, and leave room.
-        is_stale: whether somebody started elsewhere than where devices were kept for them, or room was made: others may
-            have these, and who was asked to leave may not have to.
-    """
+    """One pass, class after class. state: what it works on; what it places counts as started at once."""
 
     def __init__(self, state: PlannerState) -> None:
         self._state, self._now_ns, self._number = state, state.now_ns, state.number
-        self.placements: list[Placement] = []
+        self.placements: list[Placement] = []  # who starts, in the order in which that was decided
+        # `is_stale`: whether a run started elsewhere than where devices were kept for them, or room was made: others
+        # may have these, and who was asked to leave may not have to.
+        # `is_new`: whether a run was told a latest time: it comes first from now on, so that what is promised after
+        # it may lie elsewhere, and leave room.
         self.is_stale = self.is_new = False
         self.clearing = Clearing(state, self._start)
         self._promised = 0

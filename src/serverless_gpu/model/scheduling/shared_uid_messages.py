@@ -1,4 +1,4 @@
-"""What people read about principals whose runs share one operating-system user on a node."""
+"""Messages about principals whose runs share one operating-system user on a node."""
 
 from __future__ import annotations
 
@@ -11,11 +11,7 @@ REVOKE = "sgpu pool set {pool} --isolation unset"
 
 
 def isolation_sentence(pools: Sequence[str]) -> str:
-    """Return why a run of a second principal waits, and the remedy.
-
-    Args:
-        pools: names of those that would do, sorted.
-    """
+    """Return why a run of a second principal waits, and the remedy."""
     verb = "runs" if len(pools) == 1 else "run"
     return (
         f"{_named(pools)} {verb} the code of one principal only, because all runs there share one operating-system "
@@ -24,13 +20,7 @@ def isolation_sentence(pools: Sequence[str]) -> str:
 
 
 def sharing_warnings(*, principals: Sequence[str], closed: Sequence[str], shared: Sequence[str]) -> list[str]:
-    """Return what operators read about principals that share, or would share, one operating-system user.
-
-    Args:
-        principals: beside the first administrator, by name; without any there is nothing to warn of.
-        closed: pools in which their runs wait.
-        shared: pools in which their runs may start.
-    """
+    """Return what operators read about principals that share, or would share, one operating-system user."""
     if not principals:
         return []
     who, found = ", ".join(some(principals)), []

@@ -1,4 +1,4 @@
-"""What a scheduler is told and what it answers. All times are nanoseconds of one clock that only goes forward.
+"""Values of the scheduler, in and out. All times are nanoseconds of one clock that only goes forward.
 
 The server's clock for this is its wall clock as `server/core/jump_tolerant_clock.py` believes it; a replayed trace's
 begins at 0.
@@ -24,156 +24,107 @@ CRITICAL, NORMAL, BEST_EFFORT = range(3)
 
 
 class QueuePolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """What an operator decides about the queue.
+    """The operator's settings of the queue."""
 
-    Attributes:
-        half_life_s: after so long, use counts half.
-        entry_penalty_s: seconds of its devices that a run is charged in advance while it has them: of two who ask for a
-            thousand runs at once, each gets its turn. Given back when the run ends: what it really used is charged.
-        team_weights: shares of teams, by name; one that is not named has 1.
-        user_weights: shares of users within their team, by name; one that is not named has 1.
-        reservations: so many blocked gangs of the queue have devices reserved ahead.
-        nearly: part of a gang's devices that has to be free for the rest to be waited for when nobody knows how long.
-        patience_s: a blocked gang whose team, or user within their team, is behind another that waits, by so many
-            seconds of the gang's devices, has them kept as they get free: small runs of others do not starve it.
-        gang_lead: waiting counts so many times for a gang that takes a whole node or more.
-        whole_node: how many devices make a whole node; 0 for those of the largest node that a gang could use.
-        node_patience_s: a gang of a whole node for which devices would be kept by `patience_s` waits for so long before
-            they are; until then its node is reserved by a guess.
-        guard_s: a run that has waited for so long is next of all: who comes later starts only what is over, by what is
-            known or guessed, before there is room for it. After twice as long devices are kept for it as they get free.
-        preempt_after_s: an attempt has its devices for so long, counted from its placement, before a run of a higher
-            class may preempt it. Who has a right to the devices (a pool that lends, a node's owner) does not wait.
-        preemptions_max: a run is preempted no more often than that.
-    """
-
-    half_life_s: float = 7 * 86_400.0
+    half_life_s: float = 7 * 86_400.0  # after so long, use counts half
+    # Seconds of its devices that a run is charged in advance while it has them: of two who ask for a thousand runs at
+    # once, each gets its turn. Given back when the run ends: what it really used is charged.
     entry_penalty_s: float = 60.0
-    team_weights: Mapping[str, float] = {}
-    user_weights: Mapping[str, float] = {}
-    reservations: int = 32
+    team_weights: Mapping[str, float] = {}  # shares of teams, by name; one that is not named has 1
+    user_weights: Mapping[str, float] = {}  # shares of users within their team, by name; one that is not named has 1
+    reservations: int = 32  # so many blocked gangs of the queue have devices reserved ahead
+    # Part of a gang's devices that has to be free for the rest to be waited for when the wait is unknown.
     nearly: float = 0.9
+    # A blocked gang whose team, or user within their team, is behind another that waits, by so many seconds of the
+    # gang's devices, has them kept as they get free: small runs of others do not starve it.
     patience_s: float = 3600.0
+    # A gang of a whole node for which devices would be kept by `patience_s` waits for so long before they are; until
+    # then its node is reserved by a guess.
     node_patience_s: float = 3 * 86_400.0
-    gang_lead: float = 10 / 3
-    whole_node: int = 0
+    gang_lead: float = 10 / 3  # waiting counts so many times for a gang that takes a whole node or more
+    whole_node: int = 0  # how many devices make a whole node; 0 for those of the largest node that a gang could use
+    # A run that has waited for so long is next of all: who comes later starts only what is over, by what is known or
+    # guessed, before there is room for it. After twice as long devices are kept for it as they get free.
     guard_s: float = 14 * 86_400.0
+    # An attempt has its devices for so long, counted from its placement, before a run of a higher class may preempt it.
+    # Who has a right to the devices (a pool that lends, a node's owner) does not wait.
     preempt_after_s: float = 600.0
-    preemptions_max: int = 3
+    preemptions_max: int = 3  # a run is preempted no more often than that
 
 
 class Pool(msgspec.Struct, frozen=True, kw_only=True):
-    """Nodes under one policy.
-
-    Attributes:
-        reserved: whether only runs that name it may use it.
-        lends: whether a reserved pool's idle devices are lent to runs of `BEST_EFFORT` that name no pool and can give
-            them back: they may be preempted, or declared a time limit that is no longer than that.
-        return_s: seconds within which who can be preempted has left when the pool's own runs want the devices.
-        single_principal: whether its nodes run the code of one principal only, since they cannot keep several apart.
-    """
+    """Nodes under one policy."""
 
     name: str
-    reserved: bool = False
+    reserved: bool = False  # whether only runs that name it may use it
+    # Whether a reserved pool's idle devices are lent to runs of `BEST_EFFORT` that name no pool and can give them back:
+    # they may be preempted, or declared a time limit that is no longer than that.
     lends: bool = False
+    # Seconds within which who can be preempted has left when the pool's own runs want the devices.
     return_s: float = 300.0
+    # Whether its nodes run the code of one principal only, since they cannot keep several apart.
     single_principal: bool = False
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True):
-    """A node as it can be used now.
-
-    Attributes:
-        pythons: versions of Python that it has; none when that is not known.
-        total: devices by type.
-        outside: those of `total` that others than this server use, or that are in quarantine.
-        left_out: which of those people have left out, and why, in words; "" for none.
-        own: GPU types that the node declares itself.
-        away: why it cannot be used now, in words that follow its name, or "".
-        owner: whose node it is, or "": their runs come first here, those of others have to be able to leave.
-        shared: whether others than its owner may use it now.
-        turns_ns: when `shared` is the other way round by its calendar; None for never. Others start here only what
-            ends before that, or can be preempted.
-        owner_first: whether a waiting run of the owner's pushes out those of others, also while it is shared.
-        crews: whether it can have a part of a gang on several nodes.
-    """
+    """A node as it can be used now."""
 
     id: str
     name: str
     pool: str = ""
     machine: str = ""
     platform: str = ""
-    pythons: tuple[str, ...] = ()
+    pythons: tuple[str, ...] = ()  # versions of Python that it has; none when that is not known
     total: Mapping[str, int]
-    outside: Mapping[str, int] = {}
-    left_out: str = ""
-    own: tuple[GpuType, ...] = ()
-    away: str = ""
-    owner: str = ""
-    shared: bool = True
+    outside: Mapping[str, int] = {}  # those of `total` that others than this server use, or that are in quarantine
+    left_out: str = ""  # which of those people have left out, and why, in words; "" for none
+    own: tuple[GpuType, ...] = ()  # GPU types that the node declares itself
+    away: str = ""  # why it cannot be used now, in words that follow its name, or ""
+    owner: str = ""  # "" for none: their runs come first here, those of others have to be able to leave
+    shared: bool = True  # whether others than its owner may use it now
+    # When `shared` is the other way round by its calendar; None for never. Others start here only what ends before
+    # that, or can be preempted.
     turns_ns: int | None = None
+    # Whether a waiting run of the owner's pushes out those of others, also while it is shared.
     owner_first: bool = False
-    crews: bool = True
+    crews: bool = True  # whether it can have a part of a gang on several nodes
 
 
 class QueuedRun(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A run that waits.
-
-    Attributes:
-        title: what others read: ``"alice/bert-ft"``.
-        owner: the principal that pays for it in the fair share; `team` likewise, "" for none.
-        priority: `CRITICAL`, `NORMAL` or `BEST_EFFORT`.
-        queued_ns: since when it waits.
-        gpus: how many devices; None for all of a node's.
-        gpu_type: canonical name, or None for the only GPU type there is.
-        several_nodes: whether it may have devices of several nodes, if none that it may ever use has as many: as many
-            whole nodes as it takes, and one part, of one type in one pool.
-        alone: what would let it have several, as its owner would write it, or "": ``"without same_node=True"``.
-        apart: pairs of nodes that did not reach each other in an attempt of it: not both, where it can be otherwise.
-        pool: "" for any on-demand pool.
-        machine: the only machine that will do, or "".
-        platform: the only platform that will do, or "".
-        python: the version of Python that it needs, as ``"3.11"``, or "".
-        caller: the machine that has this version in any case, or "".
-        avoid: identifiers of nodes that failed to start it; used when no other is free.
-        not_before_ns: it is left alone until then; 0 for at once.
-        held: what it is told until then.
-        limit_s: the longest that it has devices once it has them, as declared; None for no limit.
-        expected_s: how long that is likely to be, as learned from earlier runs; None where nothing is known.
-        preemptible: whether it may be stopped to make room and goes on later: it asked for `resume`.
-        preemptions: how often that was done to it.
-        beyond_s: what `limit_s` has, or would have, beyond what its owner declares: to start, and to leave.
-        grace_s: how long it may take to leave once it is asked to.
-        second_principal: whether its owner is another principal than the one that a `single_principal` pool serves.
-        capped: whether `limit_s` is what its server or usage policy sets, and its owner declared none that is shorter.
-    """
+    """A run that waits."""
 
     run_id: str
-    title: str
-    owner: str = ""
+    title: str  # shown to others: `"alice/bert-ft"`
+    owner: str = ""  # the principal that pays for it in the fair share; `team` the same, "" for none
     team: str = ""
-    priority: int = NORMAL
-    queued_ns: int
-    gpus: int | None = None
-    gpu_type: str | None = None
+    priority: int = NORMAL  # `CRITICAL`, `NORMAL` or `BEST_EFFORT`
+    queued_ns: int  # since when it waits
+    gpus: int | None = None  # how many devices; None for all of a node's
+    gpu_type: str | None = None  # canonical name, or None for the only GPU type there is
+    # Whether it may have devices of several nodes, if none that it may ever use has as many: as many whole nodes as it
+    # takes, and one part, of one type in one pool.
     several_nodes: bool = False
-    alone: str = ""
-    pool: str = ""
-    machine: str = ""
-    platform: str = ""
-    python: str = ""
-    caller: str = ""
-    avoid: frozenset[str] = frozenset()
+    alone: str = ""  # what would let it have several, as its owner would write it, or "": `"without same_node=True"`
+    pool: str = ""  # "" for any on-demand pool
+    machine: str = ""  # the only machine that will do, or ""
+    platform: str = ""  # the only platform that will do, or ""
+    python: str = ""  # the version of Python that it needs, as `"3.11"`, or ""
+    caller: str = ""  # the machine that has this version in any case, or ""
+    avoid: frozenset[str] = frozenset()  # identifiers of nodes that failed to start it; used when no other is free
+    # Pairs of nodes that did not reach each other in an attempt of it: not both, where it can be otherwise.
     apart: frozenset[tuple[str, str]] = frozenset()
-    not_before_ns: int = 0
-    held: str = ""
-    limit_s: float | None = None
+    not_before_ns: int = 0  # it is left alone until then; 0 for at once
+    held: str = ""  # the reason until then
+    limit_s: float | None = None  # the longest that it has devices once it has them, as declared; None for no limit
+    # How long that is likely to be, as learned from earlier runs; None where nothing is known.
     expected_s: float | None = None
-    preemptible: bool = False
-    preemptions: int = 0
-    grace_s: float = 30.0
-    beyond_s: float = 0.0
+    preemptible: bool = False  # whether it may be stopped to make room and goes on later: it asked for `resume`
+    preemptions: int = 0  # how often that was done to it
+    grace_s: float = 30.0  # how long it may take to leave once it is asked to
+    beyond_s: float = 0.0  # what `limit_s` has, or would have, beyond what its owner declares: to start, and to leave
+    # Whether its owner is another principal than the one that a `single_principal` pool serves.
     second_principal: bool = False
+    # Whether `limit_s` is what its server or usage policy sets, and its owner declared none that is shorter.
     capped: bool = False
 
 
@@ -186,37 +137,23 @@ class DeviceShare(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class RunningRun(msgspec.Struct, frozen=True, kw_only=True):
-    """A run that has devices.
+    """A run that has devices."""
 
-    Attributes:
-        wanted: what it asked for; it waits with that again when it is given back.
-        shares: what it has.
-        since_ns: when it got them.
-        is_leaving: whether it was asked to stop already.
-        leaving_ns: when it was; None where that is not known.
-    """
-
-    wanted: QueuedRun
+    wanted: QueuedRun  # what it asked for; it waits with that again when it is given back
     shares: tuple[DeviceShare, ...]
     since_ns: int
-    is_leaving: bool = False
-    leaving_ns: int | None = None
+    is_leaving: bool = False  # whether it was asked to stop already
+    leaving_ns: int | None = None  # when it was; None where that is not known
 
 
 class Reservation(msgspec.Struct, frozen=True, kw_only=True):
-    """Devices that are kept for a run that is blocked.
-
-    Attributes:
-        shares: which, as far as it is known.
-        at_ns: when they are free; None where nobody can say.
-        is_bound: whether that is the latest time: everybody who has them has declared how long they run at most.
-        likely_ns: when they are likely free, where earlier runs of those names say so and it is before `at_ns`.
-    """
+    """Devices that are kept for a run that is blocked."""
 
     run_id: str
-    shares: tuple[DeviceShare, ...]
-    at_ns: int | None
-    is_bound: bool
+    shares: tuple[DeviceShare, ...]  # which, as far as it is known
+    at_ns: int | None  # when they are free; None where unknown
+    is_bound: bool  # the latest time: all who have them declared how long they run at most
+    # When they are likely free, where earlier runs of those names say so and it is before `at_ns`.
     likely_ns: int | None = None
 
 
@@ -277,15 +214,10 @@ class Used(msgspec.Struct, frozen=True):
 
 
 class TeamUse(msgspec.Struct, frozen=True, kw_only=True):
-    """The decayed use of a team.
+    """The decayed use of a team."""
 
-    Attributes:
-        used_gpu_s: GPU-seconds that its runs had devices, those that go on among them.
-        counted_gpu_s: what decides whose turn it is: the same, and the advance of each run that has devices now.
-    """
-
-    used_gpu_s: float
-    counted_gpu_s: float
+    used_gpu_s: float  # GPU-seconds that its runs had devices, those that go on among them
+    counted_gpu_s: float  # what decides whose turn it is: the same, and the advance of each run that has devices now
 
 
 class Promised(msgspec.Struct, frozen=True):
@@ -308,35 +240,24 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Preemption(msgspec.Struct, frozen=True, kw_only=True):
-    """A run that is to leave so that another one finds room: it is stopped in order and goes on later.
-
-    Attributes:
-        run_id: who leaves.
-        for_run: who gets the room.
-        sentence: what its owner is told.
-    """
+    """A run that is to leave so that another one finds room: it is stopped in order and goes on later."""
 
     run_id: str
     for_run: str
-    sentence: str
+    sentence: str  # what its owner is told
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be done now.
+    """Placements and preemptions to carry out now."""
 
-    Attributes:
-        placements: in the order of the queue; the scheduler counts them as started until it is told otherwise.
-        preemptions: who is to leave; the scheduler counts them as leaving.
-        wake_ns: when to decide again though nothing has changed; None for never.
-    """
-
+    # In the order of the queue; the scheduler counts them as started until it is told otherwise.
     placements: tuple[Placement, ...]
-    preemptions: tuple[Preemption, ...]
-    wake_ns: int | None
+    preemptions: tuple[Preemption, ...]  # who is to leave; the scheduler counts them as leaving
+    wake_ns: int | None  # when to decide again though nothing has changed; None for never
 
 
 class WaitReason(StrEnum):
-    """What a run waits for."""
+    """The thing that a run waits for."""
 
     CAPACITY = "capacity"  # its devices are in use
     RESERVED = "reserved"  # devices are free, and kept for others who are ahead
@@ -350,110 +271,68 @@ class WaitReason(StrEnum):
 
 
 class DeviceHolder(msgspec.Struct, frozen=True, kw_only=True):
-    """Somebody who has devices that are waited for.
-
-    Attributes:
-        until_ns: when they give them back; None where nobody can say.
-        is_bound: whether that is the latest time, as declared.
-        is_leaving: whether it was asked to stop.
-        asked_ns: when it is asked to make room, if it is still there; None for never, and where it is asked already.
-        node: where, of what is waited for on several nodes; else "".
-        likely_ns: when they likely give them back, where earlier runs of that name say so and it is before `until_ns`.
-    """
+    """A run or person with devices that another run waits for."""
 
     title: str
     count: int
-    until_ns: int | None = None
-    is_bound: bool = False
-    is_leaving: bool = False
+    until_ns: int | None = None  # when they give them back; None where unknown
+    is_bound: bool = False  # whether that is the latest time, as declared
+    is_leaving: bool = False  # whether it was asked to stop
+    # When it is asked to make room, if it is still there; None for never, and where it is asked already.
     asked_ns: int | None = None
-    node: str = ""
+    node: str = ""  # where, of what is waited for on several nodes; else ""
+    # When they likely give them back, where earlier runs of that name say so and it is before `until_ns`.
     likely_ns: int | None = None
 
 
 class GangPart(msgspec.Struct, frozen=True, kw_only=True):
-    """What a gang on several nodes waits for on one of them.
-
-    Attributes:
-        node: its name.
-        count: devices that it would have there.
-        free: those that are free there.
-    """
+    """The devices that a gang on several nodes awaits on one of them."""
 
     node: str
-    count: int
-    free: int
+    count: int  # devices that it would have there
+    free: int  # those that are free there
 
 
 class Wait(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a run is not placed, as it is now. `model/scheduling/wait_messages.py` makes a sentence of it.
-
-    Attributes:
-        count: devices that it needs; 0 where that depends on the node.
-        whole: whether it asks for all devices of a node, however many these are.
-        gpu_type: their type; "" where that depends on the node.
-        one_node: whether they have to be on one node.
-        nodes: those where it fits soonest, of a gang on several.
-        node: name of the node where it fits soonest, or "".
-        free: devices of its kind that are free there.
-        outside: those that others than this server use there, or that are in quarantine.
-        holders: who has the others, those who leave first first.
-        ahead: title of the run for which what is free is kept, or "".
-        kept_ns: from when on that run has it, where what ends before may start; None for now.
-        spare_s: a run that declares no more than that would start now, in what is kept; 0 for none.
-        place: its place among those that want the same kind of devices; 1 is the next, 0 is none: it is not in line.
-        at_ns: when it starts, where it has a reservation or everything is known; `is_bound`: at the latest.
-        owner: whose `node` it is, where a calendar is the reason.
-        turns_ns: when that node changes hands by its calendar: it is shared from then on where nothing counts as free
-            now, and its owner's from then on where something does.
-        words: what is to be said beyond that, or in place of it.
-        likely_ns: when it likely starts, where earlier runs of those names say so and it is before `at_ns`.
-        ends_ns: when it ends without a start if nothing that could serve it joins; None for never.
-    """
+    """The reason for which a run waits. `model/scheduling/wait_messages.py` renders it."""
 
     run_id: str
     reason: WaitReason
-    count: int = 0
-    whole: bool = False
-    gpu_type: str = ""
-    one_node: bool = True
-    nodes: tuple[GangPart, ...] = ()
-    node: str = ""
-    free: int = 0
-    outside: int = 0
-    holders: tuple[DeviceHolder, ...] = ()
-    ahead: str = ""
-    kept_ns: int | None = None
-    spare_s: float = 0.0
+    count: int = 0  # devices that it needs; 0 where that depends on the node
+    whole: bool = False  # whether it asks for all devices of a node, however many these are
+    gpu_type: str = ""  # their type; "" where that depends on the node
+    one_node: bool = True  # whether they have to be on one node
+    nodes: tuple[GangPart, ...] = ()  # those where it fits soonest, of a gang on several
+    node: str = ""  # name of the node where it fits soonest, or ""
+    free: int = 0  # devices of its kind that are free there
+    outside: int = 0  # those that others than this server use there, or that are in quarantine
+    holders: tuple[DeviceHolder, ...] = ()  # who has the others, those who leave first first
+    ahead: str = ""  # title of the run for which what is free is kept, or ""
+    kept_ns: int | None = None  # from when on that run has it, where what ends before may start; None for now
+    spare_s: float = 0.0  # a run that declares no more than that would start now, in what is kept; 0 for none
+    # Its place among those that want the same kind of devices; 1 is the next, 0 is none: it is not in line.
     place: int = 0
+    # When it starts, where it has a reservation or everything is known; `is_bound`: at the latest.
     at_ns: int | None = None
     is_bound: bool = False
-    owner: str = ""
+    owner: str = ""  # whose `node` it is, where a calendar is the reason
+    # When that node changes hands by its calendar: it is shared from then on where nothing counts as free now, and its
+    # owner's from then on where something does.
     turns_ns: int | None = None
-    words: str = ""
+    words: str = ""  # added to the sentence, or in place of it
+    # When it likely starts, where earlier runs of those names say so and it is before `at_ns`.
     likely_ns: int | None = None
-    ends_ns: int | None = None
+    ends_ns: int | None = None  # when it ends without a start if nothing that could serve it joins; None for never
 
 
 class StartEstimate(msgspec.Struct, frozen=True, kw_only=True):
-    """When a run would start if it were submitted now.
+    """The start of a run if it were submitted now."""
 
-    Attributes:
-        at_ns: the expected time; None where it is unknown.
-        is_bound: whether that is the latest time.
-        node: where, by name, or "".
-        nodes: where, by name, of a gang on several nodes.
-        basis: what that rests on, or why it is unknown, in words.
-        place: how many runs are ahead of it for the same kind of devices, plus one; 0 when it starts at once.
-        impossible: whether nothing that has joined can ever serve it.
-        wait: what it would wait for, part by part; None where it would not, or is never looked at.
-    """
-
-    at_ns: int | None
-    is_bound: bool = False
-    node: str = ""
-    nodes: tuple[str, ...] = ()
-    basis: str
-    place: int = 0
-    impossible: bool = False
-    wait: Wait | None = None
+    at_ns: int | None  # the expected time; None where it is unknown
+    is_bound: bool = False  # whether that is the latest time
+    node: str = ""  # where, by name, or ""
+    nodes: tuple[str, ...] = ()  # where, by name, of a gang on several nodes
+    basis: str  # what that rests on, or why it is unknown, in words
+    place: int = 0  # how many runs are ahead of it for the same kind of devices, plus one; 0 when it starts at once
+    impossible: bool = False  # whether nothing that has joined can ever serve it
+    wait: Wait | None = None  # what it would wait for, part by part; None where it would not, or is never looked at

@@ -1,4 +1,4 @@
-"""Why a run waits, when one would start, and in which order: computed when asked, from what the last pass left behind.
+"""Explanations of waits, start estimates and queue order: computed on demand from the last pass.
 
 Nothing here decides anything. An answer may cost as much as the queue is long; it is asked for one run at a time.
 """
@@ -47,13 +47,7 @@ Rank = tuple[int, bool, float, float, float, int, str]
 
 
 def why(state: PlannerState, run_id: str, now_ns: int) -> Wait | None:
-    """Return why a run waits; None for one that does not wait.
-
-    Args:
-        state: of the planner.
-        run_id: the run.
-        now_ns: the time.
-    """
+    """Return why a run waits; None for one that does not wait."""
     found = state.queue.where(run_id)
     if found is None:
         return None
@@ -74,11 +68,6 @@ def queue(state: PlannerState, now_ns: int, limit: int) -> tuple[str, ...]:
     """Return who waits, in the order in which they are served.
 
     Those that no device will ever do for come after all others, and last those that are left alone until later.
-
-    Args:
-        state: of the planner.
-        now_ns: the time.
-        limit: so many at most.
     """
     order = _Order(state, now_ns)
     lines = list(state.queue.lines())
@@ -98,13 +87,7 @@ def queue(state: PlannerState, now_ns: int, limit: int) -> tuple[str, ...]:
 
 
 def estimate(state: PlannerState, wanted: QueuedRun, now_ns: int) -> StartEstimate:
-    """Return when a run would start if it came now.
-
-    Args:
-        state: of the planner.
-        wanted: the run.
-        now_ns: the time.
-    """
+    """Return when a run would start if it came now."""
     ask = state.queue.ask(wanted)
     never = never_served(state, wanted, ask)
     if never:
@@ -182,15 +165,7 @@ def _says_no_end(wanted: QueuedRun) -> bool:
 def _rests_on_caps(
     state: PlannerState, shares: Iterable[DeviceShare], ahead: Iterable[QueuedRun], at_ns: int, now_ns: int
 ) -> bool:
-    """Return whether a time is no earlier than the end of a run that only a cap of days would end.
-
-    Args:
-        state: of the planner.
-        shares: devices that are free at that time.
-        ahead: runs that have some of them before.
-        at_ns: the time.
-        now_ns: now.
-    """
+    """Return whether a time is no earlier than the end of a run that only a cap of days would end."""
     if any(_says_no_end(other) and now_ns + (other.limit_s or 0.0) * 1e9 <= at_ns for other in ahead):
         return True
     return any(
@@ -210,12 +185,7 @@ def _is_far(state: PlannerState, kept: Reservation, now_ns: int) -> bool:
 
 
 def reservations(state: PlannerState, now_ns: int) -> tuple[Reservation, ...]:
-    """Return what is kept for whom, with times that people can use: learned ones, or none, in place of a cap of days.
-
-    Args:
-        state: of the planner.
-        now_ns: the time.
-    """
+    """Return the reservations; learned times, or none, replace a cap of days."""
     return tuple(
         msgspec.structs.replace(kept, at_ns=kept.likely_ns, is_bound=False)
         if kept.at_ns is not None and _is_far(state, kept, now_ns)
@@ -279,7 +249,7 @@ def _ahead(state: PlannerState, wanted: QueuedRun, ask: TimedShape, now_ns: int)
 
 
 class _Explained:
-    """What a run that could be served waits for."""
+    """The explanation of the wait of a run that could be served."""
 
     def __init__(self, state: PlannerState, wanted: QueuedRun, ask: TimedShape, now_ns: int) -> None:
         self._state, self._floor = state, state.floor
@@ -388,7 +358,7 @@ class _Explained:
         return ""
 
     def _start(self, where: NodeDevices, gpu_type: str, count: int, place: int) -> tuple[int | None, bool, int | None]:
-        """Return when it starts, whether that is the latest, and when it likely does; None where nobody can say."""
+        """Return when it starts, whether that is the latest, and when it likely does; None where unknown."""
         if self._reservation is not None:
             return self._promised()
         if place != 1 or where.free[gpu_type] >= count:
@@ -402,7 +372,7 @@ class _Explained:
     def _promised(self) -> tuple[int | None, bool, int | None]:
         """Return the time of its reservation, whether that is the latest, and the time by what was learned.
 
-        One that has come and gone says nothing: somebody is late, or the devices were lost.
+        One that has come and gone says nothing: a run is late, or the devices were lost.
         """
         kept = self._reservation
         if kept is None or kept.at_ns is None or kept.at_ns <= self._now_ns:
@@ -417,9 +387,7 @@ class _Explained:
     def _holders(self, rows: list[tuple[NodeDevices, str]], *, lacking: int = 0) -> tuple[DeviceHolder, ...]:
         """Return who has devices, those who leave first first.
 
-        Args:
-            rows: where, and of which type.
-            lacking: how many have to be asked to make room for that to be enough; 0 where nobody is.
+        `lacking` is how many devices preemption has to free; 0 for none.
         """
         found = []
         asked = self._asked(rows[0], lacking) if lacking and len(rows) == 1 else {}
@@ -449,7 +417,7 @@ class _Explained:
         return tuple(holder for _, holder in sorted(found, key=lambda entry: entry[0])[:HOLDERS_MAX])
 
     def _asked(self, row: tuple[NodeDevices, str], lacking: int) -> dict[str, int]:
-        """Return who is asked to make room there in a while, and when; nobody where all of them are not enough."""
+        """Return the runs that preemption will reach there, and when; none where all together are not enough."""
         where, name = row
         asked: dict[str, int] = {}
         for held in sorted(where.runs.get(name, {}).values(), key=lambda held: held.running.since_ns):

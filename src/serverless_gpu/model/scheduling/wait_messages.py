@@ -1,4 +1,4 @@
-"""Why a run waits, and when it would start, in one sentence: for what, for whom, and until when at the latest.
+"""Messages about a wait in one sentence: for what, for whom, and until when at the latest.
 
     needs 8 H100 on one node; 5 free on n3; alice/bert-ft holds 3 until 14:20 at the latest; you are 2nd
     └─ what ───────────────┘  └─ where ──┘  └─ for whom ──────── until when ──────────────┘  └─ place ─┘
@@ -18,7 +18,7 @@ from serverless_gpu.model.scheduling.values import DeviceHolder, StartEstimate, 
 from serverless_gpu.units import format_duration_ms
 
 Clock = Callable[[int], str]
-"""How a time is written for whoever reads it: ``"14:20"``, ``"Mon 14:20"``."""
+"""How a time is written for its reader: ``"14:20"``, ``"Mon 14:20"``."""
 
 NAMED_MAX = 3
 _MINUTE_NS = 60_000_000_000
@@ -28,26 +28,18 @@ _INSTEAD = (WaitReason.HELD, WaitReason.ISOLATION, WaitReason.UNSATISFIABLE)  # 
 
 
 def sentence(wait: Wait, clock: Clock) -> str:
-    """Return why a run waits, as people read it.
-
-    Args:
-        wait: why, as values.
-        clock: how times are written.
-    """
+    """Return why a run waits, as people read it."""
     if wait.reason in _INSTEAD and wait.words:
-        return wait.words if wait.ends_ns is None else f"{wait.words}; {_given_up(wait.ends_ns, clock)}"
+        if wait.ends_ns is None:
+            return wait.words
+        return f"{wait.words}; it waits for a node that could, until {latest(wait.ends_ns, clock)} at the latest"
     there = [] if wait.reason is WaitReason.UNSATISFIABLE else [*_there(wait, clock), *_start(wait, clock)]
-    parts = [_needing(wait), *there, wait.words, _place(wait)]
+    parts = [_needing(wait), *there, wait.words, f"you are {ordinal(wait.place)}" if wait.place else ""]
     return "; ".join(part for part in parts if part) or _UNSEEN
 
 
 def estimate_text(estimate: StartEstimate, clock: Clock) -> str:
-    """Return when a run would start and what that rests on, as people read it.
-
-    Args:
-        estimate: when, as a value.
-        clock: how times are written.
-    """
+    """Return when a run would start and what that rests on, as people read it."""
     basis = f": {estimate.basis}" if estimate.basis else ""
     if estimate.impossible:
         return f"never{basis}"
@@ -129,7 +121,12 @@ def _calendar(wait: Wait, clock: Clock) -> str:
 
 
 def _holding(holders: Sequence[DeviceHolder], clock: Clock) -> list[str]:
-    return some([_holder(holder, clock) for holder in _merged(holders)])
+    # One line for each title: ten runs of one name are one, until the last of them ends.
+    merged: dict[tuple[str, bool, bool], DeviceHolder] = {}
+    for holder in holders:
+        key = (holder.title, holder.is_leaving, holder.asked_ns is not None)
+        merged[key] = _together(merged[key], holder) if key in merged else holder
+    return some([_holder(holder, clock) for holder in merged.values()])
 
 
 def _holder(holder: DeviceHolder, clock: Clock) -> str:
@@ -147,15 +144,6 @@ def _holder(holder: DeviceHolder, clock: Clock) -> str:
     if holder.asked_ns is not None and (holder.until_ns is None or holder.asked_ns < holder.until_ns):
         until = f"{until}{', and' if until else ' and'} is asked to make room at {clock(holder.asked_ns)}"
     return f"{holder.title} holds {holder.count}{where}{until}"
-
-
-def _merged(holders: Sequence[DeviceHolder]) -> list[DeviceHolder]:
-    """Return one holder for each title: ten runs of one name are one line, until the last of them ends."""
-    merged: dict[tuple[str, bool, bool], DeviceHolder] = {}
-    for holder in holders:
-        key = (holder.title, holder.is_leaving, holder.asked_ns is not None)
-        merged[key] = _together(merged[key], holder) if key in merged else holder
-    return list(merged.values())
 
 
 def _together(one: DeviceHolder, other: DeviceHolder) -> DeviceHolder:
@@ -198,10 +186,6 @@ def _start(wait: Wait, clock: Clock) -> list[str]:
     return parts
 
 
-def _given_up(ends_ns: int, clock: Clock) -> str:
-    return f"it waits for a node that could, until {latest(ends_ns, clock)} at the latest"
-
-
 def _at(at_ns: int, clock: Clock, *, is_bound: bool) -> str:
     return f"at {_about(at_ns, clock, is_bound=is_bound)}"
 
@@ -213,7 +197,3 @@ def _about(at_ns: int, clock: Clock, *, is_bound: bool) -> str:
 def latest(at_ns: int, clock: Clock) -> str:
     """Return a latest time as people read it: the first full minute that is not before it."""
     return clock(-(-at_ns // _MINUTE_NS) * _MINUTE_NS)
-
-
-def _place(wait: Wait) -> str:
-    return f"you are {ordinal(wait.place)}" if wait.place else ""

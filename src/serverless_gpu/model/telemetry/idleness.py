@@ -1,4 +1,4 @@
-"""Does a run leave its devices idle? Decided from telemetry, progress and visits, and how long they have been away.
+"""Idle detection from telemetry, progress and visits, and from how long they have been away.
 
     telemetry: works ─┐
     progress ─────────┼─▶ from zero ── telemetry: does nothing ──▶ 4/5 of the limit: WARN ──▶ the limit: STOP
@@ -31,11 +31,11 @@ _UNOBSERVED_NS = 30_000_000_000  # telemetry says something every second; a long
 
 KERNEL_LIMIT_S = 1800.0
 LIMITS_S: dict[type[Payload], float | None] = {Function: None, Command: None, Kernel: KERNEL_LIMIT_S}
-"""Seconds of idle devices until a run is stopped, by what it does, where nobody says; a session has its own (3600)."""
+"""Seconds of idle devices until a run is stopped, by what it does, as a default; a session has its own (3600)."""
 
 
 class IdleVerdict(StrEnum):
-    """What is to be done."""
+    """The action that idleness calls for."""
 
     GO_ON = "go on"
     WARN = "warn"
@@ -46,19 +46,12 @@ _ORDER = (IdleVerdict.GO_ON, IdleVerdict.WARN, IdleVerdict.STOP)
 
 
 class Idle(msgspec.Struct, frozen=True, kw_only=True):
-    """How long a run's devices have been seen to do nothing.
+    """The observed idle time of a run's devices."""
 
-    Attributes:
-        limit_ns: after which the run is stopped.
-        heard_ns: boottime of the last that was heard of it.
-        idle_ns: seen to be idle, since they last worked.
-        warned: whether that was said.
-    """
-
-    limit_ns: int
-    heard_ns: int
-    idle_ns: int = 0
-    warned: bool = False
+    limit_ns: int  # after which the run is stopped
+    heard_ns: int  # boottime of the last that was heard of it
+    idle_ns: int = 0  # seen to be idle, since they last worked
+    warned: bool = False  # whether that was said
 
     @property
     def left_ns(self) -> int:
@@ -78,13 +71,7 @@ def begin(spec: RunSpec, now_ns: int) -> Idle | None:
 
 
 def seen(idle: Idle, now_ns: int, *, busy: bool) -> Idle:
-    """Return the value after telemetry said whether a device works.
-
-    Args:
-        idle: the value before.
-        now_ns: boottime.
-        busy: whether one does, or that cannot be known.
-    """
+    """Return the value after telemetry said whether a device works."""
     if busy:
         return used(idle, now_ns)
     gap_ns = now_ns - idle.heard_ns
@@ -93,7 +80,7 @@ def seen(idle: Idle, now_ns: int, *, busy: bool) -> Idle:
 
 
 def used(idle: Idle, now_ns: int) -> Idle:
-    """Return the value after progress, or after a client attached: somebody needs the run."""
+    """Return the value after progress, or after a client attached."""
     return msgspec.structs.replace(idle, heard_ns=now_ns, idle_ns=0, warned=False)
 
 
@@ -114,11 +101,6 @@ def level(idle: Idle) -> IdleVerdict:
 
 
 def of_gang(levels: Collection[IdleVerdict], told: IdleVerdict | None) -> IdleVerdict:
-    """Return what is to be done of a gang: it is idle only where all of its crews are, and stopped only once warned.
-
-    Args:
-        levels: of all crews whose ranks have not all returned.
-        told: what it was told before.
-    """
+    """Return what is to be done of a gang: it is idle only where all of its crews are, and stopped only once warned."""
     least = min(levels, key=_ORDER.index, default=IdleVerdict.GO_ON)
     return IdleVerdict.WARN if least is IdleVerdict.STOP and told in (None, IdleVerdict.GO_ON) else least

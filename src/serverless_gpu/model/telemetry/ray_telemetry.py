@@ -1,4 +1,4 @@
-"""What Ray tells of a node: its values, the names they have in MLflow, and the file in which a node leaves them.
+"""Ray telemetry of a node: its values, their names in MLflow, and the file in which a node leaves them.
 
 <attempt>/ray/<node rank>.metrics.json ─▶ read_ray() ─▶ RaySample ─▶ a Sample's `ray` ─▶ ray/node_<i>/…
 """
@@ -22,58 +22,32 @@ class RaySample(msgspec.Struct, frozen=True, array_like=True):
 
     Tasks are counted where they run, those that wait or have ended where their owner is. What only the head knows has
     values on its node: placement groups, and actors that do not run yet or any more.
-
-    Attributes:
-        cpus: CPUs Ray has to give.
-        cpus_used: given to tasks, actors and placement groups.
-        gpus: GPUs Ray has to give.
-        gpus_used: given to tasks, actors and placement groups.
-        object_store_bytes: used of the object store.
-        object_store_free_bytes: free in the object store.
-        objects: in the object store.
-        spilled_bytes: of objects that lie on the disk because the object store was full.
-        tasks_pending: which wait for arguments, for resources or for their turn.
-        tasks_running: which run.
-        tasks_finished: which have ended, since the cluster began.
-        tasks_failed: which have failed, since the cluster began.
-        tasks_infeasible: which ask for more than any node has, and wait for ever.
-        actors: which run.
-        actors_pending: which wait to be made.
-        actors_restarting: which are made again.
-        actors_dead: which have ended.
-        placement_groups: which are made.
-        placement_groups_pending: which wait for resources.
-        workers: processes of workers.
-        workers_out_of_memory: workers Ray has ended because the node's memory ran out.
-        cpu_percent: of the node, as Ray sees it.
-        memory_bytes: of the node, as Ray sees it.
-        memory_total_bytes: of the node, as Ray sees it.
     """
 
-    cpus: float | None = None
-    cpus_used: float | None = None
-    gpus: float | None = None
-    gpus_used: float | None = None
-    object_store_bytes: float | None = None
-    object_store_free_bytes: float | None = None
+    cpus: float | None = None  # CPUs Ray has to give
+    cpus_used: float | None = None  # given to tasks, actors and placement groups
+    gpus: float | None = None  # GPUs Ray has to give
+    gpus_used: float | None = None  # given to tasks, actors and placement groups
+    object_store_bytes: float | None = None  # used of the object store
+    object_store_free_bytes: float | None = None  # free in the object store
     objects: float | None = None
-    spilled_bytes: float | None = None
-    tasks_pending: float | None = None
-    tasks_running: float | None = None
-    tasks_finished: float | None = None
-    tasks_failed: float | None = None
-    tasks_infeasible: float | None = None
-    actors: float | None = None
-    actors_pending: float | None = None
-    actors_restarting: float | None = None
-    actors_dead: float | None = None
-    placement_groups: float | None = None
-    placement_groups_pending: float | None = None
+    spilled_bytes: float | None = None  # of objects that lie on the disk because the object store was full
+    tasks_pending: float | None = None  # which wait for arguments, for resources or for their turn
+    tasks_running: float | None = None  # which run
+    tasks_finished: float | None = None  # which have ended, since the cluster began
+    tasks_failed: float | None = None  # which have failed, since the cluster began
+    tasks_infeasible: float | None = None  # which ask for more than any node has, and wait for ever
+    actors: float | None = None  # which run
+    actors_pending: float | None = None  # which wait to be made
+    actors_restarting: float | None = None  # which are made again
+    actors_dead: float | None = None  # which have ended
+    placement_groups: float | None = None  # which are made
+    placement_groups_pending: float | None = None  # which wait for resources
     workers: float | None = None
-    workers_out_of_memory: float | None = None
-    cpu_percent: float | None = None
-    memory_bytes: float | None = None
-    memory_total_bytes: float | None = None
+    workers_out_of_memory: float | None = None  # workers Ray has ended because the node's memory ran out
+    cpu_percent: float | None = None  # of the node, as Ray sees it
+    memory_bytes: float | None = None  # of the node, as Ray sees it
+    memory_total_bytes: float | None = None  # of the node, as Ray sees it
 
 
 _MEGABYTES = {
@@ -97,12 +71,7 @@ def ray_series(node_rank: int, sample: RaySample) -> dict[str, float]:
 
 
 def read_ray(data: bytes, now_ns: int) -> RaySample | None:
-    """Return what a node's file says; None where it says nothing of now, or is not such a file.
-
-    Args:
-        data: of the file.
-        now_ns: boottime of this machine, whose moments the file has.
-    """
+    """Return what a node's file says; None where it says nothing of now, or is not such a file."""
     if len(data) > RAY_BYTES_MAX:
         return None
     try:

@@ -1,4 +1,4 @@
-"""What is sampled of a node: values, how often, under which names, and what they add up to.
+"""Telemetry samples of a node: values, intervals, names and sums.
 
 Sample ─┬─▶ logs/<node rank>.telemetry   one JSON line each, the buffer of everything that is sent anywhere
         ├─▶ Use (a running sum)          ─▶ DeviceUse of the receipt
@@ -21,25 +21,9 @@ from serverless_gpu.model.telemetry.ray_telemetry import RaySample, ray_series
 
 
 class GpuSample(msgspec.Struct, frozen=True, array_like=True):
-    """One device at one moment; None is "not known", which is not 0.
+    """One device at one moment; None is "not known", which is not 0."""
 
-    Attributes:
-        busy_percent: share of the last second in which a kernel ran; of a CPU slot, its rank's share of a core.
-        memory_bytes: used.
-        memory_total_bytes: there.
-        power_watts: drawn now.
-        power_limit_watts: allowed.
-        temperature_celsius: of the chip.
-        sm_megahertz: clock of the multiprocessors.
-        memory_megahertz: clock of the memory.
-        pcie_receive_bytes_s: over PCIe.
-        pcie_transmit_bytes_s: over PCIe.
-        nvlink_receive_bytes_s: over all links.
-        nvlink_transmit_bytes_s: over all links.
-        throttle: NVML's bits for why the clocks are lower than asked for.
-        ecc_errors: uncorrected, since the driver was loaded.
-    """
-
+    # Share of the last second in which a kernel ran; of a CPU slot, its rank's share of a core.
     busy_percent: float | None = None
     memory_bytes: int | None = None
     memory_total_bytes: int | None = None
@@ -52,8 +36,8 @@ class GpuSample(msgspec.Struct, frozen=True, array_like=True):
     pcie_transmit_bytes_s: float | None = None
     nvlink_receive_bytes_s: float | None = None
     nvlink_transmit_bytes_s: float | None = None
-    throttle: int | None = None
-    ecc_errors: int | None = None
+    throttle: int | None = None  # NVML's bits for why the clocks are lower than asked for
+    ecc_errors: int | None = None  # uncorrected, since the driver was loaded
 
 
 class HostSample(msgspec.Struct, frozen=True, array_like=True):
@@ -102,17 +86,13 @@ class Sampled(msgspec.Struct, frozen=True):
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """The first line of a file of samples, and again where an attempt's devices become known.
-
-    Attributes:
-        origin_ns: of the call, nanoseconds since 1970; steps count seconds from here.
-    """
+    """The first line of a file of samples, and again where an attempt's devices become known."""
 
     run_id: str
     fence: int
     node: str
     node_rank: int
-    origin_ns: int
+    origin_ns: int  # of the call, nanoseconds since 1970; steps count seconds from here
     devices: tuple[Sampled, ...] = ()
 
 
@@ -127,9 +107,6 @@ def interval_ns(rows: int) -> int:
     """Return how long after the last row of a file the next one is due: 1 s in the first hour, then ever longer.
 
     The interval doubles every 3600 rows, up to 256 s: ten days are fewer than 29,000 rows.
-
-    Args:
-        rows: how many the file has.
     """
     return SECOND_NS << min(rows // _ROWS_PER_INTERVAL, _DOUBLINGS_MAX)
 
@@ -137,8 +114,7 @@ def interval_ns(rows: int) -> int:
 def merged(samples: Sequence[Sample]) -> Sample:
     """Return one sample for several: what flows is averaged, of memory the most is kept, of what counts up the last.
 
-    Args:
-        samples: at least one, in order; where devices or ranks have become others, only those of the last count.
+    Where devices or ranks have changed, only samples of the last ones count.
     """
     last = samples[-1]
     if len(samples) == 1:
@@ -206,9 +182,6 @@ def decode(data: bytes) -> tuple[list[Line], int]:
     """Return what whole lines say, and how many bytes they are; a line that cannot be read is left out.
 
     A writer that was killed leaves half a line, which the next one ends: it is one that cannot be read.
-
-    Args:
-        data: from the beginning of a line on.
     """
     end = data.rfind(b"\n") + 1
     lines: list[Line] = []
@@ -240,7 +213,8 @@ def series(header: Header, sample: Sample) -> dict[str, float]:
             named = zip(_names(f"{prefix}gpu_{index}_", _GPU_SERIES), _gpu_values(gpu), strict=True)
             values.update((name, float(value)) for name, value in named if value is not None)
     for rank in sample.ranks:
-        named = zip(_names(f"{prefix}rank_{rank.rank}_", _RANK_SERIES), _rank_values(rank), strict=True)
+        measured = (rank.cpu_percent, _megabytes(rank.memory_bytes), _megabytes(rank.gpu_memory_bytes))
+        named = zip(_names(f"{prefix}rank_{rank.rank}_", _RANK_SERIES), measured, strict=True)
         values.update((name, float(value)) for name, value in named if value is not None)
     if sample.ray is not None:
         values.update(ray_series(header.node_rank, sample.ray))
@@ -314,10 +288,6 @@ def _gpu_values(gpu: GpuSample) -> tuple[float | None, ...]:
     )
 
 
-def _rank_values(rank: RankSample) -> tuple[float | None, ...]:
-    return rank.cpu_percent, _megabytes(rank.memory_bytes), _megabytes(rank.gpu_memory_bytes)
-
-
 def _megabytes(value: float | None) -> float | None:
     return None if value is None else value / 1e6
 
@@ -330,7 +300,7 @@ def _share(part: float | None, whole: float | None) -> float | None:
 
 THROTTLED = 0x04 | 0x08 | 0x20 | 0x40 | 0x80
 """NVML's bits that mean heat or power: software power cap, hardware slowdown, software and hardware thermal slowdown,
-power brake. Not: idle, clocks that somebody set, a group of cards kept at one clock."""
+power brake. Not: idle, clocks that an operator set, a group of cards kept at one clock."""
 
 _THROTTLE_WORDS = {
     0x04: "power cap",

@@ -1,4 +1,4 @@
-"""What is written into an MLflow run, under which names, how often and within which limits; values in, values out.
+"""Rules for an MLflow run: names, intervals and limits; values in, values out.
 
     Tracking, RunSpec ─▶ first_tags, params_of        samples ─▶ send_interval_s ─▶ points, below 2 M a run
     State, Receipt    ─▶ status_of, last_tags, receipt_tags      failures in a row ─▶ pause_s
@@ -24,7 +24,7 @@ PARAM_CHARACTERS_MAX = 6000
 TAG_CHARACTERS_MAX = 8000
 """MLflow refuses what is longer, and with it all that came in the same request."""
 RUN_TAG = "sgpu.run_id"
-"""The tag by which whoever did not make an MLflow run finds it."""
+"""The tag by which others than its maker find an MLflow run."""
 ATTEMPT_TAG = "sgpu.attempt"
 """The tag that says which attempt's state an MLflow run shows: that of the last one that has begun."""
 POINTS_MAX = 2_000_000
@@ -70,13 +70,7 @@ def valid_key(key: str) -> str:
 
 
 def cut(text: str, characters_max: int, *, keep_end: bool = False) -> str:
-    """Return text of at most so many characters, which says so where something is missing.
-
-    Args:
-        text: any.
-        characters_max: how many there may be.
-        keep_end: whether the end is what matters, as it is in a log.
-    """
+    """Return text of at most so many characters, which says so where something is missing."""
     if len(text) <= characters_max:
         return text
     kept = characters_max - len(_CUT)
@@ -100,11 +94,7 @@ def spec_params(spec: RunSpec) -> dict[str, str]:
 def folder(tracking: Tracking, run_id: str, fence: int, node_rank: int) -> str:
     """Return below which path the files of one attempt on one node lie in the artifacts, with a slash at its end.
 
-    Args:
-        tracking: whose MLflow run may hold several runs of ours.
-        run_id: our identifier.
-        fence: number of the attempt; the first one needs no folder of its own, nor does the first node.
-        node_rank: number of the node.
+    The first attempt and the first node need no folder of their own.
     """
     parts = ["sgpu"]
     parts += [run_id] if tracking.run_id else []
@@ -114,28 +104,17 @@ def folder(tracking: Tracking, run_id: str, fence: int, node_rank: int) -> str:
 
 
 def params_of(tracking: Tracking, spec_params: Mapping[str, str]) -> dict[str, str]:
-    """Return the parameters of a run: what its client said of the call, then what its spec says.
-
-    Args:
-        tracking: with those of the call.
-        spec_params: others; the client's win.
-    """
+    """Return the parameters of a run: what its client said of the call, then what its spec says."""
     merged = {valid_key(key): value for key, value in spec_params.items()}
     merged |= {valid_key(key): value for key, value in tracking.params.items()}
     return {key: cut(value, PARAM_CHARACTERS_MAX) for key, value in merged.items()}
 
 
 def first_tags(tracking: Tracking, run_id: str, fence: int, user_tags: Mapping[str, str]) -> dict[str, str]:
-    """Return the tags with which a run is made.
-
-    Args:
-        tracking: with those of its source.
-        run_id: our identifier.
-        fence: number of the attempt.
-        user_tags: of the run; those whose names are MLflow's or ours get another name.
-    """
-    tags = {_user_key(key): value for key, value in user_tags.items()}
-    if not tracking.run_id:  # whoever made it has said where it is from
+    """Return the tags with which a run is made."""
+    clean = ((valid_key(key), value) for key, value in user_tags.items())
+    tags = {valid_key(f"sgpu.tag.{key}") if key.startswith(_RESERVED) else key: value for key, value in clean}
+    if not tracking.run_id:  # its maker has said where it is from
         tags |= {valid_key(key): value for key, value in tracking.tags.items()}
     tags |= {RUN_TAG: run_id, ATTEMPT_TAG: str(fence)}
     if tracking.run_name and not tracking.run_id:
@@ -146,13 +125,7 @@ def first_tags(tracking: Tracking, run_id: str, fence: int, user_tags: Mapping[s
 
 
 def resumed_tags(tracking: Tracking, run_id: str, fence: int) -> dict[str, str]:
-    """Return the tags with which another attempt goes on: nothing of how the one before ended is left.
-
-    Args:
-        tracking: whose MLflow run it is.
-        run_id: our identifier.
-        fence: number of the attempt.
-    """
+    """Return the tags with which another attempt goes on: nothing of how the one before ended is left."""
     tags = {RUN_TAG: run_id, ATTEMPT_TAG: str(fence)}
     if not tracking.run_id:
         tags |= {"sgpu.state": State.RUNNING.value, "sgpu.reason": "", "sgpu.sentence": "", _NOTE_TAG: ""}
@@ -168,14 +141,7 @@ def last_tags(tracking: Tracking, state: State, reason: Reason, sentence: str) -
 
 
 def receipt_tags(tracking: Tracking, receipt: Receipt, node_rank: int = 0, nodes: int = 1) -> dict[str, str]:
-    """Return the tags that an account of a run adds: as the page's description, too, where the run is ours.
-
-    Args:
-        tracking: whose MLflow run it is.
-        receipt: of one node.
-        node_rank: its number.
-        nodes: of the gang; of several, each has tags of its own (see `gang_tags`).
-    """
+    """Return the tags that an account of a run adds: as the page's description, too, where the run is ours."""
     tags = {
         "sgpu.gpu_seconds": f"{receipt.gpu_ms / 1000:.3f}",
         "sgpu.devices": receipt.devices_text(),
@@ -193,20 +159,14 @@ def receipt_tags(tracking: Tracking, receipt: Receipt, node_rank: int = 0, nodes
 
 
 def gang_tags(tracking: Tracking, tags: Mapping[str, str], nodes: int) -> dict[str, str]:
-    """Return what the accounts of all nodes come to, once all have told theirs; nothing until then.
-
-    Args:
-        tracking: whose MLflow run it is.
-        tags: that it has.
-        nodes: of the gang.
-    """
+    """Return what the accounts of all nodes come to, once all have told theirs; nothing until then."""
     seconds = [tags.get(f"sgpu.node_{node}.gpu_seconds", "") for node in range(nodes)]
     costs = [tags.get(f"sgpu.node_{node}.cost", "").split() for node in range(nodes)]
     try:
         found = {"sgpu.gpu_seconds": f"{sum(map(float, seconds)):.3f}"}
         if all(len(cost) == 2 for cost in costs) and len({currency for _, currency in costs}) == 1:
             found["sgpu.cost"] = f"{sum(float(amount) for amount, _ in costs):.6f} {costs[0][1]}"
-    except ValueError:  # one is missing, or somebody wrote another text there
+    except ValueError:  # one is missing, or a user wrote another text there
         return {}
     if not tracking.run_id:
         found[_NOTE_TAG] = (
@@ -218,12 +178,7 @@ def gang_tags(tracking: Tracking, tags: Mapping[str, str], nodes: int) -> dict[s
 
 
 def is_told(reason: Reason, tags: Mapping[str, str]) -> bool:
-    """Return whether another node has said how the gang ended, of which this one knows no more than that it did.
-
-    Args:
-        reason: with which this node's part ended.
-        tags: that the MLflow run has.
-    """
+    """Return whether another node has reported the gang's end, of which this one knows only the fact."""
     weak = (Reason.PEER_FAILED, Reason.COMPLETED)
     return reason in weak and tags.get("sgpu.reason", "") not in ("", *weak)
 
@@ -231,10 +186,7 @@ def is_told(reason: Reason, tags: Mapping[str, str]) -> bool:
 def variables(run_id: str, experiment_id: str, uri: str) -> dict[str, str]:
     """Return the variables with which any MLflow in a rank finds a run.
 
-    Args:
-        run_id: MLflow's.
-        experiment_id: MLflow's.
-        uri: of the server; "" where the caller's own variable says it, which may carry a password.
+    `uri` is "" where the caller's own variable has it, which may carry a password.
     """
     found = {"MLFLOW_TRACKING_URI": uri, "MLFLOW_RUN_ID": run_id, "MLFLOW_EXPERIMENT_ID": experiment_id}
     return {name: value for name, value in found.items() if value}
@@ -252,18 +204,8 @@ def send_interval_s(elapsed_s: float, series: int, nodes: int) -> int:
 
     It depends on nothing but the time since the call, so that a monitor that was started again goes on alike, and so
     that all points of all nodes stay below `POINTS_MAX` in a run of ten days.
-
-    Args:
-        elapsed_s: since the call.
-        series: of a node.
-        nodes: of the gang.
     """
     rows_each = POINTS_MAX // (_DOUBLINGS * max(1, series) * max(1, nodes))
     rows_each = min(max(rows_each, _ROWS_EACH_MIN), _ROWS_EACH_MAX)
     phases = max(0.0, elapsed_s) / (_SEND_INTERVAL_S * rows_each)
     return int(_SEND_INTERVAL_S * 2.0 ** int(math.log2(phases + 1)))
-
-
-def _user_key(key: str) -> str:
-    clean = valid_key(key)
-    return valid_key(f"sgpu.tag.{clean}") if clean.startswith(_RESERVED) else clean
