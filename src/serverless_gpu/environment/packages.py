@@ -18,12 +18,7 @@ _TOLD_MAX = 5
 
 
 class Packages(msgspec.Struct, frozen=True, kw_only=True):
-    """What is installed.
-
-    Attributes:
-        python: implementation, version, ABI and platform.
-        units: what each installed unit is called, by its address.
-    """
+    """What is installed."""
 
     python: str
     units: dict[str, str]

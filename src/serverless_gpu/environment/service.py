@@ -107,12 +107,7 @@ class _Task(msgspec.Struct, kw_only=True):
 
 
 class Service:
-    """The service of one caller.
-
-    Args:
-        wire: the connection to it.
-        index: the directory of what recognises environments.
-    """
+    """The service of one caller."""
 
     def __init__(self, wire: Wire, index: Path) -> None:
         self._wire = wire

@@ -33,9 +33,6 @@ _ADDRESS = re.compile(rb"--node[-_]ip[-_]address=(\S+)")
 def look_at_pool(environ: Mapping[str, str]) -> PoolFacts:
     """Return what can be seen of the pool that this home is in.
 
-    Args:
-        environ: the caller's variables.
-
     Raises:
         StorageError: there is no home.
     """

@@ -66,14 +66,7 @@ def _answer(request: dict[str, Any], answers: int) -> None:
 
 
 def connect(address: str, node_address: str, namespace: str, program: str) -> dict[str, Any]:
-    """Become a driver of the cluster.
-
-    Args:
-        address: of the head.
-        node_address: under which this machine is a node.
-        namespace: of the server.
-        program: how names of actors end that are of this version.
-    """
+    """Become a driver of the cluster."""
     import ray
 
     ray.init(
@@ -165,13 +158,7 @@ def _find(name: str) -> Any:
 
 
 def agent(node: str, actor: str, program: list[str]) -> dict[str, Any]:
-    """Have the agent of a node running; return what its actor says.
-
-    Args:
-        node: Ray's identifier of the node.
-        actor: a name; one actor has it.
-        program: what the actor is made of.
-    """
+    """Have the agent of a node running; return what its actor says."""
     _connected()
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -190,13 +177,7 @@ def agent(node: str, actor: str, program: list[str]) -> dict[str, Any]:
 
 
 class NodeActor:
-    """What Ray runs on a node: it starts the agent and knows whether it is there.
-
-    Args:
-        variable: where the environment names the node's file.
-        launcher: the program that leaves Ray's process tree.
-        module: the module that starts the agent.
-    """
+    """What Ray runs on a node: it starts the agent and knows whether it is there."""
 
     def __init__(self, variable: str, launcher: str, module: str) -> None:
         self._variable, self._launcher, self._module = variable, launcher, module

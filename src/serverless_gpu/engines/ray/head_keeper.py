@@ -43,11 +43,7 @@ _END_S = 30.0
 
 
 class RunningKeeper(NamedTuple):
-    """A keeper that runs.
-
-    Attributes:
-        digest: of its plan and of this version.
-    """
+    """A keeper that runs."""
 
     pid: int
     digest: str

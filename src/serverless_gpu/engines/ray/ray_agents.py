@@ -23,12 +23,7 @@ _SILENT_MAX = 3
 
 
 class RayAgents:
-    """The agents of a cluster's nodes.
-
-    Args:
-        link: the line to Ray.
-        clock: the machine's.
-    """
+    """The agents of a cluster's nodes."""
 
     def __init__(self, link: DriverLink, clock: Clock) -> None:
         self._link, self._clock = link, clock

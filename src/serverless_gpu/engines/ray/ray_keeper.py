@@ -52,22 +52,13 @@ _TAIL_BYTES = 200_000
 
 
 class KeeperPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What is kept.
-
-    Attributes:
-        command: `ray start …`.
-        environ: its variables, all of them.
-        directory: of Ray's files, in one that only this user can enter.
-        log: path of the file for what Ray says.
-        head: address that has to answer before a machine can join; "" for the head itself.
-        token: digest of the cluster's token: Ray reads that once, so with another one it is started anew.
-    """
+    """What is kept."""
 
     command: tuple[str, ...]
     environ: dict[str, str]
-    directory: str
+    directory: str  # of Ray's files, in one that only this user can enter
     log: str
-    head: str = ""
+    head: str = ""  # address that has to answer before a machine can join; "" for the head itself
     token: str = ""
 
     @property

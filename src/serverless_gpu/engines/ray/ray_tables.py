@@ -57,23 +57,14 @@ class Scheduling(StrEnum):
 
 
 class NodeRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A node of ours in Ray's node table.
-
-    Attributes:
-        id: Ray's, another one each time that Ray is started there.
-        alive: whether Ray counts on it.
-        counts: devices by type; none where only Ray's count is known.
-        declares: whether they are resources of Ray's, each of its own.
-        gpus: how many GPUs Ray itself counts.
-        cpus: how many CPUs.
-    """
+    """A node of ours in Ray's node table."""
 
     id: str
     name: str
     alive: bool
     address: str = ""
-    counts: dict[str, int] = {}
-    declares: bool = False
+    counts: dict[str, int] = {}  # devices by type; none where only Ray's count is known
+    declares: bool = False  # whether they are resources of Ray's, each of its own
     gpus: int = 0
     cpus: int = 0
 
@@ -96,17 +87,11 @@ class PlacementGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KnownNode(msgspec.Struct, frozen=True, kw_only=True):
-    """A node as the engine remembers it.
-
-    Attributes:
-        row: how Ray's table had it last.
-        lost: why it is not to be counted on, or "".
-        missing_ns: since when Ray's table has not had it at all, or None.
-    """
+    """A node as the engine remembers it."""
 
     row: NodeRow
-    lost: str = ""
-    missing_ns: int | None = None
+    lost: str = ""  # why it is not to be counted on, or ""
+    missing_ns: int | None = None  # since when Ray's table has not had it at all, or None
 
 
 MISSING_NS = 120_000_000_000
@@ -215,12 +200,7 @@ def namespace(pool: str) -> str:
 
 
 def groups(pool: str, table: Iterable[Mapping[str, object]]) -> dict[str, PlacementGroup]:
-    """Return our placement groups that are not removed, by gang.
-
-    Args:
-        pool: whose.
-        table: the values of `placement_group_table()`.
-    """
+    """Return our placement groups that are not removed, by gang."""
     found = {}
     for one in table:
         name, prefix = one.get("name"), gang_name(pool, "")

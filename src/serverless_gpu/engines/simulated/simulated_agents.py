@@ -151,13 +151,6 @@ class _Attempt(msgspec.Struct, kw_only=True):
 class SimulatedAgent:
     """The agent of one node.
 
-    Args:
-        control: the server.
-        name: of the node.
-        devices: what it has.
-        clock: moved by the test.
-        work: what each gang does.
-
     Attributes:
         node: its identifier with the server, "" before it said hello.
         executions: every stretch of user code that ran here.

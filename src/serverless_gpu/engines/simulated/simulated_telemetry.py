@@ -31,18 +31,7 @@ _TURN_S = 170  # one swing of the made-up curves
 
 
 class Telemetry:
-    """The telemetry of one simulated node.
-
-    Args:
-        directory: where its gangs' files go.
-        node_rank: number of this node in every gang it is part of.
-        num_nodes: how many nodes each gang has.
-        clock: the cluster's.
-        tracker: makes one for each gang that is tracked.
-
-    Attributes:
-        tracked: the MLflow run of each gang, once it is known.
-    """
+    """The telemetry of one simulated node."""
 
     def __init__(
         self, directory: Path, *, node_rank: int, num_nodes: int, clock: Clock, tracker: Callable[[], Tracker]

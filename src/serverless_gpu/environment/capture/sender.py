@@ -35,13 +35,7 @@ WAIT_S = 0.2
 
 
 class ReadUnit(msgspec.Struct, frozen=True):
-    """A unit all of which has been read.
-
-    Attributes:
-        name: of the unit, for people.
-        packs: names of its new packs.
-        make: makes the unit, once they are known.
-    """
+    """A unit all of which has been read."""
 
     name: str
     packs: Sequence[Future[str]]

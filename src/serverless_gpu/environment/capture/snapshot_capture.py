@@ -56,24 +56,14 @@ REPORT_S = 0.1
 
 
 class Captured(msgspec.Struct, frozen=True, kw_only=True):
-    """What a capture did.
-
-    Attributes:
-        scan: with true addresses; what `Recogniser.remember` wants.
-        units_new: addresses of units that were sent.
-        units_known: how many the store had.
-        sent_bytes: compressed bytes of packs that went to the store.
-        packs_sent: how many packs.
-        packs_known: packs that were made again and found in the store, after a capture that was ended early.
-        moved: claimed address → true address, where a RECORD or an old look was wrong.
-    """
+    """What a capture did."""
 
     scan: Scan
     units_new: tuple[str, ...]
     units_known: int
-    sent_bytes: int
+    sent_bytes: int  # compressed bytes of packs that went to the store
     packs_sent: int
-    packs_known: int
+    packs_known: int  # packs that were made again and found in the store, after a capture that was ended early
     moved: dict[str, str]
 
     @property

@@ -76,9 +76,6 @@ class Reader:
             plan: of the block.
             buffer: where to; one byte larger than the block at least, so that a file that is too long is noticed.
 
-        Returns:
-            The part of the buffer that is filled.
-
         Raises:
             Changed: a file has another size than its row says.
             EnvironmentUnsupported: a file cannot be read, is gone, or does not stand still.

@@ -48,29 +48,17 @@ hash -r 2>/dev/null
 
 
 class Exported(msgspec.Struct, frozen=True, kw_only=True):
-    """A directory that was made of a snapshot.
-
-    Attributes:
-        address: of the snapshot.
-        tree: the directory.
-        python: its interpreter.
-        linked: files that share their bytes with the cache.
-        copied: files that do not.
-        fetched_bytes: what came from the store.
-        units_fetched: how many units.
-        ms: how long it took.
-        note: what is different from where it was captured, or "".
-    """
+    """A directory that was made of a snapshot."""
 
     address: str
     tree: str
     python: str
-    linked: int
-    copied: int
+    linked: int  # files that share their bytes with the cache
+    copied: int  # files that do not
     fetched_bytes: int
     units_fetched: int
     ms: int
-    note: str = ""
+    note: str = ""  # what is different from where it was captured, or ""
 
 
 class ExportRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -73,20 +73,13 @@ class Linked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ContentSource(NamedTuple):
-    """Where the content of a part comes from.
-
-    Attributes:
-        directories: the first of which wins.
-        copies: whether files are copied, not linked.
-        files: about how many each directory has, if that is known.
-        since_ns: since when links to each are known to be right; 0 for one that is not looked at.
-    """
+    """Where the content of a part comes from."""
 
     part: TreePart
     directories: Sequence[Path]
-    copies: bool = False
-    files: Sequence[int] = ()
-    since_ns: Sequence[int] = ()
+    copies: bool = False  # whether files are copied, not linked
+    files: Sequence[int] = ()  # about how many each directory has, if that is known
+    since_ns: Sequence[int] = ()  # since when links to each are known to be right; 0 for one that is not looked at
 
 
 class _Origin(NamedTuple):
@@ -384,12 +377,7 @@ def _list(directory: int, path: str, since_ns: int) -> _Listing:
 
 
 def write_generated(directory: Path, part: TreePart) -> None:
-    """Write the generated files, links and directories of a part.
-
-    Args:
-        directory: a new one, made here; the one above it is there.
-        part: what to write.
-    """
+    """Write the generated files, links and directories of a part."""
     os.mkdir(directory, 0o755)
     fill(directory, [ContentSource(msgspec.structs.replace(part, at=""), ())])
 

@@ -182,16 +182,7 @@ def restore(
 
 
 def compile_rest(address: str, cache: Cache, *, report: Report = nobody) -> int:
-    """Compile what the caller had not loaded, link it into a tree of links, and write units to the disk; at idle.
-
-    Args:
-        address: a snapshot that was restored.
-        cache: of this node.
-        report: how far it is.
-
-    Returns:
-        How many files were compiled.
-    """
+    """Compile what the caller had not loaded, link it into a tree of links, and write units to the disk; at idle."""
     holding = cache.hold(address)
     try:
         snapshot = known_snapshot(cache, address)

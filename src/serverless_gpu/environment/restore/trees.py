@@ -48,13 +48,7 @@ class UnitSuspect(EnvironmentCorrupt):
 
 
 class Mount(msgspec.Struct, frozen=True, kw_only=True):
-    """A read-only overlay, as `node/inside/mounts.py` takes it once it is JSON.
-
-    Attributes:
-        at: where.
-        layers: names in the directory, the top one first.
-        directory: where the names are.
-    """
+    """A read-only overlay, as `node/inside/mounts.py` takes it once it is JSON."""
 
     at: str
     layers: tuple[str, ...]
@@ -62,21 +56,12 @@ class Mount(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReadyTree(msgspec.Struct, frozen=True, kw_only=True):
-    """What was made, and what it relies on.
-
-    Attributes:
-        tree: where processes see it.
-        base: the interpreter without an environment.
-        stamp: time and size of that interpreter's file.
-        boot: of this machine, when it was made.
-        mounts: for an overlay.
-        note: what is different from where it was captured.
-    """
+    """What was made, and what it relies on."""
 
     tree: str
-    base: str
+    base: str  # the interpreter without an environment
     stamp: tuple[int, int]
-    boot: str
+    boot: str  # of this machine, when it was made
     mounts: tuple[Mount, ...] = ()
     note: str = ""
 

@@ -42,12 +42,7 @@ class IndexParts(msgspec.Struct, frozen=True):
 
 
 def look_again(spot: Spot, memory: IndexParts) -> SurveyedRoot | None:
-    """Return the interpreter's own library as it is now, or None where everything has to be looked at.
-
-    Args:
-        spot: where it is.
-        memory: of its last capture.
-    """
+    """Return the interpreter's own library as it is now, or None where everything has to be looked at."""
     areas = memory.gate.areas[:2]
     same = [(area.kind, area.top) for area in areas] == [("site", spot.directory), ("prefix", spot.prefix)]
     if memory.kept.spot != spot or not same:
@@ -65,10 +60,6 @@ def reusable(
     """Return those of the distributions whose units may be reused as long as their files are what they are.
 
     Not those with a link, with a file that another one claims, or with one that is rewritten on its way.
-
-    Args:
-        part: their root.
-        units: number of the owner, distribution, rows.
     """
     site, prefix = part.spot.site, part.spot.prefix
     claims = {number: _claimed(distribution, site, prefix) for number, distribution, _ in units}

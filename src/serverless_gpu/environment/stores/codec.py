@@ -60,11 +60,6 @@ def encode(document: msgspec.Struct) -> bytes:
 def decode(data: bytes, kind: type[_Document], what: str) -> _Document:
     """Return a document from its stored form; its own rules are not checked here.
 
-    Args:
-        data: what the store had.
-        kind: `Unit`, `Snapshot` or another struct with a version.
-        what: how a message names it.
-
     Raises:
         EnvironmentRejected: it is none, or of a version that is not known here.
     """

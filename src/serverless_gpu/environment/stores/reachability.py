@@ -37,14 +37,7 @@ class CollectionPlan(NamedTuple):
 
 
 def kept_snapshots(listed: Iterable[Stored], in_use: Collection[str], *, now_ns: int, keep_ns: int) -> frozenset[str]:
-    """Return the keys of the snapshots that stay.
-
-    Args:
-        listed: all snapshots.
-        in_use: addresses that stay whatever their age.
-        now_ns: the time.
-        keep_ns: how long the others stay.
-    """
+    """Return the keys of the snapshots that stay."""
     used = {f"snapshots/{address}" for address in in_use}
     return frozenset(stored.key for stored in listed if stored.key in used or now_ns - stored.put_ns < keep_ns)
 

@@ -38,22 +38,13 @@ _Value = TypeVar("_Value")
 
 
 class UnitNote(msgspec.Struct, frozen=True, kw_only=True):
-    """How a unit came into the cache.
+    """How a unit came into the cache."""
 
-    Attributes:
-        size: bytes it takes.
-        boot: the boot of this machine in which it was last looked at.
-        settled: whether it was written to the disk since.
-        looked_ns: when it was last looked at, since that boot.
-        files: its seal (`unit_seal.py`), when its bytes were last known to be right; b"" before it had one.
-        documents: the same of what describes it.
-    """
-
-    size: int
+    size: int  # bytes it takes
     boot: str
     settled: bool = False
-    looked_ns: int = 0
-    files: bytes = b""
+    looked_ns: int = 0  # when it was last looked at, since that boot
+    files: bytes = b""  # its seal (`unit_seal.py`), when its bytes were last known to be right; b"" before it had one
     documents: bytes = b""
 
 
@@ -65,11 +56,7 @@ class Looked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Places:
-    """The paths of a cache.
-
-    Args:
-        root: `<home>/environments`.
-    """
+    """The paths of a cache."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

@@ -61,12 +61,7 @@ def exposed_since(unit: Path) -> int:
 
 
 def suspects(unit: Path, since_ns: int) -> tuple[list[str], list[str]]:
-    """Return the files of a unit that may have been written to, by path: its own, and bytecode.
-
-    Args:
-        unit: its directory.
-        since_ns: from `exposed_since`.
-    """
+    """Return the files of a unit that may have been written to, by path: its own, and bytecode."""
     own: list[str] = []
     bytecode: list[str] = []
     waiting = [f"{unit}/{area}" for area in ("site", "prefix")]

@@ -282,9 +282,6 @@ class Cache(Places):
 
         Args:
             snapshot: of which; the caller holds it.
-
-        Returns:
-            What was changed, a path of each unit and a few words.
         """
         stamp = self.looked(snapshot.address)
         last = read_document(stamp, Looked)

@@ -40,17 +40,11 @@ Identity = tuple[int, int, int, int, int]
 
 
 class Sweep(NamedTuple):
-    """One look at all files of a unit.
+    """One look at all files of a unit."""
 
-    Attributes:
-        files: digest of the identities of its own files, links and directories.
-        documents: digest of the identities of what describes it.
-        bytecode: identity of each compiled file, by its path in the unit.
-    """
-
-    files: bytes
+    files: bytes  # digest of the identities of its own files, links and directories
     documents: bytes
-    bytecode: dict[str, Identity]
+    bytecode: dict[str, Identity]  # identity of each compiled file, by its path in the unit
 
 
 def sweep_unit(unit: Path) -> Sweep:
