@@ -1,6 +1,6 @@
 """What was seen on this machine, as values: what checks judge, and what tests write down by hand.
 
-An area that could not be looked at is `UnknownFact`, with the reason; so is every area that nobody gathered.
+An area that could not be looked at is `UnknownFact`, with the reason; so is every area that was not gathered.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Disk(msgspec.Struct, frozen=True):
 class HomeFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The home directory."""
 
-    root: str = ""  # where it is; "" where there is none to be had
+    root: str = ""  # where it is; "" if missing
     problem: str = ""
     hint: str = ""
     note: str = ""  # why it is not the one that was asked for
@@ -83,7 +83,7 @@ class ServerNode(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         silent_s: how long ago it was heard of, in seconds of the server's clock; None where that is not known.
         clock: how far its clock is off, in words that follow its name; "" where it is not.
-        drained: whether somebody said that it is given nothing new.
+        drained: whether an operator drained it: it gets nothing new.
     """
 
     name: str
@@ -103,7 +103,7 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
         embedded: whether `sgpu up` of this home wrote it.
         problem: why what is configured cannot be used.
         hint: what helps.
-        is_private: whether nobody else can read the token.
+        is_private: whether only this user can read the token.
         away: why it does not answer.
         unwell: what its `/health` says is wrong.
         version: its version of this package.
@@ -201,7 +201,7 @@ class GpuFacts(msgspec.Struct, frozen=True, kw_only=True):
         on_bus: NVIDIA display controllers on the PCI bus.
         device_files: how many `/dev/nvidia<n>` there are.
         binding_problem: why NVML cannot even be loaded.
-        driver: its version; "" where there is none.
+        driver: its version; "" if missing.
         cuda: the newest CUDA the driver can run.
         held: who holds which device: run by uuid.
         quarantined: why, by uuid, and the note's file.
@@ -290,7 +290,7 @@ class TrackingServer(msgspec.Struct, frozen=True, kw_only=True):
     stage: str
     store: str = ""  # whose it is, as may be shown; "" for the home's own
     database: str = ""
-    file: str = ""  # the same, where it is a file of this machine, else ""
+    file: str = ""  # path of the database, where it is a file of this machine, else ""
     python: str = ""
     version: str = ""
     problem: str = ""
@@ -319,7 +319,7 @@ class ListeningPort(msgspec.Struct, frozen=True, kw_only=True, order=True):
 class PoolFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The Ray of the pool that this home is in."""
 
-    directory: str = ""  # of its files; "" where there is none
+    directory: str = ""  # of its files; "" if missing
     address: str = ""
     version: str = ""
     without_token: tuple[str, ...] = ()  # processes that do not ask for one

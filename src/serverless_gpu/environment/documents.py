@@ -123,7 +123,7 @@ class SnapshotMember(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Generated(msgspec.Struct, frozen=True, kw_only=True):
-    """A small text file that names directories of its machine: written anew on restore.
+    """A small text file that names directories of its machine: written again on restore.
 
     Attributes:
         path: area and path, as in a row.

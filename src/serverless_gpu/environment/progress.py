@@ -1,4 +1,4 @@
-"""How far a capture or a restore is, for whoever wants to show it."""
+"""How far a capture or a restore is, for display."""
 
 from __future__ import annotations
 
@@ -27,4 +27,4 @@ Report = Callable[[ProgressPoint], None]
 
 
 def nobody(progress: ProgressPoint) -> None:
-    """Take a report and show it to nobody."""
+    """Take a report and ignore it."""

@@ -36,7 +36,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Abandon(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Nobody waits for the answer any more."""
+    """The caller no longer waits for the answer."""
 
     number: int
 

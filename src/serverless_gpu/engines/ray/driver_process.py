@@ -31,7 +31,7 @@ from typing import Any
 
 _ACTOR_S = 40.0
 _LOOK_S = 0.002
-# Ray itself tries again after a second, and what was given back is free 50 ms later. So a group is made anew.
+# Ray itself tries again after a second, and what was given back is free 50 ms later. So a group is made again.
 _AGAIN_S = 0.05
 _REFUSED = ("INFEASIBLE", "NO_RESOURCES")
 _SURE = 3  # how often in a row it is INFEASIBLE before that is believed: a node's resources come a moment after it
@@ -224,7 +224,7 @@ class NodeActor:
         return said
 
     def _started(self, pid: int) -> str:
-        """Return when a process started, in the kernel's count, or "" when there is none."""
+        """Return when a process started, in the kernel's count, or "" if missing."""
         try:
             with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
                 fields = file.read().rpartition(")")[2].split()

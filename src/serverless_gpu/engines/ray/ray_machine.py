@@ -55,7 +55,7 @@ class RayMachineFiles(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def node(self) -> Path:
-        """Return where it is said how the agent is started."""
+        """Return the file that says how to start the agent."""
         return self.directory / NODE
 
 
@@ -131,7 +131,7 @@ def check_own(address: str) -> None:
 
 
 def taken_port(base: int, address: str) -> int | None:
-    """Return a port that is needed and that somebody has, or None."""
+    """Return a port that is needed and taken, or None."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     for port in start_arguments.ports(base):
         for kind, host in ((family, address), (socket.AF_INET, "127.0.0.1")):

@@ -119,7 +119,7 @@ def ports(base: int) -> MachinePorts:
 
 
 def port_range(base: int) -> str:
-    """Return the ports of a machine, as firewalls are told them."""
+    """Return the ports of a machine, for its firewall."""
     return f"{base}-{base + PORTS - 1}"
 
 

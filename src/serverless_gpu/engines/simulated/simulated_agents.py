@@ -197,7 +197,7 @@ class SimulatedAgent:
         return [gang for gang, attempt in self._attempts.items() if not attempt.stale]
 
     def kill(self) -> None:
-        """End the agent as `kill -9` does: its gangs go on, and nobody talks."""
+        """End the agent as `kill -9` does: its gangs go on, without an agent."""
         self.alive = self._connected = False
 
     def start(self) -> None:

@@ -114,10 +114,10 @@ class _Listener:
         self._telemetry.tracked[self._run_id] = tracked
 
     def untracked(self, sentence: str, *, final: bool) -> None:
-        """Nobody watches a simulated gang."""
+        """Do nothing: simulated gangs are not watched."""
 
     def said(self, sentence: str, *, note: bool) -> None:
-        """Nobody watches a simulated gang."""
+        """Do nothing: simulated gangs are not watched."""
 
 
 def _sample(at_ns: int, header: Header, node_rank: int) -> Sample:

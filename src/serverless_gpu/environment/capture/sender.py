@@ -43,7 +43,7 @@ class ReadUnit(msgspec.Struct, frozen=True):
 
 
 class Counts:
-    """What has happened so far; read by whoever reports, written by several threads."""
+    """What has happened so far; read by the reporter, written by several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -73,7 +73,7 @@ class Sender:
         blobs: the store.
         threads: that store, taking what they are given in order.
         counts: what has happened, for reports.
-        stopped: whether nobody needs this any more.
+        stopped: whether the result is no longer needed.
         before_packs: called before packs of so many bytes are put; may raise.
     """
 
@@ -172,7 +172,7 @@ class Sender:
 
 
 class Unwanted(Exception):
-    """Somebody else failed, so that nobody needs this any more."""
+    """Another worker failed, so the result is not needed."""
 
 
 class _Group:

@@ -3,7 +3,7 @@
     take     scan → capture → remember
     capture  cap of 15 GB → which units are missing → space → pack → units → snapshot
 
-The snapshot is the only thing that makes the rest count, so whoever is killed half-way leaves packs and units that the
+The snapshot is the only thing that makes the rest count, so a capture killed half-way leaves packs and units that the
 next capture finds, and nothing that can be restored by half. Where a RECORD said another digest than the file has, the
 unit comes out with its true address, and the snapshot with it.
 
@@ -262,7 +262,7 @@ def _members(snapshot: Snapshot, missing: set[str]) -> dict[str, SnapshotMember]
 
 
 def _jobs(take: Callable[[], SnapshotMember], sources: Mapping[str, LocalUnit], blobs: StoreBlobs) -> Iterator[PackJob]:
-    """Yield jobs until there is nobody left to take."""
+    """Yield jobs while a taker is left."""
     while True:
         try:
             member = take()

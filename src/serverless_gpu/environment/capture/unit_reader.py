@@ -40,7 +40,7 @@ class FileChanged(Exception):
 
 
 class CaptureStopped(Exception):
-    """Somebody else failed, so that nobody needs this any more."""
+    """Another worker failed, so the result is not needed."""
 
 
 class Reader:
@@ -88,7 +88,7 @@ class Reader:
             return self._read_small(plan.parts, buffer)
 
     def close(self) -> None:
-        """Close files that nobody read to their end."""
+        """Close files that were not read to their end."""
         for large in self._large.values():
             large.close()
 

@@ -1,6 +1,6 @@
 """An environment as a directory of the user's own, which needs nothing of ours: `sgpu env restore ADDRESS DIR`.
 
-It is made beside its place and comes there by a rename, so nobody sees half of it. Files are links to the cache where
+It is made beside its place and comes there by a rename, so it never shows half done. Files are links to the cache where
 they can be, read-only; files of code are copies, because people edit them. Installers replace files and leave the cache
 alone; who wants to edit a package in place asks for copies of everything.
 

@@ -13,7 +13,7 @@ following a link, filled relative to its descriptor, and then given its mode; so
 unit. Links are refused between file systems (EXDEV), for files of others (`fs.protected_hardlinks`, EPERM), and past
 the 65,000th of a file (EMLINK): those files are copied.
 
-Lives here: the work on a fresh directory nobody else knows. Must not: know where it goes, or what a unit is.
+Lives here: the work on a fresh, private directory. Must not: know where it goes, or what a unit is.
 
 Failure cases: any OSError, or a file that may have been written to (`Linked.suspect`): the directory is then to be
 thrown away; a directory of one unit that is a file of another (EnvironmentRejected).
@@ -98,7 +98,7 @@ def fill(tree: Path, sources: Sequence[ContentSource], *, read_only: bool = Fals
     Args:
         tree: an empty directory.
         sources: its parts, outer ones first.
-        read_only: whether nobody may write to its directories afterwards.
+        read_only: whether its directories become read-only.
     """
     filler = _Filler(str(tree), _generated(sources), read_only=read_only)
     merging = _Merging(filler, sources)
@@ -205,12 +205,12 @@ def _ends(path: str) -> list[int]:
 
 
 class _Filler:
-    """Fills directories of one tree, and counts what came of it.
+    """Fills directories of one tree, and counts the results.
 
     Args:
         tree: absolute path.
         generated: what is generated in it, by directory.
-        read_only: whether nobody may write to its directories afterwards.
+        read_only: whether its directories become read-only.
     """
 
     def __init__(self, tree: str, generated: Mapping[str, _Folder], *, read_only: bool) -> None:
@@ -220,7 +220,7 @@ class _Filler:
         self._begin()
 
     def taken(self) -> Linked:
-        """Return what came of the work since this was asked last."""
+        """Return the results of the work since this was asked last."""
         linked = Linked(
             linked=self._linked,
             why_copied=self._why,

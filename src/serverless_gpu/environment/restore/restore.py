@@ -3,7 +3,7 @@
     restore ─ hold the environment ─ made before, and all of it still there? that is it (a few ms)
             ├ snapshot · interpreter of the same ABI on this machine · units into the cache
             ├ bytecode of what the caller had loaded
-            └ overlay: layers with generated files, to be mounted at the view by whoever uses it
+            └ overlay: layers with generated files, to be mounted at the view by its user
               links:   a tree of hard links to the units
 
 What is made is kept in `trees/<address>` and found again. It is made beside its place and comes there by a rename, by

@@ -146,15 +146,15 @@ class IndexFile:
         self.path = path
 
     def read_gate(self) -> GatePart | None:
-        """Return the gate part, or None when there is none to be read."""
+        """Return the gate part, or None if missing."""
         return self._read(0, GatePart)
 
     def read_files(self) -> FilesPart | None:
-        """Return the files part, or None when there is none to be read."""
+        """Return the files part, or None if missing."""
         return self._read(1, FilesPart)
 
     def read_kept(self) -> KeptPart | None:
-        """Return the kept part, or None when there is none to be read."""
+        """Return the kept part, or None if missing."""
         return self._read(2, KeptPart)
 
     def write(self, gate: GatePart, files: FilesPart, kept: KeptPart) -> None:
@@ -176,7 +176,7 @@ class IndexFile:
     def renew(self, gate: GatePart | None = None, files: FilesPart | None = None) -> None:
         """Replace one part by what was seen since; what cannot be written is let be.
 
-        It stays with the parts that it goes with. When another process has remembered the environment anew, what was
+        It stays with the parts that it goes with. When another process has remembered the environment again, what was
         seen here is no longer wanted. (Should that happen just before the rename, the old parts stand there again:
         true for what it was captured as, so the next look finds the change again.)
         """

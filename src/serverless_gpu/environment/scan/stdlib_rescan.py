@@ -218,7 +218,7 @@ class _Choice:
             hit = {owner_of.get(path, NOBODY) for path in self._claims(distributions)} & reused.keys()
             if not hit:
                 break
-            for owner in hit:  # somebody else claims what they have
+            for owner in hit:  # another unit claims what they have
                 del reused[owner]
         check_names(spot, by_row)
         return SurveyedRoot(
@@ -303,7 +303,7 @@ class _Choice:
 
 
 class _Units:
-    """Units that are reused, when somebody asks for their rows."""
+    """Reused units, whose rows are made on demand."""
 
     def __init__(self, spot: Spot, files: FilesPart, owners: dict[str, int]) -> None:
         self._spot = spot

@@ -3,7 +3,7 @@
     place   a watch on every directory and on every file, then a full look: the baseline
     ask     mount table ─ tops of the libraries ─ queue of events ─ stat of what the queue cannot answer for
             └ nothing happened ──▶ "": the full look would find nothing
-            └ anything else ─────▶ the reason, and the watches are of no more use: look at everything, place them anew
+            └ anything else ─────▶ the reason, and the watches are of no more use: look at everything, place them again
 
 The directory's own watch reports names that come, go or are renamed. It does not report writes through another hard
 link, nor a new hard link to a file. The watch on the file itself (its inode) reports both, by whatever name.

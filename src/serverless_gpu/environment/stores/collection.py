@@ -83,7 +83,7 @@ def collect(
     dry_run: bool = False,
     report: Report = nobody,
 ) -> CollectionResult:
-    """Condemn what nobody needs, and delete what was condemned long enough ago.
+    """Condemn unused objects, and delete what was condemned long enough ago.
 
     Args:
         blobs: the store, and the clock.
@@ -207,7 +207,7 @@ class _Collection:
         except EnvironmentRejected as error:
             if error.hint:  # a newer version knows better
                 raise
-            return Condemned()  # everything is condemned anew
+            return Condemned()  # everything is condemned again
 
     def _read(
         self, plan: CollectionPlan, kept: Collection[str], parts: Callable[[str], Iterable[str]]

@@ -43,7 +43,7 @@ class Condemned(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_condemned(store: Store) -> Condemned:
-    """Return the list; an empty one when there is none.
+    """Return the list; an empty one if missing.
 
     Raises:
         EnvironmentRejected: it cannot be read.

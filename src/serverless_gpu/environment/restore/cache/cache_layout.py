@@ -2,10 +2,10 @@
 
     units/<aa>/<address>/   site/ prefix/  the unit, read-only · unit, outline: its documents · note: how it came, and
                             its seal · bytecode: identities of what was compiled
-    units/<aa>/.new-*       being unpacked, by whoever holds the unit's lock
+    units/<aa>/.new-*       being unpacked, by the holder of the unit's lock
     trees/<address>/        members: its units · used, looked: when last · snapshot · overlay/ or tree/: what restore
                             made
-    */.old-*                replaced or evicted, not deleted yet because somebody may look at it
+    */.old-*                replaced or evicted, not deleted yet because a reader may use it
     locks/<address>         shared by all who use the environment · <address>.making · units/<address> · evicting
     interpreters            what those of this machine have said they are
     layers/                 short names of units' directories, for mounts (sharing.py)
@@ -76,7 +76,7 @@ class Places:
         return known
 
     def unit_lock(self, address: str) -> Path:
-        """Return the lock of whoever fetches, replaces or removes a unit."""
+        """Return the lock that a process holds to fetch, replace or remove a unit."""
         return self.locks / "units" / address
 
     def environment(self, address: str) -> Path:

@@ -5,7 +5,7 @@
                                     └ another one ─▶ every byte is read
 
 A mounted unit cannot be written through its mount, but its owner can reach the files by their path below the cache. A
-write that keeps the size and puts the modification time back still moves the inode's change time, which nobody can set;
+write that keeps the size and puts the modification time back still moves the inode's change time, which cannot be set;
 a file or directory that is moved in from elsewhere has another inode. So a sweep finds both without reading a byte.
 
 Bytecode comes later and has times of its own: each file is written down when it has been compiled.
