@@ -45,7 +45,9 @@ class RayAgents:
             self._asked_ns = {
                 node: at_ns for node, at_ns in self._asked_ns.items() if now_ns - at_ns < LOOK_EVERY_S * 1e9
             }
-            self._problems = {name: text for name, text in self._problems.items() if not _is_lost(known, name)}
+            self._problems = {
+                name: text for name, text in self._problems.items() if name in known and not known[name].lost
+            }
             rows = [
                 one.row
                 for one in known.values()
@@ -77,7 +79,3 @@ class RayAgents:
             elif not is_silent or (self._silent[row.id] >= _SILENT_MAX and not self._link.trouble):
                 self._problems[row.name] = f"has no agent: {problem}"
         return is_silent
-
-
-def _is_lost(known: Mapping[str, KnownNode], name: str) -> bool:
-    return name not in known or bool(known[name].lost)

@@ -150,7 +150,8 @@ def looked(known: Mapping[str, KnownNode], table: Sequence[Mapping[str, object]]
     dead = deaths(table)
     alive: dict[str, NodeRow] = {}
     for one in rows(table):
-        if one.alive and (one.name not in alive or _is_same(known.get(one.name), alive[one.name])):
+        before = known.get(one.name)
+        if one.alive and (one.name not in alive or (before is not None and before.row.id == alive[one.name].id)):
             alive[one.name] = one
     return {name: _next(known.get(name), alive.get(name), dead, now_ns) for name in sorted({*known, *alive})}
 
@@ -309,10 +310,6 @@ def _next(before: KnownNode | None, alive: NodeRow | None, dead: Mapping[str, st
     since_ns = now_ns if before.missing_ns is None else before.missing_ns
     lost = f"is lost: the Ray head has not known it for {MISSING_NS // 10**9} s"
     return KnownNode(row=before.row, lost=lost if now_ns - since_ns >= MISSING_NS else "", missing_ns=since_ns)
-
-
-def _is_same(known: KnownNode | None, one: NodeRow) -> bool:
-    return known is not None and known.row.id == one.id
 
 
 def _bundle(share: Share, one: NodeRow) -> dict[str, float]:

@@ -84,7 +84,9 @@ def draft_units(part: SurveyedRoot) -> Drafts:
     unowned = {
         path: file
         for path, file in part.files.items()
-        if path not in claimed and not is_dropped(path) and not _is_made(path, scripts)
+        if path not in claimed
+        and not is_dropped(path)
+        and not (_VENV_FILE.fullmatch(path) or is_entry_script(path, scripts))
     }
     units.append(Draft(kind="unowned", files=unowned, believed={}))
     contested = {path: owners for path, owners in claimed.items() if len({claim[1:] for _, claim in owners}) > 1}
@@ -143,10 +145,6 @@ def _claim_files(
             times = {"mtime_ns": file.mtime_ns, "record_mtime_ns": distribution.record.mtime_ns}
             if is_trusted(claim, size=file.size, **times):
                 draft.believed[path] = claim
-
-
-def _is_made(path: str, scripts: frozenset[str]) -> bool:
-    return _VENV_FILE.fullmatch(path) is not None or is_entry_script(path, scripts)
 
 
 def _directories(paths: Iterable[str]) -> set[str]:

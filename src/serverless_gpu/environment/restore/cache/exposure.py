@@ -99,8 +99,5 @@ def is_suspect(folder: str, name: str, status: os.stat_result, since_ns: int) ->
         return status.st_mtime_ns > since_ns and status.st_nlink > 1
     if status.st_mtime_ns == _MTIME_NS and status.st_ctime_ns <= since_ns:
         return False
-    return not _came_later(f"{folder}/{name}", status)
-
-
-def _came_later(path: str, status: os.stat_result) -> bool:
-    return status.st_mtime_ns == _MTIME_NS and status.st_nlink == 1 and is_added(path)
+    came_later = status.st_mtime_ns == _MTIME_NS and status.st_nlink == 1 and is_added(f"{folder}/{name}")
+    return not came_later
