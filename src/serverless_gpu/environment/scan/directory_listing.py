@@ -36,7 +36,7 @@ class ListedFile(NamedTuple):
     size: int  # content bytes (of what a link to a file outside leads to)
     mtime_ns: int
     inode: int
-    ctime_ns: int
+    ctime_ns: int  # an edit moves it whatever becomes of the mtime, and so does another link to the file
     target: str = ""  # what a link says that stays one, else ""
 
 
