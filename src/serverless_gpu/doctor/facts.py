@@ -1,6 +1,6 @@
 """What was seen on this machine, as values: what checks judge, and what tests write down by hand.
 
-An area that could not be looked at is `UnknownFact`, with the reason; so is every area that nobody gathered.
+An area that could not be looked at is `UnknownFact`, with the reason; so is every area that was not gathered.
 """
 
 from __future__ import annotations
@@ -34,69 +34,42 @@ class Disk(msgspec.Struct, frozen=True):
 
 
 class HomeFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The home directory.
+    """The home directory."""
 
-    Attributes:
-        root: where it is; "" where there is none to be had.
-        problem: why there is none, or why writing to it fails.
-        hint: what helps.
-        note: why it is not the one that was asked for.
-        filesystem: the kernel's name of its file system.
-        is_noexec: whether nothing can be executed from there.
-        flock_refusal: why files cannot be locked there, or "".
-        record_lock_refusal: why SQLite cannot lock its files there, or "".
-        configuration_problem: what is wrong with `config.toml`.
-        temporary_problem: why temporary files cannot be made, or "".
-        sockets: the directory of sockets, and what is wrong with it.
-    """
-
-    root: str = ""
+    root: str = ""  # where it is; "" if missing
     problem: str = ""
     hint: str = ""
-    note: str = ""
+    note: str = ""  # why it is not the one that was asked for
     filesystem: str = ""
     is_noexec: bool = False
-    flock_refusal: str = ""
-    record_lock_refusal: str = ""
+    flock_refusal: str = ""  # why files cannot be locked there, or ""
+    record_lock_refusal: str = ""  # why SQLite cannot lock its files there, or ""
     configuration_problem: str = ""
-    temporary_problem: str = ""
+    temporary_problem: str = ""  # why temporary files cannot be made, or ""
     sockets: str = ""
     sockets_problem: str = ""
     disks: tuple[Disk, ...] = ()
 
 
 class RunsFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The run directories.
-
-    Attributes:
-        days: runs are deleted after that many; None for never.
-        size_bytes_max: ended runs take at most this; None for no limit.
-        last_run: the latest run with a receipt; with whether it started warm, and why not.
-    """
+    """The run directories."""
 
     count: int = 0
     size_bytes: int = 0
-    days: float | None = None
-    size_bytes_max: int | None = None
-    last_run: str = ""
+    days: float | None = None  # runs are deleted after that many; None for never
+    size_bytes_max: int | None = None  # ended runs take at most this; None for no limit
+    last_run: str = ""  # the latest run with a receipt; with whether it started warm, and why not
     warm: bool = False
     warm_reason: str = ""
 
 
 class AgentFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The agent of this home.
+    """The agent of this home."""
 
-    Attributes:
-        pid: None when none runs.
-        python: the agent's name for the interpreter that asks.
-        problem: why it does not answer.
-        others: agents of other versions of this package: version (and protocol) by pid.
-    """
-
-    pid: int | None = None
+    pid: int | None = None  # None when none runs
     version: str = ""
     python: str = ""
-    problem: str = ""
+    problem: str = ""  # why it does not answer
     hint: str = ""
     zygotes: tuple[ZygoteStatus, ...] = ()
     attempts: int = 0
@@ -110,7 +83,7 @@ class ServerNode(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         silent_s: how long ago it was heard of, in seconds of the server's clock; None where that is not known.
         clock: how far its clock is off, in words that follow its name; "" where it is not.
-        drained: whether somebody said that it is given nothing new.
+        drained: whether an operator drained it: it gets nothing new.
     """
 
     name: str
@@ -130,7 +103,7 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
         embedded: whether `sgpu up` of this home wrote it.
         problem: why what is configured cannot be used.
         hint: what helps.
-        is_private: whether nobody else can read the token.
+        is_private: whether only this user can read the token.
         away: why it does not answer.
         unwell: what its `/health` says is wrong.
         version: its version of this package.
@@ -169,15 +142,9 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CgroupFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """How process trees are ended and limited.
+    """How process trees are ended and limited."""
 
-    Attributes:
-        path: the v2 directory, or "".
-        problem: why there is none.
-        controllers: which limits can be set.
-    """
-
-    path: str = ""
+    path: str = ""  # the v2 directory, or ""
     problem: str = ""
     controllers: tuple[str, ...] = ()
 
@@ -234,7 +201,7 @@ class GpuFacts(msgspec.Struct, frozen=True, kw_only=True):
         on_bus: NVIDIA display controllers on the PCI bus.
         device_files: how many `/dev/nvidia<n>` there are.
         binding_problem: why NVML cannot even be loaded.
-        driver: its version; "" where there is none.
+        driver: its version; "" if missing.
         cuda: the newest CUDA the driver can run.
         held: who holds which device: run by uuid.
         quarantined: why, by uuid, and the note's file.
@@ -276,12 +243,7 @@ class Broken(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InterpreterFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The interpreter and what is installed for it.
-
-    Attributes:
-        packages: version by name of what we know to matter.
-        broken_problem: why requirements could not be compared.
-    """
+    """The interpreter and what is installed for it."""
 
     executable: str = ""
     version: str = ""
@@ -291,19 +253,13 @@ class InterpreterFacts(msgspec.Struct, frozen=True, kw_only=True):
     packages: dict[str, str] = {}
     shadows: tuple[Shadow, ...] = ()
     broken: tuple[Broken, ...] = ()
-    broken_problem: str = ""
+    broken_problem: str = ""  # why requirements could not be compared
 
 
 class Imported(msgspec.Struct, frozen=True, kw_only=True):
-    """What importing one module did.
+    """What importing one module did."""
 
-    Attributes:
-        outcome: ``"ok"``, ``"absent"``, ``"raised"``, ``"crashed"``, ``"hung"`` or ``"untried"``.
-        error: what was raised, or what ended the process.
-        written: what it wrote meanwhile, the last of it.
-    """
-
-    outcome: str
+    outcome: str  # ``"ok"``, ``"absent"``, ``"raised"``, ``"crashed"``, ``"hung"`` or ``"untried"``
     error: str = ""
     written: str = ""
 
@@ -328,41 +284,27 @@ class ImportFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrackingServer(msgspec.Struct, frozen=True, kw_only=True):
-    """An MLflow server of this home.
-
-    Attributes:
-        store: whose it is, as may be shown; "" for the home's own.
-        database: where that is kept, likewise.
-        file: the same, where it is a file of this machine, else "".
-        away: why it does not answer, although it is said to.
-    """
+    """An MLflow server of this home."""
 
     uri: str
     stage: str
-    store: str = ""
+    store: str = ""  # whose it is, as may be shown; "" for the home's own
     database: str = ""
-    file: str = ""
+    file: str = ""  # path of the database, where it is a file of this machine, else ""
     python: str = ""
     version: str = ""
     problem: str = ""
     pid: int | None = None
-    away: str = ""
+    away: str = ""  # why it does not answer, although it is said to
 
 
 class TrackingFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Where runs would be tracked.
-
-    Attributes:
-        off: what switches tracking off.
-        installed: whether the interpreter has MLflow.
-        uri: of MLFLOW_TRACKING_URI, without credentials.
-        away: why that does not answer; None where it is no server.
-    """
+    """Where runs would be tracked."""
 
     off: str = ""
     installed: bool = False
-    uri: str = ""
-    away: str | None = None
+    uri: str = ""  # of MLFLOW_TRACKING_URI, without credentials
+    away: str | None = None  # why that does not answer; None where it is no server
     servers: tuple[TrackingServer, ...] = ()
 
 
@@ -375,27 +317,16 @@ class ListeningPort(msgspec.Struct, frozen=True, kw_only=True, order=True):
 
 
 class PoolFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The Ray of the pool that this home is in.
+    """The Ray of the pool that this home is in."""
 
-    Attributes:
-        directory: of its files; "" where there is none.
-        address: of this machine in it.
-        version: of the Ray that runs.
-        without_token: processes that do not ask for one.
-        token_problem: who else can read the token, or "".
-        addresses: of this machine, but for loopback.
-        unfenced: why ranks could end it, or "".
-        processes: how many there are.
-    """
-
-    directory: str = ""
+    directory: str = ""  # of its files; "" if missing
     address: str = ""
     version: str = ""
-    without_token: tuple[str, ...] = ()
-    token_problem: str = ""
+    without_token: tuple[str, ...] = ()  # processes that do not ask for one
+    token_problem: str = ""  # who else can read the token, or ""
     listeners: tuple[ListeningPort, ...] = ()
     addresses: tuple[str, ...] = ()
-    unfenced: str = ""
+    unfenced: str = ""  # why ranks could end it, or ""
     processes: int = 0
 
 

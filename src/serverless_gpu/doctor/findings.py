@@ -70,11 +70,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
 def about(
     look: Callable[[MachineFacts], A | UnknownFact],
 ) -> Callable[[Callable[[MachineFacts, A], Sequence[Finding]]], Probe]:
-    """Return a decorator for a probe that judges one area: where that could not be looked at, nothing is known.
-
-    Args:
-        look: picks the area.
-    """
+    """Return a decorator for a probe that judges one area: where that could not be looked at, nothing is known."""
 
     def decorate(judge: Callable[[MachineFacts, A], Sequence[Finding]]) -> Probe:
         @wraps(judge)

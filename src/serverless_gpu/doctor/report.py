@@ -20,12 +20,7 @@ def has_failed(judged: Judged) -> bool:
 
 
 def lines(judged: Judged, paint: Paint) -> Iterator[str]:
-    """Yield the report: one line for each check that is fine, up to three for each finding that is not.
-
-    Args:
-        judged: what the checks found.
-        paint: colours a word by its outcome.
-    """
+    """Yield the report: one line for each check that is fine, up to three for each finding that is not."""
     group = None
     unseen = _unseen(judged)
     for check, findings in judged:
@@ -62,12 +57,7 @@ def _unseen(judged: Judged) -> dict[tuple[CheckGroup, str], list[str]]:
 
 
 def as_builtins(judged: Judged, python: str) -> dict[str, object]:
-    """Return the report for machines.
-
-    Args:
-        judged: what the checks found.
-        python: the interpreter that was looked at.
-    """
+    """Return the report for machines."""
     return {
         "version": __version__,
         "python": python,

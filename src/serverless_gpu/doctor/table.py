@@ -26,10 +26,6 @@ TABLE: tuple[Check, ...] = (
 
 
 def judge(facts: MachineFacts) -> list[tuple[Check, tuple[Finding, ...]]]:
-    """Return what each check that applies here found, in the order of the table.
-
-    Args:
-        facts: what was seen.
-    """
+    """Return what each check that applies here found, in the order of the table."""
     judged = [(check, tuple(check.probe(facts))) for check in TABLE if check.probe is not None]
     return [(check, findings) for check, findings in judged if findings]

@@ -47,7 +47,7 @@ def _large(member: SnapshotMember, directory: str, before: int, source: LocalUni
 
 
 def _left_out(last: Snapshot | None, now: Snapshot) -> Sequence[str]:
-    """Return what of the code stays behind though nobody asked for it."""
+    """Return what of the code stays behind though it was not asked for."""
     known = frozenset(map(same_matter, last.facts.left_out if last is not None else ()))
     tops = [f"{_directory(now, number).rstrip('/')}/" for number in range(len(now.roots))]
     code = tuple(top for top, root in zip(tops, now.roots, strict=True) if _code(root))

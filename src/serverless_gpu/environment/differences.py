@@ -64,7 +64,7 @@ def _rows(address: str, sources: Mapping[str, LocalUnit], blobs: StoreBlobs) -> 
 
 
 def _installed(source: LocalUnit) -> dict[str, bytes]:
-    """Return what RECORD of a distribution says of its files, by path of the row; nothing where there is none."""
+    """Return what RECORD of a distribution says of its files, by path of the row; nothing if missing."""
     files = iter(source.files)
     for row in source.rows:
         file = next(files) if row.has_content else ""

@@ -43,20 +43,12 @@ RootKind = Literal["own", "library", "code"]
 
 
 class FileRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One file, link or empty directory of a unit.
+    """One file, link or empty directory of a unit."""
 
-    Attributes:
-        path: area and path below it, for example ``site/numpy/__init__.py``; UTF-8, ``/`` between names.
-        kind: what it is.
-        size: content bytes; 0 for links and directories.
-        sha256: of the content, 32 bytes; empty for links and directories.
-        target: for a link, what it says.
-    """
-
-    path: str
+    path: str  # area and path below it, for example ``site/numpy/__init__.py``; UTF-8, ``/`` between names
     kind: RowKind = "f"
-    size: int = 0
-    sha256: bytes = b""
+    size: int = 0  # content bytes; 0 for links and directories
+    sha256: bytes = b""  # of the content, 32 bytes; empty for links and directories
     target: str = ""
 
     @property
@@ -66,19 +58,12 @@ class FileRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class PackBlock(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One zstd frame in a pack.
-
-    Attributes:
-        pack: index into the unit's packs.
-        offset: where the frame starts in the pack.
-        length: its compressed bytes.
-        size: its content bytes, at most `BLOCK_BYTES`.
-    """
+    """One zstd frame in a pack."""
 
     pack: int
     offset: int
-    length: int
-    size: int
+    length: int  # its compressed bytes
+    size: int  # its content bytes, at most `BLOCK_BYTES`
 
 
 class ContentPlace(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -90,40 +75,24 @@ class ContentPlace(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Unit(msgspec.Struct, frozen=True, kw_only=True):
-    """One piece of an environment, as it is stored under ``units/<address>``.
-
-    Attributes:
-        address: hexadecimal, 64 digits.
-        rows: in order of their paths.
-        packs: digests of the packs, hexadecimal.
-        blocks: in the order in which large files run through them.
-        places: for each row that is a file and not empty, in order of the rows.
-    """
+    """One piece of an environment, as it is stored under ``units/<address>``."""
 
     address: str
-    rows: tuple[FileRow, ...]
+    rows: tuple[FileRow, ...]  # in order of their paths
     packs: tuple[str, ...] = ()
-    blocks: tuple[PackBlock, ...] = ()
-    places: tuple[ContentPlace, ...] = ()
+    blocks: tuple[PackBlock, ...] = ()  # in the order in which large files run through them
+    places: tuple[ContentPlace, ...] = ()  # for each row that is a file and not empty, in order of the rows
     version: int = VERSION
 
 
 class Interpreter(msgspec.Struct, frozen=True, kw_only=True):
-    """The Python an environment is for.
+    """The Python an environment is for."""
 
-    Attributes:
-        implementation: ``cpython``.
-        version: for example ``3.11.7``.
-        abi: what extension modules are built for, for example ``cpython-311-x86_64-linux-gnu``.
-        platform: for example ``linux-x86_64``.
-        glibc: of the machine it was captured on, for example ``2.36``; "" elsewhere.
-    """
-
-    implementation: str
-    version: str
-    abi: str
-    platform: str
-    glibc: str = ""
+    implementation: str  # ``cpython``
+    version: str  # for example ``3.11.7``
+    abi: str  # what extension modules are built for, for example ``cpython-311-x86_64-linux-gnu``
+    platform: str  # for example ``linux-x86_64``
+    glibc: str = ""  # of the machine it was captured on, for example ``2.36``; "" elsewhere
 
     @property
     def minor(self) -> str:
@@ -154,7 +123,7 @@ class SnapshotMember(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Generated(msgspec.Struct, frozen=True, kw_only=True):
-    """A small text file that names directories of its machine: written anew on restore.
+    """A small text file that names directories of its machine: written again on restore.
 
     Attributes:
         path: area and path, as in a row.
@@ -189,28 +158,16 @@ class Root(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SnapshotOrigin(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a snapshot came from. Its address covers all but `UNADDRESSED_FACTS`.
+    """Where a snapshot came from. Its address covers all but `UNADDRESSED_FACTS`."""
 
-    Attributes:
-        captured_ns: when, nanoseconds since 1970.
-        python: the interpreter without its environment, for example ``/usr/bin/python3.11``.
-        prefix: `sys.prefix`.
-        originals: for each root, the directory it was captured from.
-        notes: for each root, what installers noted: path of a row that would be, and its text. Only names in
-            `rules.NOTE_NAMES`.
-        loaded: for each root, Python files (paths as in rows) of the modules the caller had imported: compiled first.
-        variables: names of the start-up variables that were set, never their values.
-        left_out: what was not captured, and why, one sentence each.
-    """
-
-    captured_ns: int = 0
-    python: str = ""
+    captured_ns: int = 0  # when, nanoseconds since 1970
+    python: str = ""  # the interpreter without its environment, for example ``/usr/bin/python3.11``
     prefix: str = ""
     originals: tuple[str, ...] = ()
     notes: tuple[dict[str, str], ...] = ()
     loaded: tuple[tuple[str, ...], ...] = ()
-    variables: tuple[str, ...] = ()
-    left_out: tuple[str, ...] = ()
+    variables: tuple[str, ...] = ()  # names of the start-up variables that were set, never their values
+    left_out: tuple[str, ...] = ()  # what was not captured, and why, one sentence each
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -250,11 +207,7 @@ def unit_address(rows: Iterable[FileRow]) -> str:
 
 
 def snapshot_address(snapshot: Snapshot) -> str:
-    """Return the address of a snapshot, by the rules of its version.
-
-    Args:
-        snapshot: with everything but its address.
-    """
+    """Return the address of a snapshot, by the rules of its version."""
     if snapshot.version == 1:
         return snapshot_address_1(snapshot.interpreter, snapshot.roots)
     python, facts = snapshot.interpreter, snapshot.facts

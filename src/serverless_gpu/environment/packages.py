@@ -12,18 +12,13 @@ from collections.abc import Iterable
 
 import msgspec
 
-from serverless_gpu.environment.documents import Snapshot, SnapshotMember
+from serverless_gpu.environment.documents import Snapshot
 
 _TOLD_MAX = 5
 
 
 class Packages(msgspec.Struct, frozen=True, kw_only=True):
-    """What is installed.
-
-    Attributes:
-        python: implementation, version, ABI and platform.
-        units: what each installed unit is called, by its address.
-    """
+    """What is installed."""
 
     python: str
     units: dict[str, str]
@@ -35,7 +30,7 @@ def packages_of(snapshot: Snapshot) -> Packages:
     return Packages(
         python=f"{python.implementation} {python.minor} {python.abi} {python.platform}",
         units={
-            member.address: _called(member)
+            member.address: f"{member.name} {member.version}".strip() or "files of no distribution"
             for root in snapshot.roots
             if root.kind != "code"
             for member in root.members
@@ -58,10 +53,6 @@ def difference(asked: Packages, accepted: Packages) -> str:
     parts = [f"{_listed(more)} more"] if more else []
     parts += [f"{_listed(less)} less"] if less else []
     return ", ".join(parts)
-
-
-def _called(member: SnapshotMember) -> str:
-    return f"{member.name} {member.version}".strip() or "files of no distribution"
 
 
 def _listed(labels: Iterable[str]) -> str:

@@ -19,7 +19,7 @@ are recognised and captured (`scan.py`, `snapshot_capture.py`).
 Failure cases: an environment that cannot travel, a full disk, a store that does not answer (`CaptureFailed` with the
 error's code); a child that is killed (`CaptureFailed`, said here); the caller is gone (end of file, or its process has
 ended: children end with this process); no watches, or they tell of a change (every file is looked at, the reason is
-logged); the caller gives up (`Abandon`: a capture that nobody wants any more ends, and what it sent is there for the
+logged); the caller gives up (`Abandon`: a capture that is no longer wanted ends, and what it sent is there for the
 next).
 """
 
@@ -107,12 +107,7 @@ class _Task(msgspec.Struct, kw_only=True):
 
 
 class Service:
-    """The service of one caller.
-
-    Args:
-        wire: the connection to it.
-        index: the directory of what recognises environments.
-    """
+    """The service of one caller."""
 
     def __init__(self, wire: Wire, index: Path) -> None:
         self._wire = wire
@@ -350,7 +345,7 @@ class Service:
         if waiting:
             self._safely(waiting, partial(self._check, waiting, task.key, fresh=False))
         if not task.checks:
-            self._recogniser = Recogniser(self._index)  # what the child has written is read anew
+            self._recogniser = Recogniser(self._index)  # what the child has written is read again
             for ask in self._put_off.pop(task.key, []):
                 self._safely([ask], partial(self._answer, ask))
             if task.key in self._watches:  # they go with the index of before

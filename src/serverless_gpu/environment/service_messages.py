@@ -16,43 +16,27 @@ _STORE_PREFIXES = ("AWS_", "GOOGLE_", "AZURE_", "SSL_CERT_", "HTTP_PROXY", "HTTP
 
 
 class Where(NamedTuple):
-    """A store of environments.
-
-    Attributes:
-        url: of it.
-        token: for one that a server keeps.
-        ca: for such a one: file with the certificates to trust; "" for the system's.
-    """
+    """A store of environments."""
 
     url: str
     token: str = ""
-    ca: str = ""
+    ca: str = ""  # for such a one: file with the certificates to trust; "" for the system's
 
 
-class EnvironmentQuestion(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Is this environment known, and is it in the store? Capture it if not, unless that is not wanted now.
-
-    Attributes:
-        number: what answers carry.
-        description: what `interpreter.describe` said.
-        store: URL of the store.
-        environ: what the store needs to be opened.
-        token: for a server's store.
-        ca: for a server's store: file with the certificates to trust; "" for the system's.
-        capture: whether to capture it.
-    """
+class Ask(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Is this environment known, and is it in the store? Capture it if not, unless that is not wanted now."""
 
     number: int
     description: dict[str, object]
     store: str
     environ: dict[str, str] = {}
     token: str = ""
-    ca: str = ""
+    ca: str = ""  # for a server's store: file with the certificates to trust; "" for the system's
     capture: bool = True
 
 
 class Abandon(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Nobody waits for the answer any more."""
+    """The caller no longer waits for the answer."""
 
     number: int
 
@@ -78,16 +62,10 @@ class FilesChecked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class CapturedEnvironment(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """It was looked at, and is captured now.
-
-    Attributes:
-        first: whether it was never captured before.
-        changes: what is different from the last capture of it, in words.
-        remarks: what else its user should know: large code, files that are left out.
-    """
+    """It was looked at, and is captured now."""
 
     number: int
-    first: bool
+    first: bool  # whether it was never captured before
     changes: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
 
@@ -100,25 +78,14 @@ class Taking(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Taken(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """It is in the store.
-
-    Attributes:
-        snapshot: its address.
-        size: content bytes.
-        files: how many.
-        units: how many.
-        code_bytes: content bytes of the project's code.
-        sent_units: how many units the store lacked.
-        sent_bytes: what was sent, compressed.
-        ms: how long it took.
-    """
+    """It is in the store."""
 
     number: int
     snapshot: str
-    size: int
+    size: int  # content bytes
     files: int
     units: int
-    code_bytes: int
+    code_bytes: int  # content bytes of the project's code
     sent_units: int
     sent_bytes: int
     ms: int

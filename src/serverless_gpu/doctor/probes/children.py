@@ -20,17 +20,11 @@ _GONE_S = 1.0
 
 
 class ChildEnded(msgspec.Struct, frozen=True):
-    """How a look ended.
-
-    Attributes:
-        answer: what it sent.
-        written: the end of what it wrote to stdout and stderr.
-        code: its exit code, negative for a signal; None when it was ended for taking too long.
-    """
+    """How a look ended."""
 
     answer: bytes
     written: str
-    code: int | None
+    code: int | None  # its exit code, negative for a signal; None when it was ended for taking too long
 
     @property
     def why(self) -> str:

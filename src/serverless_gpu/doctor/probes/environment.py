@@ -81,12 +81,7 @@ def _import_all(names: Sequence[str], limit_s: float) -> ImportFacts:
 
 
 def read_imports(records: Sequence[tuple[object, ...]], ended: ChildEnded) -> ImportFacts:
-    """Return what the importing process reported before it ended, and what its end means for the rest.
-
-    Args:
-        records: what it sent.
-        ended: how it ended.
-    """
+    """Return what the importing process reported before it ended, and what its end means for the rest."""
     modules: dict[str, Imported] = {}
     begun = ""
     torch: TorchFacts | None = None

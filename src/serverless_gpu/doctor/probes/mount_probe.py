@@ -33,10 +33,5 @@ def look_at_mounts(environ: Mapping[str, str], limit_s: float) -> MountFacts | U
 
 
 def main(fd: int, home: str) -> None:
-    """Try it and say why not.
-
-    Args:
-        fd: where the answer goes.
-        home: the home directory, on whose file system to try.
-    """
+    """Try it and say why not."""
     os.write(fd, mounts.probe(home).encode() or _FINE)

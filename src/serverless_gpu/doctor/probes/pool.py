@@ -1,6 +1,6 @@
 """The Ray of a pool on this machine: whether it asks for a token, what it listens on, and whether ranks can reach it.
 
-Everything comes from files of ours and from /proc; Ray is not asked. Failure cases: there is none (nothing is said);
+Everything comes from files of ours and from /proc; Ray is not asked. Failure cases: no pool (nothing is reported);
 its processes are another user's, or end meanwhile (what could be read is kept).
 """
 
@@ -32,9 +32,6 @@ _ADDRESS = re.compile(rb"--node[-_]ip[-_]address=(\S+)")
 
 def look_at_pool(environ: Mapping[str, str]) -> PoolFacts:
     """Return what can be seen of the pool that this home is in.
-
-    Args:
-        environ: the caller's variables.
 
     Raises:
         StorageError: there is no home.

@@ -37,9 +37,6 @@ _LOOK_S = 5.0
 def look_at_server(environ: Mapping[str, str]) -> ServerFacts:
     """Return what can be seen of the server, without waiting for one that is away.
 
-    Args:
-        environ: the caller's variables.
-
     Raises:
         StorageError: there is no home.
     """

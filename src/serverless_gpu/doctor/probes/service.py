@@ -82,5 +82,5 @@ def _others(sockets: Path) -> dict[str, str]:
 
 
 def _holder(path: Path) -> str:
-    """Return the pid of the agent that holds a lock, or "" when nobody does."""
+    """Return the pid of the agent that holds a lock, or "" when it is free."""
     return (held_note(path) or b"")[:_PID_BYTES].decode("ascii", "replace").strip()

@@ -23,9 +23,6 @@ _ANSWER_S = 2.0
 def look_at_tracking(environ: Mapping[str, str]) -> TrackingFacts:
     """Return where runs would be tracked, and how MLflow's servers of this home are.
 
-    Args:
-        environ: the caller's variables.
-
     Raises:
         StorageError: there is no home.
     """

@@ -37,11 +37,6 @@ class RayProblem(Exception):
 class DriverClient:
     """One process that has Ray.
 
-    Args:
-        python: an interpreter that has it.
-        variables: what a process that speaks with this cluster has to have in its environment.
-        log: a file for what Ray writes.
-
     Raises:
         OSError: it cannot be started.
     """

@@ -32,30 +32,16 @@ _PAUSES_S = (0.5, 1.0, 2.0, 5.0)
 
 
 class RayAccess(msgspec.Struct, frozen=True, kw_only=True):
-    """How a Ray cluster is reached from the machine of its head.
+    """How a Ray cluster is reached from the machine of its head."""
 
-    Attributes:
-        address: of the head, ``"10.0.0.1:6379"``.
-        node_address: under which this machine is a node of it.
-        pool: what tells this server's gangs from those of another server in the same Ray.
-        variables: what a process that speaks with it has to have: where its token lies, above all.
-    """
-
-    address: str
+    address: str  # of the head, ``"10.0.0.1:6379"``
     node_address: str
     pool: str
     variables: dict[str, str]
 
 
 class DriverLink:
-    """The child, and whether it is of any use.
-
-    Args:
-        access: how the cluster is reached.
-        python: an interpreter that has its Ray.
-        log: a file for what Ray writes.
-        clock: the machine's.
-    """
+    """The child, and whether it is of any use."""
 
     def __init__(self, access: RayAccess, python: str, log: Path, clock: Clock) -> None:
         self._access, self._python, self._log, self._clock = access, python, log, clock
@@ -72,11 +58,7 @@ class DriverLink:
         return self._trouble
 
     def connect(self, closed: threading.Event) -> bool:
-        """Have a child that is a driver of the cluster; return whether there is one.
-
-        Args:
-            closed: nobody wants it any more.
-        """
+        """Have a child that is a driver of the cluster; return whether there is one."""
         child = self._child
         if (problem := self._port_problem()) or (child is not None and child.is_gone):
             self._drop()

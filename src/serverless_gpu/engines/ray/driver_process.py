@@ -31,7 +31,7 @@ from typing import Any
 
 _ACTOR_S = 40.0
 _LOOK_S = 0.002
-# Ray itself tries again after a second, and what was given back is free 50 ms later. So a group is made anew.
+# Ray itself tries again after a second, and what was given back is free 50 ms later. So a group is made again.
 _AGAIN_S = 0.05
 _REFUSED = ("INFEASIBLE", "NO_RESOURCES")
 _SURE = 3  # how often in a row it is INFEASIBLE before that is believed: a node's resources come a moment after it
@@ -66,14 +66,7 @@ def _answer(request: dict[str, Any], answers: int) -> None:
 
 
 def connect(address: str, node_address: str, namespace: str, program: str) -> dict[str, Any]:
-    """Become a driver of the cluster.
-
-    Args:
-        address: of the head.
-        node_address: under which this machine is a node.
-        namespace: of the server.
-        program: how names of actors end that are of this version.
-    """
+    """Become a driver of the cluster."""
     import ray
 
     ray.init(
@@ -165,13 +158,7 @@ def _find(name: str) -> Any:
 
 
 def agent(node: str, actor: str, program: list[str]) -> dict[str, Any]:
-    """Have the agent of a node running; return what its actor says.
-
-    Args:
-        node: Ray's identifier of the node.
-        actor: a name; one actor has it.
-        program: what the actor is made of.
-    """
+    """Have the agent of a node running; return what its actor says."""
     _connected()
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -190,13 +177,7 @@ def agent(node: str, actor: str, program: list[str]) -> dict[str, Any]:
 
 
 class NodeActor:
-    """What Ray runs on a node: it starts the agent and knows whether it is there.
-
-    Args:
-        variable: where the environment names the node's file.
-        launcher: the program that leaves Ray's process tree.
-        module: the module that starts the agent.
-    """
+    """What Ray runs on a node: it starts the agent and knows whether it is there."""
 
     def __init__(self, variable: str, launcher: str, module: str) -> None:
         self._variable, self._launcher, self._module = variable, launcher, module
@@ -243,7 +224,7 @@ class NodeActor:
         return said
 
     def _started(self, pid: int) -> str:
-        """Return when a process started, in the kernel's count, or "" when there is none."""
+        """Return when a process started, in the kernel's count, or "" if missing."""
         try:
             with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
                 fields = file.read().rpartition(")")[2].split()

@@ -32,11 +32,7 @@ _PREFIX = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+\t(INFO|WARNING|ERR|ER
 
 
 def why_ended(written: bytes) -> str:
-    """Return why Ray ended.
-
-    Args:
-        written: what it wrote since it was started.
-    """
+    """Return why Ray ended."""
     text = written.decode("utf-8", errors="replace")
     for pattern, sentence in _KNOWN:
         if re.search(pattern, text):

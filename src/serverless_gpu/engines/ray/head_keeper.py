@@ -43,11 +43,7 @@ _END_S = 30.0
 
 
 class RunningKeeper(NamedTuple):
-    """A keeper that runs.
-
-    Attributes:
-        digest: of its plan and of this version.
-    """
+    """A keeper that runs."""
 
     pid: int
     digest: str
@@ -90,7 +86,7 @@ def ensure(directory: Path, plan: KeeperPlan, owner: Path, environ: Mapping[str,
 
 
 def running(directory: Path) -> RunningKeeper | None:
-    """Return the keeper of a directory, or None when there is none."""
+    """Return the keeper of a directory, or None if missing."""
     words = (held_note(directory / LOCK) or b"").decode("ascii", "replace").split()
     return RunningKeeper(int(words[0]), words[1]) if len(words) == 2 and words[0].isdigit() else None
 
@@ -159,7 +155,7 @@ def main(directory: str, owner: str) -> NoReturn:
 
 
 class Needed:
-    """Whether somebody needs Ray still.
+    """Checks whether Ray is still needed.
 
     Args:
         owner: a lock's file.
@@ -172,7 +168,7 @@ class Needed:
         self._seen_ns = self._clock.boottime_ns()
 
     def __call__(self) -> str:
-        """Return "", or why nobody needs it any more."""
+        """Return "", or why it is no longer needed."""
         now_ns = self._clock.boottime_ns()
         if held_note(self._owner) is not None:
             self._seen_ns = now_ns

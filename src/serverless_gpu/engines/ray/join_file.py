@@ -23,17 +23,11 @@ _BYTES_MAX = 1 << 20
 
 
 class JoinFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What it says.
-
-    Attributes:
-        server: address of the server.
-        token: for joining.
-        ca: certificates to trust, PEM; "" for the system's.
-    """
+    """What it says."""
 
     server: str
     token: str
-    ca: str = ""
+    ca: str = ""  # certificates to trust, PEM; "" for the system's
 
 
 def write_join_file(path: Path, file: JoinFile) -> None:

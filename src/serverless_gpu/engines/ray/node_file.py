@@ -18,15 +18,7 @@ from serverless_gpu.node.base.private_files import write_private
 
 
 class NodeFile(msgspec.Struct, frozen=True, kw_only=True):
-    """What starts the agent of this machine.
-
-    Attributes:
-        python: interpreter that has this package.
-        paths: where it finds this package and what it needs, for `python -I -S`.
-        home: `$SERVERLESS_GPU_HOME`.
-        profile: path of the file that says how the server is reached (`node/uplink/profile.py`).
-        environ: variables of the agent, all of them.
-    """
+    """What starts the agent of this machine."""
 
     python: str
     paths: tuple[str, ...]

@@ -46,11 +46,7 @@ os.execv(argv[0], argv)
 
 
 def main(path: str) -> None:
-    """Have the uplink of a node running, and say so.
-
-    Args:
-        path: of the node's file.
-    """
+    """Have the uplink of a node running, and say so."""
     try:
         said: dict[str, object] = _ensure(read_node_file(Path(path)))
     except ServerlessGpuError as error:

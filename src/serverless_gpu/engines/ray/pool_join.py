@@ -39,34 +39,18 @@ _LOOK_S = 0.5
 
 
 class JoinOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What somebody asked for.
+    """What somebody asked for."""
 
-    Attributes:
-        host: where the head is: a name or an address, with a port or without one.
-        file: what the join file says.
-        path: of the join file.
-        name: of the node.
-        address: of this machine; "" for the one that leads to the head.
-        port: the first of Ray's ports here; None for as on the server's machine.
-    """
-
-    host: str
+    host: str  # where the head is: a name or an address, with a port or without one
     file: JoinFile
     path: Path
     name: str
-    address: str = ""
-    port: int | None = None
+    address: str = ""  # of this machine; "" for the one that leads to the head
+    port: int | None = None  # the first of Ray's ports here; None for as on the server's machine
 
 
 class JoinPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What can be started.
-
-    Attributes:
-        plan: what is kept.
-        offer: what the machine gives, for people.
-        ports: that Ray uses here.
-        profile: path of the agent's profile.
-    """
+    """What can be started."""
 
     plan: KeeperPlan
     offer: str
@@ -76,11 +60,6 @@ class JoinPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 def prepare(wish: JoinOptions, home: Home, environ: Mapping[str, str]) -> JoinPlan:
     """Look at everything, ask the server, and write this machine's files.
-
-    Args:
-        wish: what was asked for.
-        home: the home directory.
-        environ: variables; those that say what the node offers are passed on.
 
     Raises:
         ServerProblem: there is no Ray here, or not the pool's; a port is taken; the head does not answer.

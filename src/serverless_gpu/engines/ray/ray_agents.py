@@ -23,12 +23,7 @@ _SILENT_MAX = 3
 
 
 class RayAgents:
-    """The agents of a cluster's nodes.
-
-    Args:
-        link: the line to Ray.
-        clock: the machine's.
-    """
+    """The agents of a cluster's nodes."""
 
     def __init__(self, link: DriverLink, clock: Clock) -> None:
         self._link, self._clock = link, clock
@@ -50,7 +45,9 @@ class RayAgents:
             self._asked_ns = {
                 node: at_ns for node, at_ns in self._asked_ns.items() if now_ns - at_ns < LOOK_EVERY_S * 1e9
             }
-            self._problems = {name: text for name, text in self._problems.items() if not _is_lost(known, name)}
+            self._problems = {
+                name: text for name, text in self._problems.items() if name in known and not known[name].lost
+            }
             rows = [
                 one.row
                 for one in known.values()
@@ -82,7 +79,3 @@ class RayAgents:
             elif not is_silent or (self._silent[row.id] >= _SILENT_MAX and not self._link.trouble):
                 self._problems[row.name] = f"has no agent: {problem}"
         return is_silent
-
-
-def _is_lost(known: Mapping[str, KnownNode], name: str) -> bool:
-    return name not in known or bool(known[name].lost)

@@ -1,4 +1,4 @@
-"""Keeping Ray on one machine: started, looked after, started anew when it ends, ended in order.
+"""Keeping Ray on one machine: started, looked after, started again when it ends, ended in order.
 
     sgpu up   ─▶ a process of its own (`head_keeper.py`), which outlives the server
     sgpu join ─▶ in the foreground
@@ -12,8 +12,8 @@ What Ray has started for us, the agent of the machine and below it all runs, is 
 nobody's child, has nothing of Ray in its environment, and stays.
 
 Failure cases: the head is not there (asked for again and again, said once); Ray does not start, or dies (why is taken
-from what it wrote; started again); the keeper is killed (its Ray goes on; the next keeper ends that and starts anew:
-in between nothing is lost but a machine's membership); the directory is somebody else's (refused).
+from what it wrote; started again); the keeper is killed (its Ray goes on; the next keeper ends that and starts again:
+in between nothing is lost but a machine's membership); the directory belongs to another user (refused).
 """
 
 from __future__ import annotations
@@ -52,22 +52,13 @@ _TAIL_BYTES = 200_000
 
 
 class KeeperPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What is kept.
-
-    Attributes:
-        command: `ray start …`.
-        environ: its variables, all of them.
-        directory: of Ray's files, in one that only this user can enter.
-        log: path of the file for what Ray says.
-        head: address that has to answer before a machine can join; "" for the head itself.
-        token: digest of the cluster's token: Ray reads that once, so with another one it is started anew.
-    """
+    """What is kept."""
 
     command: tuple[str, ...]
     environ: dict[str, str]
-    directory: str
+    directory: str  # of Ray's files, in one that only this user can enter
     log: str
-    head: str = ""
+    head: str = ""  # address that has to answer before a machine can join; "" for the head itself
     token: str = ""
 
     @property
@@ -83,7 +74,7 @@ class RayKeeper:
         plan: what is kept.
         say: given a sentence whenever something changes.
         started: called whenever Ray has started.
-        needed: asked every few seconds: "" while somebody needs it, else why nobody does.
+        needed: asked every few seconds: "" while it is needed, else why not.
     """
 
     def __init__(
@@ -100,7 +91,7 @@ class RayKeeper:
         self._away = ""
 
     def keep(self, stop: int) -> None:
-        """Keep Ray until told to stop, or until nobody needs it.
+        """Keep Ray until told to stop, or until it is no longer needed.
 
         Args:
             stop: a descriptor that can be read when it is to stop.
@@ -200,7 +191,7 @@ class RayKeeper:
 
 
 def unreachable(address: str, limit_s: float = CONNECT_S) -> str:
-    """Return why nobody answers at an address, or "".
+    """Return why nothing answers at an address, or "".
 
     Args:
         address: ``host:port``, or "" for none that is needed.
@@ -217,10 +208,10 @@ def unreachable(address: str, limit_s: float = CONNECT_S) -> str:
 
 
 def make_directory(path: str) -> None:
-    """Make the private directory anew.
+    """Make the private directory again.
 
     Raises:
-        StorageError: it is somebody else's, or cannot be made.
+        StorageError: it belongs to another user, or cannot be made.
     """
     try:
         if os.path.lexists(path):

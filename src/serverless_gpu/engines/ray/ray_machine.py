@@ -42,17 +42,11 @@ NODE, TOKEN, PROFILE, CA = "node.json", "token", "profile.json", "ca.pem"
 
 
 class RayMachineFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a machine's files are.
-
-    Attributes:
-        home: `$SERVERLESS_GPU_HOME`.
-        directory: of the files.
-        profile: of the agent; "" where the machine is no node.
-    """
+    """Where a machine's files are."""
 
     home: Home
     directory: Path
-    profile: Path | None
+    profile: Path | None  # of the agent; "" where the machine is no node
 
     @property
     def token(self) -> Path:
@@ -61,7 +55,7 @@ class RayMachineFiles(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def node(self) -> Path:
-        """Return where it is said how the agent is started."""
+        """Return the file that says how to start the agent."""
         return self.directory / NODE
 
 
@@ -89,12 +83,7 @@ def python_version() -> str:
 
 
 def differences(version: str, python: str) -> str:
-    """Return how Ray here differs from the pool's in a way that matters, or "".
-
-    Args:
-        version: of the pool's Ray.
-        python: of the pool's interpreter.
-    """
+    """Return how Ray here differs from the pool's in a way that matters, or ""."""
     own, own_python = check_ray(), python_version()
     if own != version:
         return f"this machine has Ray {own}, and the pool has {version}: pip install 'ray=={version}'"
@@ -142,12 +131,7 @@ def check_own(address: str) -> None:
 
 
 def taken_port(base: int, address: str) -> int | None:
-    """Return a port that is needed and that somebody has, or None.
-
-    Args:
-        base: the first of them.
-        address: of this machine; Ray listens there, and on loopback.
-    """
+    """Return a port that is needed and taken, or None."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     for port in start_arguments.ports(base):
         for kind, host in ((family, address), (socket.AF_INET, "127.0.0.1")):
@@ -187,15 +171,7 @@ def offer_text(devices: Sequence[Device]) -> str:
 def node_of(
     name: str, address: str, port: int, files: RayMachineFiles, devices: Sequence[Device]
 ) -> start_arguments.MachineShare:
-    """Return what a machine gives to the cluster.
-
-    Args:
-        name: of the node.
-        address: of the machine.
-        port: the first of its ports.
-        files: its files.
-        devices: what it offers; none where it is no node.
-    """
+    """Return what a machine gives to the cluster."""
     ordered = sorted(devices, key=lambda device: device.kind is DeviceKind.CPU)
     return start_arguments.MachineShare(
         name=name,

@@ -57,23 +57,14 @@ class Scheduling(StrEnum):
 
 
 class NodeRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A node of ours in Ray's node table.
-
-    Attributes:
-        id: Ray's, another one each time that Ray is started there.
-        alive: whether Ray counts on it.
-        counts: devices by type; none where only Ray's count is known.
-        declares: whether they are resources of Ray's, each of its own.
-        gpus: how many GPUs Ray itself counts.
-        cpus: how many CPUs.
-    """
+    """A node of ours in Ray's node table."""
 
     id: str
     name: str
     alive: bool
     address: str = ""
-    counts: dict[str, int] = {}
-    declares: bool = False
+    counts: dict[str, int] = {}  # devices by type; none where only Ray's count is known
+    declares: bool = False  # whether they are resources of Ray's, each of its own
     gpus: int = 0
     cpus: int = 0
 
@@ -96,17 +87,11 @@ class PlacementGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KnownNode(msgspec.Struct, frozen=True, kw_only=True):
-    """A node as the engine remembers it.
-
-    Attributes:
-        row: how Ray's table had it last.
-        lost: why it is not to be counted on, or "".
-        missing_ns: since when Ray's table has not had it at all, or None.
-    """
+    """A node as the engine remembers it."""
 
     row: NodeRow
-    lost: str = ""
-    missing_ns: int | None = None
+    lost: str = ""  # why it is not to be counted on, or ""
+    missing_ns: int | None = None  # since when Ray's table has not had it at all, or None
 
 
 MISSING_NS = 120_000_000_000
@@ -165,7 +150,8 @@ def looked(known: Mapping[str, KnownNode], table: Sequence[Mapping[str, object]]
     dead = deaths(table)
     alive: dict[str, NodeRow] = {}
     for one in rows(table):
-        if one.alive and (one.name not in alive or _is_same(known.get(one.name), alive[one.name])):
+        before = known.get(one.name)
+        if one.alive and (one.name not in alive or (before is not None and before.row.id == alive[one.name].id)):
             alive[one.name] = one
     return {name: _next(known.get(name), alive.get(name), dead, now_ns) for name in sorted({*known, *alive})}
 
@@ -215,12 +201,7 @@ def namespace(pool: str) -> str:
 
 
 def groups(pool: str, table: Iterable[Mapping[str, object]]) -> dict[str, PlacementGroup]:
-    """Return our placement groups that are not removed, by gang.
-
-    Args:
-        pool: whose.
-        table: the values of `placement_group_table()`.
-    """
+    """Return our placement groups that are not removed, by gang."""
     found = {}
     for one in table:
         name, prefix = one.get("name"), gang_name(pool, "")
@@ -329,10 +310,6 @@ def _next(before: KnownNode | None, alive: NodeRow | None, dead: Mapping[str, st
     since_ns = now_ns if before.missing_ns is None else before.missing_ns
     lost = f"is lost: the Ray head has not known it for {MISSING_NS // 10**9} s"
     return KnownNode(row=before.row, lost=lost if now_ns - since_ns >= MISSING_NS else "", missing_ns=since_ns)
-
-
-def _is_same(known: KnownNode | None, one: NodeRow) -> bool:
-    return known is not None and known.row.id == one.id
 
 
 def _bundle(share: Share, one: NodeRow) -> dict[str, float]:

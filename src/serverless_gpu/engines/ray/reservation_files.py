@@ -53,7 +53,7 @@ class ReservationFiles:
             (self._gangs / gang).unlink(missing_ok=True)
 
     def nodes(self) -> dict[str, KnownNode]:
-        """Return the nodes that there were, by name; how long one had been missing is counted anew."""
+        """Return the nodes that there were, by name; how long one had been missing is counted again."""
         with contextlib.suppress(OSError, msgspec.MsgspecError):
             self._noted = from_json(self._nodes.read_bytes(), dict[str, KnownNode])
         return {name: msgspec.structs.replace(one, missing_ns=None) for name, one in self._noted.items()}

@@ -56,15 +56,9 @@ _CPU = "CPU"
 
 
 class ClusterAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """A Ray cluster, as somebody on one of its machines reaches it.
+    """A Ray cluster, as somebody on one of its machines reaches it."""
 
-    Attributes:
-        address: for example ``10.0.0.5:7900``.
-        token_file: path of the file with its token.
-        node_address: of this machine in it.
-    """
-
-    address: str
+    address: str  # for example ``10.0.0.5:7900``
     token_file: str
     node_address: str
 
@@ -125,7 +119,7 @@ def ports(base: int) -> MachinePorts:
 
 
 def port_range(base: int) -> str:
-    """Return the ports of a machine, as firewalls are told them."""
+    """Return the ports of a machine, for its firewall."""
     return f"{base}-{base + PORTS - 1}"
 
 
@@ -169,11 +163,7 @@ def check_token(text: str) -> str:
 
 
 def variables(token_file: str) -> dict[str, str]:
-    """Return what every process has in its environment that is Ray's, or speaks with it.
-
-    Args:
-        token_file: path of the file with the cluster's token.
-    """
+    """Return what every process has in its environment that is Ray's, or speaks with it."""
     return {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": token_file,
@@ -184,12 +174,7 @@ def variables(token_file: str) -> dict[str, str]:
 
 
 def environment(node: MachineShare, clean: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables with which Ray is started on a machine; its workers inherit them.
-
-    Args:
-        node: what it gives.
-        clean: the few that every process needs; anything of another Ray among them goes.
-    """
+    """Return the variables with which Ray is started on a machine; its workers inherit them."""
     all_ports = ports(node.port)
     return {
         **{name: value for name, value in clean.items() if not name.startswith("RAY_")},
@@ -206,10 +191,6 @@ def environment(node: MachineShare, clean: Mapping[str, str]) -> dict[str, str]:
 
 def head_command(python: str, node: MachineShare) -> list[str]:
     """Return what starts the head.
-
-    Args:
-        python: interpreter that has Ray.
-        node: what its machine gives.
 
     Raises:
         InvalidValue: an address or a port cannot be.
@@ -230,11 +211,6 @@ def head_command(python: str, node: MachineShare) -> list[str]:
 
 def join_command(python: str, node: MachineShare, address: str) -> list[str]:
     """Return what starts Ray on a machine that joins.
-
-    Args:
-        python: interpreter that has Ray.
-        node: what the machine gives.
-        address: the cluster's.
 
     Raises:
         InvalidValue: an address or a port cannot be.

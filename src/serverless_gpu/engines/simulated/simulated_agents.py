@@ -151,13 +151,6 @@ class _Attempt(msgspec.Struct, kw_only=True):
 class SimulatedAgent:
     """The agent of one node.
 
-    Args:
-        control: the server.
-        name: of the node.
-        devices: what it has.
-        clock: moved by the test.
-        work: what each gang does.
-
     Attributes:
         node: its identifier with the server, "" before it said hello.
         executions: every stretch of user code that ran here.
@@ -204,7 +197,7 @@ class SimulatedAgent:
         return [gang for gang, attempt in self._attempts.items() if not attempt.stale]
 
     def kill(self) -> None:
-        """End the agent as `kill -9` does: its gangs go on, and nobody talks."""
+        """End the agent as `kill -9` does: its gangs go on, without an agent."""
         self.alive = self._connected = False
 
     def start(self) -> None:

@@ -36,10 +36,6 @@ class Reservations:
 class SimulatedEngine(Engine):
     """Nodes with devices, of which gangs reserve some.
 
-    Args:
-        nodes: the cluster.
-        reservations: those of an earlier engine of the same cluster.
-
     Attributes:
         answers: what the next calls of `submit` answer instead of looking, in order: an injected fault.
     """

@@ -31,18 +31,7 @@ _TURN_S = 170  # one swing of the made-up curves
 
 
 class Telemetry:
-    """The telemetry of one simulated node.
-
-    Args:
-        directory: where its gangs' files go.
-        node_rank: number of this node in every gang it is part of.
-        num_nodes: how many nodes each gang has.
-        clock: the cluster's.
-        tracker: makes one for each gang that is tracked.
-
-    Attributes:
-        tracked: the MLflow run of each gang, once it is known.
-    """
+    """The telemetry of one simulated node."""
 
     def __init__(
         self, directory: Path, *, node_rank: int, num_nodes: int, clock: Clock, tracker: Callable[[], Tracker]
@@ -125,10 +114,10 @@ class _Listener:
         self._telemetry.tracked[self._run_id] = tracked
 
     def untracked(self, sentence: str, *, final: bool) -> None:
-        """Nobody watches a simulated gang."""
+        """Do nothing: simulated gangs are not watched."""
 
     def said(self, sentence: str, *, note: bool) -> None:
-        """Nobody watches a simulated gang."""
+        """Do nothing: simulated gangs are not watched."""
 
 
 def _sample(at_ns: int, header: Header, node_rank: int) -> Sample:

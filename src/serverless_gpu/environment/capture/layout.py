@@ -19,7 +19,7 @@ import msgspec
 from serverless_gpu.environment.documents import BLOCK_BYTES, PACK_BYTES, ContentPlace, FileRow, PackBlock, Unit
 
 PACKS_MORE_MAX = 16
-"""How many more packs than anew a unit may have before it is packed anew."""
+"""How many more packs than anew a unit may have before it is packed again."""
 
 
 class BlockPart(NamedTuple):

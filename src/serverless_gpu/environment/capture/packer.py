@@ -62,28 +62,16 @@ class PackSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PackJob(msgspec.Struct, frozen=True, kw_only=True):
-    """A unit to be packed.
+    """A unit to be packed."""
 
-    Attributes:
-        address: as it was scanned; what comes out may have another.
-        name: of the unit, for people.
-        source: its rows and files.
-        old: the version before, if the store has it with all of its packs.
-    """
-
-    address: str
+    address: str  # as it was scanned; what comes out may have another
     name: str
     source: LocalUnit
-    old: Unit | None = None
+    old: Unit | None = None  # the version before, if the store has it with all of its packs
 
 
 class PackedUnit(msgspec.Struct, frozen=True, kw_only=True):
-    """A unit that is stored.
-
-    Attributes:
-        job: what it was made for.
-        unit: as it is stored now.
-    """
+    """A unit that is stored."""
 
     job: PackJob
     unit: Unit

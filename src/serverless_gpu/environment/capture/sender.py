@@ -35,13 +35,7 @@ WAIT_S = 0.2
 
 
 class ReadUnit(msgspec.Struct, frozen=True):
-    """A unit all of which has been read.
-
-    Attributes:
-        name: of the unit, for people.
-        packs: names of its new packs.
-        make: makes the unit, once they are known.
-    """
+    """A unit all of which has been read."""
 
     name: str
     packs: Sequence[Future[str]]
@@ -49,7 +43,7 @@ class ReadUnit(msgspec.Struct, frozen=True):
 
 
 class Counts:
-    """What has happened so far; read by whoever reports, written by several threads."""
+    """What has happened so far; read by the reporter, written by several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -79,7 +73,7 @@ class Sender:
         blobs: the store.
         threads: that store, taking what they are given in order.
         counts: what has happened, for reports.
-        stopped: whether nobody needs this any more.
+        stopped: whether the result is no longer needed.
         before_packs: called before packs of so many bytes are put; may raise.
     """
 
@@ -178,7 +172,7 @@ class Sender:
 
 
 class Unwanted(Exception):
-    """Somebody else failed, so that nobody needs this any more."""
+    """Another worker failed, so the result is not needed."""
 
 
 class _Group:

@@ -3,7 +3,7 @@
     take     scan → capture → remember
     capture  cap of 15 GB → which units are missing → space → pack → units → snapshot
 
-The snapshot is the only thing that makes the rest count, so whoever is killed half-way leaves packs and units that the
+The snapshot is the only thing that makes the rest count, so a capture killed half-way leaves packs and units that the
 next capture finds, and nothing that can be restored by half. Where a RECORD said another digest than the file has, the
 unit comes out with its true address, and the snapshot with it.
 
@@ -56,24 +56,14 @@ REPORT_S = 0.1
 
 
 class Captured(msgspec.Struct, frozen=True, kw_only=True):
-    """What a capture did.
-
-    Attributes:
-        scan: with true addresses; what `Recogniser.remember` wants.
-        units_new: addresses of units that were sent.
-        units_known: how many the store had.
-        sent_bytes: compressed bytes of packs that went to the store.
-        packs_sent: how many packs.
-        packs_known: packs that were made again and found in the store, after a capture that was ended early.
-        moved: claimed address → true address, where a RECORD or an old look was wrong.
-    """
+    """What a capture did."""
 
     scan: Scan
     units_new: tuple[str, ...]
     units_known: int
-    sent_bytes: int
+    sent_bytes: int  # compressed bytes of packs that went to the store
     packs_sent: int
-    packs_known: int
+    packs_known: int  # packs that were made again and found in the store, after a capture that was ended early
     moved: dict[str, str]
 
     @property
@@ -272,7 +262,7 @@ def _members(snapshot: Snapshot, missing: set[str]) -> dict[str, SnapshotMember]
 
 
 def _jobs(take: Callable[[], SnapshotMember], sources: Mapping[str, LocalUnit], blobs: StoreBlobs) -> Iterator[PackJob]:
-    """Yield jobs until there is nobody left to take."""
+    """Yield jobs while a taker is left."""
     while True:
         try:
             member = take()

@@ -40,7 +40,7 @@ class FileChanged(Exception):
 
 
 class CaptureStopped(Exception):
-    """Somebody else failed, so that nobody needs this any more."""
+    """Another worker failed, so the result is not needed."""
 
 
 class Reader:
@@ -76,9 +76,6 @@ class Reader:
             plan: of the block.
             buffer: where to; one byte larger than the block at least, so that a file that is too long is noticed.
 
-        Returns:
-            The part of the buffer that is filled.
-
         Raises:
             Changed: a file has another size than its row says.
             EnvironmentUnsupported: a file cannot be read, is gone, or does not stand still.
@@ -91,7 +88,7 @@ class Reader:
             return self._read_small(plan.parts, buffer)
 
     def close(self) -> None:
-        """Close files that nobody read to their end."""
+        """Close files that were not read to their end."""
         for large in self._large.values():
             large.close()
 

@@ -32,20 +32,9 @@ _OF_GLOBAL_PREFIX = ("bin", "etc", "include", "share")
 
 
 class TreePart(msgspec.Struct, frozen=True, kw_only=True):
-    """A place below the tree.
+    """A place below the tree."""
 
-    Attributes:
-        at: where, relative to the tree; "" is the tree itself.
-        area: of the units.
-        root: which root it belongs to.
-        units: addresses of those that have something there, the top one first.
-        files: generated files over them: path below the part → content.
-        executable: which of the generated files are.
-        links: generated links: path below the part → target.
-        directories: directories that have to be there.
-    """
-
-    at: str
+    at: str  # where, relative to the tree; "" is the tree itself
     area: str
     root: int
     units: tuple[str, ...]
@@ -78,13 +67,7 @@ class AssemblyTarget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def assemble(snapshot: Snapshot, outlines: Mapping[str, Outline], place: AssemblyTarget) -> tuple[TreePart, ...]:
-    """Return the parts of a tree, outer ones first.
-
-    Args:
-        snapshot: what is to be restored.
-        outlines: of all of its units, by address.
-        place: where, and with which interpreter.
-    """
+    """Return the parts of a tree, outer ones first."""
     parts: list[TreePart] = []
     for number, root in enumerate(snapshot.roots):
         prefix, site = _Files(), _Files()

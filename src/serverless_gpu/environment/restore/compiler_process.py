@@ -28,26 +28,14 @@ _NO_FOLLOW = os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def bytecode(source: bytes, name: str, mtime_s: int) -> bytes:
-    """Return the content of a bytecode file.
-
-    Args:
-        source: the file's content.
-        name: what tracebacks would call it; an import puts the real path in its place.
-        mtime_s: the source's time.
-    """
+    """Return the content of a bytecode file."""
     code = compile(source, name, "exec", dont_inherit=True, optimize=0)
     stamp = struct.pack("<III", 0, mtime_s & 0xFFFFFFFF, len(source) & 0xFFFFFFFF)
     return importlib.util.MAGIC_NUMBER + stamp + marshal.dumps(code)
 
 
 def compile_file(source: str, target: str, size: int) -> bool:
-    """Compile one file; whether there is bytecode now. Nothing is written through a link.
-
-    Args:
-        source: path of the Python file.
-        target: path of the bytecode.
-        size: what the source has to be long, as its row says.
-    """
+    """Compile one file; whether there is bytecode now. Nothing is written through a link."""
     fd = os.open(source, os.O_RDONLY | _NO_FOLLOW)
     with open(fd, "rb") as file:
         status = os.fstat(fd)

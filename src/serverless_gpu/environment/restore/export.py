@@ -1,6 +1,6 @@
 """An environment as a directory of the user's own, which needs nothing of ours: `sgpu env restore ADDRESS DIR`.
 
-It is made beside its place and comes there by a rename, so nobody sees half of it. Files are links to the cache where
+It is made beside its place and comes there by a rename, so it never shows half done. Files are links to the cache where
 they can be, read-only; files of code are copies, because people edit them. Installers replace files and leave the cache
 alone; who wants to edit a package in place asks for copies of everything.
 
@@ -48,29 +48,17 @@ hash -r 2>/dev/null
 
 
 class Exported(msgspec.Struct, frozen=True, kw_only=True):
-    """A directory that was made of a snapshot.
-
-    Attributes:
-        address: of the snapshot.
-        tree: the directory.
-        python: its interpreter.
-        linked: files that share their bytes with the cache.
-        copied: files that do not.
-        fetched_bytes: what came from the store.
-        units_fetched: how many units.
-        ms: how long it took.
-        note: what is different from where it was captured, or "".
-    """
+    """A directory that was made of a snapshot."""
 
     address: str
     tree: str
     python: str
-    linked: int
-    copied: int
+    linked: int  # files that share their bytes with the cache
+    copied: int  # files that do not
     fetched_bytes: int
     units_fetched: int
     ms: int
-    note: str = ""
+    note: str = ""  # what is different from where it was captured, or ""
 
 
 class ExportRequest(msgspec.Struct, frozen=True, kw_only=True):

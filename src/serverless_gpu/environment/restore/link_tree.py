@@ -13,7 +13,7 @@ following a link, filled relative to its descriptor, and then given its mode; so
 unit. Links are refused between file systems (EXDEV), for files of others (`fs.protected_hardlinks`, EPERM), and past
 the 65,000th of a file (EMLINK): those files are copied.
 
-Lives here: the work on a fresh directory nobody else knows. Must not: know where it goes, or what a unit is.
+Lives here: the work on a fresh, private directory. Must not: know where it goes, or what a unit is.
 
 Failure cases: any OSError, or a file that may have been written to (`Linked.suspect`): the directory is then to be
 thrown away; a directory of one unit that is a file of another (EnvironmentRejected).
@@ -73,20 +73,13 @@ class Linked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ContentSource(NamedTuple):
-    """Where the content of a part comes from.
-
-    Attributes:
-        directories: the first of which wins.
-        copies: whether files are copied, not linked.
-        files: about how many each directory has, if that is known.
-        since_ns: since when links to each are known to be right; 0 for one that is not looked at.
-    """
+    """Where the content of a part comes from."""
 
     part: TreePart
     directories: Sequence[Path]
-    copies: bool = False
-    files: Sequence[int] = ()
-    since_ns: Sequence[int] = ()
+    copies: bool = False  # whether files are copied, not linked
+    files: Sequence[int] = ()  # about how many each directory has, if that is known
+    since_ns: Sequence[int] = ()  # since when links to each are known to be right; 0 for one that is not looked at
 
 
 class _Origin(NamedTuple):
@@ -105,7 +98,7 @@ def fill(tree: Path, sources: Sequence[ContentSource], *, read_only: bool = Fals
     Args:
         tree: an empty directory.
         sources: its parts, outer ones first.
-        read_only: whether nobody may write to its directories afterwards.
+        read_only: whether its directories become read-only.
     """
     filler = _Filler(str(tree), _generated(sources), read_only=read_only)
     merging = _Merging(filler, sources)
@@ -212,12 +205,12 @@ def _ends(path: str) -> list[int]:
 
 
 class _Filler:
-    """Fills directories of one tree, and counts what came of it.
+    """Fills directories of one tree, and counts the results.
 
     Args:
         tree: absolute path.
         generated: what is generated in it, by directory.
-        read_only: whether nobody may write to its directories afterwards.
+        read_only: whether its directories become read-only.
     """
 
     def __init__(self, tree: str, generated: Mapping[str, _Folder], *, read_only: bool) -> None:
@@ -227,7 +220,7 @@ class _Filler:
         self._begin()
 
     def taken(self) -> Linked:
-        """Return what came of the work since this was asked last."""
+        """Return the results of the work since this was asked last."""
         linked = Linked(
             linked=self._linked,
             why_copied=self._why,
@@ -384,12 +377,7 @@ def _list(directory: int, path: str, since_ns: int) -> _Listing:
 
 
 def write_generated(directory: Path, part: TreePart) -> None:
-    """Write the generated files, links and directories of a part.
-
-    Args:
-        directory: a new one, made here; the one above it is there.
-        part: what to write.
-    """
+    """Write the generated files, links and directories of a part."""
     os.mkdir(directory, 0o755)
     fill(directory, [ContentSource(msgspec.structs.replace(part, at=""), ())])
 

@@ -21,7 +21,7 @@ from serverless_gpu.environment.stores.repair import mended
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentMissing, EnvironmentRejected
 
 FEW_BYTES = 128 * 1024
-"""So much source is compiled by whoever imports it, in the time that a process takes to start."""
+"""So much source is compiled by the process that imports it, in the time that a process takes to start."""
 
 
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):

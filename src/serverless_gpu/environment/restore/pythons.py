@@ -43,22 +43,15 @@ _answers: dict[tuple[str, int, int], Python | None] = {}
 
 
 class Python(msgspec.Struct, frozen=True, kw_only=True):
-    """An interpreter on this machine, without any environment.
+    """An interpreter on this machine, without any environment."""
 
-    Attributes:
-        path: absolute.
-        version: for example ``3.11.2``.
-        tag: in the names of its bytecode files.
-        note: how it differs from the one that was captured, a sentence, or "".
-    """
-
-    path: str
+    path: str  # absolute
     implementation: str
-    version: str
+    version: str  # for example ``3.11.2``
     abi: str
     platform: str
     tag: str
-    note: str = ""
+    note: str = ""  # how it differs from the one that was captured, a sentence, or ""
 
 
 class _Kept(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,13 +99,7 @@ def find_python(
 
 
 def candidates(interpreter: Interpreter, hints: Iterable[str], environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield paths where the interpreter may be, the likeliest first.
-
-    Args:
-        interpreter: what is wanted.
-        hints: given by whoever asks.
-        environ: the variables that name places.
-    """
+    """Yield paths where the interpreter may be, the likeliest first."""
     name = f"python{interpreter.minor}"
     uv, pyenv = _installers(environ)
     yield from hints
@@ -126,9 +113,6 @@ def minors(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return the versions of Python that `find_python` would find, for example ``("3.11", "3.13")``; none is run.
 
     What a snapshot names itself is found beyond these, where the path is there.
-
-    Args:
-        environ: the variables that name places.
     """
     uv, pyenv = _installers(environ)
     patterns = [f"{glob.escape(directory)}/python3.*" for directory in _directories(environ)]

@@ -3,7 +3,7 @@
     restore ─ hold the environment ─ made before, and all of it still there? that is it (a few ms)
             ├ snapshot · interpreter of the same ABI on this machine · units into the cache
             ├ bytecode of what the caller had loaded
-            └ overlay: layers with generated files, to be mounted at the view by whoever uses it
+            └ overlay: layers with generated files, to be mounted at the view by its user
               links:   a tree of hard links to the units
 
 What is made is kept in `trees/<address>` and found again. It is made beside its place and comes there by a rename, by
@@ -182,16 +182,7 @@ def restore(
 
 
 def compile_rest(address: str, cache: Cache, *, report: Report = nobody) -> int:
-    """Compile what the caller had not loaded, link it into a tree of links, and write units to the disk; at idle.
-
-    Args:
-        address: a snapshot that was restored.
-        cache: of this node.
-        report: how far it is.
-
-    Returns:
-        How many files were compiled.
-    """
+    """Compile what the caller had not loaded, link it into a tree of links, and write units to the disk; at idle."""
     holding = cache.hold(address)
     try:
         snapshot = known_snapshot(cache, address)

@@ -35,11 +35,7 @@ if __name__ == '__main__':
 
 
 def entry_points(text: str) -> dict[str, str]:
-    """Return the scripts that an `entry_points.txt` defines: name → reference (`package.module:function`).
-
-    Args:
-        text: the file's content.
-    """
+    """Return the scripts that an `entry_points.txt` defines: name → reference (`package.module:function`)."""
     parser = configparser.ConfigParser(delimiters=("=",), strict=False, interpolation=None)
     parser.optionxform = str  # type: ignore[assignment,method-assign]  # names keep their case: the documented way
     try:
@@ -55,12 +51,7 @@ def entry_points(text: str) -> dict[str, str]:
 
 
 def script(reference: str, python: str) -> str:
-    """Return the text of the script that an installer makes of an entry point.
-
-    Args:
-        reference: as `entry_points` returns it.
-        python: path of the interpreter that is to run it.
-    """
+    """Return the text of the script that an installer makes of an entry point."""
     match = _REFERENCE.fullmatch(reference)
     assert match is not None, reference  # entry_points lets nothing else through
     function = match["function"]
@@ -87,22 +78,12 @@ def is_generic(content: bytes) -> bool:
 
 
 def specific(content: bytes, python: str) -> bytes:
-    """Return a script with a generic first line, for one interpreter.
-
-    Args:
-        content: of which `is_generic` is true.
-        python: path of the interpreter.
-    """
+    """Return a script with a generic first line, for one interpreter."""
     return shebang(python).encode() + _GENERIC.sub(b"", content, count=1)
 
 
 def scripts(points: Mapping[str, str], python: str) -> dict[str, str]:
-    """Return the scripts of a distribution: name → text.
-
-    Args:
-        points: as `entry_points` returns them.
-        python: path of the interpreter.
-    """
+    """Return the scripts of a distribution: name → text."""
     return {name: script(reference, python) for name, reference in points.items()}
 
 

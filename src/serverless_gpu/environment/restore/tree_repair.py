@@ -38,9 +38,6 @@ def mend_units(snapshot: Snapshot, blobs: StoreBlobs, cache: Cache, report: Repo
         blobs: where its units are.
         cache: of this node.
         report: how far fetching is.
-
-    Returns:
-        What was changed, a few words for each unit.
     """
     files = {member.address: member.files for root in snapshot.roots for member in root.members}
     addresses = sorted(files, key=lambda address: -files[address])  # so that no process is left with a large one
@@ -58,9 +55,6 @@ def changed_units(snapshot: Snapshot, cache: Cache) -> tuple[str, ...]:
     Args:
         snapshot: of which; the caller holds it.
         cache: of this node.
-
-    Returns:
-        What was changed, a few words for each unit.
     """
     return tuple(what.partition("/")[2] or what for what in cache.look(snapshot))
 

@@ -39,7 +39,7 @@ from serverless_gpu.errors import EnvironmentCorrupt
 LAYERS_MAX = 480
 """The kernel takes 500 layers; some are ours."""
 MAKING_S_MAX = 3600.0
-"""Nobody makes a tree, and its first bytecode, for longer."""
+"""Making a tree and its first bytecode takes at most this long."""
 _OURS = 2  # generated files, and an empty directory where there is nothing else
 
 
@@ -48,13 +48,7 @@ class UnitSuspect(EnvironmentCorrupt):
 
 
 class Mount(msgspec.Struct, frozen=True, kw_only=True):
-    """A read-only overlay, as `node/inside/mounts.py` takes it once it is JSON.
-
-    Attributes:
-        at: where.
-        layers: names in the directory, the top one first.
-        directory: where the names are.
-    """
+    """A read-only overlay, as `node/inside/mounts.py` takes it once it is JSON."""
 
     at: str
     layers: tuple[str, ...]
@@ -62,21 +56,12 @@ class Mount(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReadyTree(msgspec.Struct, frozen=True, kw_only=True):
-    """What was made, and what it relies on.
-
-    Attributes:
-        tree: where processes see it.
-        base: the interpreter without an environment.
-        stamp: time and size of that interpreter's file.
-        boot: of this machine, when it was made.
-        mounts: for an overlay.
-        note: what is different from where it was captured.
-    """
+    """What was made, and what it relies on."""
 
     tree: str
-    base: str
+    base: str  # the interpreter without an environment
     stamp: tuple[int, int]
-    boot: str
+    boot: str  # of this machine, when it was made
     mounts: tuple[Mount, ...] = ()
     note: str = ""
 
@@ -164,7 +149,7 @@ def make_links(snapshot: Snapshot, cache: Cache, base: Python) -> ReadyTree:
 
 
 def tree_change(snapshot: Snapshot, cache: Cache, ready: ReadyTree) -> str:
-    """Return what somebody has changed in a tree of links, or ""; files of units are not looked at."""
+    """Return what has changed in a tree of links, or ""; files of units are not looked at."""
     tree, _ = _links(cache, snapshot)
     watched = read_document(_watched(cache, snapshot), TreeStamp)
     if watched is None:
@@ -179,7 +164,7 @@ def tree_change(snapshot: Snapshot, cache: Cache, ready: ReadyTree) -> str:
 
 
 def forget_links(snapshot: Snapshot, cache: Cache) -> None:
-    """Have a tree of links made again for whoever comes next."""
+    """Have a tree of links made again for the next user."""
     _links(cache, snapshot)[1].unlink(missing_ok=True)
 
 

@@ -24,42 +24,23 @@ from serverless_gpu.environment.restore.assembly import library_name
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True):
-    """What an interpreter has of its environment.
-
-    Attributes:
-        names: top-level modules it imported, also those of the standard library.
-        files: files of its modules and libraries, absolute.
-        libraries_known: whether the libraries are among them: not where the system does not say.
-    """
+    """What an interpreter has of its environment."""
 
     names: frozenset[str] = frozenset()
-    files: frozenset[str] = frozenset()
-    libraries_known: bool = True
+    files: frozenset[str] = frozenset()  # files of its modules and libraries, absolute
+    libraries_known: bool = True  # whether the libraries are among them: not where the system does not say
 
 
 class Units(msgspec.Struct, frozen=True, kw_only=True):
-    """What was seen in the units that only one of two environments has, by their addresses.
-
-    Attributes:
-        used: those of the old one that hold a file that was loaded.
-        hooks: those whose code runs by itself, and when.
-        names: what can be imported from each.
-    """
+    """What was seen in the units that only one of two environments has, by their addresses."""
 
     used: Collection[str] = ()
-    hooks: Mapping[str, str] = {}
+    hooks: Mapping[str, str] = {}  # those whose code runs by itself, and when
     names: Mapping[str, Collection[str]] = {}
 
 
 def fits(loaded: Loaded, old: Snapshot, new: Snapshot, units: Units) -> str:
-    """Return why an interpreter of one environment cannot be used for another, or "" when it can.
-
-    Args:
-        loaded: what it has imported.
-        old: the environment it was started in.
-        new: the other one.
-        units: what was seen in the units that differ.
-    """
+    """Return why an interpreter of one environment cannot be used for another, or "" when it can."""
     mine, theirs = old.interpreter, new.interpreter
     if (mine.implementation, mine.abi, mine.platform, mine.minor) != (
         theirs.implementation,

@@ -81,10 +81,6 @@ def check_unit(unit: Unit) -> None:
 def check_together(snapshot: Snapshot, units: Mapping[str, Unit]) -> None:
     """Check a snapshot against its units, both already checked by themselves.
 
-    Args:
-        snapshot: what lists the units.
-        units: all of them, by address.
-
     Raises:
         EnvironmentRejected: a unit is not as large as the snapshot says, or a generated file or a note would lie on top
             of a row, or below a file.

@@ -34,10 +34,6 @@ _DIRECTORY = "directory"
 def check_path(path: str, what: str = "a path") -> None:
     """Check one path of a row: area, names, lengths, depth.
 
-    Args:
-        path: area and path below it.
-        what: the unit or snapshot it belongs to, for the error.
-
     Raises:
         EnvironmentRejected: it breaks a rule.
     """
@@ -85,11 +81,7 @@ def check_rows(rows: Sequence[FileRow], what: str = "a unit") -> None:
 
 
 class Tree:
-    """The tree that rows make, as it grows.
-
-    Args:
-        what: the unit or snapshot, for errors.
-    """
+    """The tree that rows make, as it grows."""
 
     def __init__(self, what: str) -> None:
         self._what = what

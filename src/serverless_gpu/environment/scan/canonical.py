@@ -135,14 +135,7 @@ def is_known_installer(installer: str) -> bool:
 
 
 def is_trusted(claim: RecordLine, *, size: int, mtime_ns: int, record_mtime_ns: int) -> bool:
-    """Return whether a file is taken to be what RECORD of a known installer says.
-
-    Args:
-        claim: RECORD's line.
-        size: of the file.
-        mtime_ns: of the file.
-        record_mtime_ns: of RECORD.
-    """
+    """Return whether a file is taken to be what RECORD of a known installer says."""
     return bool(claim.sha256) and claim.size == size and mtime_ns <= record_mtime_ns + TRUSTED_AFTER_NS
 
 

@@ -20,20 +20,12 @@ _FILES_NAMED_MAX = 3
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """One difference.
-
-    Attributes:
-        kind: of what.
-        name: of the distribution, the code's directory, the file; "" for unowned files.
-        what: `edited` is the same version with other content, `mended` that with what was installed.
-        detail: for example ``2.12.0 → 2.13.0``, a version, or "".
-        files: paths that this happened to, where they are known.
-    """
+    """One difference."""
 
     kind: ChangeKind
-    name: str
+    name: str  # of the distribution, the code's directory, the file; "" for unowned files
     what: What
-    detail: str = ""
+    detail: str = ""  # for example ``2.12.0 → 2.13.0``, a version, or ""
     files: tuple[str, ...] = ()
 
     def sentence(self) -> str:

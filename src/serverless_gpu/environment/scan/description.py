@@ -12,36 +12,12 @@ from serverless_gpu.json_codec import from_builtins
 
 
 class Description(msgspec.Struct, frozen=True, kw_only=True):
-    """A Python process, as far as it matters for what it can import.
+    """A Python process, as far as it matters for what it can import."""
 
-    Attributes:
-        implementation: ``cpython``.
-        version: three numbers.
-        abi: what extension modules are built for.
-        platform: for example ``linux-x86_64``.
-        glibc: its version, or "".
-        executable: the interpreter.
-        base_executable: the interpreter a virtual environment was made from, else the same.
-        prefix: `sys.prefix`.
-        base_prefix: `sys.base_prefix`.
-        purelib: where pip installs to.
-        platlib: where pip installs extension modules to; nearly always the same.
-        stdlib: the standard library.
-        platstdlib: its part for this platform.
-        site_directories: directories whose ``.pth`` files are read at start-up.
-        sys_path: as it was when asked.
-        cwd: what "" on `sys.path` stands for; "" when it was removed.
-        flags: those of `sys.flags` that change `sys.path`.
-        loaded: files of the modules that were imported.
-        variables: names of the start-up variables that were set.
-        home: the user's home directory.
-        own_home: ours, never captured.
-    """
-
-    implementation: str
+    implementation: str  # ``cpython``
     version: str
     abi: str
-    platform: str
+    platform: str  # for example ``linux-x86_64``
     executable: str
     base_executable: str
     prefix: str
@@ -50,15 +26,15 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     platlib: str
     stdlib: str
     platstdlib: str
-    sys_path: tuple[str, ...]
-    glibc: str = ""
-    site_directories: tuple[str, ...] = ()
-    cwd: str = ""
+    sys_path: tuple[str, ...]  # as it was when asked
+    glibc: str = ""  # its version, or ""
+    site_directories: tuple[str, ...] = ()  # directories whose ``.pth`` files are read at start-up
+    cwd: str = ""  # what "" on `sys.path` stands for; "" when it was removed
     flags: dict[str, int] = {}
     loaded: tuple[str, ...] = ()
     variables: tuple[str, ...] = ()
     home: str = ""
-    own_home: str = ""
+    own_home: str = ""  # ours, never captured
 
     @property
     def interpreter(self) -> Interpreter:

@@ -29,25 +29,15 @@ _UNUSUAL = frozenset(map(chr, (*range(32), *range(127, 160))))
 
 
 class ListedFile(NamedTuple):
-    """A file or link, as it was found.
+    """A file or link, as it was found."""
 
-    Attributes:
-        file: absolute path.
-        kind: as in a row: file, executable file, link.
-        size: content bytes (of what a link to a file outside leads to).
-        mtime_ns: likewise.
-        inode: likewise.
-        ctime_ns: likewise; an edit moves it whatever becomes of the mtime, and so does another link to the file.
-        target: what a link says that stays one, else "".
-    """
-
-    file: str
+    file: str  # absolute path
     kind: str
-    size: int
+    size: int  # content bytes (of what a link to a file outside leads to)
     mtime_ns: int
     inode: int
-    ctime_ns: int
-    target: str = ""
+    ctime_ns: int  # an edit moves it whatever becomes of the mtime, and so does another link to the file
+    target: str = ""  # what a link says that stays one, else ""
 
 
 class Directory(NamedTuple):
@@ -68,18 +58,11 @@ class DirectoryListing(NamedTuple):
 
 
 class Listing(msgspec.Struct):
-    """Everything below a directory; paths are relative, ``/`` between names.
-
-    Attributes:
-        top: the directory.
-        files: by path.
-        directories: all that were looked at, the top as "".
-        odd: what was left out, and why.
-    """
+    """Everything below a directory; paths are relative, ``/`` between names."""
 
     top: str
     files: dict[str, ListedFile] = {}
-    directories: dict[str, Directory] = {}
+    directories: dict[str, Directory] = {}  # all that were looked at, the top as ""
     odd: dict[str, str] = {}
 
 

@@ -23,22 +23,11 @@ RECORD_BYTES_MAX = 256 * 1024 * 1024
 
 
 class Distribution(msgspec.Struct, frozen=True, kw_only=True):
-    """One installed distribution.
-
-    Attributes:
-        name: in its normal form.
-        version: as its directory says.
-        info: name of its ``.dist-info`` directory.
-        claims: RECORD.
-        trusted: whether a known installer wrote RECORD.
-        record: RECORD itself.
-        scripts: names of the scripts its entry points make.
-        notes: by path of the row that would be.
-    """
+    """One installed distribution."""
 
     name: str
     version: str
-    info: str
+    info: str  # name of its ``.dist-info`` directory
     claims: list[RecordLine]
     trusted: bool
     record: ListedFile
@@ -48,9 +37,6 @@ class Distribution(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_distributions(site: Listing) -> list[Distribution]:
     """Return the distributions that say what they consist of, in order of their names.
-
-    Args:
-        site: the directory they are in.
 
     Raises:
         EnvironmentUnsupported: one of their files cannot be read; names it.

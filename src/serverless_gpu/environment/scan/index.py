@@ -51,19 +51,12 @@ ENTRIES_MAX = 64
 
 
 class Stats(msgspec.Struct, array_like=True):
-    """Files with their stat, and what their content was.
+    """Files with their stat, and what their content was."""
 
-    Attributes:
-        paths: absolute, NUL between them.
-        numbers: size, mtime, inode and ctime of each, as int64; all 0 for a file that was not there.
-        kinds: one letter for each, as in rows; "-" for a file that was not there.
-        digests: SHA-256 of each, 32 bytes (zeros for links); empty where no content was looked at.
-    """
-
-    paths: str = ""
-    numbers: bytes = b""
-    kinds: str = ""
-    digests: bytes = b""
+    paths: str = ""  # absolute, NUL between them
+    numbers: bytes = b""  # size, mtime, inode and ctime of each, as int64; all 0 for a file that was not there
+    kinds: str = ""  # one letter for each, as in rows; "-" for a file that was not there
+    digests: bytes = b""  # SHA-256 of each, 32 bytes (zeros for links); empty where no content was looked at
 
     def names(self) -> list[str]:
         """Return the paths."""
@@ -85,33 +78,19 @@ class Stats(msgspec.Struct, array_like=True):
 
 
 class GatePart(msgspec.Struct, array_like=True):
-    """What decides at once whether an environment is unchanged.
+    """What decides at once whether an environment is unchanged."""
 
-    Attributes:
-        generation: of this and the files part that goes with it, 16 bytes.
-        key: of the description.
-        snapshot: what it was captured as.
-        areas: what was walked.
-        directories: absolute, NUL between them.
-        areas_of: for each directory the number of its area, as uint16.
-        mtimes: of each, as int64.
-        marks: of each, 8 bytes.
-        small: files that decide what counts, RECORD among them.
-        code: files of the project.
-        absent: entries of `sys.path` that were not there, NUL between them.
-    """
-
-    generation: bytes
+    generation: bytes  # of this and the files part that goes with it, 16 bytes
     key: bytes
     snapshot: Snapshot
     areas: tuple[Area, ...]
-    directories: str
+    directories: str  # absolute, NUL between them
     areas_of: bytes
     mtimes: bytes
-    marks: bytes
+    marks: bytes  # of each, 8 bytes
     small: Stats
     code: Stats
-    absent: str
+    absent: str  # entries of `sys.path` that were not there, NUL between them
 
     def directory_names(self) -> list[str]:
         """Return the directories."""
@@ -137,18 +116,11 @@ class UnitOwner(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FilesPart(msgspec.Struct, array_like=True):
-    """Every file of the libraries.
-
-    Attributes:
-        generation: of the gate part that it goes with.
-        files: with their digests.
-        owners_of: for each file the number of its owner, as uint32.
-        owners: all units, those of code too.
-    """
+    """Every file of the libraries."""
 
     generation: bytes
     files: Stats
-    owners_of: bytes
+    owners_of: bytes  # for each file the number of its owner, as uint32
     owners: tuple[UnitOwner, ...]
 
     def owner(self, number: int) -> UnitOwner:
@@ -157,22 +129,13 @@ class FilesPart(msgspec.Struct, array_like=True):
 
 
 class KeptPart(msgspec.Struct, array_like=True):
-    """What `stdlib_rescan.py` needs besides: nothing of a library that is no virtual environment of its own.
-
-    Attributes:
-        generation: that of the other parts.
-        spot: the library; None where there is nothing to go by.
-        inodes: of the gate part's directories, as int64.
-        others: files of the library that are in no unit; without digests.
-        others_of: for each the number of the owner that claims it, or `NOBODY`, as uint32.
-        distributions: those that can be reused.
-    """
+    """What `stdlib_rescan.py` needs besides: nothing of a library that is no virtual environment of its own."""
 
     generation: bytes
-    spot: Spot | None = None
+    spot: Spot | None = None  # the library; None where there is nothing to go by
     inodes: bytes = b""
-    others: Stats = msgspec.field(default_factory=Stats)
-    others_of: bytes = b""
+    others: Stats = msgspec.field(default_factory=Stats)  # files of the library that are in no unit; without digests
+    others_of: bytes = b""  # for each the number of the owner that claims it, or `NOBODY`, as uint32
     distributions: tuple[KeptDistribution, ...] = ()
 
 
@@ -183,15 +146,15 @@ class IndexFile:
         self.path = path
 
     def read_gate(self) -> GatePart | None:
-        """Return the gate part, or None when there is none to be read."""
+        """Return the gate part, or None if missing."""
         return self._read(0, GatePart)
 
     def read_files(self) -> FilesPart | None:
-        """Return the files part, or None when there is none to be read."""
+        """Return the files part, or None if missing."""
         return self._read(1, FilesPart)
 
     def read_kept(self) -> KeptPart | None:
-        """Return the kept part, or None when there is none to be read."""
+        """Return the kept part, or None if missing."""
         return self._read(2, KeptPart)
 
     def write(self, gate: GatePart, files: FilesPart, kept: KeptPart) -> None:
@@ -213,7 +176,7 @@ class IndexFile:
     def renew(self, gate: GatePart | None = None, files: FilesPart | None = None) -> None:
         """Replace one part by what was seen since; what cannot be written is let be.
 
-        It stays with the parts that it goes with. When another process has remembered the environment anew, what was
+        It stays with the parts that it goes with. When another process has remembered the environment again, what was
         seen here is no longer wanted. (Should that happen just before the rename, the old parts stand there again:
         true for what it was captured as, so the next look finds the change again.)
         """

@@ -69,7 +69,7 @@ class IndexedFile(msgspec.Struct, frozen=True):
         return Digest(kept[4], file.size)
 
     def is_touched(self, file: ListedFile, record: ListedFile) -> bool:
-        """Return whether a file was touched since it was read, without an installer that wrote RECORD anew.
+        """Return whether a file was touched since it was read, without an installer that wrote RECORD again.
 
         Then RECORD is not believed, however well size and mtime go with it.
         """

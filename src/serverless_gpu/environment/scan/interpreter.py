@@ -85,9 +85,6 @@ def _describe() -> dict[str, object]:
 def describe_other(python: str) -> dict[str, object]:
     """Return what another interpreter says about itself, started as `python -c` in this directory.
 
-    Args:
-        python: path of the interpreter.
-
     Raises:
         OSError: it cannot be started.
         RuntimeError: it does not answer within its bound, or with something else; says what it wrote.

@@ -1,6 +1,6 @@
 """Files that name directories of their machine: `.pth`, `.egg-link`, finders of editable installs.
 
-Their text is kept with `{{sgpu:2}}` in place of the directory of root 2, and written anew on restore. A line of a
+Their text is kept with `{{sgpu:2}}` in place of the directory of root 2, and written again on restore. A line of a
 `.pth` that adds a directory of no root is left out: it would add nothing there. Those that name nothing of this
 machine stay ordinary files of their units.
 """

@@ -81,10 +81,6 @@ class Recogniser:
     def gate(self, description: Description, watched: bytes = b"") -> Snapshot | None:
         """Return what this environment was captured as, when nothing has changed as far as can be seen at once.
 
-        Args:
-            description: the interpreter, as it is now.
-            watched: generation of the index for which watches have just proved that its libraries are unchanged.
-
         Returns:
             None when something has changed, or it was never captured.
         """
@@ -151,9 +147,6 @@ class Recogniser:
     def watch(self, description: Description) -> tuple[LibraryWatcher, bytes]:
         """Place watches on the libraries, look at everything, and return the watches and the index's generation.
 
-        Args:
-            description: the interpreter.
-
         Raises:
             Unwatchable: watches cannot be had, would not suffice, or the environment has changed meanwhile.
         """
@@ -180,10 +173,6 @@ class Recogniser:
     def scan(self, description: Description, report: Report) -> Scan:
         """Return what an interpreter imports from, as units with their addresses.
 
-        Args:
-            description: the interpreter.
-            report: told how far it is.
-
         Raises:
             EnvironmentUnsupported: something in it cannot be captured; names it and says what to do.
             EnvironmentTooLarge: the project's code is larger than code may be.
@@ -205,9 +194,6 @@ class Recogniser:
 
     def remember(self, scan: Scan) -> None:
         """Keep what was captured, for `gate` and `check`.
-
-        Args:
-            scan: what `scan` of this object returned last, corrected where a RECORD lied.
 
         Raises:
             OSError: it cannot be written; the next call takes as long as the first.

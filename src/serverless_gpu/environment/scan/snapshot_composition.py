@@ -101,7 +101,7 @@ def compose(found: Survey, description: Description, known: IndexedFile, capture
 
 
 class Sources(Mapping[str, LocalUnit]):
-    """Sources by address; those of units that are reused are made when somebody asks."""
+    """Sources by address; those of reused units are made on demand."""
 
     def __init__(self) -> None:
         self._known: dict[str, LocalUnit] = {}

@@ -42,12 +42,7 @@ class IndexParts(msgspec.Struct, frozen=True):
 
 
 def look_again(spot: Spot, memory: IndexParts) -> SurveyedRoot | None:
-    """Return the interpreter's own library as it is now, or None where everything has to be looked at.
-
-    Args:
-        spot: where it is.
-        memory: of its last capture.
-    """
+    """Return the interpreter's own library as it is now, or None where everything has to be looked at."""
     areas = memory.gate.areas[:2]
     same = [(area.kind, area.top) for area in areas] == [("site", spot.directory), ("prefix", spot.prefix)]
     if memory.kept.spot != spot or not same:
@@ -65,10 +60,6 @@ def reusable(
     """Return those of the distributions whose units may be reused as long as their files are what they are.
 
     Not those with a link, with a file that another one claims, or with one that is rewritten on its way.
-
-    Args:
-        part: their root.
-        units: number of the owner, distribution, rows.
     """
     site, prefix = part.spot.site, part.spot.prefix
     claims = {number: _claimed(distribution, site, prefix) for number, distribution, _ in units}
@@ -227,7 +218,7 @@ class _Choice:
             hit = {owner_of.get(path, NOBODY) for path in self._claims(distributions)} & reused.keys()
             if not hit:
                 break
-            for owner in hit:  # somebody else claims what they have
+            for owner in hit:  # another unit claims what they have
                 del reused[owner]
         check_names(spot, by_row)
         return SurveyedRoot(
@@ -312,7 +303,7 @@ class _Choice:
 
 
 class _Units:
-    """Units that are reused, when somebody asks for their rows."""
+    """Reused units, whose rows are made on demand."""
 
     def __init__(self, spot: Spot, files: FilesPart, owners: dict[str, int]) -> None:
         self._spot = spot

@@ -39,77 +39,44 @@ _PREFIX_DIRECTORIES = frozenset({"bin", "etc", "include", "lib", "libexec", "man
 
 
 class Area(msgspec.Struct, frozen=True, array_like=True):
-    """A directory that was walked, and how: so that a part of it can be looked at again.
-
-    Attributes:
-        kind: which entries count.
-        top: absolute path.
-        place: for code.
-    """
+    """A directory that was walked, and how: so that a part of it can be looked at again."""
 
     kind: Literal["site", "prefix", "code"]
-    top: str
+    top: str  # absolute path
     place: CodePlace | None = None
 
 
 class KeptDistribution(msgspec.Struct, frozen=True, array_like=True):
-    """A distribution whose unit can be used again while its files are what they are.
-
-    Attributes:
-        owner: number of its unit among all owners.
-        info: name of its ``.dist-info`` directory.
-        scripts: names of the scripts its entry points make.
-        notes: by path of the row that would be.
-        missing: rows of files it claims that were not there.
-    """
+    """A distribution whose unit can be used again while its files are what they are."""
 
     owner: int
-    info: str
+    info: str  # name of its ``.dist-info`` directory
     scripts: tuple[str, ...]
     notes: dict[str, str]
-    missing: tuple[str, ...]
+    missing: tuple[str, ...]  # rows of files it claims that were not there
 
 
 class Reused(msgspec.Struct, frozen=True, kw_only=True):
-    """What of a root is as it was captured, and was not looked at in detail.
-
-    Attributes:
-        members: its units.
-        scripts: names of the scripts their entry points make.
-        notes: by path of the row that would be.
-        files: all files that belong to them.
-        distributions: what was kept of each, by address.
-        others: files each claims that are not in its unit, by address.
-        unit: returns rows and files of one, by address.
-    """
+    """What of a root is as it was captured, and was not looked at in detail."""
 
     members: tuple[SnapshotMember, ...]
     scripts: frozenset[str]
     notes: dict[str, str]
     files: frozenset[str]
     distributions: dict[str, KeptDistribution]
-    others: dict[str, tuple[ListedFile, ...]]
+    others: dict[str, tuple[ListedFile, ...]]  # files each claims that are not in its unit, by address
     unit: Callable[[str], list[tuple[FileRow, ListedFile]]]
 
 
 class SurveyedRoot(msgspec.Struct, frozen=True, kw_only=True):
-    """A root as it was found.
-
-    Attributes:
-        spot: which one.
-        files: by the path of the row that it would be.
-        areas: what was walked, with what was seen.
-        distributions: that say what they consist of.
-        watched: small files that decide what counts: patterns of git, RECORD, `pyvenv.cfg`.
-        reused: what is not among files and distributions, because it is as it was.
-    """
+    """A root as it was found."""
 
     spot: Spot
     files: dict[str, ListedFile]
     areas: tuple[tuple[Area, Listing], ...] = ()
     distributions: tuple[Distribution, ...] = ()
     watched: tuple[str, ...] = ()
-    reused: Reused | None = None
+    reused: Reused | None = None  # what is not among files and distributions, because it is as it was
 
     def holds(self, path: str) -> bool:
         """Return whether a real path is a directory or file that is part of this one."""

@@ -38,23 +38,13 @@ _VENV_FILE = re.compile(
 
 
 class Draft(msgspec.Struct, kw_only=True):
-    """A unit whose digests are not all known yet.
-
-    Attributes:
-        kind: what it holds.
-        name: as in a snapshot's member.
-        version: likewise.
-        files: by path of the row.
-        believed: what RECORD says of them, where it is believed.
-        record: RECORD itself, for a distribution.
-        distribution: which one.
-    """
+    """A unit whose digests are not all known yet."""
 
     kind: UnitKind
     name: str = ""
     version: str = ""
     files: dict[str, ListedFile] = {}
-    believed: dict[str, RecordLine] = {}
+    believed: dict[str, RecordLine] = {}  # what RECORD says of them, where it is believed
     record: ListedFile | None = None
     distribution: Distribution | None = None
 
@@ -94,7 +84,9 @@ def draft_units(part: SurveyedRoot) -> Drafts:
     unowned = {
         path: file
         for path, file in part.files.items()
-        if path not in claimed and not is_dropped(path) and not _is_made(path, scripts)
+        if path not in claimed
+        and not is_dropped(path)
+        and not (_VENV_FILE.fullmatch(path) or is_entry_script(path, scripts))
     }
     units.append(Draft(kind="unowned", files=unowned, believed={}))
     contested = {path: owners for path, owners in claimed.items() if len({claim[1:] for _, claim in owners}) > 1}
@@ -105,12 +97,7 @@ def draft_units(part: SurveyedRoot) -> Drafts:
 
 
 def settle_contested(contested: Mapping[str, list[tuple[Draft, RecordLine]]], sha256: Mapping[str, bytes]) -> None:
-    """Leave files that distributions disagree about to those that are right, or to the first when none is.
-
-    Args:
-        contested: as `draft_units` returned it.
-        sha256: of their content, by path of the row.
-    """
+    """Leave files that distributions disagree about to those that are right, or to the first when none is."""
     for path, owners in contested.items():
         right = [draft for draft, claim in owners if claim.sha256 == sha256[path]] or [owners[0][0]]
         for draft, _ in owners:
@@ -119,11 +106,7 @@ def settle_contested(contested: Mapping[str, list[tuple[Draft, RecordLine]]], sh
 
 
 def settle_links(draft: Draft) -> list[str]:
-    """Keep the links of a unit that lead to something in it, one way or another; others become files, or are left out.
-
-    Returns:
-        What was left out, and why.
-    """
+    """Keep the links of a unit that lead to something in it, one way or another; others become files or go."""
     links = [path for path, file in draft.files.items() if file.kind == "l"]
     if not links:
         return []
@@ -162,10 +145,6 @@ def _claim_files(
             times = {"mtime_ns": file.mtime_ns, "record_mtime_ns": distribution.record.mtime_ns}
             if is_trusted(claim, size=file.size, **times):
                 draft.believed[path] = claim
-
-
-def _is_made(path: str, scripts: frozenset[str]) -> bool:
-    return _VENV_FILE.fullmatch(path) is not None or is_entry_script(path, scripts)
 
 
 def _directories(paths: Iterable[str]) -> set[str]:

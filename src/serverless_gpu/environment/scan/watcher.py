@@ -3,7 +3,7 @@
     place   a watch on every directory and on every file, then a full look: the baseline
     ask     mount table ─ tops of the libraries ─ queue of events ─ stat of what the queue cannot answer for
             └ nothing happened ──▶ "": the full look would find nothing
-            └ anything else ─────▶ the reason, and the watches are of no more use: look at everything, place them anew
+            └ anything else ─────▶ the reason, and the watches are of no more use: look at everything, place them again
 
 The directory's own watch reports names that come, go or are renamed. It does not report writes through another hard
 link, nor a new hard link to a file. The watch on the file itself (its inode) reports both, by whatever name.
@@ -71,10 +71,6 @@ class WatchPlan(NamedTuple):
 
 class LibraryWatcher:
     """Watches on the libraries of one environment.
-
-    Args:
-        gate: the gate part of its index.
-        files: its files.
 
     Raises:
         Unwatchable: they cannot be had.
@@ -174,11 +170,6 @@ class LibraryWatcher:
 def make_plan(gate: GatePart, names: Sequence[str], kinds: str) -> WatchPlan:
     """Return what to watch of the libraries of an environment.
 
-    Args:
-        gate: the gate part of its index.
-        names: paths of the libraries' files.
-        kinds: of each, a letter as in rows.
-
     Raises:
         Unwatchable: too many files are links to other places, or lie where no directory is watched.
     """
@@ -204,12 +195,7 @@ def make_plan(gate: GatePart, names: Sequence[str], kinds: str) -> WatchPlan:
 
 
 def mounts_about(tops: Iterable[str], table: str) -> frozenset[str]:
-    """Return the lines of a mount table that concern directories: mounts above them, on them and below them.
-
-    Args:
-        tops: the directories.
-        table: as in `/proc/self/mountinfo`.
-    """
+    """Return the lines of a mount table that concern directories: mounts above them, on them and below them."""
     tops = tuple(dict.fromkeys(path for top in tops for path in (top, os.path.realpath(top))))
     found = []
     for line in table.splitlines():

@@ -48,13 +48,7 @@ _Value = TypeVar("_Value")
 
 
 class StoreBlobs:
-    """What a store holds, as values.
-
-    Args:
-        store: where it lies.
-        clock: how long this capture has taken.
-        sleep: waits; for tests.
-    """
+    """What a store holds, as values."""
 
     def __init__(
         self, store: Store, *, clock: Clock | None = None, sleep: Callable[[float], None] = time.sleep

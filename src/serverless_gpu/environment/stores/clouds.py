@@ -24,17 +24,11 @@ _READ_S = 30.0
 
 
 class Cloud(NamedTuple):
-    """One kind of object store.
+    """One kind of object store."""
 
-    Attributes:
-        variables: what may say where it is and who we are.
-        endpoint: those that say where; the first that is set counts.
-        check: what to look at when it refuses.
-    """
-
-    variables: tuple[str, ...]
+    variables: tuple[str, ...]  # what may say where it is and who we are
     endpoint: tuple[str, ...]
-    check: str
+    check: str  # what to look at when it refuses
 
 
 CLOUDS: Mapping[str, Cloud] = {

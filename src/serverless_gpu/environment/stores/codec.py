@@ -1,6 +1,6 @@
 """Units, snapshots and the list of the condemned as bytes: msgpack in one zstd frame with a checksum.
 
-Decoding is strict: what comes out, encoded again, must be the same bytes, so a document has no field that nobody
+Decoding is strict: what comes out, encoded again, must be the same bytes, so a document has no field that no version
 looks at, and no two forms. Sizes are checked before anything is made of them: 100 MB of nothing compress to 10 kB, and
 30 million empty lists are 2 GB of memory. What is refused when it is read is refused when it is written, too.
 
@@ -46,7 +46,7 @@ def encode(document: msgspec.Struct) -> bytes:
     """Return a document as it is stored.
 
     Raises:
-        EnvironmentRejected: it is a snapshot that nobody would read.
+        EnvironmentRejected: it is a snapshot that no version reads.
     """
     content = msgspec.msgpack.encode(document)
     if isinstance(document, Snapshot):
@@ -59,11 +59,6 @@ def encode(document: msgspec.Struct) -> bytes:
 
 def decode(data: bytes, kind: type[_Document], what: str) -> _Document:
     """Return a document from its stored form; its own rules are not checked here.
-
-    Args:
-        data: what the store had.
-        kind: `Unit`, `Snapshot` or another struct with a version.
-        what: how a message names it.
 
     Raises:
         EnvironmentRejected: it is none, or of a version that is not known here.

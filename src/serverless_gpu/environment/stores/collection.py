@@ -61,19 +61,7 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CollectionResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a collection did, or would do.
-
-    Attributes:
-        kept: what is needed, or young.
-        condemned: what nobody needs, from now on on the list.
-        waiting: what has been on the list for less than the grace.
-        deleted: what was deleted.
-        deleted_keys: its keys.
-        condemned_keys: keys of what is new on the list.
-        unreadable: keys of documents that are needed and cannot be read; nothing below them was touched.
-        busy: whether another collection was at work, and nothing was done.
-        dry_run: whether nothing was done because only that was asked.
-    """
+    """What a collection did, or would do."""
 
     kept: Tally = Tally()
     condemned: Tally = Tally()
@@ -83,7 +71,7 @@ class CollectionResult(msgspec.Struct, frozen=True, kw_only=True):
     condemned_keys: tuple[str, ...] = ()
     unreadable: tuple[str, ...] = ()
     busy: bool = False
-    dry_run: bool = False
+    dry_run: bool = False  # whether nothing was done because only that was asked
 
 
 def collect(
@@ -95,7 +83,7 @@ def collect(
     dry_run: bool = False,
     report: Report = nobody,
 ) -> CollectionResult:
-    """Condemn what nobody needs, and delete what was condemned long enough ago.
+    """Condemn unused objects, and delete what was condemned long enough ago.
 
     Args:
         blobs: the store, and the clock.
@@ -219,7 +207,7 @@ class _Collection:
         except EnvironmentRejected as error:
             if error.hint:  # a newer version knows better
                 raise
-            return Condemned()  # everything is condemned anew
+            return Condemned()  # everything is condemned again
 
     def _read(
         self, plan: CollectionPlan, kept: Collection[str], parts: Callable[[str], Iterable[str]]

@@ -28,17 +28,11 @@ LEASE_S = 20 * 60
 
 
 class Sentence(msgspec.Struct, frozen=True, array_like=True):
-    """One object on the list.
-
-    Attributes:
-        key: which.
-        since_ns: when it was on the list for certain; 0 while that is not known.
-        put_ns: when it had been put; another time means that somebody needed it since.
-    """
+    """One object on the list."""
 
     key: str
-    since_ns: int
-    put_ns: int
+    since_ns: int  # when it was on the list for certain; 0 while that is not known
+    put_ns: int  # when it had been put; another time means that somebody needed it since
 
 
 class Condemned(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,7 +43,7 @@ class Condemned(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_condemned(store: Store) -> Condemned:
-    """Return the list; an empty one when there is none.
+    """Return the list; an empty one if missing.
 
     Raises:
         EnvironmentRejected: it cannot be read.

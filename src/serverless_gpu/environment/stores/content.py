@@ -41,10 +41,6 @@ class _Part(NamedTuple):
 def check_content(unit: Unit, read: ReadPack) -> None:
     """Compare all content of a unit with its rows.
 
-    Args:
-        unit: follows the rules.
-        read: reads a pack.
-
     Raises:
         Unequal: a row's bytes are others, or a block cannot be read.
     """

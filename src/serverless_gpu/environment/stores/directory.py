@@ -2,7 +2,7 @@
 
     <root>/packs/3f/3f09…      objects, 0400, in directories 0700; the first two digits keep directories small
     <root>/gc/condemned
-    <root>/incoming/…          what is being written, under names nobody asks for
+    <root>/incoming/…          what is being written, under names that no reader asks for
 
 An object is written under `incoming/`, made durable, and then renamed to its name (`durable_writes.py`): it is there
 whole or not at all, also after a power cut, and two writers of one key both succeed, in some order. A writer that is

@@ -271,15 +271,14 @@ class _Pages:
         stream, self._stream = self._stream, None  # not kept when the next line fails
         if stream is None:
             stream = iter(obstore.list(client, prefix=self._prefix, offset=self._last, chunk_size=_PAGE))
-        page = [_stored(found) for found in next(stream, ())]
+        page = [
+            Stored(found["path"], found["size"], round(found["last_modified"].timestamp() * 1e9))
+            for found in next(stream, ())
+        ]
         self._stream = stream
         if page:
             self._last = page[-1].key
         return page
-
-
-def _stored(found: ObjectMeta) -> Stored:
-    return Stored(found["path"], found["size"], round(found["last_modified"].timestamp() * 1e9))
 
 
 def _is_ours(key: str) -> bool:

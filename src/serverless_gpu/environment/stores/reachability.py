@@ -1,4 +1,4 @@
-"""Which objects of a store are needed, and what becomes of the others; pure.
+"""Which objects of a store are needed, and the fate of the others; pure.
 
     snapshots that are young or in use ─▶ their units ─▶ their packs        needed
     anything put less than a grace ago                                      needed: somebody may be about to point at it
@@ -23,7 +23,7 @@ from serverless_gpu.environment.stores.condemned_objects import Condemned, Sente
 
 
 class CollectionPlan(NamedTuple):
-    """What becomes of everything that was listed."""
+    """Fate of everything that was listed."""
 
     kept: tuple[Stored, ...]
     condemned: tuple[Stored, ...]
@@ -37,14 +37,7 @@ class CollectionPlan(NamedTuple):
 
 
 def kept_snapshots(listed: Iterable[Stored], in_use: Collection[str], *, now_ns: int, keep_ns: int) -> frozenset[str]:
-    """Return the keys of the snapshots that stay.
-
-    Args:
-        listed: all snapshots.
-        in_use: addresses that stay whatever their age.
-        now_ns: the time.
-        keep_ns: how long the others stay.
-    """
+    """Return the keys of the snapshots that stay."""
     used = {f"snapshots/{address}" for address in in_use}
     return frozenset(stored.key for stored in listed if stored.key in used or now_ns - stored.put_ns < keep_ns)
 
@@ -76,7 +69,7 @@ def make_plan(
     now_ns: int,
     grace_ns: int,
 ) -> CollectionPlan:
-    """Return what becomes of each object of one kind.
+    """Return the fate of each object of one kind.
 
     Args:
         listed: all of them.

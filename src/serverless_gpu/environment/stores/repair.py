@@ -59,13 +59,6 @@ def mended(error: EnvironmentProblem, blobs: StoreBlobs, addresses: Iterable[str
 def repair(blobs: StoreBlobs, addresses: Iterable[str]) -> tuple[str, ...]:
     """Check all that units need in a store, and remove what no restore can use.
 
-    Args:
-        blobs: the store.
-        addresses: of the units.
-
-    Returns:
-        The keys that were removed.
-
     Raises:
         StoreUnavailable: the store does not answer, or does not let itself be changed.
     """

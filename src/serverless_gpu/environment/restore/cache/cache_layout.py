@@ -2,10 +2,10 @@
 
     units/<aa>/<address>/   site/ prefix/  the unit, read-only · unit, outline: its documents · note: how it came, and
                             its seal · bytecode: identities of what was compiled
-    units/<aa>/.new-*       being unpacked, by whoever holds the unit's lock
+    units/<aa>/.new-*       being unpacked, by the holder of the unit's lock
     trees/<address>/        members: its units · used, looked: when last · snapshot · overlay/ or tree/: what restore
                             made
-    */.old-*                replaced or evicted, not deleted yet because somebody may look at it
+    */.old-*                replaced or evicted, not deleted yet because a reader may use it
     locks/<address>         shared by all who use the environment · <address>.making · units/<address> · evicting
     interpreters            what those of this machine have said they are
     layers/                 short names of units' directories, for mounts (sharing.py)
@@ -38,22 +38,13 @@ _Value = TypeVar("_Value")
 
 
 class UnitNote(msgspec.Struct, frozen=True, kw_only=True):
-    """How a unit came into the cache.
+    """How a unit came into the cache."""
 
-    Attributes:
-        size: bytes it takes.
-        boot: the boot of this machine in which it was last looked at.
-        settled: whether it was written to the disk since.
-        looked_ns: when it was last looked at, since that boot.
-        files: its seal (`unit_seal.py`), when its bytes were last known to be right; b"" before it had one.
-        documents: the same of what describes it.
-    """
-
-    size: int
+    size: int  # bytes it takes
     boot: str
     settled: bool = False
-    looked_ns: int = 0
-    files: bytes = b""
+    looked_ns: int = 0  # when it was last looked at, since that boot
+    files: bytes = b""  # its seal (`unit_seal.py`), when its bytes were last known to be right; b"" before it had one
     documents: bytes = b""
 
 
@@ -65,11 +56,7 @@ class Looked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Places:
-    """The paths of a cache.
-
-    Args:
-        root: `<home>/environments`.
-    """
+    """The paths of a cache."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -89,7 +76,7 @@ class Places:
         return known
 
     def unit_lock(self, address: str) -> Path:
-        """Return the lock of whoever fetches, replaces or removes a unit."""
+        """Return the lock that a process holds to fetch, replace or remove a unit."""
         return self.locks / "units" / address
 
     def environment(self, address: str) -> Path:

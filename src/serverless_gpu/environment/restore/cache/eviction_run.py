@@ -51,12 +51,7 @@ def evict(places: Places, excess: int, keep: Collection[str] = ()) -> int:
 
 
 def forget(places: Places, keep: int) -> None:
-    """Remove environments that nobody uses, their units excepted, those used last excepted.
-
-    Args:
-        places: of the cache.
-        keep: how many stay beside those in use.
-    """
+    """Remove environments that nobody uses, their units excepted, those used last excepted."""
     gone: list[Path] = []
     with locked(evicting_lock(places), wait_s=LOCK_WAIT_S):
         unused = [each for each in environments(places) if not each.held]

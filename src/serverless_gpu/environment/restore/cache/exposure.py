@@ -61,12 +61,7 @@ def exposed_since(unit: Path) -> int:
 
 
 def suspects(unit: Path, since_ns: int) -> tuple[list[str], list[str]]:
-    """Return the files of a unit that may have been written to, by path: its own, and bytecode.
-
-    Args:
-        unit: its directory.
-        since_ns: from `exposed_since`.
-    """
+    """Return the files of a unit that may have been written to, by path: its own, and bytecode."""
     own: list[str] = []
     bytecode: list[str] = []
     waiting = [f"{unit}/{area}" for area in ("site", "prefix")]
@@ -104,8 +99,5 @@ def is_suspect(folder: str, name: str, status: os.stat_result, since_ns: int) ->
         return status.st_mtime_ns > since_ns and status.st_nlink > 1
     if status.st_mtime_ns == _MTIME_NS and status.st_ctime_ns <= since_ns:
         return False
-    return not _came_later(f"{folder}/{name}", status)
-
-
-def _came_later(path: str, status: os.stat_result) -> bool:
-    return status.st_mtime_ns == _MTIME_NS and status.st_nlink == 1 and is_added(path)
+    came_later = status.st_mtime_ns == _MTIME_NS and status.st_nlink == 1 and is_added(f"{folder}/{name}")
+    return not came_later

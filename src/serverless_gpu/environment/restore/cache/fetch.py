@@ -5,7 +5,7 @@
             somebody fetches it? it is looked at again when the others are done; the report says which is waited for
 
 Units are unpacked as one stream (`unpack_each`), so a small one does not wait for its own round trip. Who is killed
-leaves `.new-<address>` and a lock that the kernel has freed: the next who gets the lock begins anew.
+leaves `.new-<address>` and a lock that the kernel has freed: the next who gets the lock begins again.
 
 Failure cases: the disk is full (StorageError, nothing half-visible), what comes is altered (asked for once more, then
 EnvironmentCorrupt), the store does not answer, somebody fetches for an hour (StorageError).

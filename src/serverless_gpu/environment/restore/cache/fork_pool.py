@@ -47,9 +47,6 @@ def divide(count: int, work: Callable[[Iterator[int]], _Result], kind: type[_Res
         work: does those whose numbers it is given, and returns what came of them; raises `OSError` or
             `EnvironmentRejected`.
         kind: what it returns, as msgspec knows it.
-
-    Returns:
-        What came of it, for each process.
     """
     if count < 2 or len(os.sched_getaffinity(0)) < 2 or len(os.listdir("/proc/self/task")) > 1:
         return [work(iter(range(count)))]

@@ -37,24 +37,13 @@ _MAKE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class SharedMetadata:
-    """Additions to the units of a cache.
-
-    Args:
-        places: of the cache.
-    """
+    """Additions to the units of a cache."""
 
     def __init__(self, places: Places) -> None:
         self._places = places
 
     def without_added(self, number: int, snapshot: Snapshot, wanted: dict[str, bytes], outlines: Outlines) -> Files:
-        """Return the generated files of a root's site area that its units do not have already.
-
-        Args:
-            number: of the root.
-            snapshot: that has it.
-            wanted: path → content; changed nowhere.
-            outlines: of the units.
-        """
+        """Return the generated files of a root's site area that its units do not have already."""
         files = dict(wanted)
         for address, _ in _notes_directories(number, snapshot, outlines):
             for path, digest in self._added(address).items():
@@ -66,14 +55,7 @@ class SharedMetadata:
         return files
 
     def add(self, number: int, snapshot: Snapshot, wanted: Mapping[str, bytes], outlines: Outlines) -> None:
-        """Add metadata to units that nobody has added any to.
-
-        Args:
-            number: of the root.
-            snapshot: that has it.
-            wanted: path → content of all generated files of the site area.
-            outlines: of the units.
-        """
+        """Add metadata to units that nobody has added any to."""
         for address, notes in _notes_directories(number, snapshot, outlines):
             paths = [f"{notes}/{name}" for name in ADDED_NAMES if f"{notes}/{name}" in wanted]
             unit = self._places.unit(address)

@@ -282,9 +282,6 @@ class Cache(Places):
 
         Args:
             snapshot: of which; the caller holds it.
-
-        Returns:
-            What was changed, a path of each unit and a few words.
         """
         stamp = self.looked(snapshot.address)
         last = read_document(stamp, Looked)
@@ -301,7 +298,7 @@ class Cache(Places):
         return tuple(filter(None, found))
 
     def compile(self, work: Mapping[str, Sequence[CompileJob]], python: str, report: Report = nobody) -> int:
-        """Compile files of units, write down what came of it, and return how many have bytecode now.
+        """Compile files of units, record the results, and return how many have bytecode now.
 
         Args:
             work: by unit.
@@ -411,7 +408,7 @@ class Cache(Places):
         self.linked.touch()
 
     def forget_made_of(self, address: str) -> None:
-        """Have what was made of a damaged unit made again for whoever comes next."""
+        """Have what was made of a damaged unit made again for the next user."""
         for environment in eviction_run.environments(self):
             if address in environment.units:
                 place = self.environment(environment.address)

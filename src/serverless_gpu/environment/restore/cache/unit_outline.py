@@ -23,22 +23,12 @@ Read = Callable[[str], bytes]
 
 
 class Outline(msgspec.Struct, frozen=True, kw_only=True):
-    """A unit in short.
+    """A unit in short."""
 
-    Attributes:
-        size: content bytes.
-        files: number of files.
-        areas: which areas it has rows in.
-        dist_info: name of its metadata directory, or "".
-        record: lines of RECORD for the rows that are the same in each tree.
-        points: scripts its entry points define.
-        generic: scripts whose first line has to name the interpreter: path of the row → content.
-    """
-
-    size: int
+    size: int  # content bytes
     files: int
     areas: tuple[str, ...]
-    dist_info: str = ""
+    dist_info: str = ""  # name of its metadata directory, or ""
     record: str = ""
     points: dict[str, str] = {}
     generic: dict[str, bytes] = {}
@@ -74,12 +64,7 @@ def outline(unit: Unit, read: Read) -> Outline:
 
 
 def record_line(row: FileRow, dist_info: str) -> str:
-    """Return the line of RECORD for one file; paths are relative to the site area.
-
-    Args:
-        row: the file.
-        dist_info: the metadata directory RECORD lies in.
-    """
+    """Return the line of RECORD for one file; paths are relative to the site area."""
     area, _, path = row.path.partition("/")
     if path == f"{dist_info}/RECORD" and area == "site":
         return ""

@@ -5,7 +5,7 @@
                                     └ another one ─▶ every byte is read
 
 A mounted unit cannot be written through its mount, but its owner can reach the files by their path below the cache. A
-write that keeps the size and puts the modification time back still moves the inode's change time, which nobody can set;
+write that keeps the size and puts the modification time back still moves the inode's change time, which cannot be set;
 a file or directory that is moved in from elsewhere has another inode. So a sweep finds both without reading a byte.
 
 Bytecode comes later and has times of its own: each file is written down when it has been compiled.
@@ -40,17 +40,11 @@ Identity = tuple[int, int, int, int, int]
 
 
 class Sweep(NamedTuple):
-    """One look at all files of a unit.
+    """One look at all files of a unit."""
 
-    Attributes:
-        files: digest of the identities of its own files, links and directories.
-        documents: digest of the identities of what describes it.
-        bytecode: identity of each compiled file, by its path in the unit.
-    """
-
-    files: bytes
+    files: bytes  # digest of the identities of its own files, links and directories
     documents: bytes
-    bytecode: dict[str, Identity]
+    bytecode: dict[str, Identity]  # identity of each compiled file, by its path in the unit
 
 
 def sweep_unit(unit: Path) -> Sweep:

@@ -39,7 +39,7 @@ def tracked_files(index: str, inside: str) -> list[str] | None:
 
 
 def index_mtime(index: str) -> int:
-    """Return when git's index was last written, or 0 where there is none."""
+    """Return when git's index was last written, or 0 if missing."""
     try:
         return os.stat(index).st_mtime_ns
     except OSError:

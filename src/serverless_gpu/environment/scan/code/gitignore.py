@@ -55,17 +55,11 @@ class Patterns(msgspec.Struct, frozen=True):
 
 
 class Ignoring(msgspec.Struct, frozen=True):
-    """What holds in a directory: files of patterns from the outermost to its own.
-
-    Attributes:
-        git: `.gitignore` and the like.
-        ours: `.sgpuignore`.
-        all: whether git ignores the directory itself, and so everything in it that it does not track.
-    """
+    """What holds in a directory: files of patterns from the outermost to its own."""
 
     git: tuple[Patterns, ...] = ()
     ours: tuple[Patterns, ...] = ()
-    all: bool = False
+    all: bool = False  # whether git ignores the directory itself, and so everything in it that it does not track
 
     def by_ours(self, path: str) -> bool | None:
         """Return what `.sgpuignore` says of an entry of this directory, if anything; directories end in ``/``."""

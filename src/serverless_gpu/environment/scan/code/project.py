@@ -44,27 +44,16 @@ _VENV_NAMES = frozenset({"bin", "lib", "lib64", "include", "share", "etc", "pyve
 
 
 class CodePlace(msgspec.Struct, frozen=True, kw_only=True):
-    """A directory of code, and what decides what of it counts.
+    """A directory of code, and what decides what of it counts."""
 
-    Attributes:
-        directory: absolute path.
-        shallow: whether only Python files and packages in it count.
-        out: absolute paths of directories below it that are never part of it.
-        wanted: files below it, relative, that count although git ignores them.
-        unwanted: others that were imported, which `.sgpuignore` keeps out.
-        tracked: files below it, relative, that git ignores and tracks.
-        index: the file in which git keeps what it tracks, or "".
-        index_ns: when that was written.
-    """
-
-    directory: str
-    shallow: bool = False
-    out: tuple[str, ...] = ()
-    wanted: tuple[str, ...] = ()
+    directory: str  # absolute path
+    shallow: bool = False  # whether only Python files and packages in it count
+    out: tuple[str, ...] = ()  # absolute paths of directories below it that are never part of it
+    wanted: tuple[str, ...] = ()  # files below it, relative, that count although git ignores them
     unwanted: tuple[str, ...] = ()
-    tracked: tuple[str, ...] = ()
-    index: str = ""
-    index_ns: int = 0
+    tracked: tuple[str, ...] = ()  # files below it, relative, that git ignores and tracks
+    index: str = ""  # the file in which git keeps what it tracks, or ""
+    index_ns: int = 0  # when that was written
 
     def is_stale(self) -> bool:
         """Return whether git has tracked or forgotten something since this was found."""
@@ -72,16 +61,10 @@ class CodePlace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Code(msgspec.Struct, frozen=True, kw_only=True):
-    """What of a directory of code travels.
-
-    Attributes:
-        listing: its files and the directories that were looked at.
-        watched: files of patterns that decided, or would if they were there.
-        place: the directory, with what was found to decide.
-    """
+    """What of a directory of code travels."""
 
     listing: Listing
-    watched: tuple[str, ...]
+    watched: tuple[str, ...]  # files of patterns that decided, or would if they were there
     place: CodePlace
 
 
