@@ -23,7 +23,7 @@ class Where(NamedTuple):
     ca: str = ""  # for such a one: file with the certificates to trust; "" for the system's
 
 
-class Ask(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class EnvironmentQuestion(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Is this environment known, and is it in the store? Capture it if not, unless that is not wanted now."""
 
     number: int

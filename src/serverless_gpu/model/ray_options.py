@@ -57,14 +57,14 @@ _MEANT = {
 _INSTEAD = {name: words for words, names in _MEANT.items() for name in names.split()}
 
 
-class Asked(NamedTuple):
+class RayRequest(NamedTuple):
     """The arguments of `ray_launch`: the cluster, and the options of `distributed`."""
 
     cluster: RayCluster
     options: dict[str, object]
 
 
-def read_options(dashboard: object, object_store_memory: object, options: Mapping[str, object]) -> Asked:
+def read_options(dashboard: object, object_store_memory: object, options: Mapping[str, object]) -> RayRequest:
     """Return the cluster that is asked for, and the options that any run may have."""
     for name in options:
         if name not in VALID:

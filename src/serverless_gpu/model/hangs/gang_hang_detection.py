@@ -95,7 +95,7 @@ class GangWatch(msgspec.Struct, frozen=True, kw_only=True):
     # Crews of which nothing was heard for a while, by number; the others are at work.
     silent: Mapping[int, CrewSilent] = msgspec.field(default_factory=dict)
     watch: RunProgress = RunProgress(since_ns=0, seen_ns=0)  # warnings so far; its looks are the nodes'
-    ask: Ask | None = None  # what crews are to look for
+    ask: InspectionRequest | None = None  # what crews are to look for
     seen: Mapping[int, CrewObservation] = msgspec.field(default_factory=dict)  # what they saw, by number
     judgement: Judgement | None = None
 
@@ -144,7 +144,8 @@ def decide(
     if gang.ask is None:
         window_ns = max(_WINDOW_NS_MIN, due.at_ns - now_ns if now_ns < due.at_ns else due.window_ns)
         # By the time, so that no answer to a decider that has forgotten everything is taken for one to this.
-        return msgspec.structs.replace(gang, ask=Ask(number=now_ns, window_ms=window_ns // 1_000_000), seen={})
+        asked = InspectionRequest(number=now_ns, window_ms=window_ns // 1_000_000)
+        return msgspec.structs.replace(gang, ask=asked, seen={})
     awaited = {crew.number for crew, one in zip(crews, silent, strict=True) if not one.returned}
     if now_ns < due.at_ns or not awaited <= gang.seen.keys():
         return gang

@@ -28,7 +28,7 @@ class Asker(msgspec.Struct, frozen=True):
     count: int
 
 
-class Book(msgspec.Struct, frozen=True, kw_only=True):
+class SessionBook(msgspec.Struct, frozen=True, kw_only=True):
     """Everything the next decision depends on."""
 
     devices: tuple[Device, ...]  # what the session holds, in LOCAL_RANK order
@@ -55,7 +55,7 @@ def ask(book: SessionBook, asker: Asker) -> SessionBook:
     return msgspec.structs.replace(book, queue=(*book.queue, asker), idle_ns=None, warned=False)
 
 
-def settle(book: Book) -> tuple[Book, tuple[str, ...]]:
+def settle(book: SessionBook) -> tuple[SessionBook, tuple[str, ...]]:
     """Lend to the runs whose turn it is. Also returns the runs that have just been lent devices."""
     served: list[str] = []
     while book.queue and book.queue[0].count <= len(book.lendable):

@@ -114,7 +114,7 @@ class DeviceTimeline:
         return free - sum(count for start, end, count, whose in self._bookings if start <= time < end and whose != but)
 
 
-class Book:
+class PromiseBook:
     """Promised devices of one type on one node."""
 
     def __init__(self, likely: DeviceTimeline, bound: DeviceTimeline) -> None:

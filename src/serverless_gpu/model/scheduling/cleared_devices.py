@@ -99,7 +99,7 @@ class Clearing:
         self._vain.clear()
         self._is_last = True
 
-    def clear(self, wanted: QueuedRun, ask: Ask) -> bool:
+    def clear(self, wanted: QueuedRun, ask: TimedShape) -> bool:
         """Ask others to leave for a run that is blocked; return whether room is made for it."""
         state = self._state
         key = (ask.shape, "" if state.floor.is_plain else wanted.owner)  # what a class may not, those after it may not

@@ -20,7 +20,7 @@ Option = tuple[tuple[int, int, str, str], NodeDevices, str, int]
 """Rank, devices left over, name and identifier; the node, the type, how many."""
 
 
-def place(floor: Capacity, wanted: QueuedRun, ask: Ask, now_ns: int) -> tuple[DeviceShare, ...] | None:
+def place(floor: Capacity, wanted: QueuedRun, ask: TimedShape, now_ns: int) -> tuple[DeviceShare, ...] | None:
     """Return devices that a run can have now, or None; nothing is taken."""
     avoids = (wanted.avoid, _NOBODY) if wanted.avoid else (_NOBODY,)
     if is_several(floor, wanted, ask):
@@ -53,7 +53,9 @@ def take(floor: Capacity, shares: tuple[DeviceShare, ...], wanted: QueuedRun, as
             book.take(share.count, floor.ends(wanted, ask, now_ns))
 
 
-def _options(floor: Capacity, wanted: QueuedRun, ask: Ask, now_ns: int, avoid: frozenset[str]) -> Iterator[Option]:
+def _options(
+    floor: Capacity, wanted: QueuedRun, ask: TimedShape, now_ns: int, avoid: frozenset[str]
+) -> Iterator[Option]:
     reach = floor.reach(ask.shape)
     count = ask.shape.gpus
     for group, types, pool in reach.entries:

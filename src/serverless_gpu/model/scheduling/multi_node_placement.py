@@ -32,7 +32,7 @@ _Option = tuple[tuple[int, int, int], tuple[DeviceShare, ...]]
 """How many nodes, what is left over on the last one, the largest size; what the gang has."""
 
 
-def is_several(floor: Capacity, wanted: QueuedRun, ask: Ask) -> bool:
+def is_several(floor: Capacity, wanted: QueuedRun, ask: TimedShape) -> bool:
     """Return whether a run has several nodes: it may, and none that it may ever use could hold it."""
     return ask.shape.several and ask.shape.gpus is not None and ask.shape.gpus > largest(floor, wanted, ask)
 

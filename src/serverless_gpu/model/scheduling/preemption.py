@@ -62,7 +62,7 @@ class Site(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     holders: tuple[RunningRun, ...] = ()  # who has devices there
 
 
-class Room(msgspec.Struct, frozen=True, kw_only=True):
+class PreemptionPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The steps that make room for a blocked gang."""
 
     preemptions: tuple[Preemption, ...] = ()  # runs to ask to leave; none when enough is coming already
@@ -140,7 +140,7 @@ def has_guests(node: Node, terms: Terms) -> bool:
 # --- who leaves -------------------------------------------------------------------------------------------------------
 
 
-def room(wanted: QueuedRun, sites: Sequence[Site], terms: Terms, now_ns: int) -> Room | None:
+def room(wanted: QueuedRun, sites: Sequence[Site], terms: Terms, now_ns: int) -> PreemptionPlan | None:
     """Return the runs to preempt so that a blocked gang can start, or None."""
     search = _Search(wanted, terms, now_ns)
     for highest in search.levels(sites):

@@ -24,7 +24,7 @@ def never_served(state: PlannerState, wanted: QueuedRun, ask: TimedShape) -> str
     return impossible(state.floor, allowed, state.queue.ask(allowed))
 
 
-def isolation_problem(state: PlannerState, wanted: QueuedRun, ask: Ask) -> str:
+def isolation_problem(state: PlannerState, wanted: QueuedRun, ask: TimedShape) -> str:
     """Return why isolation keeps a run from every node that would do, and the remedy, or ""."""
     if not wanted.second_principal or not impossible(state.floor, wanted, ask):
         return ""

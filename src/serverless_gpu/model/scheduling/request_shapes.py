@@ -80,7 +80,7 @@ class Shape:
         return (wanted.gpus, wanted.gpu_type, wanted.several_nodes, where, wanted.second_principal)
 
 
-class Ask:
+class TimedShape:
     """A shape, and how long it is wanted: all that decides where a run may start, but for its owner."""
 
     __slots__ = ("__weakref__", "blocked", "expected_ns", "number", "shape")

@@ -40,7 +40,7 @@ _USUAL = DiskLimits()
 
 
 class Storage(NamedTuple):
-    """What the server keeps bytes with; the fields are those of `Services`."""
+    """What the server keeps bytes with; the fields are those of `composition.Resources`."""
 
     logs: Logs
     blobs: Blobs
