@@ -22,7 +22,7 @@ from tests.support.homes import use_home
 from tests.support.server.postgres import Cluster, cluster
 
 pytestmark = pytest.mark.slow
-OFTEN = ("attempt_tokens._RENEWED_AFTER=0", "Settings.heartbeat_s=1")
+OFTEN = ("lifecycle.attempt_tokens._RENEWED_AFTER=0", "Settings.heartbeat_s=1")
 """Each sign of life of an attempt brings it another token, but for those of its first second."""
 ALONE = [place for place, scenario in SCENARIOS.items() if scenario.alone]
 TOGETHER = [place for place in SCENARIOS if place not in ALONE]

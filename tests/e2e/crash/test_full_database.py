@@ -34,7 +34,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root"),
 ]
-SOON = "reserve.EVERY_S=0.5"
+SOON = "db.disk_reserve.EVERY_S=0.5"
 TRIES = 400
 
 

@@ -28,7 +28,7 @@ from tests.support.local.observe import wait_for
 from tests.support.server.postgres import cluster
 
 pytestmark = pytest.mark.slow
-SHORT = ("claim.TTL_S=3", "claim.REFUSED_S=3")
+SHORT = ("db.leader_lock.TTL_S=3", "db.leader_lock.REFUSED_S=3")
 
 
 @pytest.fixture
@@ -150,7 +150,7 @@ def test_22B8_servers_of_one_database_replace_each_other_in_a_shared_directory(t
     first.start("node=false", *SHORT)
     make_user(first, "of-the-first")
     share_directory(first, second)
-    second.spawn("node=false", *SHORT, "claim.WAIT_S=1")
+    second.spawn("node=false", *SHORT, "db.leader_lock.WAIT_S=1")
     assert second.line() == "" and second.ended() == 1, "a server that works is not replaced"
     assert golden("crash.two_servers.another-server-uses") in (second.home / "server.stderr").read_text()
     first.send(signal.SIGSTOP)

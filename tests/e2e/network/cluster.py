@@ -121,7 +121,7 @@ class Cluster:
             home,
             *("host=0.0.0.0", f"port={PORT}", "node=false", f"tls_cert={certificate}", f"tls_key={key}"),
             *(f"Settings.{name}={value}" for name, value in changes.items()),
-            f"liveness.PRESENT_S={PRESENT_S}",
+            f"lifecycle.liveness.PRESENT_S={PRESENT_S}",
             around=entering(network.server),
         )
         self._connection: Connection | None = None

@@ -24,7 +24,7 @@ def machine(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     """Yield a server without a node, where runs wait."""
     made = Machine(home, f"sqlite:///{home}/server/server.db")
     use_home(monkeypatch, home, FAKES)
-    made.start("node=false", "mark_file.CHECKPOINT_S=3600")
+    made.start("node=false", "db.high_water_mark_file.CHECKPOINT_S=3600")
     yield made
     made.close()
 

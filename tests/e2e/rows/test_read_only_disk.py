@@ -25,7 +25,7 @@ from tests.support.local.observe import processes_of, wait_for
 from tests.support.small_disks import FailingDisk, failing_disk
 
 pytestmark = pytest.mark.slow
-SOON = "database.PROBE_NS=100000000"
+SOON = "db.database.PROBE_NS=100000000"
 
 
 @pytest.fixture

@@ -141,7 +141,11 @@ def collects(machine: Machine, place: str, where: Path) -> None:
     with contextlib.closing(machine.connection()) as connection:
         connection.put(f"/blobs/{blake3(part).hexdigest()}", part)
     machine.stop()
-    often = ("collecting.FIRST_S=0.1", "collecting.EVERY_S=0.1", "collecting.GRACE_S=0")
+    often = (
+        "environments.garbage_collection.FIRST_S=0.1",
+        "environments.garbage_collection.EVERY_S=0.1",
+        "environments.garbage_collection.GRACE_S=0",
+    )
     machine.arm(place)
     machine.spawn(*often)
     machine.line()  # nothing, where it dies before it has said that it is ready
@@ -163,7 +167,7 @@ def expires(machine: Machine, place: str, where: Path) -> None:
     output = machine.home / "server" / "logs" / run.id
     wait_for(lambda: output.exists() and settled(machine, run), "it is settled", limit_s=WAIT_S)
     machine.stop()
-    soon = ("retention.FIRST_S=0.1", "retention.EVERY_S=0.1", "Settings.retention_s=0")
+    soon = ("runs.retention.FIRST_S=0.1", "runs.retention.EVERY_S=0.1", "Settings.retention_s=0")
     machine.arm(place)
     machine.spawn(*soon)
     machine.line()  # nothing, where it dies before it has said that it is ready

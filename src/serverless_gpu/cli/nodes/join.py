@@ -56,7 +56,7 @@ def join(host: str, token_file: Path, **options: Any) -> None:
         file = msgspec.structs.replace(file, server=options["server"])
     check_address(file.server)
     joining = load("serverless_gpu.engines.ray.pool_join")
-    wish = joining.Wish(
+    wish = joining.JoinOptions(
         host=host,
         file=file,
         path=token_file,
@@ -71,7 +71,7 @@ def join(host: str, token_file: Path, **options: Any) -> None:
             say(f"{wish.name} gives {ready.offer} to the pool of {file.server}; Ray here has ports {ready.ports}")
 
         say(f"Ray is being started here, with its head at {ready.plan.head}")
-        keeper = load("serverless_gpu.engines.ray.ray_keeper").Keeper(
+        keeper = load("serverless_gpu.engines.ray.ray_keeper").RayKeeper(
             ready.plan, say=lambda sentence: say(f"sgpu: {sentence}", err=True), started=started
         )
         try:

@@ -1,8 +1,8 @@
 """`sgpu server logs`: the server's own log as text, on its machine, from its home, without a server.
 
-The server writes JSON lines and rotates the file at a size (`server/core/log_file.py`). This reads files in the order of
-writing. A line that is cut or not JSON is shown as it is; a file that rotates while it is followed is read to its end
-first; names and messages cannot steer the terminal.
+The server writes JSON lines and rotates the file at a size (`server/core/log_file.py`). This reads all files in the
+order of writing. A line that is cut or not JSON is shown as it is; a file that rotates while it is followed is read to
+its end first; names and messages cannot steer the terminal.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def launch(
             )
         # By name: HTTP is loaded only for those who use a server.
         remote = importlib.import_module(_REMOTE)
-        return cast("Run[R]", remote.launch(remote.Call(function, args, kwargs, arguments), spec, watch=watch))
+        return cast("Run[R]", remote.launch(remote.SubmittedCall(function, args, kwargs, arguments), spec, watch=watch))
     order = LaunchOrder(tracked(spec, arguments), called_ns, lender)
 
     def write_call(directory: Path) -> None:

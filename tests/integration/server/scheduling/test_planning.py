@@ -178,7 +178,7 @@ def test_a_clock_that_is_set_while_placements_are_under_way_has_them_decided_ane
     told = planners.last.told[0]
     left = {run_id for run_id in waiting_ids if find(services, run_id).state is State.QUEUED}
     assert len(planners.made) == 2 and {wanted.run_id for wanted in wanted_of(told)} == left and len(left) == 2
-    assert kinds(told).count("Started") == AT_ONCE
+    assert kinds(told).count("DevicesTaken") == AT_ONCE
 
 
 def test_a_tick_that_fails_begins_from_nothing(
