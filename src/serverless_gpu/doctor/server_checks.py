@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from serverless_gpu.doctor.facts import MachineFacts, ServerFacts
 from serverless_gpu.doctor.findings import Check, CheckGroup, Finding, about, failed, ok, unknown, warning
-from serverless_gpu.model.scheduling.shared_uid_messages import REMEDY, REVOKE
+from serverless_gpu.model.scheduling.wait_messages import REMEDY, REVOKE
 from serverless_gpu.units import format_days_ms
 from serverless_gpu.version import __version__
 

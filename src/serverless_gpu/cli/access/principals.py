@@ -18,7 +18,7 @@ from serverless_gpu.cli.server_connection import connect, server
 from serverless_gpu.client.remote.profile import ServerProfile, check_address, write_profile
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.access.roles import AccessReach, Role, reach
-from serverless_gpu.model.scheduling.shared_uid_messages import sharing_warnings
+from serverless_gpu.model.scheduling.wait_messages import sharing_warnings
 from serverless_gpu.wire.agents import PoolList
 from serverless_gpu.wire.principals import (
     OnDisabled,

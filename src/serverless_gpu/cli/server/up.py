@@ -18,8 +18,7 @@ from serverless_gpu.cli.runs.run_choice import durable_home
 from serverless_gpu.client.remote.profile import ServerProfile, write_profile
 from serverless_gpu.errors import ServerProblem
 from serverless_gpu.lazy_import import load
-from serverless_gpu.model.scheduling.shared_uid_messages import sharing_warnings
-from serverless_gpu.model.scheduling.wait_messages import some
+from serverless_gpu.model.scheduling.wait_messages import sharing_warnings, some
 from serverless_gpu.node.base.home import Home, storage_error
 from serverless_gpu.units import format_bytes, format_duration_ms
 from serverless_gpu.version import __version__

@@ -11,8 +11,8 @@ import msgspec
 from serverless_gpu.model.scheduling.impossible_requests import impossible
 from serverless_gpu.model.scheduling.planner_state import PlannerState
 from serverless_gpu.model.scheduling.request_shapes import TimedShape
-from serverless_gpu.model.scheduling.shared_uid_messages import isolation_sentence
 from serverless_gpu.model.scheduling.values import QueuedRun
+from serverless_gpu.model.scheduling.wait_messages import isolation_sentence
 
 
 def never_served(state: PlannerState, wanted: QueuedRun, ask: TimedShape) -> str:

@@ -5,7 +5,8 @@
 
 "until 14:20 at the latest" is declared (`timeout`), "until about 14:20" is learned from earlier runs; where nobody can
 say, nothing is said. A latest time is rounded up to the minute, so that it holds as it is read. A sentence has a bound:
-no more than three are named of anything.
+no more than three are named of anything. Here are also the messages about principals that share one operating-system
+user.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ Clock = Callable[[int], str]
 """How a time is written for its reader: ``"14:20"``, ``"Mon 14:20"``."""
 
 NAMED_MAX = 3
+REMEDY = "sgpu pool set {pool} --isolation none"
+REVOKE = "sgpu pool set {pool} --isolation unset"
 _MINUTE_NS = 60_000_000_000
 _SPARE_MIN_S = 60.0
 _UNSEEN = "it was not looked at yet"
@@ -197,3 +200,36 @@ def _about(at_ns: int, clock: Clock, *, is_bound: bool) -> str:
 def latest(at_ns: int, clock: Clock) -> str:
     """Return a latest time as people read it: the first full minute that is not before it."""
     return clock(-(-at_ns // _MINUTE_NS) * _MINUTE_NS)
+
+
+def isolation_sentence(pools: Sequence[str]) -> str:
+    """Return why a run of a second principal waits, and the remedy."""
+    verb = "runs" if len(pools) == 1 else "run"
+    return (
+        f"{_named(pools)} {verb} the code of one principal only, because all runs there share one operating-system "
+        f"user; an administrator can accept that: `{REMEDY.format(pool=pools[0])}`"
+    )
+
+
+def sharing_warnings(*, principals: Sequence[str], closed: Sequence[str], shared: Sequence[str]) -> list[str]:
+    """Return what operators read about principals that share, or would share, one operating-system user."""
+    if not principals:
+        return []
+    who, found = ", ".join(some(principals)), []
+    if shared:
+        found.append(
+            f"all runs in {_named(shared)} share one operating-system user: the code of {who} can read secrets and "
+            "results of other users, and on this server's machine the server's key and tokens; "
+            f"`{REVOKE.format(pool=shared[0])}` ends that for new runs"
+        )
+    if closed or not shared:
+        waiting = closed or ["default"]
+        found.append(
+            f"runs of {who} wait in {_named(waiting)} with the reason isolation: all runs there share one "
+            f"operating-system user; to accept that: `{REMEDY.format(pool=waiting[0])}`"
+        )
+    return found
+
+
+def _named(pools: Sequence[str]) -> str:
+    return f"pool{'s' if len(pools) > 1 else ''} {', '.join(some(pools))}"

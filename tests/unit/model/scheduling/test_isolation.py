@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from serverless_gpu.model.scheduling.shared_uid_messages import sharing_warnings
 from serverless_gpu.model.scheduling.values import Node, Pool, PoolSeen, QueuedRun, WaitReason
+from serverless_gpu.model.scheduling.wait_messages import sharing_warnings
 from tests.support.golden import golden
 from tests.support.model.asking import node, planner, wanted
 
