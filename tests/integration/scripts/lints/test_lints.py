@@ -78,6 +78,7 @@ PLANTED = [
     (names, "src/serverless_gpu/node/utils.py", "", ""),
     (names, "src/serverless_gpu/common/paths.py", "", ""),
     (names, "tests/run_helpers.py", "", ""),
+    (names, "src/serverless_gpu/server/policies/allowing.py", "", ""),
     (broad_excepts, ROOM, "try: ...\nexcept Exception: ...\n", "try: ...\nexcept OSError: ...\n"),
     (
         broad_excepts,
