@@ -175,7 +175,7 @@ def test_what_a_killed_keeper_left_of_a_server_that_starts_otherwise_the_next_on
     assert asked(uri, "/health") == "OK"  # the second process, which nobody told
     before = place.noted().server
     assert ready(there, mlflow).uri == uri
-    assert place.noted().server != before
+    wait_for(lambda: place.noted().server != before, "the next keeper has started a server of its own")
 
 
 def test_stopping_ends_the_server_with_its_keeper(there: Home, place: ServerFiles, mlflow: PretendedMlflow) -> None:
