@@ -18,7 +18,7 @@ from serverless_gpu.server.budgets import budget_routes
 from serverless_gpu.server.core.hub import Hub
 from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.environments import environment_routes
-from serverless_gpu.server.http.access_log import Accessed
+from serverless_gpu.server.http.access_log import AccessLogMiddleware
 from serverless_gpu.server.http.auth_middleware import Authenticate, Gate, Reach
 from serverless_gpu.server.http.proxy_middleware import Door
 from serverless_gpu.server.http.routing import Route
@@ -82,7 +82,7 @@ def guarded(
     authenticate: Authenticate,
     reach: Reach,
     proxies: tuple[str, ...] = (),
-) -> Accessed:
+) -> AccessLogMiddleware:
     """Return what the server serves: the application behind gate and door, and what counts requests in front of both.
 
     Args:
@@ -108,4 +108,4 @@ def guarded(
         authenticate=authenticate,
         reach=reach,
     )
-    return Accessed(Door(gate, hub=hub, proxies=proxies), measures=measures, clock=clock)
+    return AccessLogMiddleware(Door(gate, hub=hub, proxies=proxies), measures=measures, clock=clock)

@@ -38,7 +38,7 @@ from serverless_gpu.server.core.jump_tolerant_clock import SteadyClock
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.leader_lock import TakenOver
 from serverless_gpu.server.http import tls
-from serverless_gpu.server.http.access_log import Accessed
+from serverless_gpu.server.http.access_log import AccessLogMiddleware
 from serverless_gpu.server.http.auth_middleware import LOOPBACK
 from serverless_gpu.server.http.listener import BACKLOG, BoundedProtocol, Listening, bound, names, only_one, url_of
 from serverless_gpu.server.http.proxy_middleware import Door
@@ -286,7 +286,7 @@ def _certificate(settings: Settings, clock: Clock) -> Certificate | None:
     return Certificate(settings.tls_cert, settings.tls_key, directory=settings.directory, clock=clock)
 
 
-def _configuration(app: Accessed) -> uvicorn.Config:
+def _configuration(app: AccessLogMiddleware) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=BoundedProtocol,

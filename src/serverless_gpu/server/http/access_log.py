@@ -40,7 +40,7 @@ METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"}
 _log = logging.getLogger(ACCESS)
 
 
-class Accessed:
+class AccessLogMiddleware:
     """The layer in front of everything.
 
     Args:

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from serverless_gpu.server.composition import Services
 from serverless_gpu.server.core.hub import Hub
 from serverless_gpu.server.core.log_file import ACCESS
-from serverless_gpu.server.http.access_log import Accessed
+from serverless_gpu.server.http.access_log import AccessLogMiddleware
 from serverless_gpu.server.http.proxy_middleware import Door
 from serverless_gpu.wire.base import Problem
 from tests.support.server.measures import value
@@ -32,7 +32,9 @@ async def tell_client(scope: Scope, receive: Receive, send: Send) -> None:
     await PlainTextResponse(f"{scope['client'][0]} {scope['scheme']}")(scope, receive, send)
 
 
-def ask(door: Door | Accessed, peer: str, headers: Headers = (), path: str = "/api/v1/runs") -> httpx2.Response:
+def ask(
+    door: Door | AccessLogMiddleware, peer: str, headers: Headers = (), path: str = "/api/v1/runs"
+) -> httpx2.Response:
     """Return the answer to a request from an address."""
 
     async def asking() -> httpx2.Response:
@@ -128,7 +130,9 @@ def test_what_the_door_refuses_is_counted_and_logged_and_has_an_identifier_too(
     door = Door(tell_client, hub=services.hub, proxies=PROXIES)
     door.close()
     answer = ask(
-        Accessed(door, measures=services.measures, clock=services.clock), peer, {"X-Forwarded-For": "192.0.2.77"}
+        AccessLogMiddleware(door, measures=services.measures, clock=services.clock),
+        peer,
+        {"X-Forwarded-For": "192.0.2.77"},
     )
     assert answer.status_code == (503 if peer == "127.0.0.1" else 403)
     status = f"{answer.status_code // 100}xx"
@@ -143,7 +147,7 @@ def test_the_line_of_a_request_names_who_asked_and_not_the_proxy(
     caplog.set_level(logging.INFO, ACCESS)
     door = Door(tell_client, hub=services.hub, proxies=PROXIES)
     ask(
-        Accessed(door, measures=services.measures, clock=services.clock),
+        AccessLogMiddleware(door, measures=services.measures, clock=services.clock),
         "192.0.2.1",
         {"X-Forwarded-For": "203.0.113.5", "X-Forwarded-Proto": "https"},
     )
