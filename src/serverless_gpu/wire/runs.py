@@ -13,7 +13,12 @@ GET    /runs/{run}/files?fence                           → FileList
 GET    /runs/{run}/files/{name}?fence                    → bytes, with Range
 GET    /runs/{run}/receipt?fence&crew                    → the receipt; of several nodes, one for all, or of one
 GET    /runs/{run}/attempts                              → AttemptList
-GET    /runs/{run}/cost                                  → CostView, of `wire/costs.py`
+GET    /runs/{run}/cost                                  → CostView, of `wire/runs.py`
+
+What runs cost.
+
+GET    /runs/{run}/cost                                  → CostView
+GET    /runs?costs=true                                  → RunPage, with the costs of its runs
 """
 
 from __future__ import annotations
@@ -22,11 +27,18 @@ from typing import Literal
 
 import msgspec
 
+from serverless_gpu.model.cost import Cost
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.wire.base import Answer, Json, Request
-from serverless_gpu.wire.costs import CostView
 from serverless_gpu.wire.waits import WaitView
+
+
+class CostView(Answer, frozen=True, kw_only=True):
+    """What a run used so far, over all of its attempts, and what that costs."""
+
+    id: str
+    cost: Cost
 
 
 class Target(Request, frozen=True, kw_only=True):

@@ -107,7 +107,7 @@ def _receipt(view: RunView, crew: int | None = None) -> Receipt | None:
 
 def _cost(view: RunView) -> Cost | None:
     """Return the run's cost from the server; None from a server of an earlier version."""
-    wire = load("serverless_gpu.wire.costs")
+    wire = load("serverless_gpu.wire.runs")
     with patient_server(this_home().root) as connection:
         try:
             found: Cost = connection.ask("GET", f"/runs/{view.id}/cost", answer=wire.CostView).cost

@@ -31,9 +31,9 @@ from serverless_gpu.server.storage import outputs
 from serverless_gpu.server.storage.blobs import Blobs
 from serverless_gpu.server.storage.logs import Logs
 from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX, PAGE_DEFAULT, PAGE_MAX
-from serverless_gpu.wire.costs import CostView
 from serverless_gpu.wire.runs import (
     AttemptList,
+    CostView,
     FileList,
     RunPage,
     RunRequest,

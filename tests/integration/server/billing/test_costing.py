@@ -26,9 +26,8 @@ from serverless_gpu.server.records import prices
 from serverless_gpu.server.records.runs import crews, facts, runs
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import AgentHello
-from serverless_gpu.wire.costs import CostView
 from serverless_gpu.wire.estimates import EstimateRequest
-from serverless_gpu.wire.runs import RunPage
+from serverless_gpu.wire.runs import CostView, RunPage
 from tests.support.golden import golden
 from tests.support.server.charged import charge_all
 from tests.support.server.charging import begun, end, fact, used, write_facts
