@@ -13,8 +13,8 @@ from serverless_gpu.model.cost import CostEstimate
 from serverless_gpu.model.scheduling.values import StartEstimate
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.wire.base import Answer, Request
+from serverless_gpu.wire.queue import WaitView, wait_of, wait_view
 from serverless_gpu.wire.runs import Target
-from serverless_gpu.wire.waits import WaitView, wait_of, wait_view
 
 
 class EstimateRequest(Request, frozen=True, kw_only=True):

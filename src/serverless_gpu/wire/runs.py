@@ -31,7 +31,7 @@ from serverless_gpu.model.cost import Cost
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.wire.base import Answer, Json, Request
-from serverless_gpu.wire.waits import WaitView
+from serverless_gpu.wire.queue import WaitView
 
 
 class CostView(Answer, frozen=True, kw_only=True):

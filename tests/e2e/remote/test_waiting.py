@@ -19,8 +19,8 @@ from serverless_gpu.errors import NotAuthenticated
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.scheduling.values import DeviceHolder, Wait, WaitReason
 from serverless_gpu.wire.attempts import NOT_SENT
+from serverless_gpu.wire.queue import WaitView, wait_view
 from serverless_gpu.wire.runs import StateMessage
-from serverless_gpu.wire.waits import WaitView, wait_view
 from tests.support.golden import golden
 from tests.support.local.observe import wait_for
 from tests.support.remote.fake_server import FakeServer, Script

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.spec import Resources, RunSpec
+from serverless_gpu.wire.queue import HolderView, WaitView
 from serverless_gpu.wire.runs import RunView
-from serverless_gpu.wire.waits import HolderView, WaitView
 
 AT_NS = 1_900_000_000_000_000_000  # 17 March 2030, 17:46:40 at Greenwich
 WAITING = WaitView(

@@ -26,8 +26,8 @@ from serverless_gpu.wire.queue import (
     ShareList,
     ShareRequest,
     ShareView,
+    wait_of,
 )
-from serverless_gpu.wire.waits import wait_of
 
 _KIND = click.Choice(["team", "user"])
 

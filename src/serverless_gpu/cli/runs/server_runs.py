@@ -17,8 +17,8 @@ from serverless_gpu.units import format_duration_ms
 
 if TYPE_CHECKING:
     from serverless_gpu.model.cost import Cost
+    from serverless_gpu.wire.queue import WaitView
     from serverless_gpu.wire.runs import CrewView, RunView
-    from serverless_gpu.wire.waits import WaitView
 
 
 def row(view: RunView) -> list[str]:
@@ -85,7 +85,7 @@ def sentence_of(view: RunView) -> str:
     """Return a run's sentence; of a wait in this machine's time zone."""
     if view.waiting is None:
         return view.sentence
-    wait = load("serverless_gpu.wire.waits").wait_of(view.waiting, view.id)
+    wait = load("serverless_gpu.wire.queue").wait_of(view.waiting, view.id)
     return view.sentence if wait is None else wait_messages.sentence(wait, format_soon)
 
 

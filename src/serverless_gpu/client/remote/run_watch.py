@@ -33,6 +33,7 @@ from serverless_gpu.model.scheduling import wait_messages
 from serverless_gpu.node.base import protocol
 from serverless_gpu.wire.attempts import NOT_SENT
 from serverless_gpu.wire.base import Json
+from serverless_gpu.wire.queue import wait_of
 from serverless_gpu.wire.runs import (
     AcceptedMessage,
     EndedMessage,
@@ -42,7 +43,6 @@ from serverless_gpu.wire.runs import (
     SettledMessage,
     StateMessage,
 )
-from serverless_gpu.wire.waits import wait_of
 
 _FIRST_S = 5.0
 _DISPLACED = (Reason.DRAINED, Reason.PREEMPTED, Reason.BUDGET)

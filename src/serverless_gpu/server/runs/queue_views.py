@@ -25,8 +25,7 @@ from serverless_gpu.server.records.runs.runs import StoredRun
 from serverless_gpu.server.records.shares import Kind, StoredShare
 from serverless_gpu.server.runs import views
 from serverless_gpu.server.scheduling.wait_reasons import Sentences, WaitNotice
-from serverless_gpu.wire.queue import QueueEntry, QueueView, ShareList, ShareView
-from serverless_gpu.wire.waits import wait_view
+from serverless_gpu.wire.queue import QueueEntry, QueueView, ShareList, ShareView, wait_view
 
 _NOT_IN_LINE = (WaitReason.ISOLATION.value, WaitReason.UNSATISFIABLE.value)
 

@@ -29,6 +29,7 @@ from serverless_gpu.server.records.runs.runs import StoredRun
 from serverless_gpu.server.runs.run_stream import Look
 from serverless_gpu.server.scheduling.wait_reasons import NOTHING, WaitNotice
 from serverless_gpu.wire.base import Json
+from serverless_gpu.wire.queue import wait_view
 from serverless_gpu.wire.runs import (
     AttemptView,
     CrewView,
@@ -38,7 +39,6 @@ from serverless_gpu.wire.runs import (
     SettledMessage,
     StateMessage,
 )
-from serverless_gpu.wire.waits import wait_view
 
 
 def visible(connection: sa.Connection, run_id: str, *, who: Caller, reach: str) -> StoredRun:

@@ -15,9 +15,8 @@ from serverless_gpu.errors import InvalidValue, NotAllowed
 from serverless_gpu.model.scheduling.values import Wait, WaitReason
 from serverless_gpu.model.spec import Priority
 from serverless_gpu.wire.principals import PrincipalRequest, TeamRequest, TeamView, TokenMade
-from serverless_gpu.wire.queue import QueueEntry
+from serverless_gpu.wire.queue import QueueEntry, wait_view
 from serverless_gpu.wire.runs import RunView
-from serverless_gpu.wire.waits import wait_view
 from tests.support.golden import golden
 from tests.support.server.served import Served
 from tests.support.server.submitting import request
