@@ -36,9 +36,15 @@ from serverless_gpu.server.records import audit, nodes, principals
 from serverless_gpu.server.scheduling.scheduler import Scheduler
 from serverless_gpu.wire.agents import PoolRequest, PoolView
 from serverless_gpu.wire.estimates import EstimateRequest
-from serverless_gpu.wire.principals import PrincipalChange, PrincipalRequest, PrincipalView, TokenMade
+from serverless_gpu.wire.principals import (
+    PrincipalChange,
+    PrincipalRequest,
+    PrincipalView,
+    SecretRequest,
+    SecretView,
+    TokenMade,
+)
 from serverless_gpu.wire.runs import Target
-from serverless_gpu.wire.secrets import SecretRequest, SecretView
 from tests.support.golden import golden
 from tests.support.server.agents import NODE, find, hello
 from tests.support.server.late import before_next_write
