@@ -24,7 +24,7 @@ from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.policies import POLICIES_MAX, StoredPolicy
 from serverless_gpu.server.storage.environment_store import Environments
 from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX, NAME_CHARACTERS_MAX
-from serverless_gpu.wire.policies import PolicyView, view_of
+from serverless_gpu.wire.principals import PolicyView, view_of
 
 HOLDERS_MAX = 20_000
 NAMED_MAX = 100
