@@ -33,9 +33,9 @@ from serverless_gpu.replay import Trace
 from serverless_gpu.units import format_gpu_ms
 
 if TYPE_CHECKING:
+    from serverless_gpu.wire.budgets import PriceList
     from serverless_gpu.wire.connection import Connection
     from serverless_gpu.wire.demand import DemandRow
-    from serverless_gpu.wire.prices import PriceList
 
 ROWS_MAX = 200_000
 _PAGE = 1000
@@ -152,7 +152,7 @@ def of_rows(rows: Iterable[DemandRow], wanted: UseFilter) -> PastUse:
 
 def book_of_server(connection: Connection) -> PriceBook:
     """Return a server's current prices; raise ServerProblem when it is away."""
-    answer: PriceList = connection.ask("GET", "/prices", answer=load("serverless_gpu.wire.prices").PriceList)
+    answer: PriceList = connection.ask("GET", "/prices", answer=load("serverless_gpu.wire.budgets").PriceList)
     rows = (
         Price(resource=canonical(row.resource), micros_per_hour=row.micros_per_hour, pool=row.pool)
         for row in answer.prices
