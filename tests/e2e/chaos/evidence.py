@@ -12,9 +12,9 @@ from typing import Any
 
 from serverless_gpu.errors import NotFound
 from serverless_gpu.model.receipt import Receipt
+from serverless_gpu.wire.budgets import UsageView
 from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.runs import AttemptList, AttemptView, RunPage, RunView
-from serverless_gpu.wire.usage import UsageView
 from tests.e2e.chaos import plan
 from tests.e2e.chaos.cluster import ENDED_S, Cluster
 from tests.e2e.chaos.verdict import ENDED, Evidence, Execution, Seen, Told
