@@ -33,9 +33,8 @@ from serverless_gpu.replay import Trace
 from serverless_gpu.units import format_gpu_ms
 
 if TYPE_CHECKING:
-    from serverless_gpu.wire.budgets import PriceList
+    from serverless_gpu.wire.budgets import DemandRow, PriceList
     from serverless_gpu.wire.connection import Connection
-    from serverless_gpu.wire.demand import DemandRow
 
 ROWS_MAX = 200_000
 _PAGE = 1000
@@ -162,7 +161,7 @@ def book_of_server(connection: Connection) -> PriceBook:
 
 
 def _rows(connection: Connection, wanted: UseFilter) -> tuple[list[DemandRow], bool]:
-    wire = load("serverless_gpu.wire.demand")
+    wire = load("serverless_gpu.wire.budgets")
     query = {"from_ns": str(wanted.start_ns), "to_ns": str(wanted.end_ns), "limit": str(_PAGE)}
     query |= {name: value for name in ("team", "pool", "gpu_type") if (value := getattr(wanted, name))}
     rows: list[DemandRow] = []

@@ -12,8 +12,15 @@ from serverless_gpu.server.billing.usage_reports import UsageReports
 from serverless_gpu.server.http.routing import Call, Query, Routes, reading
 from serverless_gpu.server.records.usage_rows import DemandFilter
 from serverless_gpu.server.records.usage_sums import ReportRequest
-from serverless_gpu.wire.budgets import GROUPS_DEFAULT, GROUPS_MAX, RECORDS_MAX, ListPrices, RecordPage, UsageView
-from serverless_gpu.wire.demand import DemandPage
+from serverless_gpu.wire.budgets import (
+    GROUPS_DEFAULT,
+    GROUPS_MAX,
+    RECORDS_MAX,
+    DemandPage,
+    ListPrices,
+    RecordPage,
+    UsageView,
+)
 
 routes = Routes("usage")
 Day = Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]
