@@ -10,6 +10,8 @@ Failure cases: no listener, a broken connection, 502 to 504, or a problem whose 
 once patience is over, and one line when the wait begins and ends (the wait follows a server that restarted on another
 port, or with another token, if `url` and `token` are functions); an answer that is not our JSON (a proxy's page) →
 `ServerProblem` with its status.
+
+Which certificates of servers are trusted.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import abc
 import os
 import random
+import ssl
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -26,6 +29,7 @@ import msgspec
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.errors import (
+    InvalidValue,
     NoSuitableNode,
     NotAuthenticated,
     ServerlessGpuError,
@@ -271,3 +275,14 @@ def problem_of(reply: Reply) -> ServerlessGpuError:
         there = problem.shortage
         error.gpus, error.gpu_type, error.pool, error.choices = there.gpus, there.gpu_type, there.pool, there.choices
     return error
+
+
+def trust(ca: str) -> ssl.SSLContext:
+    """Return the context that checks a server's certificate (20 ms to make); "" is the system's."""
+    try:
+        return ssl.create_default_context(cafile=ca or None)
+    except OSError as error:
+        raise InvalidValue(
+            f"{ca or 'the system'} has no certificate that can be read: {error.strerror or error}",
+            hint="`sgpu login URL --ca FILE`: the certificate of the server's authority, PEM",
+        ) from error
