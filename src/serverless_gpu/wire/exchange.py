@@ -12,18 +12,24 @@ port, or with another token, if `url` and `token` are functions); an answer that
 `ServerProblem` with its status.
 
 Which certificates of servers are trusted.
+
+The connection of a command that asks a few questions and ends.
+
+It uses the standard library: importing httpx2 and its dependencies takes more CPU time than the rest of such a command.
+Each request has a connection of its own. There are no streams and no threads; `connection.py` has those.
 """
 
 from __future__ import annotations
 
 import abc
+import http.client
 import os
 import random
 import ssl
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
-from urllib.parse import urlsplit
+from typing import Any, NamedTuple, TypeVar, cast
+from urllib.parse import urlencode, urlsplit
 
 import msgspec
 
@@ -38,9 +44,10 @@ from serverless_gpu.errors import (
     error_class,
 )
 from serverless_gpu.json_codec import from_json
+from serverless_gpu.lazy_import import load
 from serverless_gpu.units import format_duration_ms
 from serverless_gpu.version import __version__
-from serverless_gpu.wire.base import PROTOCOL, Problem, Request
+from serverless_gpu.wire.base import API, PROTOCOL, Problem, Request
 from serverless_gpu.wire.state import Health
 
 T = TypeVar("T")
@@ -286,3 +293,35 @@ def trust(ca: str) -> ssl.SSLContext:
             f"{ca or 'the system'} has no certificate that can be read: {error.strerror or error}",
             hint="`sgpu login URL --ca FILE`: the certificate of the server's authority, PEM",
         ) from error
+
+
+class BriefConnection(Exchange):
+    """One server and one token, for a few requests in sequence; the arguments are `Exchange`'s."""
+
+    def _send(
+        self, method: str, path: str, *, content: bytes | None, headers: Mapping[str, str], params: Mapping[str, str]
+    ) -> Reply:
+        url = self.url + API + path
+        target = urlsplit(url).path + (f"?{urlencode(params)}" if params else "")
+        connection = self._made()
+        try:
+            connection.connect()
+            connection.sock.settimeout(ANSWER_S)
+            connection.request(method, target, body=content, headers={**self._headers(), **headers})
+            answer = connection.getresponse()
+            return Reply(answer.status, answer.read(), cast("Mapping[str, str]", answer.headers), url)
+        except (OSError, http.client.HTTPException) as error:
+            raise self._away(error, is_no_http=isinstance(error, http.client.BadStatusLine)) from None
+        finally:
+            connection.close()
+
+    def _made(self) -> http.client.HTTPConnection:
+        parts = urlsplit(self.url)
+        try:
+            host, port = parts.hostname or "", parts.port
+        except ValueError as error:
+            raise InvalidValue(f"{self.url} is not an address: {error}") from None
+        if parts.scheme != "https":
+            return http.client.HTTPConnection(host, port, timeout=CONNECT_S)
+        context = load("serverless_gpu.wire.exchange").trust(self._ca)
+        return http.client.HTTPSConnection(host, port, timeout=CONNECT_S, context=context)
