@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.contestants import ContestantFailed, environment
 from benchmarks.load.asking import Asker
-from serverless_gpu.wire.pool_join import InviteAnswer, InviteRequest, JoinAnswer, JoinRequest
+from serverless_gpu.wire.nodes import InviteAnswer, InviteRequest, JoinAnswer, JoinRequest
 
 _STOP_S = 30.0
 

@@ -8,7 +8,7 @@ from serverless_gpu.ambient import machine
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink.presence import instance_of
 from serverless_gpu.wire.connection import Connection
-from serverless_gpu.wire.pool_join import InviteAnswer, InviteRequest, JoinAnswer, JoinRequest
+from serverless_gpu.wire.nodes import InviteAnswer, InviteRequest, JoinAnswer, JoinRequest
 
 
 def node_token(admin: Connection, name: str, home: Home) -> str:

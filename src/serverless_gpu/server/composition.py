@@ -82,7 +82,7 @@ from serverless_gpu.server.storage.blobs import Blobs
 from serverless_gpu.server.storage.environment_store import Environments
 from serverless_gpu.server.storage.logs import Logs
 from serverless_gpu.server.storage.upload_spool import Spool
-from serverless_gpu.wire.pool_join import RayPool
+from serverless_gpu.wire.nodes import RayPool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ crew's supervisor while its gang meets (`node/supervisor/rendezvous.py`).
     POST /agents/{node}/orders/ack          OrdersTaken
 
 A token is good for one node, which has one name and one home. A node whose token was not made for it by a join
-(`wire/pool_join.py`) waits for an administrator: its hello is refused (NotAllowed) until then.
+(`wire/nodes.py`) waits for an administrator: its hello is refused (NotAllowed) until then.
 
 An order may come again until it is acknowledged; it is taken once, by its gang. `Start` is acknowledged when the
 attempt's directory says durably that it is being started.

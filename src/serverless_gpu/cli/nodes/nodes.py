@@ -20,7 +20,7 @@ from serverless_gpu.errors import InvalidValue, ServerProblem
 from serverless_gpu.lazy_import import load
 from serverless_gpu.units import format_duration_ms
 from serverless_gpu.wire.agents import ForgetRequest, NodeList, NodeView, clock_text
-from serverless_gpu.wire.pool_join import ApproveRequest, InviteAnswer, InviteRequest
+from serverless_gpu.wire.nodes import ApproveRequest, InviteAnswer, InviteRequest
 
 
 @click.command()

@@ -29,7 +29,7 @@ from serverless_gpu.node.base.private_files import write_private
 from serverless_gpu.node.uplink.presence import LEFT, instance_of
 from serverless_gpu.node.uplink.profile import UplinkProfile, read_profile, write_profile
 from serverless_gpu.wire.connection import Connection
-from serverless_gpu.wire.pool_join import JoinAnswer, JoinRequest, RayPool
+from serverless_gpu.wire.nodes import JoinAnswer, JoinRequest, RayPool
 
 DIRECTORY = "ray"
 """Of the files of a machine that joins, in its home."""

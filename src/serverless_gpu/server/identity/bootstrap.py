@@ -41,7 +41,7 @@ from serverless_gpu.server.records import audit, node_tokens, principals
 from serverless_gpu.server.records.audit import SERVER, Action
 from serverless_gpu.server.records.node_tokens import Invitation
 from serverless_gpu.server.records.principals import NewToken
-from serverless_gpu.wire.pool_join import INVITED_S
+from serverless_gpu.wire.nodes import INVITED_S
 from serverless_gpu.wire.principals import PrincipalRequest
 
 NODE = "node"

@@ -12,7 +12,7 @@ from serverless_gpu.server.nodes.agent_service import Agents
 from serverless_gpu.server.nodes.join import JoinService
 from serverless_gpu.server.records.runs.orders import OPEN_MAX
 from serverless_gpu.wire.agents import AgentHello, AgentWelcome, Heartbeat, HeartbeatAnswer, Order, OrdersTaken
-from serverless_gpu.wire.pool_join import JoinAnswer, JoinRequest, RayPool
+from serverless_gpu.wire.nodes import JoinAnswer, JoinRequest, RayPool
 
 routes = Routes("agents")
 

@@ -28,7 +28,7 @@ from serverless_gpu.server.records import audit, node_tokens, nodes, principals
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.principals import NewToken
 from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX, NAME_CHARACTERS_MAX
-from serverless_gpu.wire.pool_join import JoinAnswer, JoinRequest, RayPool
+from serverless_gpu.wire.nodes import JoinAnswer, JoinRequest, RayPool
 
 AGENT = "agent"
 _INVITE = "an administrator makes a join file, also for several machines: sgpu node invite --uses 10"

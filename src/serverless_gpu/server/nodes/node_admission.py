@@ -26,7 +26,7 @@ from serverless_gpu.server.records.node_tokens import Invitation, StoredBinding
 from serverless_gpu.server.records.principals import NewToken
 from serverless_gpu.wire.agents import AgentHello, NodeView
 from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX
-from serverless_gpu.wire.pool_join import ApproveRequest, InviteAnswer, InviteRequest
+from serverless_gpu.wire.nodes import ApproveRequest, InviteAnswer, InviteRequest
 
 PENDING = "PENDING"
 """State of a node that waits for an administrator."""

@@ -36,7 +36,7 @@ from serverless_gpu.server.core.ray_settings import RaySettings
 from serverless_gpu.server.core.server_key import sha256
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.http import tls
-from serverless_gpu.wire.pool_join import RayPool
+from serverless_gpu.wire.nodes import RayPool
 
 EVERY_S = 5.0
 _TOKEN_BYTES = 32

@@ -10,8 +10,14 @@ from serverless_gpu.server.nodes.node_admission import NodeAdmission
 from serverless_gpu.server.nodes.node_queries import NodeService
 from serverless_gpu.server.pools.pool_service import PoolService
 from serverless_gpu.wire.agents import ForgetRequest, NodeList, NodeView, PoolList, PoolRequest, PoolView
-from serverless_gpu.wire.nodes import CalendarRequest, NodeDrainRequest, QuarantineRequest
-from serverless_gpu.wire.pool_join import ApproveRequest, InviteAnswer, InviteRequest
+from serverless_gpu.wire.nodes import (
+    ApproveRequest,
+    CalendarRequest,
+    InviteAnswer,
+    InviteRequest,
+    NodeDrainRequest,
+    QuarantineRequest,
+)
 
 routes = Routes("nodes")
 

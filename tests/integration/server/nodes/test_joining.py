@@ -13,7 +13,7 @@ from serverless_gpu.server.identity.bootstrap import join_token
 from serverless_gpu.server.records import principals
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.base import PROTOCOL
-from serverless_gpu.wire.pool_join import INVITED_S, RayPool
+from serverless_gpu.wire.nodes import INVITED_S, RayPool
 from tests.support.golden import golden
 from tests.support.server.made import made_services, recomposed
 from tests.support.server.principals import Api
