@@ -26,9 +26,9 @@ from serverless_gpu.model.hardware import Device, GpuType
 from serverless_gpu.model.lifecycle.attempt import State, StopReason
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.units import format_duration_ms
+from serverless_gpu.wire.access import SecretValue
 from serverless_gpu.wire.base import Answer, Request
 from serverless_gpu.wire.nodes import NodeRules
-from serverless_gpu.wire.principals import SecretValue
 
 CLOCK_OFF_S = 0.5
 """A node's clock that is further off than this, and than the measurement may be wrong, is said to be off."""

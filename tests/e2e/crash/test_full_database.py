@@ -19,8 +19,8 @@ from serverless_gpu.ambient import SystemClock
 from serverless_gpu.errors import RunCancelled, ServerStorageFull, ServerUnavailable
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.http.problems import problem
+from serverless_gpu.wire.access import PrincipalRequest, TokenMade
 from serverless_gpu.wire.agents import NodeList
-from serverless_gpu.wire.principals import PrincipalRequest, TokenMade
 from serverless_gpu.wire.state import Health
 from tests.support.crash.machine import FAKES, WAIT_S, Machine
 from tests.support.crash.scenarios import LARGE_BYTES, executions, submitted, work

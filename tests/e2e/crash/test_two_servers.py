@@ -18,7 +18,7 @@ from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink import control
 from serverless_gpu.node.uplink.profile import read_profile, write_profile
 from serverless_gpu.server.db import tables
-from serverless_gpu.wire.principals import PrincipalRequest, TokenMade
+from serverless_gpu.wire.access import PrincipalRequest, TokenMade
 from serverless_gpu.wire.runs import RunView
 from tests.support.crash.machine import FAKES, WAIT_S, Machine
 from tests.support.crash.scenarios import executions, rows, submitted

@@ -24,9 +24,9 @@ from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.invariants.self_check import check
 from serverless_gpu.version import __version__
+from serverless_gpu.wire.access import PrincipalRequest, TeamRequest, TeamView, TokenMade
 from serverless_gpu.wire.agents import AgentHello, AgentWelcome
 from serverless_gpu.wire.base import PROTOCOL
-from serverless_gpu.wire.principals import PrincipalRequest, TeamRequest, TeamView, TokenMade
 from serverless_gpu.wire.runs import RunRequest, RunView, Target
 from tests.support.paths import REPOSITORY
 from tests.support.server.served import Served, served

@@ -18,8 +18,8 @@ from serverless_gpu.client.remote.profile import find_profile
 from serverless_gpu.errors import InvalidValue, RankCrashed, RunCancelled, UntrustedResult
 from serverless_gpu.node.attempt.server_attempt import read_remote
 from serverless_gpu.node.base.home import Home
+from serverless_gpu.wire.access import PrincipalRequest, TokenMade
 from serverless_gpu.wire.connection import Connection
-from serverless_gpu.wire.principals import PrincipalRequest, TokenMade
 from tests.support.golden import golden
 from tests.support.local.observe import run_script, wait_for
 from tests.support.remote.server_process import ServerProcess

@@ -30,7 +30,7 @@ from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.records.runs.attempts import NewAttempt
 from serverless_gpu.server.records.runs.crews import NewCrew
 from serverless_gpu.server.records.stored_secrets import By, Whose
-from serverless_gpu.wire.principals import PrincipalRequest
+from serverless_gpu.wire.access import PrincipalRequest
 from tests.support.server.agents import hello
 from tests.support.server.stored import T0, add_node, new_run
 

@@ -25,8 +25,8 @@ from serverless_gpu.node.uplink import control
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.operations.backup import verify
 from serverless_gpu.server.records import audit
+from serverless_gpu.wire.access import SecretRequest, SecretView
 from serverless_gpu.wire.blobs import DigestList
-from serverless_gpu.wire.principals import SecretRequest, SecretView
 from serverless_gpu.wire.runs import RunView
 from serverless_gpu.wire.state import DrainRequest, DrainView
 from tests.support.crash.machine import WAIT_S, Machine

@@ -17,7 +17,7 @@ from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.cli.server_connection import server
 from serverless_gpu.errors import AuditBroken
 from serverless_gpu.model.access.audit_chain import ChainedEntry, ChainHead, follow
-from serverless_gpu.wire.principals import AuditPage
+from serverless_gpu.wire.access import AuditPage
 
 if TYPE_CHECKING:
     from serverless_gpu.wire.connection import Connection

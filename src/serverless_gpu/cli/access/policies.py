@@ -16,7 +16,7 @@ from serverless_gpu.cli.server_connection import server
 from serverless_gpu.errors import NotFound
 from serverless_gpu.model.access.usage_policy import HOLDER_KINDS, UsagePolicy, describe
 from serverless_gpu.model.spec import Priority
-from serverless_gpu.wire.principals import PolicyList, PolicyView, policy_of, request_of
+from serverless_gpu.wire.access import PolicyList, PolicyView, policy_of, request_of
 
 ANY = "any"
 """What an option says that takes a limit away."""

@@ -19,8 +19,7 @@ from serverless_gpu.client.remote.profile import ServerProfile, check_address, w
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.access.roles import AccessReach, Role, reach
 from serverless_gpu.model.scheduling.wait_messages import sharing_warnings
-from serverless_gpu.wire.agents import PoolList
-from serverless_gpu.wire.principals import (
+from serverless_gpu.wire.access import (
     OnDisabled,
     PrincipalChange,
     PrincipalList,
@@ -32,6 +31,7 @@ from serverless_gpu.wire.principals import (
     TeamView,
     TokenMade,
 )
+from serverless_gpu.wire.agents import PoolList
 from serverless_gpu.wire.state import Version
 
 _ROLES = click.Choice(get_args(Role))

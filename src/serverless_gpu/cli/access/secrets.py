@@ -18,7 +18,7 @@ from serverless_gpu.cli.runs.run_choice import durable_home, this_home
 from serverless_gpu.cli.server_connection import server
 from serverless_gpu.client.launch import local_secrets
 from serverless_gpu.model.secrets import VALUE_BYTES_MAX, check_name, check_value
-from serverless_gpu.wire.principals import SecretList, SecretRequest, SecretView
+from serverless_gpu.wire.access import SecretList, SecretRequest, SecretView
 
 _LOCAL = click.option("--local", is_flag=True, help="Of this home, for runs of this machine.")
 _TEAM = click.option("--team", default="", metavar="NAME", help="A team's, for runs with team=; yours without it.")

@@ -9,7 +9,7 @@ from serverless_gpu.cli.amounts import duration_s
 from serverless_gpu.cli.columns import columns
 from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.cli.server_connection import server
-from serverless_gpu.wire.principals import TokenList, TokenMade, TokenRequest, TokenView
+from serverless_gpu.wire.access import TokenList, TokenMade, TokenRequest, TokenView
 
 
 @click.group()

@@ -69,7 +69,7 @@ def server_status(home: Path) -> ServerState | None:
     except ServerlessGpuError as error:
         return ServerState(url=url, ok=False, problem=error.message)
     state, runs = load("serverless_gpu.wire.state"), load("serverless_gpu.wire.runs")
-    principals, agents = load("serverless_gpu.wire.principals"), load("serverless_gpu.wire.agents")
+    principals, agents = load("serverless_gpu.wire.access"), load("serverless_gpu.wire.agents")
     try:
         health = connection.health()
         version = connection.ask("GET", "/version", answer=state.Version)

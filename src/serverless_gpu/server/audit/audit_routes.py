@@ -1,4 +1,4 @@
-"""Routes of `wire/principals.py`: who did what."""
+"""Routes of `wire/access.py`: who did what."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.http.routing import Call, Query, Routes, reading
 from serverless_gpu.server.records import audit
-from serverless_gpu.wire.principals import AuditPage
+from serverless_gpu.wire.access import AuditPage
 
 routes = Routes("audit")
 PAGE_MAX = 1000

@@ -43,7 +43,7 @@ from serverless_gpu.model.access.usage_policy import MAX_RUN_S
 from serverless_gpu.model.scheduling.values import QueuePolicy
 from serverless_gpu.server.core.ray_settings import RaySettings, Wrong, ray_settings
 from serverless_gpu.units import parse_duration_s
-from serverless_gpu.wire.principals import OnDisabled
+from serverless_gpu.wire.access import OnDisabled
 
 PORT = 7878
 PARTITION_GRACE_MIN_S = 60.0

@@ -41,8 +41,8 @@ from serverless_gpu.server.records import audit, node_tokens, principals
 from serverless_gpu.server.records.audit import SERVER, Action
 from serverless_gpu.server.records.node_tokens import Invitation
 from serverless_gpu.server.records.principals import NewToken
+from serverless_gpu.wire.access import PrincipalRequest
 from serverless_gpu.wire.nodes import INVITED_S
-from serverless_gpu.wire.principals import PrincipalRequest
 
 NODE = "node"
 """Name of the service whose token this machine's agent has."""

@@ -1,4 +1,4 @@
-"""Routes of `wire/principals.py`: who one is, users and services, teams, tokens."""
+"""Routes of `wire/access.py`: who one is, users and services, teams, tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.http.routing import ANYBODY, Call, Routes, reading, writing
 from serverless_gpu.server.identity.principal_service import PrincipalService
 from serverless_gpu.server.records import principals as identity
-from serverless_gpu.wire.principals import (
+from serverless_gpu.wire.access import (
     PrincipalChange,
     PrincipalList,
     PrincipalRequest,

@@ -22,7 +22,7 @@ from serverless_gpu.server.lifecycle import owner_suspension
 from serverless_gpu.server.records import audit, principals
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.principals import NewToken
-from serverless_gpu.wire.principals import (
+from serverless_gpu.wire.access import (
     PrincipalChange,
     PrincipalRequest,
     PrincipalView,

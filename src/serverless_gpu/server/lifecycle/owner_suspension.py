@@ -22,7 +22,7 @@ from serverless_gpu.server.db.tables import principals, runs
 from serverless_gpu.server.lifecycle import stop_state
 from serverless_gpu.server.lifecycle.transitions import Announcer, TransitionResult
 from serverless_gpu.server.records import audit
-from serverless_gpu.wire.principals import OnDisabled, PrincipalView
+from serverless_gpu.wire.access import OnDisabled, PrincipalView
 
 AT_ONCE = 200
 _WITHOUT = tuple(role for role in ROLES if reach(role, "runs", write=True) is AccessReach.NONE)

@@ -42,7 +42,7 @@ from serverless_gpu.server.identity import bootstrap
 from serverless_gpu.server.records import audit, nodes, principals, stored_secrets
 from serverless_gpu.server.records.audit import SERVER, Action
 from serverless_gpu.server.records.runs import crews, runs
-from serverless_gpu.wire.principals import SecretView
+from serverless_gpu.wire.access import SecretView
 
 MARK, NEXT_KEY = "rotation.json", "key.next"
 _AT_ONCE = 200

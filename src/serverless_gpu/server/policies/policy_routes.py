@@ -1,10 +1,10 @@
-"""Routes of `wire/principals.py`: usage policies, and whom they are attached to."""
+"""Routes of `wire/access.py`: usage policies, and whom they are attached to."""
 
 from __future__ import annotations
 
 from serverless_gpu.server.http.routing import Call, Query, Routes, reading, writing
 from serverless_gpu.server.policies.policy_service import PolicyService
-from serverless_gpu.wire.principals import PolicyList, PolicyRequest, PolicyView, policy_of
+from serverless_gpu.wire.access import PolicyList, PolicyRequest, PolicyView, policy_of
 
 routes = Routes("policies")
 

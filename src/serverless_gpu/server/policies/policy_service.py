@@ -23,8 +23,8 @@ from serverless_gpu.server.records import audit, nodes, policies, principals
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.policies import POLICIES_MAX, StoredPolicy
 from serverless_gpu.server.storage.environment_store import Environments
+from serverless_gpu.wire.access import PolicyView, view_of
 from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX, NAME_CHARACTERS_MAX
-from serverless_gpu.wire.principals import PolicyView, view_of
 
 HOLDERS_MAX = 20_000
 NAMED_MAX = 100

@@ -30,7 +30,7 @@ from serverless_gpu.server.db.tables import attempts as attempts_table
 from serverless_gpu.server.db.tables import members, runs, secrets
 from serverless_gpu.server.records.runs import attempts
 from serverless_gpu.server.records.runs.runs import StoredRun
-from serverless_gpu.wire.principals import SecretValue, SecretView
+from serverless_gpu.wire.access import SecretValue, SecretView
 
 
 class By(NamedTuple):

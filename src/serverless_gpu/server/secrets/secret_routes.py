@@ -1,10 +1,10 @@
-"""Routes of `wire/principals.py`: names and versions; no route returns a value."""
+"""Routes of `wire/access.py`: names and versions; no route returns a value."""
 
 from __future__ import annotations
 
 from serverless_gpu.server.http.routing import Call, Query, Routes, reading, writing
 from serverless_gpu.server.secrets.secret_service import SecretService
-from serverless_gpu.wire.principals import SecretList, SecretRequest, SecretView
+from serverless_gpu.wire.access import SecretList, SecretRequest, SecretView
 
 REQUEST_BYTES_MAX = 128 << 10
 routes = Routes("secrets")

@@ -14,7 +14,7 @@ from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.records import audit, principals, stored_secrets
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.stored_secrets import By, Whose
-from serverless_gpu.wire.principals import SecretRequest, SecretView
+from serverless_gpu.wire.access import SecretRequest, SecretView
 
 
 class SecretService:

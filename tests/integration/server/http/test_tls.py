@@ -17,8 +17,8 @@ from serverless_gpu.errors import InvalidValue, ServerUnavailable, StoreUnavaila
 from serverless_gpu.server.core.settings import read_settings
 from serverless_gpu.server.http.listener import bound
 from serverless_gpu.server.http.tls import FILE, Certificate, InUse
+from serverless_gpu.wire.access import PrincipalView
 from serverless_gpu.wire.connection import Connection
-from serverless_gpu.wire.principals import PrincipalView
 from tests.support.golden import golden
 from tests.support.server.certificates import Authority
 from tests.support.server.served import Served, served

@@ -11,8 +11,8 @@ from serverless_gpu.ambient import new_run_id
 from serverless_gpu.model.access.roles import ROLES, AccessReach, reach
 from serverless_gpu.server.application import all_routes
 from serverless_gpu.server.http.routing import ANYBODY, ATTEMPT, BYTES, PUBLIC, Route
+from serverless_gpu.wire.access import PrincipalRequest, TokenMade, TokenRequest
 from serverless_gpu.wire.base import API
-from serverless_gpu.wire.principals import PrincipalRequest, TokenMade, TokenRequest
 from tests.support.server.served import Served
 from tests.support.server.walk import path_of
 

@@ -23,7 +23,7 @@ from serverless_gpu.server.identity.bootstrap import first_tokens, principal_nam
 from serverless_gpu.server.records import audit, principals
 from serverless_gpu.server.records.principals import NewToken
 from serverless_gpu.testing import FakeClock
-from serverless_gpu.wire.principals import PrincipalRequest
+from serverless_gpu.wire.access import PrincipalRequest
 
 T = TypeVar("T")
 NOW = 1_800_000_000_000_000_000

@@ -34,9 +34,7 @@ from serverless_gpu.server.identity.bootstrap import first_tokens
 from serverless_gpu.server.identity.uid_sharing import Exposure
 from serverless_gpu.server.records import audit, nodes, principals
 from serverless_gpu.server.scheduling.scheduler import Scheduler
-from serverless_gpu.wire.agents import PoolRequest, PoolView
-from serverless_gpu.wire.estimates import EstimateRequest
-from serverless_gpu.wire.principals import (
+from serverless_gpu.wire.access import (
     PrincipalChange,
     PrincipalRequest,
     PrincipalView,
@@ -44,6 +42,8 @@ from serverless_gpu.wire.principals import (
     SecretView,
     TokenMade,
 )
+from serverless_gpu.wire.agents import PoolRequest, PoolView
+from serverless_gpu.wire.estimates import EstimateRequest
 from serverless_gpu.wire.runs import Target
 from tests.support.golden import golden
 from tests.support.server.agents import NODE, find, hello

@@ -16,7 +16,7 @@ from serverless_gpu.server.http import routing
 from serverless_gpu.server.invariants import self_check
 from serverless_gpu.server.records import audit
 from serverless_gpu.testing import FakeClock
-from serverless_gpu.wire.principals import PrincipalChange, PrincipalRequest, PrincipalView, TokenMade
+from serverless_gpu.wire.access import PrincipalChange, PrincipalRequest, PrincipalView, TokenMade
 from serverless_gpu.wire.runs import RunView, StreamMessage
 from tests.support.golden import golden
 from tests.support.server.agents import NODE, find, hello, submit

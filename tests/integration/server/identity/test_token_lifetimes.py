@@ -16,8 +16,8 @@ from serverless_gpu.server.identity.bootstrap import NODE, first_tokens, join_to
 from serverless_gpu.server.records import principals
 from serverless_gpu.server.records.principals import RENEWED_BELOW_S, TOKEN_EXPIRY_S, NewToken
 from serverless_gpu.testing import FakeClock
+from serverless_gpu.wire.access import PrincipalRequest, TokenRequest
 from serverless_gpu.wire.nodes import INVITED_S
-from serverless_gpu.wire.principals import PrincipalRequest, TokenRequest
 from tests.support.server.made import made_services
 from tests.support.server.stored import T0
 

@@ -11,6 +11,7 @@ import pytest
 from serverless_gpu.ambient import new_run_id
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
 from serverless_gpu.model.spec import Resources, RunSpec
+from serverless_gpu.wire.access import TokenMade, TokenRequest
 from serverless_gpu.wire.agents import (
     AgentWelcome,
     ForgetRequest,
@@ -26,7 +27,6 @@ from serverless_gpu.wire.agents import (
     Start,
 )
 from serverless_gpu.wire.connection import Connection
-from serverless_gpu.wire.principals import TokenMade, TokenRequest
 from serverless_gpu.wire.runs import RunRequest, RunView, Target
 from tests.support.server.agents import H100, hello
 from tests.support.server.served import Served, served

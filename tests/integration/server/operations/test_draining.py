@@ -14,7 +14,7 @@ from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.scheduling.scheduler import Scheduler
 from serverless_gpu.testing import FakeClock
-from serverless_gpu.wire.principals import PrincipalRequest, TokenMade
+from serverless_gpu.wire.access import PrincipalRequest, TokenMade
 from serverless_gpu.wire.state import DrainRequest, DrainView
 from tests.support.golden import golden
 from tests.support.server.agents import NODE, find, hello, submit

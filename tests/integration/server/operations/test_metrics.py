@@ -18,8 +18,8 @@ from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.operations import state_metrics
 from serverless_gpu.server.operations.state_metrics import Sampling
 from serverless_gpu.testing import FakeClock
+from serverless_gpu.wire.access import PrincipalRequest, TokenMade, TokenRequest
 from serverless_gpu.wire.base import API
-from serverless_gpu.wire.principals import PrincipalRequest, TokenMade, TokenRequest
 from tests.support.server.agents import H100, NODE, hello
 from tests.support.server.runs_api import submit
 from tests.support.server.served import Served

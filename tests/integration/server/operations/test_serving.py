@@ -24,8 +24,8 @@ from serverless_gpu.json_codec import from_json
 from serverless_gpu.server.core.log_file import Redacted
 from serverless_gpu.server.http import listener, routing
 from serverless_gpu.version import __version__
+from serverless_gpu.wire.access import PrincipalView, SecretList, SecretRequest, SecretView
 from serverless_gpu.wire.blobs import DigestList
-from serverless_gpu.wire.principals import PrincipalView, SecretList, SecretRequest, SecretView
 from serverless_gpu.wire.runs import RunView, StopRequest
 from serverless_gpu.wire.state import Health, Version
 from tests.support.golden import golden

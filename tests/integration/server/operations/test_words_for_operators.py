@@ -30,8 +30,8 @@ from serverless_gpu.server.core import disk_space, log_file
 from serverless_gpu.server.core.settings import unknown
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.http.tls import Certificate
+from serverless_gpu.wire.access import PrincipalView, SecretRequest, SecretView
 from serverless_gpu.wire.connection import Connection
-from serverless_gpu.wire.principals import PrincipalView, SecretRequest, SecretView
 from serverless_gpu.wire.runs import RunView
 from serverless_gpu.wire.state import Version
 from tests.support.golden import golden

@@ -30,9 +30,9 @@ from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.runs import references, runs
 from serverless_gpu.server.records.runs.runs import StoredRun
 from serverless_gpu.testing import FakeClock
+from serverless_gpu.wire.access import PrincipalRequest
 from serverless_gpu.wire.agents import PoolRequest, Start
 from serverless_gpu.wire.estimates import EstimateRequest
-from serverless_gpu.wire.principals import PrincipalRequest
 from tests.support.environment.environments_in_stores import PYTHON
 from tests.support.golden import golden
 from tests.support.server.agents import NODE, hello

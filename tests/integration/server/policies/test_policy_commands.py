@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from serverless_gpu.cli import program
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
-from serverless_gpu.wire.principals import PrincipalRequest, TeamRequest, TeamView, TokenMade, TokenRequest
+from serverless_gpu.wire.access import PrincipalRequest, TeamRequest, TeamView, TokenMade, TokenRequest
 from tests.support.golden import golden
 from tests.support.server.served import Served
 

@@ -14,7 +14,7 @@ from serverless_gpu.cli.nodes import pools
 from serverless_gpu.errors import InvalidValue, NotAllowed
 from serverless_gpu.model.scheduling.values import Wait, WaitReason
 from serverless_gpu.model.spec import Priority
-from serverless_gpu.wire.principals import PrincipalRequest, TeamRequest, TeamView, TokenMade
+from serverless_gpu.wire.access import PrincipalRequest, TeamRequest, TeamView, TokenMade
 from serverless_gpu.wire.queue import QueueEntry, wait_view
 from serverless_gpu.wire.runs import RunView
 from tests.support.golden import golden

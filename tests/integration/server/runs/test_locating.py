@@ -14,7 +14,7 @@ from serverless_gpu.client.remote.profile import ServerProfile, write_profile
 from serverless_gpu.client.remote.server import close_all
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.wire.principals import PrincipalRequest, TokenMade
+from serverless_gpu.wire.access import PrincipalRequest, TokenMade
 from tests.support.golden import golden
 from tests.support.server.runs_api import submit
 from tests.support.server.served import Served

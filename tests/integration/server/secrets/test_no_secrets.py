@@ -12,8 +12,8 @@ import pytest
 from serverless_gpu.ambient import new_run_id
 from serverless_gpu.server.application import all_routes
 from serverless_gpu.server.runs.submission import SubmissionService
+from serverless_gpu.wire.access import PrincipalRequest, TokenMade, TokenRequest
 from serverless_gpu.wire.base import API
-from serverless_gpu.wire.principals import PrincipalRequest, TokenMade, TokenRequest
 from tests.support.golden import golden
 from tests.support.server.runs_api import request
 from tests.support.server.served import Served, served

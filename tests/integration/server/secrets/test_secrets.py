@@ -22,8 +22,8 @@ from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.invariants import self_check
 from serverless_gpu.server.records import audit
 from serverless_gpu.testing import FakeClock
+from serverless_gpu.wire.access import SecretValue
 from serverless_gpu.wire.agents import Start
-from serverless_gpu.wire.principals import SecretValue
 from tests.support.golden import golden
 from tests.support.server.agents import NODE, find, hello, tell
 from tests.support.server.measures import value

@@ -16,7 +16,7 @@ from serverless_gpu.model.access import usage_policy
 from serverless_gpu.model.access.usage_policy import MAX_RUN_S, Attached, NamedPolicy, UsagePolicy, choose, describe
 from serverless_gpu.model.lifecycle.attempt import UNSAVED_MAX
 from serverless_gpu.model.spec import TAGS_MAX, Priority, Resources, RunSpec
-from serverless_gpu.wire import principals
+from serverless_gpu.wire import access
 from tests.support.golden import golden
 
 HOUR = 3600.0
@@ -314,10 +314,8 @@ def test_a_policy_is_said_in_words() -> None:
 
 def test_what_travels_has_every_field_of_a_policy() -> None:
     full = UsagePolicy(pool="a", gpu_types=("H100",), required_tags={"t": ("x",)}, max_run_s=3.0)
-    assert (
-        principals.policy_of(principals.request_of(full)) == principals.policy_of(principals.view_of("p", full)) == full
-    )
-    assert principals.PolicyRequest.__struct_fields__ == UsagePolicy.__struct_fields__
+    assert access.policy_of(access.request_of(full)) == access.policy_of(access.view_of("p", full)) == full
+    assert access.PolicyRequest.__struct_fields__ == UsagePolicy.__struct_fields__
 
 
 # --- several at once --------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from serverless_gpu.node.attempt.secret_files import Sweeper
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.lock_files import hold
 from serverless_gpu.testing import FakeClock
-from serverless_gpu.wire.principals import SecretRequest, SecretValue
+from serverless_gpu.wire.access import SecretRequest, SecretValue
 from tests.support.golden import golden
 
 IN_MEMORY = pytest.mark.skipif(not secret_files.is_in_memory(), reason="/dev/shm is not in memory here")

@@ -22,9 +22,9 @@ from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.http import auth_middleware
 from serverless_gpu.server.http.auth_middleware import PUBLIC_ROUTES, Gate
 from serverless_gpu.server.http.routing import ANYBODY, ATTEMPT, PUBLIC, Call, Incoming, Need, Route, Routes, writing
+from serverless_gpu.wire.access import TeamRequest, TeamView
 from serverless_gpu.wire.attempts import ReportAnswer
 from serverless_gpu.wire.base import API
-from serverless_gpu.wire.principals import TeamRequest, TeamView
 from tests.support.server.made import made_services
 
 METHODS = ("GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE", "TRACE", "CONNECT", "PROPFIND")

@@ -11,7 +11,7 @@ from serverless_gpu.server.application import guarded
 from serverless_gpu.server.billing.price_service import PriceService
 from serverless_gpu.server.core.caller import NOBODY
 from serverless_gpu.server.http.routing import ANYBODY, Call, Route, Routes
-from serverless_gpu.wire.principals import TeamView
+from serverless_gpu.wire.access import TeamView
 from tests.support.server.listening import NoDatabase
 from tests.support.server.made import made_services
 
