@@ -24,7 +24,7 @@ from serverless_gpu.errors import RunCancelled
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.invariants import self_check
 from serverless_gpu.server.invariants.run_invariants import History
-from serverless_gpu.wire.budgets import PriceRequest, PriceSet
+from serverless_gpu.wire.billing import PriceRequest, PriceSet
 from tests.support.golden import golden
 from tests.support.homes import use_home
 from tests.support.local.observe import announced, wait_for

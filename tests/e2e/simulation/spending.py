@@ -17,7 +17,7 @@ from serverless_gpu.model.billing.budget import Period, ScopeKind
 from serverless_gpu.model.spec import Priority
 from serverless_gpu.server.composition import Services
 from serverless_gpu.server.core.caller import Caller
-from serverless_gpu.wire.budgets import BudgetRequest, PriceRequest
+from serverless_gpu.wire.billing import BudgetRequest, PriceRequest
 from tests.e2e.simulation.plan import Step
 from tests.e2e.simulation.storage import Killed
 from tests.e2e.simulation.timeline import S

@@ -18,7 +18,7 @@ from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.server.budgets import budget_enforcer
 from serverless_gpu.server.composition import Services
 from serverless_gpu.wire.agents import Start
-from serverless_gpu.wire.budgets import BudgetRequest, PriceRequest
+from serverless_gpu.wire.billing import BudgetRequest, PriceRequest
 from tests.e2e.simulation.plan import MONTH_ENDS_S, Plan, Step
 from tests.e2e.simulation.spending import OPERATOR
 from tests.e2e.simulation.steps import DO

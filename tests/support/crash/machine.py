@@ -20,7 +20,7 @@ from serverless_gpu.client.remote.server import close_all
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.invariants import self_check
 from serverless_gpu.server.invariants.run_invariants import History
-from serverless_gpu.wire.budgets import PriceRequest, PriceSet
+from serverless_gpu.wire.billing import PriceRequest, PriceSet
 from serverless_gpu.wire.connection import Connection
 from tests.e2e.remote.conftest import end_node
 from tests.support.local.observe import cancel_all, wait_for

@@ -19,7 +19,7 @@ from serverless_gpu.server.records.runs.runs import StoredRun
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import AgentHello
 from serverless_gpu.wire.attempts import Ending, Report
-from serverless_gpu.wire.budgets import BudgetRequest, BudgetView
+from serverless_gpu.wire.billing import BudgetRequest, BudgetView
 from tests.support.server.agents import NODE, hello
 from tests.support.server.charged import charge_all
 from tests.support.server.stored import add_people

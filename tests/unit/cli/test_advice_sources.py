@@ -23,7 +23,7 @@ from serverless_gpu.model.billing.advice_formulas import formulas
 from serverless_gpu.model.billing.oversized_runs import Ran
 from serverless_gpu.model.billing.pricing import Price
 from serverless_gpu.model.utc_days import HOUR_NS
-from serverless_gpu.wire.budgets import DemandPage, DemandRow
+from serverless_gpu.wire.billing import DemandPage, DemandRow
 from tests.support.golden import golden
 
 if TYPE_CHECKING:

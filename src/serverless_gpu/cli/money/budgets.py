@@ -16,7 +16,7 @@ from serverless_gpu.cli.server_connection import server
 from serverless_gpu.errors import NotFound
 from serverless_gpu.model.billing.budget import Period, ScopeKind
 from serverless_gpu.units import MS_PER_HOUR, format_gpu_ms, format_micros
-from serverless_gpu.wire.budgets import BudgetList, BudgetRequest, BudgetView
+from serverless_gpu.wire.billing import BudgetList, BudgetRequest, BudgetView
 
 _SCOPES: tuple[ScopeKind, ...] = ("user", "team", "pool", "policy", "tag")
 _FOR = ", ".join(f"--{kind}" for kind in _SCOPES) + " or --everything"

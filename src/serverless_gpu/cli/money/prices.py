@@ -14,7 +14,7 @@ from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.cli.server_connection import server
 from serverless_gpu.model.billing.pricing import MICROS_MAX
 from serverless_gpu.units import MICROS_PER_UNIT
-from serverless_gpu.wire.budgets import ListPrices, PriceList, PriceRequest, PriceSet, PriceView
+from serverless_gpu.wire.billing import ListPrices, PriceList, PriceRequest, PriceSet, PriceView
 
 _UNITS = {"core": "core", "memory": "GiB"}
 

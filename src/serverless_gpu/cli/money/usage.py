@@ -20,7 +20,7 @@ from serverless_gpu.model.billing import usage_report as model
 from serverless_gpu.model.billing.usage_report import Amounts, DayRange, ReportRow, UsageUnit
 from serverless_gpu.model.hardware import time_unit
 from serverless_gpu.units import format_gpu_ms, format_micros, is_any_below_cent
-from serverless_gpu.wire.budgets import GROUPS_DEFAULT, GROUPS_MAX, RecordPage, UsageView
+from serverless_gpu.wire.billing import GROUPS_DEFAULT, GROUPS_MAX, RecordPage, UsageView
 
 if TYPE_CHECKING:
     from serverless_gpu.model.billing.billing_rows import BillingRow

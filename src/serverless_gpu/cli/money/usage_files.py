@@ -25,7 +25,7 @@ from serverless_gpu.model.billing import usage_report as model
 from serverless_gpu.model.billing.billing_rows import BillingRow, ListPrice
 from serverless_gpu.model.billing.usage_report import Amounts, CostShare, ReportRow
 from serverless_gpu.units import MS_PER_HOUR
-from serverless_gpu.wire.budgets import ListPrices, UsageView
+from serverless_gpu.wire.billing import ListPrices, UsageView
 
 Kind = Literal["text", "whole", "money", "part"]
 AT_ONCE = 10_000

@@ -33,7 +33,7 @@ from serverless_gpu.replay import Trace
 from serverless_gpu.units import format_gpu_ms
 
 if TYPE_CHECKING:
-    from serverless_gpu.wire.budgets import DemandRow, PriceList
+    from serverless_gpu.wire.billing import DemandRow, PriceList
     from serverless_gpu.wire.connection import Connection
 
 ROWS_MAX = 200_000
@@ -151,7 +151,7 @@ def of_rows(rows: Iterable[DemandRow], wanted: UseFilter) -> PastUse:
 
 def book_of_server(connection: Connection) -> PriceBook:
     """Return a server's current prices; raise ServerProblem when it is away."""
-    answer: PriceList = connection.ask("GET", "/prices", answer=load("serverless_gpu.wire.budgets").PriceList)
+    answer: PriceList = connection.ask("GET", "/prices", answer=load("serverless_gpu.wire.billing").PriceList)
     rows = (
         Price(resource=canonical(row.resource), micros_per_hour=row.micros_per_hour, pool=row.pool)
         for row in answer.prices
@@ -161,7 +161,7 @@ def book_of_server(connection: Connection) -> PriceBook:
 
 
 def _rows(connection: Connection, wanted: UseFilter) -> tuple[list[DemandRow], bool]:
-    wire = load("serverless_gpu.wire.budgets")
+    wire = load("serverless_gpu.wire.billing")
     query = {"from_ns": str(wanted.start_ns), "to_ns": str(wanted.end_ns), "limit": str(_PAGE)}
     query |= {name: value for name in ("team", "pool", "gpu_type") if (value := getattr(wanted, name))}
     rows: list[DemandRow] = []

@@ -1,4 +1,4 @@
-"""Routes of `wire/budgets.py`: the price book."""
+"""Routes of `wire/billing.py`: the price book."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 from serverless_gpu.server.billing.price_service import PriceService
 from serverless_gpu.server.http.routing import Call, Query, Routes, reading, writing
 from serverless_gpu.wire.base import NAME_CHARACTERS_MAX
-from serverless_gpu.wire.budgets import Moment, PriceList, PriceRequest, PriceSet
+from serverless_gpu.wire.billing import Moment, PriceList, PriceRequest, PriceSet
 
 routes = Routes("prices")
 

@@ -27,7 +27,7 @@ from serverless_gpu.server.records.prices import StoredPrice
 from serverless_gpu.server.records.runs import attempts
 from serverless_gpu.units import MICROS_PER_UNIT
 from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX
-from serverless_gpu.wire.budgets import PriceList, PriceRequest, PriceSet, PriceView
+from serverless_gpu.wire.billing import PriceList, PriceRequest, PriceSet, PriceView
 
 PRICES_MAX = 5_000
 """Rows of the book, those that ended among them."""

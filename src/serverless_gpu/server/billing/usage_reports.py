@@ -30,7 +30,7 @@ from serverless_gpu.server.records.accounts import Account
 from serverless_gpu.server.records.prices import StoredPrice
 from serverless_gpu.server.records.usage_rows import DemandFilter
 from serverless_gpu.server.records.usage_sums import Found, ReportRequest
-from serverless_gpu.wire.budgets import SKUS_MAX, DemandPage, DemandRow, ListPrices, RecordPage, UsageView
+from serverless_gpu.wire.billing import SKUS_MAX, DemandPage, DemandRow, ListPrices, RecordPage, UsageView
 
 DAYS = 30
 """A report is over so many days, where nobody said otherwise."""

@@ -1,4 +1,4 @@
-"""Routes of `wire/budgets.py`: what was used, and what it cost."""
+"""Routes of `wire/billing.py`: what was used, and what it cost."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from serverless_gpu.server.billing.usage_reports import UsageReports
 from serverless_gpu.server.http.routing import Call, Query, Routes, reading
 from serverless_gpu.server.records.usage_rows import DemandFilter
 from serverless_gpu.server.records.usage_sums import ReportRequest
-from serverless_gpu.wire.budgets import (
+from serverless_gpu.wire.billing import (
     GROUPS_DEFAULT,
     GROUPS_MAX,
     RECORDS_MAX,

@@ -1,10 +1,10 @@
-"""Routes of `wire/budgets.py`: how much somebody may use, and how much of it is used."""
+"""Routes of `wire/billing.py`: how much somebody may use, and how much of it is used."""
 
 from __future__ import annotations
 
 from serverless_gpu.server.budgets.budget_service import BudgetService
 from serverless_gpu.server.http.routing import Call, Routes, reading, writing
-from serverless_gpu.wire.budgets import BudgetList, BudgetRequest, BudgetView
+from serverless_gpu.wire.billing import BudgetList, BudgetRequest, BudgetView
 
 routes = Routes("budgets")
 

@@ -27,7 +27,7 @@ from serverless_gpu.server.records import audit, budgets, notices, policies, poo
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.budgets import StoredBudget
 from serverless_gpu.units import format_gpu_ms, format_micros
-from serverless_gpu.wire.budgets import AlarmView, BudgetList, BudgetRequest, BudgetView
+from serverless_gpu.wire.billing import AlarmView, BudgetList, BudgetRequest, BudgetView
 
 BUDGETS_MAX = 1_000
 MICROS_MAX = 10**15

@@ -13,7 +13,7 @@ from serverless_gpu.model.billing.usage_report import DayRange
 from serverless_gpu.server.db.tables import accounts, charges, utilisations
 from serverless_gpu.server.records.accounts import Account, find_many
 from serverless_gpu.server.records.charges import Posted, from_row
-from serverless_gpu.wire.budgets import DemandRow
+from serverless_gpu.wire.billing import DemandRow
 
 _SEEN = ("observed_ms", "busy_ms", "peak_memory_bytes")
 _OF_ACCOUNT = ("name", "owner", "team", "pool", "reserved", "gpu_type", "currency")

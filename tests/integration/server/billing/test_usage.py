@@ -25,7 +25,7 @@ from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.records import prices, usage_rows, usage_sums
 from serverless_gpu.server.records.usage_sums import ReportRequest
-from serverless_gpu.wire.budgets import UsageView
+from serverless_gpu.wire.billing import UsageView
 from tests.support.server import ledgered
 from tests.support.server.ledgered import HOUR_MS
 

@@ -21,7 +21,7 @@ from serverless_gpu.server.records import charges
 from serverless_gpu.server.records.usage_rows import DemandFilter
 from serverless_gpu.server.records.usage_sums import ReportRequest
 from serverless_gpu.testing import FakeClock
-from serverless_gpu.wire.budgets import DemandRow, UsageView
+from serverless_gpu.wire.billing import DemandRow, UsageView
 from tests.support.server.charged import charge_all
 from tests.support.server.charging import HOUR_S, MIDNIGHT, begun, end, fact, late, used, write_facts
 from tests.support.server.made import made_services

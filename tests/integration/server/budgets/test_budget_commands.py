@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from serverless_gpu.cli import program
-from serverless_gpu.wire.budgets import BudgetView
+from serverless_gpu.wire.billing import BudgetView
 from tests.support.golden import golden
 from tests.support.server.served import Served
 

@@ -25,7 +25,7 @@ from serverless_gpu.server.scheduling.run_demand import wanted
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.access import TeamChange
 from serverless_gpu.wire.agents import AgentHello
-from serverless_gpu.wire.budgets import BudgetRequest
+from serverless_gpu.wire.billing import BudgetRequest
 from tests.support.golden import golden
 from tests.support.server.agents import hello
 from tests.support.server.made import made_services
