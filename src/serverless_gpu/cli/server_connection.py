@@ -26,7 +26,7 @@ from serverless_gpu.lazy_import import load
 
 if TYPE_CHECKING:
     from serverless_gpu.wire.connection import Connection
-    from serverless_gpu.wire.exchange import BriefConnection
+    from serverless_gpu.wire.http_client import BriefConnection
 
 
 def connect(profile: ServerProfile, *, patience_s: float = 0.0, home: Path | None = None) -> Connection:
@@ -44,7 +44,7 @@ def connect(profile: ServerProfile, *, patience_s: float = 0.0, home: Path | Non
 
 def connect_briefly(profile: ServerProfile) -> BriefConnection:
     """Return a connection for a question or two of a command that is to be quick; it waits for nothing."""
-    connection: BriefConnection = load("serverless_gpu.wire.exchange").BriefConnection(
+    connection: BriefConnection = load("serverless_gpu.wire.http_client").BriefConnection(
         profile.url, profile.token, ca=profile.ca
     )
     return connection

@@ -19,7 +19,7 @@ import msgspec
 from serverless_gpu.errors import ServerProblem, ServerUnavailable
 from serverless_gpu.json_codec import decoder
 from serverless_gpu.wire.base import API, Request
-from serverless_gpu.wire.exchange import ANSWER_S, CONNECT_S, Exchange, Reply, problem_of, trust
+from serverless_gpu.wire.http_client import ANSWER_S, CONNECT_S, Exchange, Reply, problem_of, trust
 
 SILENCE_S = 30.0
 """A stream says something, if only a comment, every 10 s."""

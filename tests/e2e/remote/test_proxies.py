@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu import distributed
-from serverless_gpu.wire.exchange import proxy_variable
+from serverless_gpu.wire.http_client import proxy_variable
 from tests.support.golden import golden
 
 VARIABLES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy")

@@ -323,5 +323,5 @@ class BriefConnection(Exchange):
             raise InvalidValue(f"{self.url} is not an address: {error}") from None
         if parts.scheme != "https":
             return http.client.HTTPConnection(host, port, timeout=CONNECT_S)
-        context = load("serverless_gpu.wire.exchange").trust(self._ca)
+        context = load("serverless_gpu.wire.http_client").trust(self._ca)
         return http.client.HTTPSConnection(host, port, timeout=CONNECT_S, context=context)
