@@ -1,8 +1,12 @@
-"""How commands print."""
+"""How commands print.
+
+Rows of text as aligned columns.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import click
 import msgspec
@@ -24,3 +28,9 @@ def say_lines(text: str, *, err: bool = False) -> None:
     """Print text of several lines, each as `say` does."""
     for line in text.split("\n"):
         say(line, err=err)
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows as lines whose columns are aligned; the last column is left as long as it is."""
+    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))] if rows else []
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

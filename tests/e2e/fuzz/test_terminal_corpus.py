@@ -13,7 +13,7 @@ import click
 import pytest
 
 from serverless_gpu.cli import output
-from serverless_gpu.cli.columns import columns
+from serverless_gpu.cli.output import columns
 from serverless_gpu.client.runs import rank_failures
 from serverless_gpu.node.inside import failure
 

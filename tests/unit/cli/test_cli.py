@@ -14,7 +14,7 @@ import pytest
 
 from serverless_gpu import Run
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.cli.columns import columns
+from serverless_gpu.cli.output import columns
 from serverless_gpu.cli.runs.cancel import describe_gate
 from serverless_gpu.cli.runs.outputs import tail_start
 from serverless_gpu.cli.runs.run_choice import choose

@@ -12,8 +12,7 @@ import msgspec
 
 from serverless_gpu.ambient import format_moment
 from serverless_gpu.cli.access import audit_file
-from serverless_gpu.cli.columns import columns
-from serverless_gpu.cli.output import print_json, say
+from serverless_gpu.cli.output import columns, print_json, say
 from serverless_gpu.cli.server_connection import server
 from serverless_gpu.errors import AuditBroken
 from serverless_gpu.model.access.audit_chain import ChainedEntry, ChainHead, follow

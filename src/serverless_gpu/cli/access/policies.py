@@ -10,8 +10,7 @@ import click
 import msgspec
 
 from serverless_gpu.cli.amounts import duration_s
-from serverless_gpu.cli.columns import columns
-from serverless_gpu.cli.output import print_json, say
+from serverless_gpu.cli.output import columns, print_json, say
 from serverless_gpu.cli.server_connection import server
 from serverless_gpu.errors import NotFound
 from serverless_gpu.model.access.usage_policy import HOLDER_KINDS, UsagePolicy, describe

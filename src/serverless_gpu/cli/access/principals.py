@@ -11,8 +11,7 @@ import msgspec
 
 from serverless_gpu.ambient import machine
 from serverless_gpu.cli.access.tokens import say_secret
-from serverless_gpu.cli.columns import columns
-from serverless_gpu.cli.output import print_json, say
+from serverless_gpu.cli.output import columns, print_json, say
 from serverless_gpu.cli.runs.run_choice import durable_home
 from serverless_gpu.cli.server_connection import connect, server
 from serverless_gpu.client.remote.profile import ServerProfile, check_address, write_profile

@@ -12,8 +12,7 @@ from urllib.parse import quote
 import click
 
 from serverless_gpu.ambient import format_moment
-from serverless_gpu.cli.columns import columns
-from serverless_gpu.cli.output import print_json, say, say_lines
+from serverless_gpu.cli.output import columns, print_json, say, say_lines
 from serverless_gpu.cli.runs.run_choice import durable_home, this_home
 from serverless_gpu.cli.server_connection import server
 from serverless_gpu.client.launch import local_secrets

@@ -6,8 +6,7 @@ import click
 
 from serverless_gpu.ambient import format_moment
 from serverless_gpu.cli.amounts import duration_s
-from serverless_gpu.cli.columns import columns
-from serverless_gpu.cli.output import print_json, say
+from serverless_gpu.cli.output import columns, print_json, say
 from serverless_gpu.cli.server_connection import server
 from serverless_gpu.wire.access import TokenList, TokenMade, TokenRequest, TokenView
 

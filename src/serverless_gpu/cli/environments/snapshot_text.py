@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from serverless_gpu.ambient import format_moment, format_utc
-from serverless_gpu.cli.columns import columns
+from serverless_gpu.cli.output import columns
 from serverless_gpu.environment.documents import FileRow, Root, Snapshot, SnapshotMember
 from serverless_gpu.units import format_bytes
 

@@ -11,9 +11,8 @@ import msgspec
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli.amounts import duration_s
-from serverless_gpu.cli.columns import columns
 from serverless_gpu.cli.money import usage_files
-from serverless_gpu.cli.output import print_json, say
+from serverless_gpu.cli.output import columns, print_json, say
 from serverless_gpu.cli.server_connection import server
 from serverless_gpu.model import utc_days
 from serverless_gpu.model.billing import usage_report as model

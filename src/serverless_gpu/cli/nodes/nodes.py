@@ -11,8 +11,7 @@ import click
 
 from serverless_gpu.ambient import SystemClock, format_moment, format_soon
 from serverless_gpu.cli.amounts import duration_s
-from serverless_gpu.cli.columns import columns
-from serverless_gpu.cli.output import print_json, say
+from serverless_gpu.cli.output import columns, print_json, say
 from serverless_gpu.cli.runs.run_choice import this_home
 from serverless_gpu.cli.server_connection import server
 from serverless_gpu.client.remote.profile import find_profile

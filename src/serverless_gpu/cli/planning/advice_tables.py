@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from serverless_gpu.ambient import format_utc
-from serverless_gpu.cli.columns import columns
+from serverless_gpu.cli.output import columns
 from serverless_gpu.cli.planning.advice_sources import GpuTypeUses, PastUse, remarks
 from serverless_gpu.model.billing.advice import Advice, Mix, Slot
 from serverless_gpu.model.billing.advice_formulas import formulas, formulas_of_queues, formulas_of_runs, percent, price

@@ -12,9 +12,8 @@ import click
 import msgspec
 
 from serverless_gpu.cli.amounts import duration_s
-from serverless_gpu.cli.columns import columns
 from serverless_gpu.cli.exit_codes import CANCELLED
-from serverless_gpu.cli.output import print_json, say
+from serverless_gpu.cli.output import columns, print_json, say
 from serverless_gpu.cli.planning.pictures import drawing_room, written
 from serverless_gpu.cli.runs.run_choice import this_home
 from serverless_gpu.cli.server_connection import connect

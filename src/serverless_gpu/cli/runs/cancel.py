@@ -6,8 +6,7 @@ from typing import NoReturn
 
 import click
 
-from serverless_gpu.cli.columns import columns
-from serverless_gpu.cli.output import say
+from serverless_gpu.cli.output import columns, say
 from serverless_gpu.cli.runs import server_runs as remote
 from serverless_gpu.cli.runs.local_runs import row
 from serverless_gpu.cli.runs.run_choice import this_home

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from serverless_gpu.cli.columns import columns
+from serverless_gpu.cli.output import columns
 from serverless_gpu.model.receipt import DeviceUse
 from serverless_gpu.model.telemetry.samples import DeviceTotals, Header, add, decode
 from serverless_gpu.units import format_bytes, format_duration_ms, format_gpu_memory, format_joules

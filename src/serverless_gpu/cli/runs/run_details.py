@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import click
 import msgspec
 
 from serverless_gpu.ambient import format_moment
-from serverless_gpu.cli.columns import columns
-from serverless_gpu.cli.output import print_json, say
+from serverless_gpu.cli.output import columns, print_json, say
 from serverless_gpu.cli.runs import server_run_details as remote
 from serverless_gpu.cli.runs.device_use import sampled_uses, use_lines
 from serverless_gpu.cli.runs.local_runs import as_json as as_json_of
@@ -23,9 +20,6 @@ from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.attempt.history import RunRecord, read_run, size_on_disk, walk
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.units import format_bytes
-
-if TYPE_CHECKING:
-    pass
 
 _FILES_MAX = 200
 _NOT_ASKED = frozenset({"name", "resources", "tracker", "ray"})  # shown otherwise, or not an option

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from serverless_gpu.cli.columns import columns
-from serverless_gpu.cli.output import print_json, say
+from serverless_gpu.cli.output import columns, print_json, say
 from serverless_gpu.cli.runs import local_runs as own
 from serverless_gpu.cli.runs.run_choice import queued_runs, this_home
 from serverless_gpu.cli.runs.run_location import own_runs, server_costs

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from serverless_gpu.ambient import format_moment
-from serverless_gpu.cli.columns import columns
+from serverless_gpu.cli.output import columns
 from serverless_gpu.cli.runs.device_use import use_lines
 from serverless_gpu.cli.runs.run_choice import this_home
 from serverless_gpu.cli.runs.run_endings import fetch_ending

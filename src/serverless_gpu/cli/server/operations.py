@@ -14,8 +14,7 @@ import msgspec
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli.amounts import duration_s
-from serverless_gpu.cli.columns import columns
-from serverless_gpu.cli.output import print_json, say
+from serverless_gpu.cli.output import columns, print_json, say
 from serverless_gpu.cli.runs.run_choice import durable_home
 from serverless_gpu.cli.server.server_log import server_logs
 from serverless_gpu.cli.server.up import refuse_incomplete
