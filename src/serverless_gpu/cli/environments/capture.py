@@ -10,7 +10,7 @@ import msgspec
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli.environments import locations
 from serverless_gpu.cli.environments.progress_meter import Meters
-from serverless_gpu.cli.environments.snapshot_text import SHORT, titles
+from serverless_gpu.cli.environments.show import SHORT, titles
 from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.environment.capture.snapshot_capture import Captured, take
 from serverless_gpu.environment.compression import LEVEL_LOCAL, LEVEL_REMOTE

@@ -1,24 +1,26 @@
-"""`sgpu env show`, `fingerprint` and `diff`: the contents of an environment, its address, its changes."""
+"""`sgpu env show`, `fingerprint` and `diff`: the contents of an environment, its address, its changes.
+
+Renders snapshots as text and JSON: interpreter, roots, units, `.pth` files, omissions. Pure.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
 
-from serverless_gpu.ambient import SystemClock
+from serverless_gpu.ambient import SystemClock, format_moment, format_utc
 from serverless_gpu.cli.environments import locations
 from serverless_gpu.cli.environments.progress_meter import Meters
-from serverless_gpu.cli.environments.snapshot_text import Contents, captured_text, described, is_pth, snapshot_json
-from serverless_gpu.cli.output import print_json, say
+from serverless_gpu.cli.output import columns, print_json, say
 from serverless_gpu.environment.differences import differences as differences_of_files
-from serverless_gpu.environment.documents import Snapshot
+from serverless_gpu.environment.documents import FileRow, Root, Snapshot, SnapshotMember
 from serverless_gpu.environment.scan.changes import Change
 from serverless_gpu.environment.scan.scan import LocalUnit
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.errors import EnvironmentMissing
-from serverless_gpu.units import format_duration_ms
+from serverless_gpu.units import format_bytes, format_duration_ms
 
 _PTH_BYTES_MAX = 65_536
 
@@ -176,3 +178,189 @@ def _contents(sources: Mapping[str, LocalUnit]) -> Contents:
 def _print(lines: list[str]) -> None:
     for line in lines:
         say(line)
+
+
+SHORT = 12
+"""Digits of an address that are shown: enough to be the only one in any store one will meet."""
+_LARGEST = 10
+_NAMED_MAX = 8
+_LEFT_OUT_MAX = 20
+_CODE_CHARACTERS_MAX = 60
+
+
+class Contents(msgspec.Struct, frozen=True, kw_only=True):
+    """Known files of a snapshot."""
+
+    # by address of the unit; a missing unit is described by its numbers only
+    rows: Mapping[str, tuple[FileRow, ...]] = {}
+    texts: Mapping[tuple[str, str], str] = {}  # of `.pth` files, by address of the unit and path of the row
+
+
+class Pth(msgspec.Struct, frozen=True, kw_only=True):
+    """One `.pth` file of a root."""
+
+    file: str
+    owner: str = ""  # its distribution, or ""
+    adds: tuple[str, ...] = ()  # directories it puts on `sys.path`
+    runs: tuple[str, ...] = ()  # lines that Python executes at every start
+    known: bool = True  # whether its text could be read
+
+
+def described(snapshot: Snapshot, contents: Contents, *, everything: bool, state: str) -> list[str]:
+    """Return a snapshot as lines; `state` is the sentence about its capture."""
+    python, count = snapshot.interpreter, sum(_is_distribution(m) for root in snapshot.roots for m in root.members)
+    glibc = f", glibc {python.glibc}" if python.glibc else ""
+    where = f": {snapshot.facts.python}" if snapshot.facts.python else ""
+    total = f"{format_bytes(snapshot.size)}, {_files(snapshot.files)}, {_many(count, 'distribution')}"
+    lines = [
+        f"environment  {snapshot.address}",
+        f"             {total}; {state}",
+        f"interpreter  {python.implementation} {python.version}, {python.abi}, {python.platform}{glibc}{where}",
+    ]
+    for number, root in enumerate(snapshot.roots):
+        lines += ["", *_root_lines(snapshot, number, root, contents, everything=everything)]
+    left_out = snapshot.facts.left_out if everything else snapshot.facts.left_out[:_LEFT_OUT_MAX]
+    if left_out:
+        lines += ["", "left out:", *(f"  {sentence}" for sentence in left_out)]
+    if more := len(snapshot.facts.left_out) - len(left_out):
+        lines.append(f"  and {more} more: --all")
+    if snapshot.facts.variables:
+        lines += ["", f"start-up variables (names only): {', '.join(snapshot.facts.variables)}"]
+    return lines
+
+
+def snapshot_json(snapshot: Snapshot, contents: Contents) -> dict[str, object]:
+    """Return a snapshot for machines."""
+    facts = snapshot.facts
+    return {
+        "address": snapshot.address,
+        "captured": format_utc(facts.captured_ns) if facts.captured_ns else None,
+        "size_bytes": snapshot.size,
+        "files": snapshot.files,
+        "interpreter": snapshot.interpreter,
+        "python": facts.python,
+        "prefix": facts.prefix,
+        "roots": [_root_json(snapshot, number, root, contents) for number, root in enumerate(snapshot.roots)],
+        "left_out": facts.left_out,
+        "variables": facts.variables,
+    }
+
+
+def titles(members: Sequence[SnapshotMember]) -> str:
+    """Return the names of the largest units."""
+    shown = [_title(member) for member in sorted(members, key=lambda member: -member.size)[:_NAMED_MAX]]
+    more = len(members) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")
+
+
+def captured_text(snapshot: Snapshot) -> str:
+    """Return when a stored snapshot was captured, in words."""
+    captured_ns = snapshot.facts.captured_ns
+    return f"captured {format_moment(captured_ns)}" if captured_ns else "captured"
+
+
+def pth_files(snapshot: Snapshot, root: Root, contents: Contents) -> list[Pth]:
+    """Return the `.pth` files of a root and their effects."""
+    found = [_pth(snapshot, _file(item.path), "", item.text) for item in root.generated if is_pth(item.path)]
+    for member in root.members:
+        for row in contents.rows.get(member.address, ()):
+            if is_pth(row.path):
+                text = contents.texts.get((member.address, row.path))
+                found.append(_pth(snapshot, _file(row.path), member.name, text))
+    return sorted(found, key=lambda one: one.file)
+
+
+def directory_of(snapshot: Snapshot, number: int) -> str:
+    """Return where a root was, or its number where that is not known."""
+    originals = snapshot.facts.originals
+    return originals[number] if number < len(originals) and originals[number] else f"root {number}"
+
+
+def _root_lines(snapshot: Snapshot, number: int, root: Root, contents: Contents, *, everything: bool) -> list[str]:
+    size = format_bytes(sum(member.size for member in root.members))
+    place = ", before the standard library" if root.before else ""
+    kind = {"own": "the interpreter's own", "library": "packages", "code": "code"}[root.kind]
+    if root.kind != "code":
+        kind += f", {_many(sum(_is_distribution(member) for member in root.members), 'distribution')}"
+    lines = [f"{directory_of(snapshot, number)}  ({kind}, {size}{place})"]
+    named = sorted((m for m in root.members if m.kind != "unowned"), key=lambda member: (-member.size, member.name))
+    shown = named if everything else named[:_LARGEST]
+    rows = [[_title(m), format_bytes(m.size), _files(m.files), m.address[:SHORT]] for m in shown]
+    lines += [f"  {line}" for line in columns(rows)]
+    if rest := named[len(shown) :]:
+        lines.append(f"  and {len(rest)} smaller, {format_bytes(sum(m.size for m in rest))}: --all")
+    for member in root.members:
+        if member.kind == "unowned":
+            lines.append(f"  {_unowned_text(member, contents.rows.get(member.address, ()), everything=everything)}")
+    lines += [f"  {line}" for pth in pth_files(snapshot, root, contents) for line in _pth_lines(pth)]
+    return lines
+
+
+def _root_json(snapshot: Snapshot, number: int, root: Root, contents: Contents) -> dict[str, object]:
+    unowned = [row.path for m in root.members if m.kind == "unowned" for row in contents.rows.get(m.address, ())]
+    return {
+        "kind": root.kind,
+        "directory": directory_of(snapshot, number),
+        "before": root.before,
+        "members": root.members,
+        "unowned": unowned,
+        "generated": [item.path for item in root.generated],
+        "pth": pth_files(snapshot, root, contents),
+    }
+
+
+def _title(member: SnapshotMember) -> str:
+    if member.kind == "unowned":
+        return "files of no distribution"
+    name = f"{member.name} {member.version}".rstrip()
+    return f"code of {name}" if member.kind == "code" else name
+
+
+def _unowned_text(member: SnapshotMember, rows: Sequence[FileRow], *, everything: bool) -> str:
+    names = [row.path.partition("/")[2] for row in rows]
+    shown = names if everything else names[:_NAMED_MAX]
+    more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
+    listed = f": {', '.join(shown)}{more}" if shown else ""
+    return f"{_files(member.files)} of no distribution, {format_bytes(member.size)}{listed}"
+
+
+def _pth_lines(pth: Pth) -> list[str]:
+    owner = f" (of {pth.owner})" if pth.owner else ""
+    if not pth.known:
+        return [f"{pth.file}{owner}"]
+    lines = [f"{pth.file}{owner} adds {directory}" for directory in pth.adds]
+    for code in pth.runs:
+        shown = code if len(code) <= _CODE_CHARACTERS_MAX else code[: _CODE_CHARACTERS_MAX - 1] + "…"
+        lines.append(f"{pth.file}{owner} runs at every start: {shown}")
+    return lines or [f"{pth.file}{owner} adds nothing"]
+
+
+def _pth(snapshot: Snapshot, file: str, owner: str, text: str | None) -> Pth:
+    if text is None:
+        return Pth(file=file, owner=owner, known=False)
+    for number in range(len(snapshot.roots)):
+        text = text.replace(f"{{{{sgpu:{number}}}}}", directory_of(snapshot, number))
+    said = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    runs = tuple(line for line in said if line.startswith(("import ", "import\t")))
+    return Pth(file=file, owner=owner, adds=tuple(line for line in said if line not in runs), runs=runs)
+
+
+def is_pth(path: str) -> bool:
+    """Return whether a row is a `.pth` file, which Python reads at every start."""
+    return path.startswith("site/") and path.count("/") == 1 and path.endswith(".pth")
+
+
+def _is_distribution(member: SnapshotMember) -> bool:
+    return member.kind == "distribution"
+
+
+def _file(path: str) -> str:
+    return path.rpartition("/")[2]
+
+
+def _files(count: int) -> str:
+    return _many(count, "file")
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

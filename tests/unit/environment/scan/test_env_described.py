@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from serverless_gpu.cli.environments.snapshot_text import Contents, described, snapshot_json
+from serverless_gpu.cli.environments.show import Contents, described, snapshot_json
 from serverless_gpu.environment.documents import (
     FileRow,
     Generated,
