@@ -11,8 +11,7 @@ from zoneinfo import ZoneInfo
 import pytest
 
 from serverless_gpu.ambient import format_soon_zoned
-from serverless_gpu.cli.nodes.node_rules import calendar_lines, find_device, local_zone
-from serverless_gpu.cli.nodes.nodes import for_whom
+from serverless_gpu.cli.nodes.nodes import calendar_lines, find_device, for_whom, local_zone
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.server.nodes.node_rules import Leave, Sharing, leaves, may_concern, sharing
