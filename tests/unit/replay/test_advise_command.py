@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from serverless_gpu.ambient import SystemClock, new_run_id
-from serverless_gpu.cli.planning import advice_tables
+from serverless_gpu.cli.planning import advise
 from serverless_gpu.cli.program import sgpu
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, StorageError
 from serverless_gpu.model.hardware import GIB, DeviceKind
@@ -177,7 +177,7 @@ def test_of_many_slots_the_least_sure_are_shown(tmp_path: Path) -> None:
     lines = ran(str(path), *PRICES).output.splitlines()
     head = next(place for place, line in enumerate(lines) if line.startswith("SLOT"))
     slots = lines[head + 1 : lines.index("", head)]
-    assert len(slots) == advice_tables.SLOTS_MAX
+    assert len(slots) == advise.SLOTS_MAX
     assert [line.split()[-1] for line in slots] == sorted((line.split()[-1] for line in slots), reverse=True)
 
 

@@ -1,18 +1,22 @@
-"""`sgpu advise`: how many GPUs to reserve, or to own, and which runs had more GPU than they used."""
+"""`sgpu advise`: how many GPUs to reserve, or to own, and which runs had more GPU than they used.
+
+Output of `sgpu advise`: tables, and JSON.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
-from serverless_gpu.ambient import SystemClock
+from serverless_gpu.ambient import SystemClock, format_utc
 from serverless_gpu.cli.amounts import duration_s, micros
-from serverless_gpu.cli.output import print_json, say
+from serverless_gpu.cli.output import columns, print_json, say
 from serverless_gpu.cli.planning.advice_sources import (
     GpuTypeUses,
     PastUse,
@@ -24,20 +28,21 @@ from serverless_gpu.cli.planning.advice_sources import (
     of_home,
     of_server,
     of_trace,
+    remarks,
 )
-from serverless_gpu.cli.planning.advice_tables import AdviceReport, as_json, lines, title_of
 from serverless_gpu.cli.planning.pictures import drawing_room, written
 from serverless_gpu.cli.runs.run_choice import this_home
 from serverless_gpu.cli.server_connection import server
 from serverless_gpu.client.remote.profile import find_profile
 from serverless_gpu.errors import ServerNotConfigured
-from serverless_gpu.model.billing.advice import Advice, Curve, GpuRates, advise, curve_of
-from serverless_gpu.model.billing.oversized_runs import unneeded
-from serverless_gpu.model.hardware import GpuType, canonical
+from serverless_gpu.model.billing.advice import Advice, Curve, GpuRates, Mix, Slot, advise, curve_of
+from serverless_gpu.model.billing.advice_formulas import formulas, formulas_of_queues, formulas_of_runs, percent, price
+from serverless_gpu.model.billing.oversized_runs import Unneeded, unneeded
+from serverless_gpu.model.hardware import GpuType, canonical, time_unit
 from serverless_gpu.node.base.configuration import Configuration, read_configuration
 from serverless_gpu.replay import read_trace
-from serverless_gpu.replay.queue_cost import queues
-from serverless_gpu.units import MICROS_PER_UNIT
+from serverless_gpu.replay.queue_cost import QueueOutcome, queues
+from serverless_gpu.units import MICROS_PER_UNIT, format_duration_ms, format_gpu_ms, format_micros, is_any_below_cent
 
 _PRICE_MAX = 1_000_000
 _HOURS_PER_YEAR = 8766  # of 365.25 days
@@ -185,3 +190,261 @@ def _bought(options: Mapping[str, Any]) -> int:
     if not (0 <= buy <= 1e9 and 0.1 <= years <= 100 and 0 <= running <= _PRICE_MAX):
         raise click.UsageError("--buy and --running are prices from 0 on, --years is 0.1 to 100")
     return round((buy / (years * _HOURS_PER_YEAR) + running) * MICROS_PER_UNIT)
+
+
+SLOTS_MAX = 12
+_RUNS_MAX = 20
+_NAME_MAX = 40
+
+
+class AdviceReport(msgspec.Struct, frozen=True, kw_only=True):
+    """All results of `sgpu advise`."""
+
+    past: PastUse
+    gpu_type: str
+    kind: GpuTypeUses
+    advice: Advice | None  # about reserved GPUs; None where a price is missing (`why_not`)
+    why_not: str
+    queues: tuple[QueueOutcome, ...]  # of pools without on-demand overflow
+    runs: tuple[Unneeded, ...]  # with more GPU than they used
+    waiting: int | None  # micros for one run waiting one hour for one GPU; None for unpriced
+    currency: str
+
+
+def lines(report: AdviceReport, *, explain: bool) -> Iterator[str]:
+    """Yield the report's text, with formulas if `explain` is set."""
+    yield from _head(report)
+    if report.advice is not None:
+        yield from ("", *_mixes(report.advice))
+        yield from ("", *_slots(report.advice))
+        yield from ("", *_changes(report.advice))
+    else:
+        yield from ("", report.why_not)
+    if report.queues:
+        yield from ("", "without anything on demand, runs wait:", *_queues(report))
+    yield from ("", *_runs(report))
+    if explain:
+        yield from ("", "formulas:", *(f"  {name}: {text}" for name, text in _formulas(report).items()))
+
+
+def as_json(report: AdviceReport) -> dict[str, object]:
+    """Return the same for machines: money in micros, time in device-milliseconds, shares in per cent."""
+    advice, past = report.advice, report.past
+    queues = []
+    for queue in report.queues:
+        parts = msgspec.structs.asdict(queue)
+        queues.append({"waited_gpu_ms": parts.pop("waited_ns") // 1_000_000} | parts)
+    found: dict[str, object] = {
+        "source": past.source,
+        "from": format_utc(past.start_ns),
+        "to": format_utc(past.end_ns),
+        "left_out": past.remarks,
+        "gpu_type": report.gpu_type,
+        "attempts": past.attempts,
+        "gpu_ms": report.kind.gpu_ms,
+        "unpriced_ms": report.kind.unpriced_ms,
+        "charged_micros": report.kind.micros,
+        "waited_gpu_ms": report.kind.waited_ns // 1_000_000,
+        "currency": report.currency,
+        "advice": None,
+        "queues": queues,
+        "runs": [msgspec.structs.asdict(run) | {"advice": run.text()} for run in report.runs],
+        "formulas": _formulas(report),
+    }
+    if advice is not None:
+        found["advice"] = {
+            "reserve": advice.best.slots,
+            "break_even_duty_percent": advice.duty_percent,
+            "reserved_micros_per_hour": advice.rates.reserved,
+            "on_demand_micros_per_hour": advice.rates.on_demand,
+            "billed_percent": float(100 * advice.rates.billed),
+            "span_ms": advice.curve.span_ns // 1_000_000,
+            "used_gpu_ms": advice.curve.used_ns // 1_000_000,
+            "peak": advice.curve.peak,
+            **{name: _mix_json(getattr(advice, name)) for name in ("best", "now", "none", "all_reserved")},
+            "slots": msgspec.to_builtins(advice.slots),
+            "changed": [
+                {"what": each.what, "best": _mix_json(each.best), "advised": _mix_json(each.advised)}
+                for each in advice.changed
+            ],
+        }
+    return found
+
+
+def title_of(report: AdviceReport) -> str:
+    """Return the picture's title."""
+    return f"{report.gpu_type}: {report.past.source}, {_span(report.past)}"
+
+
+# --- people -----------------------------------------------------------------------------------------------------------
+
+
+def _head(report: AdviceReport) -> Iterator[str]:
+    past, kind, advice = report.past, report.kind, report.advice
+    yield f"{report.gpu_type}: {past.source}, {_span(past)}"
+    yield from remarks(past)
+    others = sorted(((each.gpu_ms, name) for name, each in past.kinds.items() if each is not kind), reverse=True)
+    named = ", ".join(
+        f"{name} {format_gpu_ms(gpu_ms, unit=time_unit([name]))}"
+        for gpu_ms, name in others[:4]
+        if name != report.gpu_type
+    )
+    if named:
+        yield f"also used, and not in this: {named}; --gpu-type says which"
+    word = time_unit([report.gpu_type])
+    charged = f", charged {format_micros(kind.micros, report.currency)}" if kind.micros else ""
+    unpriced = f", {format_gpu_ms(kind.unpriced_ms, unit=word)} unpriced" if kind.unpriced_ms and charged else ""
+    waited = f"; runs waited {format_gpu_ms(kind.waited_ns // 1_000_000, unit=word)}" if kind.waited_ns else ""
+    yield f"used: {format_gpu_ms(kind.gpu_ms, unit=word)}{charged}{unpriced}{waited}"
+    if advice is None:
+        return
+    curve, rates = advice.curve, advice.rates
+    yield f"wanted at once: {curve.used_ns / curve.span_ns:.1f} GPUs on average, {curve.peak} at most"
+    yield (
+        f"reserved {price(rates.reserved)}, on demand {price(rates.on_demand)} {rates.currency} per GPU-hour: "
+        f"a reserved GPU pays from {advice.duty_percent:.1f} % of the time on"
+    )
+    if rates.billed != 1:
+        yield f"billed on demand: {percent(rates.billed)} of the time for which GPUs were had, the rest is not"
+    saves = advice.now.micros - advice.best.micros
+    best = f"reserve {advice.best.slots}" if advice.best.slots else "reserve none"
+    gain = f": {format_micros(saves, rates.currency)} less than today" if saves > 0 else ""
+    yield best + (gain or ", as today" if advice.best.slots == advice.now.slots else gain)
+
+
+def _mixes(advice: Advice) -> list[str]:
+    currency = advice.rates.currency
+    named: dict[int, list[str]] = {}
+    for name, each in (
+        ("advised", advice.best),
+        ("today", advice.now),
+        ("all on demand", advice.none),
+        ("enough for the peak", advice.all_reserved),
+    ):
+        named.setdefault(each.slots, []).append(name)
+    mixes = {each.slots: each for each in (advice.best, advice.now, advice.none, advice.all_reserved)}
+    rows = [["", "GPUS", "RESERVED", "OF THAT IDLE", "ON DEMAND", "TOGETHER", "DUTY"]]
+    exact = is_any_below_cent(micros for each in mixes.values() for micros in _money(each))
+    for slots in sorted(mixes):
+        each = mixes[slots]
+        duty = "-" if each.duty_percent is None else f"{each.duty_percent:.1f} %"
+        shown = (format_micros(micros, currency, exact=exact) for micros in _money(each))
+        rows.append([", ".join(named[slots]), str(slots), *shown, duty])
+    return columns(rows)
+
+
+def _money(each: Mix) -> tuple[int, ...]:
+    return (each.reserved_micros, each.idle_micros, each.on_demand_micros, each.micros)
+
+
+def _slots(advice: Advice) -> list[str]:
+    rows = [["SLOT", "WANTED", "PAYS"]]
+    for slot in _few(advice.slots):
+        number = str(slot.first) if slot.first == slot.last else f"{slot.first}–{slot.last}"
+        rows.append([number, f"{slot.share_percent:.1f} %", "yes" if slot.pays else "no"])
+    return columns(rows)
+
+
+def _few(slots: Sequence[Slot]) -> list[Slot]:
+    """Return a few slots: the first, the last, both sides of the advice, and some between."""
+    if len(slots) <= SLOTS_MAX:
+        return list(slots)
+    turn = next((place for place, slot in enumerate(slots) if not slot.pays), len(slots) - 1)
+    places = {0, len(slots) - 1, turn, max(0, turn - 1)}
+    spread = (round(step * (len(slots) - 1) / (SLOTS_MAX - 1)) for step in range(SLOTS_MAX))
+    for place in sorted(spread, key=lambda place: abs(place - turn)):
+        if len(places) < SLOTS_MAX:
+            places.add(place)
+    return [slots[place] for place in sorted(places)]
+
+
+def _changes(advice: Advice) -> list[str]:
+    currency = advice.rates.currency
+    rows = [["IF", "RESERVE", "COSTS", f"WITH {advice.best.slots} RESERVED"]]
+    exact = is_any_below_cent(one.micros for each in advice.changed for one in (each.best, each.advised))
+    for each in advice.changed:
+        costs = [format_micros(one.micros, currency, exact=exact) for one in (each.best, each.advised)]
+        rows.append([each.what, str(each.best.slots), *costs])
+    return columns(rows)
+
+
+def _queues(report: AdviceReport) -> list[str]:
+    rows = [
+        [
+            "GPUS",
+            "MEAN WAIT",
+            "95 % WAITED LESS",
+            "GPU TIME WAITED",
+            "WAITING COSTS",
+            "ON DEMAND INSTEAD",
+            "WORTH IT BELOW",
+        ]
+    ]
+    for queue in report.queues:
+        waits = (format_duration_ms(round(1000 * each)) for each in (queue.mean_wait_s, queue.p95_wait_s))
+        costs = "unpriced" if queue.waiting_micros is None else format_micros(queue.waiting_micros, report.currency)
+        worth = "-" if queue.worth_micros is None else f"{price(queue.worth_micros)} per GPU-hour"
+        instead = format_micros(queue.avoided_micros, report.currency)
+        waited = format_gpu_ms(queue.waited_ns // 1_000_000, unit=time_unit([report.gpu_type]))
+        rows.append([str(queue.slots), *waits, waited, costs, instead, worth])
+    replayed = max(queue.runs + queue.too_large for queue in report.queues)
+    shown = columns(rows)
+    if any(queue.too_large for queue in report.queues):
+        parts = (f"{queue.too_large:,} with {queue.slots}" for queue in report.queues if queue.too_large)
+        shown.append(f"left out, as they need more GPUs than there would be: {', '.join(parts)}")
+    if replayed < len(report.kind.uses):
+        shown.append(f"replayed: the latest {replayed:,} of {len(report.kind.uses):,}, in whose time all of this is")
+    return shown
+
+
+def _runs(report: AdviceReport) -> list[str]:
+    if not report.past.ran:
+        return ["runs: nothing is known of what their GPUs did"]
+    if not report.runs:
+        return ["runs: none that telemetry saw for 10 minutes had much more GPU than it used"]
+    rows = [["SAVES", "COST", "USED", "BUSY", "RUN", "ON", "ADVICE"]]
+    for run in report.runs[:_RUNS_MAX]:
+        money = (
+            "unpriced" if each is None else format_micros(each, report.currency)
+            for each in (run.saves_micros, run.micros)
+        )
+        name = "/".join(part for part in (run.owner, run.name) if part)
+        name = name if len(name) <= _NAME_MAX else name[: _NAME_MAX - 1] + "…"
+        used = format_gpu_ms(run.gpu_ms, unit=time_unit([run.gpu_type]))
+        rows.append([*money, used, f"{run.busy_percent:.1f} %", f"{name} ({run.runs})", run.gpu_type, run.text()])
+    more = len(report.runs) - _RUNS_MAX
+    head = "runs that had more GPU than they used, by user and name:"
+    return [head, *columns(rows), *([f"and {more:,} more: --json"] if more > 0 else [])]
+
+
+def _formulas(report: AdviceReport) -> dict[str, str]:
+    found = {} if report.advice is None else formulas(report.advice)
+    if report.queues:
+        found |= formulas_of_queues()
+    return found | formulas_of_runs()
+
+
+def _span(past: PastUse) -> str:
+    length = format_duration_ms((past.end_ns - past.start_ns) // 1_000_000)
+    if past.start_ns < _CALENDAR_NS:  # a trace's own clock
+        return length
+    return f"{format_utc(past.start_ns)[:16]} to {format_utc(past.end_ns)[:16]} UTC ({length})"
+
+
+_CALENDAR_NS = 315_532_800 * 1_000_000_000  # 1980
+
+
+# --- machines ---------------------------------------------------------------------------------------------------------
+
+
+def _mix_json(each: Mix) -> dict[str, object]:
+    return {
+        "slots": each.slots,
+        "micros": each.micros,
+        "reserved_micros": each.reserved_micros,
+        "idle_micros": each.idle_micros,
+        "idle_gpu_ms": each.idle_ns // 1_000_000,
+        "on_demand_micros": each.on_demand_micros,
+        "on_demand_gpu_ms": each.on_demand_ns // 1_000_000,
+        "duty_percent": each.duty_percent,
+    }
