@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from serverless_gpu.cli.submit import submit as submitting
-from serverless_gpu.cli.submit.command_line import command_of
+from serverless_gpu.cli.submit.submit import command_of
 from serverless_gpu.client.caller.calling_program import Program, submitted_program
 from serverless_gpu.model.spec import Command, RunSpec
 from tests.support.golden import golden
