@@ -12,7 +12,7 @@ import starlette.routing
 from starlette.applications import Starlette
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.server.audit import chain_writer
+from serverless_gpu.server import audit
 from serverless_gpu.server.billing import price_routes, usage_routes
 from serverless_gpu.server.budgets import budget_routes
 from serverless_gpu.server.core.hub import Hub
@@ -36,7 +36,7 @@ from serverless_gpu.wire.base import API
 MODULES = (
     agent_routes,
     attempt_routes,
-    chain_writer,
+    audit,
     blob_routes,
     budget_routes,
     drain_routes,

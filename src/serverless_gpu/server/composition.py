@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.engines.base import Engine
-from serverless_gpu.server.audit.chain_writer import Chainer
+from serverless_gpu.server.audit import Chainer
 from serverless_gpu.server.billing.charging import Charging
 from serverless_gpu.server.billing.price_service import PriceService
 from serverless_gpu.server.billing.usage_reports import UsageReports

@@ -21,7 +21,7 @@ from serverless_gpu.engines.base import EngineNode
 from serverless_gpu.engines.simulated.simulated_engine import Reservations, SimulatedEngine
 from serverless_gpu.model.hardware import Device, parse_fake
 from serverless_gpu.model.lifecycle.attempt import TERMINAL
-from serverless_gpu.server.audit import chain_writer
+from serverless_gpu.server import audit
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.invariants.run_invariants import History, Stretch

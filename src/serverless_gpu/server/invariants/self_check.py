@@ -29,7 +29,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.errors import ServerProblem, StorageError
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, Reason, State
-from serverless_gpu.server.audit.chain_writer import ChainCheck
+from serverless_gpu.server.audit import ChainCheck
 from serverless_gpu.server.budgets.spending import Spending
 from serverless_gpu.server.core.hub import Hub
 from serverless_gpu.server.core.server_metrics import Measures

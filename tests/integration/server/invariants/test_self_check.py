@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli.program import sgpu
 from serverless_gpu.errors import ServerUnavailable
-from serverless_gpu.server.audit.chain_writer import ChainCheck
+from serverless_gpu.server.audit import ChainCheck
 from serverless_gpu.server.composition import Services, make_scheduler, make_self_check
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
