@@ -29,7 +29,7 @@ from serverless_gpu.server.operations import state_routes
 from serverless_gpu.server.policies import policy_routes
 from serverless_gpu.server.pools import node_routes
 from serverless_gpu.server.runs import estimate_routes, queue_routes, run_routes
-from serverless_gpu.server.secrets import secret_routes
+from serverless_gpu.server.secrets import secret_service
 from serverless_gpu.server.storage import blob_routes
 from serverless_gpu.wire.base import API
 
@@ -48,7 +48,7 @@ MODULES = (
     principal_routes,
     queue_routes,
     run_routes,
-    secret_routes,
+    secret_service,
     state_routes,
     usage_routes,
 )

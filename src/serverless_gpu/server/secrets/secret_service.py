@@ -1,4 +1,7 @@
-"""Sets, lists and deletes secrets; each change has an entry in the audit, without the value."""
+"""Sets, lists and deletes secrets; each change has an entry in the audit, without the value.
+
+Routes of `wire/access.py`: names and versions; no route returns a value.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,11 @@ from serverless_gpu.model.secrets import check_name, check_value
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.encryption import Sealer
 from serverless_gpu.server.db.database import Transactions
+from serverless_gpu.server.http.routing import Call, Query, Routes, reading, writing
 from serverless_gpu.server.records import audit, principals, stored_secrets
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.stored_secrets import By, Whose
-from serverless_gpu.wire.access import SecretRequest, SecretView
+from serverless_gpu.wire.access import SecretList, SecretRequest, SecretView
 
 
 class SecretService:
@@ -91,3 +95,31 @@ def _whose(connection: sa.Connection, who: Caller, team: str, reach: str) -> Who
 def _record(connection: sa.Connection, who: Caller, action: Action, view: SecretView, now_ns: int) -> None:
     detail = {"version": view.version, "team": view.team}
     audit.record(connection, who=who, action=action, subject=view.name, now_ns=now_ns, detail=detail)
+
+
+REQUEST_BYTES_MAX = 128 << 10
+routes = Routes("secrets")
+
+
+class SecretQuery(Query, frozen=True, kw_only=True):
+    """Whose secret; one's own without a team."""
+
+    team: str = ""
+
+
+@routes.get("/secrets", needs=reading("secrets"))
+def list_secrets(call: Call, secrets: SecretService) -> SecretList:
+    """List secrets without their values: one's own, and those of one's teams."""
+    return SecretList(secrets=tuple(secrets.list_visible(call.who, reach=call.reach)))
+
+
+@routes.put("/secrets/{name}", needs=writing("secrets"), limit=REQUEST_BYTES_MAX)
+def set_secret(call: Call, secrets: SecretService, name: str, body: SecretRequest) -> SecretView:
+    """Set a secret; attempts that start from now on get it."""
+    return secrets.set(call.who, name, body, reach=call.reach)
+
+
+@routes.delete("/secrets/{name}", needs=writing("secrets"))
+def delete_secret(call: Call, secrets: SecretService, name: str, query: SecretQuery) -> SecretView:
+    """Delete a secret with all of its versions."""
+    return secrets.delete(call.who, name, query.team, reach=call.reach)
