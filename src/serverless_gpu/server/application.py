@@ -12,7 +12,7 @@ import starlette.routing
 from starlette.applications import Starlette
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.server import audit
+from serverless_gpu.server import audit, secrets
 from serverless_gpu.server.billing import price_routes, usage_routes
 from serverless_gpu.server.budgets import budget_routes
 from serverless_gpu.server.core.hub import Hub
@@ -29,7 +29,6 @@ from serverless_gpu.server.operations import state_routes
 from serverless_gpu.server.policies import policy_routes
 from serverless_gpu.server.pools import node_routes
 from serverless_gpu.server.runs import estimate_routes, queue_routes, run_routes
-from serverless_gpu.server.secrets import secret_service
 from serverless_gpu.server.storage import blob_routes
 from serverless_gpu.wire.base import API
 
@@ -48,7 +47,7 @@ MODULES = (
     principal_routes,
     queue_routes,
     run_routes,
-    secret_service,
+    secrets,
     state_routes,
     usage_routes,
 )

@@ -77,7 +77,7 @@ from serverless_gpu.server.scheduling.reconciler import Reconciler
 from serverless_gpu.server.scheduling.scheduler import Scheduler
 from serverless_gpu.server.scheduling.unsatisfiable import UnsatisfiableRuns
 from serverless_gpu.server.scheduling.wait_reasons import Sentences
-from serverless_gpu.server.secrets.secret_service import SecretService
+from serverless_gpu.server.secrets import SecretService
 from serverless_gpu.server.storage.blobs import Blobs
 from serverless_gpu.server.storage.environment_store import Environments
 from serverless_gpu.server.storage.logs import Logs

@@ -43,7 +43,7 @@ from serverless_gpu.server.records.runs import (
     runs,
     uncharged_crews,
 )
-from serverless_gpu.server.secrets.secret_service import SecretService
+from serverless_gpu.server.secrets import SecretService
 from serverless_gpu.server.storage.logs import Logs
 from serverless_gpu.units import format_bytes
 
