@@ -17,7 +17,7 @@ from serverless_gpu.server.billing import price_routes, usage_routes
 from serverless_gpu.server.budgets import budget_routes
 from serverless_gpu.server.core.hub import Hub
 from serverless_gpu.server.core.server_metrics import Measures
-from serverless_gpu.server.environments import environment_routes
+from serverless_gpu.server.environments import garbage_collection
 from serverless_gpu.server.http.access_log import AccessLogMiddleware
 from serverless_gpu.server.http.auth_middleware import Authenticate, Gate, Reach
 from serverless_gpu.server.http.proxy_middleware import Door
@@ -39,7 +39,7 @@ MODULES = (
     blob_routes,
     budget_routes,
     drain_routes,
-    environment_routes,
+    garbage_collection,
     estimate_routes,
     node_routes,
     policy_routes,
