@@ -1,21 +1,33 @@
-"""`sgpu audit`: the log of actions on a server, copies of it elsewhere, and checks of both."""
+"""`sgpu audit`: the log of actions on a server, copies of it elsewhere, and checks of both.
+
+A copy of the audit outside of the server: JSON lines, one entry each, checked whenever it is opened.
+
+    {"number":1,"seq":1,"at_ns":…,"principal":"ada","action":"run.create","subject":"01m…","detail":{…},"sha256":"…", …}
+
+Failure cases: killed while writing (the torn last line is cut off the next time); no room (an OSError; what was written
+stays good); two exports at once (the second is refused); a changed line (`AuditBroken`, which names it).
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 import click
 import msgspec
 
 from serverless_gpu.ambient import format_moment
-from serverless_gpu.cli.access import audit_file
 from serverless_gpu.cli.output import columns, print_json, say
 from serverless_gpu.cli.server_connection import server
-from serverless_gpu.errors import AuditBroken
+from serverless_gpu.client.runs.result_files import refuse_other
+from serverless_gpu.errors import AuditBroken, InvalidValue
 from serverless_gpu.model.access.audit_chain import ChainedEntry, ChainHead, follow
+from serverless_gpu.node.base.filesystems import lock_error
 from serverless_gpu.wire.access import AuditPage
 
 if TYPE_CHECKING:
@@ -60,12 +72,12 @@ def export(file: Path) -> None:
 
     Run it from time to time, on another machine: whoever changes the server's database cannot change the copy.
     """
-    with server() as connection, audit_file.opened(file) as (copy, head):
+    with server() as connection, open_copy(file) as (copy, head):
         before = head
         _refuse_another(connection, head, file)
         for page in _pages(connection, after=head.number):
             head = _followed(page.entries, after=head)
-            audit_file.add(copy, page.entries)
+            append_entries(copy, page.entries)
     say(f"{head.number - before.number} new entries; {file} ends with {_named(head)}")
 
 
@@ -80,16 +92,14 @@ def verify(file: Path | None, offline: bool) -> None:
     if offline:
         if file is None:
             raise click.UsageError("--offline needs a FILE to look at")
-        head = audit_file.whole(file)
+        head = check_copy(file)
         say(f"{file} is whole: {_named(head)}")
         return
     with server() as connection:
         pages = _pages(connection, after=0)
         first = next(pages)
         links = chain.from_iterable(page.entries for page in chain([first], pages))
-        head = _followed(
-            links if file is None else compare_links(links, audit_file.read(file), file), after=ChainHead()
-        )
+        head = _followed(links if file is None else compare_links(links, read_copy(file), file), after=ChainHead())
     _refuse_stuck(first)
     say(f"the audit is whole: {_named(head)}")
 
@@ -163,3 +173,69 @@ def _told(link: ChainedEntry) -> str:
 
 def _named(head: ChainHead) -> str:
     return f"entry {head.number}, {head.sha256[:16]}…" if head.number else "no entry"
+
+
+LINE_BYTES_MAX = 1 << 20
+_decode = msgspec.json.Decoder(ChainedEntry).decode
+
+
+def read_copy(path: Path) -> Iterator[ChainedEntry]:
+    """Yield the entries of a copy, unchecked; raise InvalidValue at a malformed line."""
+    with path.open("rb") as file:
+        yield from _links(file, path)
+
+
+def check_copy(path: Path, *, after: ChainHead = ChainHead()) -> ChainHead:  # noqa: B008 - it cannot change
+    """Return where a copy ends; raise AuditBroken unless its chain is intact."""
+    head, problem = follow(read_copy(path), after=after)
+    if problem:
+        raise AuditBroken(f"{path}: {problem}", hint="compare it with another copy")
+    return head
+
+
+@contextlib.contextmanager
+def open_copy(path: Path) -> Iterator[tuple[IO[bytes], ChainHead]]:
+    """Yield a copy under an exclusive lock, created if needed, and where it ends; AuditBroken if altered."""
+    refuse_other(path)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "r+b") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InvalidValue(
+                f"another process exports into {path}", hint="wait for it, or name another file"
+            ) from None
+        except OSError as error:
+            raise lock_error(path, error.strerror or str(error), is_home=False) from error
+        _cut_torn_line(file)
+        head = check_copy(path)
+        file.seek(0, os.SEEK_END)
+        yield file, head
+
+
+def append_entries(file: IO[bytes], links: Iterable[ChainedEntry]) -> None:
+    """Write entries so that a power cut does not take them."""
+    file.write(b"".join(msgspec.json.encode(link) + b"\n" for link in links))
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _links(file: IO[bytes], path: Path) -> Iterator[ChainedEntry]:
+    for number, line in enumerate(iter(lambda: file.readline(LINE_BYTES_MAX), b""), start=1):
+        if not line.endswith(b"\n"):
+            raise InvalidValue(
+                f"{path}: line {number} is torn or too long", hint="`sgpu audit export` mends a torn end"
+            )
+        try:
+            yield _decode(line)
+        except msgspec.DecodeError as error:
+            raise InvalidValue(f"{path}: line {number} is no entry of an audit: {error}") from error
+
+
+def _cut_torn_line(file: IO[bytes]) -> None:
+    size = file.seek(0, os.SEEK_END)
+    start = max(0, size - LINE_BYTES_MAX)
+    file.seek(start)
+    end = file.read().rfind(b"\n") + 1 + start
+    if end < size and (end > start or start == 0):
+        file.truncate(end)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.cli.access import audit_file
+from serverless_gpu.cli.access import audit
 from serverless_gpu.cli.money import usage_files
 from serverless_gpu.cli.planning.pictures import drawing_room
 from serverless_gpu.cli.runs.results import Result, write_result
@@ -26,7 +26,7 @@ def _report(path: Path) -> None:
 
 
 def _audit(path: Path) -> None:
-    with audit_file.opened(path):
+    with audit.open_copy(path):
         pass
 
 
