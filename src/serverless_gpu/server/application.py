@@ -12,12 +12,11 @@ import starlette.routing
 from starlette.applications import Starlette
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.server import audit, secrets
+from serverless_gpu.server import audit, environments, secrets
 from serverless_gpu.server.billing import price_routes, usage_routes
 from serverless_gpu.server.budgets import budget_routes
 from serverless_gpu.server.core.hub import Hub
 from serverless_gpu.server.core.server_metrics import Measures
-from serverless_gpu.server.environments import garbage_collection
 from serverless_gpu.server.http.access_log import AccessLogMiddleware
 from serverless_gpu.server.http.auth_middleware import Authenticate, Gate, Reach
 from serverless_gpu.server.http.proxy_middleware import Door
@@ -39,7 +38,7 @@ MODULES = (
     blob_routes,
     budget_routes,
     drain_routes,
-    garbage_collection,
+    environments,
     estimate_routes,
     node_routes,
     policy_routes,

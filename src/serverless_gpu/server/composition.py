@@ -33,7 +33,7 @@ from serverless_gpu.server.core.server_key import Keys
 from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.environments.garbage_collection import Collector
+from serverless_gpu.server.environments import Collector
 from serverless_gpu.server.identity.bootstrap import FileTokens
 from serverless_gpu.server.identity.principal_service import PrincipalService
 from serverless_gpu.server.invariants.self_check import SelfCheck

@@ -20,9 +20,9 @@ from serverless_gpu.errors import EnvironmentMissing, StoreUnavailable
 from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, UserCodeStarted
 from serverless_gpu.model.spec import BlobReference, Function
+from serverless_gpu.server import environments
 from serverless_gpu.server.composition import Services, make_collector
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.environments import garbage_collection
 from serverless_gpu.server.records.runs import files, references, runs
 from serverless_gpu.server.records.runs.files import StoredFile
 from serverless_gpu.server.storage import blobs
@@ -108,7 +108,7 @@ def test_parts_and_environments_that_nothing_refers_to_go(
     add_finished(database, clock.wall_ns() + days * DAY_S * 10**9, snapshot=used.address, parts=(part, output))
     for _ in range(days):
         clock.advance(DAY_S)
-        assert collector.tick(clock.boottime_ns()) == clock.boottime_ns() + round(garbage_collection.EVERY_S * 1e9)
+        assert collector.tick(clock.boottime_ns()) == clock.boottime_ns() + round(environments.EVERY_S * 1e9)
     assert kept.blobs.missing([part, output]) == (part,)
     kept.environments.need(used.address)
     with pytest.raises(EnvironmentMissing):
@@ -119,8 +119,8 @@ def test_parts_and_environments_that_nothing_refers_to_go(
 def test_nothing_is_looked_at_before_it_is_time(kept: Services, clock: FakeClock) -> None:
     collector = make_collector(dataclasses.replace(kept, database=None))  # type: ignore[arg-type]  # it is not asked
     due_ns = collector.tick(clock.boottime_ns())
-    assert due_ns == clock.boottime_ns() + round(garbage_collection.FIRST_S * 1e9)
-    clock.advance(garbage_collection.FIRST_S - 1)
+    assert due_ns == clock.boottime_ns() + round(environments.FIRST_S * 1e9)
+    clock.advance(environments.FIRST_S - 1)
     assert collector.tick(clock.boottime_ns()) == due_ns
 
 
@@ -133,8 +133,8 @@ def test_F43_a_store_that_does_not_answer_costs_one_collection_and_a_line(
 
     away = blobs.Blobs(Away(), clock=clock)
     collector = make_collector(dataclasses.replace(kept, blobs=away))
-    clock.advance(garbage_collection.FIRST_S)
-    with caplog.at_level(logging.INFO, logger="serverless_gpu.server.environments.garbage_collection"):
+    clock.advance(environments.FIRST_S)
+    with caplog.at_level(logging.INFO, logger="serverless_gpu.server.environments"):
         assert collector.tick(clock.boottime_ns()) is not None
     assert [record.getMessage() for record in caplog.records] == [
         golden("server.collecting.parts-collected-answer"),

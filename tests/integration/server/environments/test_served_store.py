@@ -263,7 +263,7 @@ def test_a_snapshot_that_was_removed_is_missed_before_the_run_waits(storage: Sto
 
 def test_objects_are_read_in_pieces(storage: Storage, server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rooms, "PIECE_BYTES", 1000)
-    monkeypatch.setattr("serverless_gpu.server.environments.garbage_collection.PIECE_BYTES", 1000)
+    monkeypatch.setattr("serverless_gpu.server.environments.PIECE_BYTES", 1000)
     data = random.Random(3).randbytes(4_500)
     store = served(server)
     store.put({pack_key(data): data})
