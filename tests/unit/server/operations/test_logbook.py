@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from serverless_gpu.cli.program import sgpu
-from serverless_gpu.cli.server.server_log import FollowedFile
+from serverless_gpu.cli.server.operations import FollowedFile
 from serverless_gpu.server.core import log_context, log_file
 from serverless_gpu.server.core.log_file import ACCESS, LogFile, Redacted
 from tests.support.golden import golden
