@@ -13,7 +13,7 @@ import click
 
 from serverless_gpu.ambient import format_moment
 from serverless_gpu.cli.output import columns, print_json, say, say_lines
-from serverless_gpu.cli.runs.run_choice import durable_home, this_home
+from serverless_gpu.cli.runs.run_location import durable_home, this_home
 from serverless_gpu.cli.server_connection import server
 from serverless_gpu.client.launch import local_secrets
 from serverless_gpu.model.secrets import VALUE_BYTES_MAX, check_name, check_value

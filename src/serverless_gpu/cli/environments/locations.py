@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from serverless_gpu.cli.output import say
-from serverless_gpu.cli.runs.run_choice import this_home
+from serverless_gpu.cli.runs.run_location import this_home
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.scan.description import Description, read_description
 from serverless_gpu.environment.scan.interpreter import describe_other

@@ -12,7 +12,7 @@ import click
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli.output import print_json, say
-from serverless_gpu.cli.runs.run_choice import durable_home
+from serverless_gpu.cli.runs.run_location import durable_home
 from serverless_gpu.errors import ServerProblem
 from serverless_gpu.node.attempt.history import is_live, run_ids
 from serverless_gpu.node.base.home import Home

@@ -16,7 +16,7 @@ import click
 import msgspec
 
 from serverless_gpu.cli.output import say, say_lines
-from serverless_gpu.cli.runs.run_choice import durable_home
+from serverless_gpu.cli.runs.run_location import durable_home
 from serverless_gpu.client.remote.profile import check_address
 from serverless_gpu.errors import ServerlessGpuError, ServerProblem
 from serverless_gpu.lazy_import import load

@@ -18,7 +18,7 @@ import msgspec
 from serverless_gpu.ambient import SystemClock, format_moment, format_soon
 from serverless_gpu.cli.amounts import duration_s
 from serverless_gpu.cli.output import columns, print_json, say
-from serverless_gpu.cli.runs.run_choice import this_home
+from serverless_gpu.cli.runs.run_location import this_home
 from serverless_gpu.cli.server_connection import server
 from serverless_gpu.client.remote.profile import find_profile
 from serverless_gpu.errors import InvalidValue, ServerProblem

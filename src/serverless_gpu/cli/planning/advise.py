@@ -31,7 +31,7 @@ from serverless_gpu.cli.planning.advice_sources import (
     remarks,
 )
 from serverless_gpu.cli.planning.pictures import drawing_room, written
-from serverless_gpu.cli.runs.run_choice import this_home
+from serverless_gpu.cli.runs.run_location import this_home
 from serverless_gpu.cli.server_connection import server
 from serverless_gpu.client.remote.profile import find_profile
 from serverless_gpu.errors import ServerNotConfigured

@@ -15,7 +15,7 @@ from serverless_gpu.cli.amounts import duration_s
 from serverless_gpu.cli.exit_codes import CANCELLED
 from serverless_gpu.cli.output import columns, print_json, say
 from serverless_gpu.cli.planning.pictures import drawing_room, written
-from serverless_gpu.cli.runs.run_choice import this_home
+from serverless_gpu.cli.runs.run_location import this_home
 from serverless_gpu.cli.server_connection import connect
 from serverless_gpu.client.remote.profile import find_profile
 from serverless_gpu.lazy_import import load

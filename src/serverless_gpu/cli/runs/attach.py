@@ -10,9 +10,8 @@ from serverless_gpu.cli.exit_codes import exit_code
 from serverless_gpu.cli.output import say
 from serverless_gpu.cli.runs.cancel import cancel
 from serverless_gpu.cli.runs.failures import say_failure
-from serverless_gpu.cli.runs.run_choice import this_home
 from serverless_gpu.cli.runs.run_details import show
-from serverless_gpu.cli.runs.run_location import locate
+from serverless_gpu.cli.runs.run_location import locate, this_home
 from serverless_gpu.client.runs.attachment import attach as attach_to
 from serverless_gpu.errors import AlreadyFinished
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, State

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from serverless_gpu.ambient import SystemClock, format_moment
 from serverless_gpu.cli.amounts import age_s, size_bytes
 from serverless_gpu.cli.output import columns, say
-from serverless_gpu.cli.runs.run_choice import choose, queued_runs, this_home
+from serverless_gpu.cli.runs.run_location import choose, queued_runs, this_home
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.lifecycle.retention import Policy, RunDirectory, to_delete
 from serverless_gpu.model.utc_days import HOUR_NS

@@ -7,8 +7,7 @@ from pathlib import Path
 import click
 
 from serverless_gpu.cli.output import columns, print_json, say
-from serverless_gpu.cli.runs.run_choice import this_home
-from serverless_gpu.cli.runs.run_location import locate
+from serverless_gpu.cli.runs.run_location import locate, this_home
 from serverless_gpu.client.runs.attachment import attach
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.cli.runs.run_choice import queued_runs
+from serverless_gpu.cli.runs.run_location import queued_runs
 from serverless_gpu.client.runs.outcome import failed_rank
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.node.attempt.history import NOT_STARTED, RunRecord, is_live, read_run, touched_ns

@@ -13,8 +13,7 @@ from typing import NamedTuple
 import click
 
 from serverless_gpu.cli.output import print_json, say
-from serverless_gpu.cli.runs.run_choice import queued_runs, this_home
-from serverless_gpu.cli.runs.run_location import locate
+from serverless_gpu.cli.runs.run_location import locate, queued_runs, this_home
 from serverless_gpu.cli.runs.server_results import served_results
 from serverless_gpu.client.runs.result_files import whole
 from serverless_gpu.errors import InvalidValue, StorageError

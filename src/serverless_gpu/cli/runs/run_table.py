@@ -12,8 +12,7 @@ import click
 
 from serverless_gpu.cli.output import columns, print_json, say
 from serverless_gpu.cli.runs import local_runs as own
-from serverless_gpu.cli.runs.run_choice import queued_runs, this_home
-from serverless_gpu.cli.runs.run_location import own_runs, server_costs
+from serverless_gpu.cli.runs.run_location import own_runs, queued_runs, server_costs, this_home
 from serverless_gpu.errors import ServerProblem
 from serverless_gpu.lazy_import import load
 from serverless_gpu.model.lifecycle.attempt import State

@@ -14,7 +14,7 @@ import click
 from serverless_gpu import faults
 from serverless_gpu.ambient import machine
 from serverless_gpu.cli.output import say, say_lines
-from serverless_gpu.cli.runs.run_choice import durable_home
+from serverless_gpu.cli.runs.run_location import durable_home
 from serverless_gpu.client.remote.profile import ServerProfile, write_profile
 from serverless_gpu.errors import ServerProblem
 from serverless_gpu.lazy_import import load
