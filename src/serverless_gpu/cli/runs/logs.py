@@ -15,9 +15,8 @@ from typing import Any, TextIO
 
 import click
 
-from serverless_gpu.cli.runs.outputs import OutputStream, OwnOutput, RunOutput, refuse_missing_attempt
+from serverless_gpu.cli.runs.outputs import OutputStream, OwnOutput, RunOutput, refuse_missing_attempt, served_output
 from serverless_gpu.cli.runs.run_location import locate, this_home
-from serverless_gpu.cli.runs.server_outputs import served_output
 from serverless_gpu.client.display.run_display import Display, TerminalDisplay
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.hangs.hang_report import ranks_text
