@@ -4,23 +4,47 @@
     server: /runs/{run}/logs/{rank}/{stream}    ┘    └──── --raw ──────▶ the bytes
 
 Of a silent rank it names others with output. It shows the last output of a run that ends while it is followed.
+
+Output of ranks from files of this machine; `server_outputs.py` reads it from a server.
+
+RunOutput ──▶ one OutputStream for each rank and stream ──pieces──▶ logs.py
+
+Output of a server run's ranks, read by rank and offset.
+
+When the server goes away, following waits with one notice and resumes. When the run is tried again, the former
+attempt's output is shown to its end, then the next one's.
 """
 
 from __future__ import annotations
 
+import abc
+import codecs
 import contextlib
+import os
 import select
-from collections.abc import Callable, Sequence
-from typing import Any, TextIO
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from serverless_gpu.cli.runs.outputs import OutputStream, OwnOutput, RunOutput, refuse_missing_attempt, served_output
-from serverless_gpu.cli.runs.run_location import locate, this_home
+from serverless_gpu.ambient import SystemClock
+from serverless_gpu.cli.output import say
+from serverless_gpu.cli.runs.run_endings import fetch_ending
+from serverless_gpu.cli.runs.run_location import locate, queued_runs, this_home
+from serverless_gpu.cli.server_connection import patient_server
 from serverless_gpu.client.display.run_display import Display, TerminalDisplay
+from serverless_gpu.client.runs.outcome import failed_rank
 from serverless_gpu.errors import InvalidValue
+from serverless_gpu.lazy_import import load
 from serverless_gpu.model.hangs.hang_report import ranks_text
-from serverless_gpu.node.attempt.history import read_run
+from serverless_gpu.model.lifecycle.attempt import TERMINAL, State
+from serverless_gpu.node.attempt.history import NOT_STARTED, RunRecord, is_live, read_run, touched_ns
+from serverless_gpu.node.base.home import Home
+
+if TYPE_CHECKING:
+    from serverless_gpu.wire.connection import Connection
+    from serverless_gpu.wire.runs import RunView
 
 _LOOK_S = 0.1
 
@@ -127,3 +151,265 @@ def _write(target: TextIO | None, text: str) -> str:
     """Write; a reader that is gone or a full disk is an error, unlike in a call."""
     click.echo(text, file=target, nl=False, color=True)  # color: click would take colours out of what goes into a file
     return ""
+
+
+PIECE_BYTES = 1 << 16
+_LAUNCH_S = 10.0  # a client may take that long from making the directory to handing the run over
+
+
+class OutputStream(abc.ABC):
+    """One stream of one rank, and the position shown so far."""
+
+    def __init__(self, rank: int, stream: str) -> None:
+        self.rank = rank
+        self.stream = stream
+        self.has_written = False
+        self._offset = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def skip_to_tail(self, lines: int) -> None:
+        """Leave out everything but the last lines."""
+        self._offset = tail_start(self.size(), self.read, lines)
+        self.has_written = self.has_written or self._offset > 0
+
+    def pieces(self) -> Iterator[bytes]:
+        """Yield new output since the last call."""
+        while data := self.read(self._offset, PIECE_BYTES):
+            self._offset += len(data)
+            self.has_written = True
+            yield data
+
+    def decode(self, data: bytes) -> str:
+        """Return the next bytes as text."""
+        return self._decoder.decode(data)
+
+    @abc.abstractmethod
+    def size(self) -> int:
+        """Return how much there is now, in bytes."""
+
+    @abc.abstractmethod
+    def read(self, offset: int, size: int) -> bytes:
+        """Return at most so many bytes from there on; none at the end, or where nothing was written."""
+
+
+class RunOutput(abc.ABC):
+    """Output of one run's ranks."""
+
+    run_id: str
+    look_s_max = _LOOK_S
+
+    @abc.abstractmethod
+    def ranks(self) -> int:
+        """Return how many ranks there are, as far as that is known."""
+
+    @abc.abstractmethod
+    def written(self) -> list[int]:
+        """Return the ranks that wrote anything."""
+
+    @abc.abstractmethod
+    def failed_rank(self) -> int | None:
+        """Return the first rank that failed; None where no rank did, or the run goes on."""
+
+    @abc.abstractmethod
+    def source(self, rank: int, stream: str) -> OutputStream:
+        """Return one stream of one rank."""
+
+    @abc.abstractmethod
+    def goes_on(self) -> bool:
+        """Return whether more output may come."""
+
+
+class OwnOutput(RunOutput):
+    """Output of a run of this machine."""
+
+    def __init__(self, home: Home, record: RunRecord) -> None:
+        self.run_id = record.run_id
+        self._home = home
+        self._record = record
+
+    def ranks(self) -> int:
+        """Return how many ranks there are, as far as that is known."""
+        return max([self._record.world_size, 1, *(rank + 1 for rank in self.written())])
+
+    def written(self) -> list[int]:
+        """Return the ranks that wrote anything."""
+        paths = (self._record.directory / "logs").glob("*.std*")
+        return sorted({int(path.stem) for path in paths if path.stem.isdecimal()})
+
+    def failed_rank(self) -> int | None:
+        """Return the first rank that failed; None where no rank did, or the run goes on."""
+        return None if self._record.stopped is None else failed_rank(self._record.stopped)
+
+    def source(self, rank: int, stream: str) -> OutputStream:
+        """Return one stream of one rank."""
+        return _File(self._record.directory, rank, stream)
+
+    def goes_on(self) -> bool:
+        """Return whether more output may come; a run without a supervisor is queued or launching."""
+        if is_live(self._record.directory):
+            return True
+        if read_run(self._home.runs, self.run_id).state != NOT_STARTED:
+            return False
+        idle_ns = SystemClock().wall_ns() - touched_ns(self._record.directory)
+        return idle_ns < _LAUNCH_S * 1e9 or self.run_id in queued_runs(self._home)
+
+
+class _File(OutputStream):
+    def __init__(self, directory: Path, rank: int, stream: str) -> None:
+        super().__init__(rank, stream)
+        self._path = directory / "logs" / f"{rank}.{stream}"
+
+    def size(self) -> int:
+        """Return how much there is now, in bytes."""
+        try:
+            return self._path.stat().st_size
+        except OSError:
+            return 0
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Return at most so many bytes from there on."""
+        try:
+            fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return b""
+        try:
+            return os.pread(fd, size, offset)
+        finally:
+            os.close(fd)
+
+
+def refuse_missing_attempt(run_id: str, attempt: int, last: int) -> None:
+    """Raise InvalidValue unless the run had this attempt, counted from 1; `last` 0 means none started."""
+    if 1 <= attempt <= last:
+        return
+    had = "has no attempt yet" if last == 0 else "had one attempt" if last == 1 else f"had attempts 1 to {last}"
+    raise InvalidValue(f"run {run_id} {had}, not {attempt}", hint=f"sgpu show {run_id}")
+
+
+def tail_start(end: int, read: Callable[[int, int], bytes], lines: int) -> int:
+    """Return the offset of the last lines, reading backwards with `read(offset, count)`."""
+    if lines == 0:
+        return end
+    position, wanted = end, lines
+    while position > 0:
+        start = max(0, position - PIECE_BYTES)
+        data = read(start, position - start)
+        if position == end and data.endswith(b"\n"):
+            wanted += 1  # the end of the last line begins none
+        count = data.count(b"\n")
+        if count >= wanted:
+            for _ in range(wanted):
+                data = data[: data.rindex(b"\n")]
+            return start + len(data) + 1
+        wanted -= count
+        position = start
+    return 0
+
+
+_LOOK_S_MAX = 1.0
+_ASKED_MAX = 64
+_READ_BYTES = 1 << 20
+
+
+@contextlib.contextmanager
+def served_output(home: Home, view: RunView, attempt: int | None = None) -> Iterator[RunOutput]:
+    """Yield the output of a server's run; attempt None means the last and later ones."""
+    with patient_server(home.root) as connection:
+        yield ServedOutput(connection, view, attempt)
+
+
+class ServedOutput(RunOutput):
+    """Output of a server's run; attempt None means the last and later ones."""
+
+    look_s_max = _LOOK_S_MAX
+
+    def __init__(self, connection: Connection, view: RunView, attempt: int | None = None) -> None:
+        if attempt is not None:
+            refuse_missing_attempt(view.id, attempt, view.fence)
+        self.run_id = view.id
+        self._connection = connection
+        self._view = view
+        self._fence = view.fence if attempt is None else attempt
+        self._is_last = attempt is None
+        self._sources: list[_Log] = []
+        self._next = 0
+
+    def ranks(self) -> int:
+        """Return how many ranks there are, as far as that is known."""
+        return self._view.processes or 1
+
+    def written(self) -> list[int]:
+        """Return the ranks that wrote anything."""
+        ranks = range(min(self.ranks(), _ASKED_MAX))
+        return [
+            rank
+            for rank in ranks
+            if any(
+                _Log(self._connection, self.run_id, self._fence, rank, stream).size() for stream in ("stdout", "stderr")
+            )
+        ]
+
+    def failed_rank(self) -> int | None:
+        """Return the first rank that failed; None where no rank did, or another attempt was asked for."""
+        if self._view.state is not State.FAILED or self._fence != self._view.fence:
+            return None
+        found = fetch_ending(self._view)
+        return None if found is None else failed_rank(found.stopped)
+
+    def source(self, rank: int, stream: str) -> OutputStream:
+        """Return one stream of one rank."""
+        source = _Log(self._connection, self.run_id, self._fence, rank, stream)
+        self._sources.append(source)
+        return source
+
+    def goes_on(self) -> bool:
+        """Return whether more output may come; move to the next attempt once the former was shown."""
+        if self._next:
+            if self._fence:
+                say(f"sgpu: attempt {self._next} of run {self.run_id}", err=True)
+            self._fence, self._next = self._next, 0
+            for source in self._sources:
+                source.turn_to(self._fence)
+        run_view = load("serverless_gpu.wire.runs").RunView
+        self._view = self._connection.ask("GET", f"/runs/{self.run_id}", answer=run_view)
+        if self._view.fence > self._fence:
+            self._next = self._view.fence if self._is_last else 0
+            return self._is_last
+        return self._view.state not in TERMINAL
+
+
+class _Log(OutputStream):
+    def __init__(self, connection: Connection, run_id: str, fence: int, rank: int, stream: str) -> None:
+        super().__init__(rank, stream)
+        self._connection = connection
+        self._path = f"/runs/{run_id}/logs/{rank}/{stream}"
+        self._fence = fence
+        self._complete = False
+
+    def turn_to(self, fence: int) -> None:
+        """Go on with the start of another attempt."""
+        self._fence, self._offset, self._complete = fence, 0, False
+
+    def pieces(self) -> Iterator[bytes]:
+        """Yield new output since the last call, with as few requests as possible."""
+        while self._fence and not self._complete:
+            data, headers = self._fetch(self._offset, _READ_BYTES)
+            self._offset += len(data)
+            self._complete = headers.get("SGPU-Complete") == "1"
+            if data:
+                self.has_written = True
+                yield data
+            if len(data) < _READ_BYTES:
+                return
+
+    def size(self) -> int:
+        """Return how much there is now, in bytes."""
+        return int(self._fetch(0, 1)[1].get("SGPU-Size", 0)) if self._fence else 0
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Return at most so many bytes from there on."""
+        return self._fetch(offset, size)[0] if self._fence else b""
+
+    def _fetch(self, offset: int, size: int) -> tuple[bytes, Mapping[str, str]]:
+        query = {"fence": str(self._fence), "offset": str(offset), "limit": str(size)}
+        return self._connection.fetch(self._path, query=query)
