@@ -24,7 +24,7 @@ import typing_extensions
 
 from serverless_gpu import Run, distributed, session
 from serverless_gpu.errors import RunError
-from serverless_gpu.node.inside import huge_pages
+from serverless_gpu.node.inside.zygote import collapse_huge_page
 from serverless_gpu.testing import agent_status
 from tests.support.golden import golden
 from tests.support.local.observe import Process, ended, start_script, wait_for
@@ -106,7 +106,7 @@ def can_collapse() -> bool:
     with mmap.mmap(-1, 6 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         memory[:] = b"x" * len(memory)
         start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        return huge_pages.collapse(-(-start // (2 << 20)) * (2 << 20))
+        return collapse_huge_page(-(-start // (2 << 20)) * (2 << 20))
 
 
 def is_zygote_of(process: Path, home: Path) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from serverless_gpu.node.inside import huge_pages
+from serverless_gpu.node.inside import zygote
 
 MAPS = """\
 00200000-00400000 rw-p 00000000 00:00 0                                  [heap]
@@ -21,8 +21,8 @@ MAPS = """\
 def test_22C7_whole_ranges_of_private_memory_without_a_file(tmp_path: Path) -> None:
     maps = tmp_path / "maps"
     maps.write_text(MAPS)
-    assert huge_pages.ranges(str(maps)) == [0x200000, 0x7F0000200000]
+    assert zygote.huge_page_ranges(str(maps)) == [0x200000, 0x7F0000200000]
 
 
 def test_22C7_where_the_kernel_does_not_say_there_are_none(tmp_path: Path) -> None:
-    assert huge_pages.ranges(str(tmp_path / "nothing")) == []
+    assert zygote.huge_page_ranges(str(tmp_path / "nothing")) == []
