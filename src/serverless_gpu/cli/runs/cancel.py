@@ -8,8 +8,8 @@ import click
 
 from serverless_gpu.cli.output import columns, say
 from serverless_gpu.cli.runs import server_runs as remote
-from serverless_gpu.cli.runs.local_runs import row
 from serverless_gpu.cli.runs.run_location import PAGE, locate, own_runs, server_runs, this_home
+from serverless_gpu.cli.runs.run_table import row
 from serverless_gpu.client.runs.attachment import attach
 from serverless_gpu.client.runs.run import Run
 from serverless_gpu.errors import ServerlessGpuError, ServerProblem

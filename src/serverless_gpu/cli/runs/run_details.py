@@ -9,9 +9,9 @@ from serverless_gpu.ambient import format_moment
 from serverless_gpu.cli.output import columns, print_json, say
 from serverless_gpu.cli.runs import server_run_details as remote
 from serverless_gpu.cli.runs.device_use import sampled_uses, use_lines
-from serverless_gpu.cli.runs.local_runs import as_json as as_json_of
-from serverless_gpu.cli.runs.local_runs import cost_so_far, name_of, took_ms, took_text
 from serverless_gpu.cli.runs.run_location import locate, queued_runs, this_home
+from serverless_gpu.cli.runs.run_table import as_json as as_json_of
+from serverless_gpu.cli.runs.run_table import cost_so_far, name_of, took_ms, took_text
 from serverless_gpu.client.runs.outcome import ending_text
 from serverless_gpu.client.tracked import from_directory
 from serverless_gpu.model.lifecycle.attempt import State

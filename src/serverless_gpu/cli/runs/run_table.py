@@ -1,6 +1,8 @@
 """`sgpu runs`: the runs of this home and of its server.
 
 This module and its imports load at each listing of runs: `test_lazy_commands.py` lists the modules that it may load.
+
+Runs of this home, as commands show them; those of a server are in `server/records/runs/runs.py`.
 """
 
 from __future__ import annotations
@@ -10,13 +12,15 @@ from typing import TYPE_CHECKING
 
 import click
 
+from serverless_gpu.ambient import SystemClock, format_moment, format_utc
 from serverless_gpu.cli.output import columns, print_json, say
-from serverless_gpu.cli.runs import local_runs as own
 from serverless_gpu.cli.runs.run_location import own_runs, queued_runs, server_costs, this_home
 from serverless_gpu.errors import ServerProblem
 from serverless_gpu.lazy_import import load
 from serverless_gpu.model.lifecycle.attempt import State
-from serverless_gpu.node.attempt.history import NOT_STARTED, UNREADABLE, read_run
+from serverless_gpu.node.attempt.history import FUNCTION, NOT_STARTED, UNREADABLE, RunRecord, read_run, size_on_disk
+from serverless_gpu.node.base.home import Home
+from serverless_gpu.units import format_bytes, format_duration_ms
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -52,12 +56,12 @@ def runs(limit: int, state: str | None, size: bool, as_json: bool) -> None:
         except ServerProblem as error:
             away = type(error)(f"{error.message}; only runs of this machine are listed", hint=error.hint)
     if as_json:
-        found = [own.as_json(home, record, size=size) for record in mine]
+        found = [as_json(home, record, size=size) for record in mine]
         found += [_remote().as_json(view, costs.get(view.id)) for view in views]
         print_json(sorted(found, key=lambda run: str(run["id"]), reverse=True)[:limit])
     elif mine or views:
-        rows = [own.row(record, home, size=size) for record in mine]
-        rows += [[*_remote().row(view), *(["-"] if size else []), own.used_text(costs.get(view.id))] for view in views]
+        rows = [row(record, home, size=size) for record in mine]
+        rows += [[*_remote().row(view), *(["-"] if size else []), used_text(costs.get(view.id))] for view in views]
         head = [*_HEAD[:-1], "SIZE", _HEAD[-1]] if size else _HEAD
         for line in columns([head, *sorted(rows, reverse=True)[:limit]]):
             say(line)
@@ -69,3 +73,88 @@ def runs(limit: int, state: str | None, size: bool, as_json: bool) -> None:
 
 def _remote() -> ModuleType:
     return load("serverless_gpu.cli.runs.server_runs")
+
+
+_NAME_CHARACTERS_MAX = 32
+
+
+def row(record: RunRecord, home: Home, *, size: bool = False) -> list[str]:
+    """Return the cells of one line: run, name, state, started, took, devices, where, size if wanted, used."""
+    name = name_of(record) or "-"
+    if len(name) > _NAME_CHARACTERS_MAX:
+        name = name[: _NAME_CHARACTERS_MAX - 1] + "…"
+    devices = f"{record.world_size} rank{'' if record.world_size == 1 else 's'}" if record.world_size else "-"
+    if record.receipt is not None:
+        devices = record.receipt.devices_text()
+    return [
+        record.run_id,
+        name,
+        record.state,
+        format_moment(record.began_ns or record.created_ns),
+        took_text(record),
+        devices,
+        "here",
+        *([format_bytes(size_on_disk(home.runs / record.run_id))] if size else []),
+        record.receipt.used_text() if record.receipt is not None else used_text(cost_so_far(home, record)),
+    ]
+
+
+def as_json(home: Home, record: RunRecord, *, size: bool) -> dict[str, object]:
+    """Return a run for machines, with the names that runs of a server have."""
+    receipt, cost = record.receipt, cost_so_far(home, record) if record.receipt is None else None
+    cells: dict[str, object] = {
+        "id": record.run_id,
+        "kind": record.kind,
+        "name": record.spec.name if record.spec is not None else "",
+        "state": record.state,
+        "reason": record.stopped.reason.value if record.stopped is not None else None,
+        "live": record.live,
+        "created": format_utc(record.created_ns),
+        "started": format_utc(record.began_ns) if record.began_ns is not None else None,
+        "ended": format_utc(record.ended_ns) if record.ended_ns is not None else None,
+        "took_ms": took_ms(record),
+        "ranks": record.world_size,
+        "gpu_type": receipt.gpu_type if receipt is not None else None,
+        "devices": list(receipt.gpus) if receipt is not None else None,
+        **{name: getattr(receipt or cost, name, None) for name in ("gpu_ms", "micros", "currency")},
+        "directory": str(record.directory),
+        "problem": record.problem,
+    }
+    return cells | ({"size_bytes": size_on_disk(home.runs / record.run_id)} if size else {})
+
+
+def name_of(record: RunRecord) -> str:
+    """Return a run's name: its function, or its kind."""
+    if record.kind != FUNCTION:
+        return f"({record.kind})"
+    return record.spec.name if record.spec is not None else ""
+
+
+def took_ms(record: RunRecord) -> int | None:
+    """Return how long user code ran, or has run by now; None where that is not known."""
+    if record.receipt is not None and record.receipt.segments.run_ms is not None:
+        return record.receipt.segments.run_ms
+    if record.began_ns is None:
+        return None
+    return max(0, (record.ended_ns or SystemClock().wall_ns()) - record.began_ns) // 1_000_000
+
+
+def took_text(record: RunRecord) -> str:
+    """Return how long user code ran, or has run by now, for reading."""
+    elapsed_ms = took_ms(record)
+    return "-" if elapsed_ms is None else format_duration_ms(elapsed_ms)
+
+
+def cost_so_far(home: Home, record: RunRecord) -> Cost | None:
+    """Return a running run's cost so far; None for any other run."""
+    if not record.live:
+        return None
+    found: Cost | None = load("serverless_gpu.client.runs.local_costs").cost_here(
+        home.runs / record.run_id, SystemClock()
+    )
+    return found
+
+
+def used_text(cost: Cost | None) -> str:
+    """Return a run's use as one table cell."""
+    return "-" if cost is None or not cost.gpu_ms else cost.used_text()
