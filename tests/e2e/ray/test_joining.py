@@ -13,7 +13,7 @@ import pytest
 from serverless_gpu.doctor.probes.pool import look_at_pool
 from serverless_gpu.engines.ray import ray_machine, start_arguments
 from serverless_gpu.engines.ray.ray_keeper import unreachable
-from serverless_gpu.node.inside import fence
+from serverless_gpu.node.inside import linux
 from tests.e2e.ray.plain_ray import PYTHON
 from tests.e2e.ray.pools import START_S, Machine
 from tests.support.golden import golden
@@ -113,7 +113,7 @@ def test_a_machine_joins_runs_leaves_and_its_run_goes_on(
     look = first.program(LOOK, str(PYTHON))
     output, errors = look.communicate(timeout=RUN_S)
     assert output.strip() == "[[], []]", errors  # nothing of Ray's, and no path of a token
-    if not fence.refused():
+    if not linux.landlock_refusal():
         assert {"one": first.rays(), "two": second.rays()} == before
 
     _check_what_is_seen(second)

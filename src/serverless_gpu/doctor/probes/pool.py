@@ -21,7 +21,7 @@ from serverless_gpu.engines.ray.ray_keeper import marked_pids
 from serverless_gpu.node.base.home import find_home
 from serverless_gpu.node.base.pool import keepers
 from serverless_gpu.node.base.private_files import readers
-from serverless_gpu.node.inside import fence
+from serverless_gpu.node.inside import linux
 from serverless_gpu.node.inside.linux import descendants
 
 _LISTEN = "0A"
@@ -50,7 +50,7 @@ def look_at_pool(environ: Mapping[str, str]) -> PoolFacts:
         token_problem=_token_problem(directory / ray_machine.TOKEN),
         listeners=tuple(sorted(_listeners(pids))),
         addresses=_addresses(),
-        unfenced=fence.refused(),
+        unfenced=linux.landlock_refusal(),
         processes=len(pids),
     )
 

@@ -39,13 +39,27 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from . import actor as actor  # a call may refer to `serve_actor`
-from . import blas, command, fence, linux, process_group, protocol
+from . import blas, command, linux, process_group, protocol
 from .call import RankCall, fill_rank, load_call
 from .channel import Channel
 from .entry import pass_gate
-from .failure import describe, pickle_exception, tell_of_copies, tell_of_joining, tell_of_torch
+from .failure import (
+    describe,
+    pickle_exception,
+    tell_of_copies,
+    tell_of_joining,
+    tell_of_torch,
+)
 from .mlflow import hook as mlflow_hook
-from .payload import PayloadNotWritten, PayloadTooLarge, dump, dumps, join_late, loads, write_whole
+from .payload import (
+    PayloadNotWritten,
+    PayloadTooLarge,
+    dump,
+    dumps,
+    join_late,
+    loads,
+    write_whole,
+)
 from .raycluster import task
 from .raycluster.words import read_share
 from .training_evidence import trained_alone
@@ -113,7 +127,7 @@ def main(channel: Channel, events: Channel) -> int:
     )
     linux.set_name(f"sgpu-rank{place.rank}")
     if message.get("fenced") is True:
-        fence.keep_signals_in()  # where that is not possible, `sgpu doctor` says so
+        linux.keep_signals_in()  # where that is not possible, `sgpu doctor` says so
 
     def report(event: protocol.Message) -> None:
         with contextlib.suppress(OSError):  # the supervisor is gone: the stem ends us

@@ -12,9 +12,9 @@ import pytest
 
 from serverless_gpu.node.base import pool
 from serverless_gpu.node.base.lock_files import hold
-from serverless_gpu.node.inside import fence
+from serverless_gpu.node.inside import linux
 
-pytestmark = pytest.mark.skipif(bool(fence.refused()), reason=f"no fence here: {fence.refused()}")
+pytestmark = pytest.mark.skipif(bool(linux.landlock_refusal()), reason=f"no fence here: {linux.landlock_refusal()}")
 
 
 @contextlib.contextmanager
@@ -37,7 +37,7 @@ def in_fenced(work: Callable[[int], str]) -> str:
         if pid == 0:
             said = "raised"
             try:
-                said = fence.keep_signals_in() or work(outside)
+                said = linux.keep_signals_in() or work(outside)
             except OSError as error:
                 said = type(error).__name__
             finally:
@@ -79,7 +79,7 @@ def test_it_can_be_ended_from_outside() -> None:
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
-        fence.keep_signals_in()
+        linux.keep_signals_in()
         os.write(writing, b"x")
         signal.pause()
     os.read(reading, 1)
