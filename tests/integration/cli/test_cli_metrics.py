@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from serverless_gpu.cli import program
-from serverless_gpu.cli.runs.device_use import use_lines
+from serverless_gpu.cli.runs.run_details import use_lines
 from serverless_gpu.model.receipt import DeviceUse
 from tests.support.cli.cli import FIRST, RECEIPT, SPEC
 from tests.support.client.plotted import ORIGIN_NS, attempt, telemetry

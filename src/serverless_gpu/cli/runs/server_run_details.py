@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from serverless_gpu.ambient import format_moment
 from serverless_gpu.cli.output import columns
-from serverless_gpu.cli.runs.device_use import use_lines
+from serverless_gpu.cli.runs.run_details import use_lines
 from serverless_gpu.cli.runs.run_endings import fetch_ending
 from serverless_gpu.cli.runs.run_location import this_home
 from serverless_gpu.cli.runs.server_runs import as_json, devices_text, moment_of, sentence_of, took_ms
