@@ -1,6 +1,8 @@
 """`sgpu show`: everything about one run, of this machine or of the server.
 
 Device use of a run, one line each: from the receipt, or from samples so far.
+
+`sgpu metrics`: the samples of a run as numbers or as a picture.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from serverless_gpu.cli.runs import server_run_details as remote
 from serverless_gpu.cli.runs.run_location import locate, queued_runs, this_home
 from serverless_gpu.cli.runs.run_table import as_json as as_json_of
 from serverless_gpu.cli.runs.run_table import cost_so_far, name_of, took_ms, took_text
+from serverless_gpu.client.runs.attachment import attach
 from serverless_gpu.client.runs.outcome import ending_text
 from serverless_gpu.client.tracked import from_directory
 from serverless_gpu.model.lifecycle.attempt import State
@@ -182,3 +185,35 @@ def _cells(use: DeviceUse) -> list[str]:
         "-" if use.energy_joules is None else format_joules(use.energy_joules),
         "-" if not use.throttled_s else format_duration_ms(round(use.throttled_s * 1000)),
     ]
+
+
+@click.command()
+@click.argument("run", required=False)
+@click.option(
+    "--plot", type=click.Path(path_type=Path), metavar="FILE", help="Write a picture of it: .png, .svg, .pdf."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print every sample as JSON.")
+def metrics(run: str | None, plot: Path | None, as_json: bool) -> None:
+    """Show what was sampled of a run's nodes, GPUs and ranks.
+
+    RUN is an identifier, or any beginning or end of one that no other run has; without it, the latest run.
+    """
+    found = locate(this_home(), run)
+    handle = attach(found.run_id)
+    if plot is not None:
+        handle.plot(plot)
+        say(f"{plot} shows run {found.run_id}", err=True)
+        return
+    series = handle.metrics()
+    if as_json:
+        print_json({name: {"times": one.times, "values": one.values} for name, one in series.items()})
+        return
+    if not series:
+        say(f"nothing was sampled of run {found.run_id}", err=True)
+        return
+    rows = [["SERIES", "SAMPLES", "LEAST", "MEAN", "MOST", "LAST"]]
+    for name, (_, values) in series.items():
+        numbers = (min(values), sum(values) / len(values), max(values), values[-1])
+        rows.append([name, str(len(values)), *(f"{number:,.1f}" for number in numbers)])
+    for line in columns(rows):
+        say(line)
