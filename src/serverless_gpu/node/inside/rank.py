@@ -42,7 +42,6 @@ from . import actor as actor  # a call may refer to `serve_actor`
 from . import blas, command, linux, process_group, protocol
 from .call import RankCall, fill_rank, load_call
 from .channel import Channel
-from .entry import pass_gate
 from .failure import (
     describe,
     pickle_exception,
@@ -60,6 +59,7 @@ from .payload import (
     loads,
     write_whole,
 )
+from .process_group import pass_gate
 from .raycluster import task
 from .raycluster.words import read_share
 from .training_evidence import trained_alone
