@@ -11,7 +11,7 @@ from torch import distributed as dist
 
 from serverless_gpu import distributed
 from serverless_gpu.errors import NotPicklable
-from serverless_gpu.node.inside.training_evidence import SWITCH
+from serverless_gpu.node.inside.process_group import SWITCH
 from tests.support.golden import golden
 
 pytestmark = pytest.mark.torch

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from serverless_gpu.node.inside.training_evidence import SWITCH
+from serverless_gpu.node.inside.process_group import SWITCH
 
 TOKEN = "SERVERLESS_GPU_TOKEN"
 

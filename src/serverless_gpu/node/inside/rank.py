@@ -59,10 +59,9 @@ from .payload import (
     loads,
     write_whole,
 )
-from .process_group import pass_gate
+from .process_group import pass_gate, trained_alone
 from .raycluster import task
 from .raycluster.words import read_share
-from .training_evidence import trained_alone
 
 _STAY_S = 5.0  # how long a rank other than 0 waits for the others after it returned
 _SETTLE_FAILED_S = 1.0  # for the last points before a failure; the end of the other ranks waits for that

@@ -13,7 +13,7 @@ import pytest
 from serverless_gpu.client.launch import preflight, process_state
 from serverless_gpu.errors import NotPicklable
 from serverless_gpu.model.spec import Resources, RunSpec
-from serverless_gpu.node.inside import call, payload, training_evidence
+from serverless_gpu.node.inside import call, payload, process_group
 from tests.support.golden import golden
 from tests.support.node.rank_process import run_rank
 
@@ -193,4 +193,4 @@ for code in sys.argv[2:]:
 
 
 def test_23A1_one_rank_is_no_gang() -> None:
-    assert not training_evidence.trained_alone(1)
+    assert not process_group.trained_alone(1)
