@@ -17,7 +17,7 @@ import contextlib
 import json
 import os
 
-from . import linux, mounts, protocol, user_namespace
+from . import linux, mounts, protocol
 from .channel import Channel
 
 
@@ -32,9 +32,9 @@ def main(plan_fd: int, channel_fd: int) -> None:
     linux.become_subreaper()  # kept by execve
     enter_cgroups(plan["cgroups"])
     if plan["namespace"]:
-        problem = user_namespace.probe()
+        problem = mounts.probe_user_namespace()
         if not problem:
-            user_namespace.enter()
+            mounts.enter_user_namespace()
         elif plan["namespace"] == "required":
             reason = f"{protocol.UNSHARED} ({problem})"
             Channel.adopt(channel_fd).send(protocol.encode({"event": "cold", "reason": reason}))

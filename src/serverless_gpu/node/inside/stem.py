@@ -30,7 +30,7 @@ import socket
 import sys
 from typing import NamedTuple, NoReturn
 
-from . import linux, mounts, protocol, rank, user_namespace
+from . import linux, mounts, protocol, rank
 from .channel import Channel, pair
 from .launcher import enter_cgroups
 from .raycluster import directory
@@ -65,7 +65,7 @@ def main(channel: Channel, request: protocol.Message, zygote: socket.socket | No
         os.setsid()
         if zygote is not None:
             with zygote:
-                user_namespace.become_member(zygote)
+                mounts.become_member(zygote)
         own = _Stem(channel, enter_cgroups(protocol.strings(request, "cgroups")))
         if own.mount(request.get("mounts")):
             own.serve(protocol.integer(request, "ranks"))
