@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from serverless_gpu.node.inside.mlflow import held_writes
+from serverless_gpu.node.inside.mlflow import writes
 from tests.support.node.mlflow_job import VARIABLES
 
 
@@ -19,8 +19,8 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_a_rank_holds_is_not_sent_again_by_a_process_it_forks() -> None:
-    held = held_writes.HeldWrites(lambda: None, again_s=1_000.0)
-    held.keep(held_writes.Batch(1, lambda: True))
+    held = writes.HeldWrites(lambda: None, again_s=1_000.0)
+    held.keep(writes.Batch(1, lambda: True))
     pid = os.fork()
     if not pid:
         os._exit(0 if held.wait(0.0) and not held.is_away and not held.lost else 1)

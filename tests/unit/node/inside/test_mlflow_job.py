@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from serverless_gpu.node.inside.mlflow import held_writes, hook
+from serverless_gpu.node.inside.mlflow import hook
 from serverless_gpu.node.inside.mlflow import job as mlflow_job
 from serverless_gpu.node.inside.mlflow.job import MlflowJob
-from serverless_gpu.node.inside.mlflow.writes import Writes
+from serverless_gpu.node.inside.mlflow.writes import HELD_MAX, Batch, HeldWrites, Writes
 from tests.support.golden import golden
 from tests.support.node.mlflow_job import VARIABLES
 
@@ -352,7 +352,7 @@ def log(store: Store, *batches: list[Any]) -> Callable[[], None]:
 def test_F44_what_ranks_log_while_the_server_does_not_answer_arrives_when_it_does(
     attempt: Path, store: type[Store], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(held_writes.HeldWrites.__init__, "__defaults__", (held_writes.HELD_MAX, 0.01))
+    monkeypatch.setattr(HeldWrites.__init__, "__defaults__", (HELD_MAX, 0.01))
     writes = patched(attempt, 0, store)
     there = store()
     there.away = True
@@ -374,7 +374,7 @@ def test_F44_a_server_that_stays_away_costs_the_background_one_time_out_and_the_
 ) -> None:
     """Else a queue of points would be worked off at one time-out each."""
     # A slow machine must not come to the next try.
-    monkeypatch.setattr(held_writes.HeldWrites.__init__, "__defaults__", (held_writes.HELD_MAX, 600.0))
+    monkeypatch.setattr(HeldWrites.__init__, "__defaults__", (HELD_MAX, 600.0))
     writes = patched(attempt, 0, store)
     there = store()
     there.away = True
@@ -460,7 +460,7 @@ def test_F44_what_is_held_is_bounded_the_newest_of_it_is_kept() -> None:
     sent: list[int] = []
     answers = threading.Event()
     back = threading.Event()
-    held = held_writes.HeldWrites(back.set, limit=30, again_s=0.001)
+    held = HeldWrites(back.set, limit=30, again_s=0.001)
 
     def send(number: int) -> bool:
         if answers.is_set():
@@ -468,7 +468,7 @@ def test_F44_what_is_held_is_bounded_the_newest_of_it_is_kept() -> None:
         return answers.is_set()
 
     for number in range(100):
-        held.keep(held_writes.Batch(10, functools.partial(send, number)))
+        held.keep(Batch(10, functools.partial(send, number)))
     answers.set()
     assert held.wait(30.0) and back.wait(30.0) and not held.is_away
     assert sent == [97, 98, 99] and held.lost == 970
@@ -477,7 +477,7 @@ def test_F44_what_is_held_is_bounded_the_newest_of_it_is_kept() -> None:
 def test_F44_a_batch_that_is_refused_later_does_not_hold_up_the_others(
     attempt: Path, store: type[Store], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(held_writes.HeldWrites.__init__, "__defaults__", (held_writes.HELD_MAX, 0.01))
+    monkeypatch.setattr(HeldWrites.__init__, "__defaults__", (HELD_MAX, 0.01))
     writes = patched(attempt, 0, store)
     there = store()
     there.away = True
