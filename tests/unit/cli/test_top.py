@@ -7,8 +7,7 @@ import json
 import msgspec
 import pytest
 
-from serverless_gpu.cli.top.picture import Style, draw
-from serverless_gpu.cli.top.table import Around, DeviceOwner, TopTable, as_json, tabulate
+from serverless_gpu.cli.top.picture import Around, DeviceOwner, Style, TopTable, as_json, draw, tabulate
 from serverless_gpu.model.telemetry.samples import RankSample
 from serverless_gpu.node.monitor.messages import NodeFrame
 from tests.support.cli.framed import FIRST, NOW_NS, SECOND, S, around, frame, slots

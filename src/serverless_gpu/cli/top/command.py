@@ -12,8 +12,7 @@ from serverless_gpu.ambient import SystemClock, format_clock
 from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.cli.runs.run_location import this_home
 from serverless_gpu.cli.top.data_source import Feed, look_around, user_name
-from serverless_gpu.cli.top.picture import Style, draw
-from serverless_gpu.cli.top.table import TopTable, as_json, tabulate
+from serverless_gpu.cli.top.picture import Style, TopTable, as_json, draw, tabulate
 from serverless_gpu.cli.top.terminal import Terminal
 from serverless_gpu.client.display.terminal import fit
 from serverless_gpu.errors import AgentUnavailable

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.cli.top.table import Around, DeviceOwner
+from serverless_gpu.cli.top.picture import Around, DeviceOwner
 from serverless_gpu.errors import ServerlessGpuError, StorageError
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.hardware import Device, DeviceKind
