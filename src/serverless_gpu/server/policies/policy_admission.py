@@ -16,9 +16,8 @@ import sqlalchemy as sa
 
 from serverless_gpu.environment.packages import Packages, are_same, difference
 from serverless_gpu.errors import EnvironmentMissing, PolicyViolation
-from serverless_gpu.model.access.policy_defaults import with_defaults
 from serverless_gpu.model.access.roles import AccessReach, Resource, reach
-from serverless_gpu.model.access.usage_policy import NamedPolicy, UsagePolicy, apply, choose, where
+from serverless_gpu.model.access.usage_policy import NamedPolicy, UsagePolicy, apply, choose, where, with_defaults
 from serverless_gpu.model.hardware import FAMILIES
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.server.core.caller import Caller

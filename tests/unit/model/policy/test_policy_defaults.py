@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from serverless_gpu.errors import PolicyViolation
-from serverless_gpu.model.access.policy_defaults import with_defaults
-from serverless_gpu.model.access.usage_policy import UsagePolicy, describe
+from serverless_gpu.model.access.usage_policy import UsagePolicy, describe, with_defaults
 from serverless_gpu.model.spec import RunSpec
 from tests.support.golden import golden
 
