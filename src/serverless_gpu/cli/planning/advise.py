@@ -35,8 +35,20 @@ from serverless_gpu.cli.runs.run_location import this_home
 from serverless_gpu.cli.server_connection import server
 from serverless_gpu.client.remote.profile import find_profile
 from serverless_gpu.errors import ServerNotConfigured
-from serverless_gpu.model.billing.advice import Advice, Curve, GpuRates, Mix, Slot, advise, curve_of
-from serverless_gpu.model.billing.advice_formulas import formulas, formulas_of_queues, formulas_of_runs, percent, price
+from serverless_gpu.model.billing.advice import (
+    Advice,
+    Curve,
+    GpuRates,
+    Mix,
+    Slot,
+    advise,
+    curve_of,
+    formulas,
+    formulas_of_queues,
+    formulas_of_runs,
+    percent,
+    price,
+)
 from serverless_gpu.model.billing.oversized_runs import Unneeded, unneeded
 from serverless_gpu.model.hardware import GpuType, canonical, time_unit
 from serverless_gpu.node.base.configuration import Configuration, read_configuration

@@ -10,8 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.billing.advice import Curve, GpuRates, GpuUse, Mix, advise, best_slots, curve_of, mix
-from serverless_gpu.model.billing.advice_formulas import formulas, price
+from serverless_gpu.model.billing.advice import (
+    Curve,
+    GpuRates,
+    GpuUse,
+    Mix,
+    advise,
+    best_slots,
+    curve_of,
+    formulas,
+    mix,
+    price,
+)
 from serverless_gpu.model.utc_days import HOUR_NS
 from tests.support.golden import golden
 
