@@ -17,8 +17,7 @@ from benchmarks.report import Row, Timing
 from serverless_gpu.ambient import SystemClock, new_run_id
 from serverless_gpu.model.billing.ledger import LedgerEntry, lines, post
 from serverless_gpu.model.billing.pricing import Tariff
-from serverless_gpu.model.lifecycle.attempt import Reason
-from serverless_gpu.model.lifecycle.facts import Fact, FactKind
+from serverless_gpu.model.lifecycle.attempt import Fact, FactKind, Reason
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, UserCodeStarted
 from serverless_gpu.server.billing.charging import Charging
 from serverless_gpu.server.composition import make_charging

@@ -17,8 +17,7 @@ from serverless_gpu.model.billing.budget import Budget, BudgetUse, Period, Scope
 from serverless_gpu.model.billing.ledger import LedgerEntry, LedgerLine, charge, lines, post
 from serverless_gpu.model.billing.pricing import Price, Tariff
 from serverless_gpu.model.cost import AttemptUse, Devices, Lasting, estimated, together
-from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason
-from serverless_gpu.model.lifecycle.facts import Fact, FactKind
+from serverless_gpu.model.lifecycle.attempt import MEANINGS, Fact, FactKind, Reason
 from serverless_gpu.model.scheduling import duration_estimates
 from tests.support.paths import REPOSITORY
 

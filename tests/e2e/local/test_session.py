@@ -27,7 +27,7 @@ from serverless_gpu.errors import (
     UsageError,
 )
 from serverless_gpu.model.billing.ledger import charge
-from serverless_gpu.model.lifecycle.facts import Fact, FactKind
+from serverless_gpu.model.lifecycle.attempt import Fact, FactKind
 from serverless_gpu.testing import FakeGpus
 from tests.support.golden import golden
 from tests.support.local.observe import (

@@ -25,7 +25,7 @@ import msgspec
 from serverless_gpu.ambient import machine, new_run_id
 from serverless_gpu.client.caller.caller_context import caller_context
 from serverless_gpu.client.launch.preflight import pack
-from serverless_gpu.model.lifecycle.facts import Fact
+from serverless_gpu.model.lifecycle.attempt import Fact
 from serverless_gpu.model.spec import Resources, RunSpec
 from serverless_gpu.node.attempt.server_attempt import read_remote
 from serverless_gpu.node.base.home import Home

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.model.lifecycle.attempt import Reason
-from serverless_gpu.model.lifecycle.facts import FactKind
+from serverless_gpu.model.lifecycle.attempt import FactKind, Reason
 from serverless_gpu.node.attempt.history import read_ending
 from serverless_gpu.wire.runs import AttemptList, AttemptView
 from tests.e2e.network.cluster import Cluster, ClusterNode

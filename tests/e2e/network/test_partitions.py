@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.model.lifecycle.attempt import Reason
-from serverless_gpu.model.lifecycle.facts import FactKind
+from serverless_gpu.model.lifecycle.attempt import FactKind, Reason
 from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.node.attempt.history import read_ending
 from serverless_gpu.wire.agents import NodeList, clock_text, is_off

@@ -12,8 +12,7 @@ from click.testing import CliRunner
 from serverless_gpu import Run, distributed
 from serverless_gpu.cli.program import sgpu
 from serverless_gpu.errors import PolicyViolation, RunError, RunTimedOut
-from serverless_gpu.model.lifecycle.attempt import Reason
-from serverless_gpu.model.lifecycle.facts import Fact, FactKind
+from serverless_gpu.model.lifecycle.attempt import Fact, FactKind, Reason
 from serverless_gpu.node.attempt.history import read_ending
 from tests.e2e.remote.counting import count, saved, stand_still
 from tests.support.golden import golden

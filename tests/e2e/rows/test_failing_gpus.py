@@ -10,7 +10,7 @@ import pytest
 
 from serverless_gpu import Run, distributed, session
 from serverless_gpu.errors import RunError
-from serverless_gpu.model.lifecycle.facts import FactKind
+from serverless_gpu.model.lifecycle.attempt import FactKind
 from serverless_gpu.model.xid import XidKind
 from serverless_gpu.node.attempt.history import first_facts
 from serverless_gpu.node.base.home import Home

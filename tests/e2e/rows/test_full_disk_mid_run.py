@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu import distributed
-from serverless_gpu.model.lifecycle.facts import FactKind
+from serverless_gpu.model.lifecycle.attempt import FactKind
 from serverless_gpu.node.attempt.history import first_facts, read_ending, read_receipt
 from serverless_gpu.node.base.disk_reserve import DIRECTORY, FACTS_BYTES, SIZES
 from tests.e2e.rows.machines import Machine

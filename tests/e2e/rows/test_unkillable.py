@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu import distributed
-from serverless_gpu.model.lifecycle.facts import FactKind
+from serverless_gpu.model.lifecycle.attempt import FactKind
 from serverless_gpu.node.attempt.history import first_facts
 from tests.e2e.rows.machines import Machine
 from tests.support.golden import golden

@@ -14,8 +14,7 @@ from blake3 import blake3
 
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound, ServerlessGpuError, StaleAttempt
 from serverless_gpu.model.hardware import Device
-from serverless_gpu.model.lifecycle.attempt import Reason, State
-from serverless_gpu.model.lifecycle.facts import FactKind
+from serverless_gpu.model.lifecycle.attempt import FactKind, Reason, State
 from serverless_gpu.model.spec import BlobReference
 from serverless_gpu.server.composition import Services
 from serverless_gpu.server.core.caller import Caller

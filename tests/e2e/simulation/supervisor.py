@@ -20,8 +20,16 @@ from serverless_gpu.model.billing.pricing import UNPRICED
 from serverless_gpu.model.gangs.crew import numbered
 from serverless_gpu.model.gangs.gang_lifecycle import Halt
 from serverless_gpu.model.hardware import DeviceKind
-from serverless_gpu.model.lifecycle.attempt import MEANINGS, STOPPED_BY, Failure, Reason, State, StopReason
-from serverless_gpu.model.lifecycle.facts import Fact, FactKind
+from serverless_gpu.model.lifecycle.attempt import (
+    MEANINGS,
+    STOPPED_BY,
+    Fact,
+    FactKind,
+    Failure,
+    Reason,
+    State,
+    StopReason,
+)
 from serverless_gpu.model.receipt import Receipt, Segments
 from serverless_gpu.node.base.protocol import Stopped
 from serverless_gpu.wire.agents import Start

@@ -311,7 +311,7 @@ class World:
             mock.patch.object(faults, "reach", self._reach),
             mock.patch.object(retention, "FIRST_S", 20.0),
             mock.patch.object(retention, "EVERY_S", 20.0),
-            mock.patch.object(chain_writer, "EVERY_S", 5.0),
+            mock.patch.object(audit, "EVERY_S", 5.0),
             mock.patch.object(Environments, "need", lambda _self, _snapshot: None),
             mock.patch.object(rendezvous_state, "COME_S", 40.0),
             mock.patch.object(rendezvous_state, "MEET_S", 20.0),

@@ -8,7 +8,7 @@ from serverless_gpu.client.tracked import TrackedRun
 from serverless_gpu.environment.documents import SNAPSHOT_VERSION, Snapshot, Unit
 from serverless_gpu.environment.documents import VERSION as UNIT_VERSION
 from serverless_gpu.model.cost import Cost, CostEstimate
-from serverless_gpu.model.lifecycle.facts import Fact
+from serverless_gpu.model.lifecycle.attempt import Fact
 from serverless_gpu.model.receipt import Bill, DeviceUse, Segments
 from serverless_gpu.model.spec import SPEC_VERSION, RunSpec
 from serverless_gpu.model.telemetry.samples import Header, Sample

@@ -7,8 +7,7 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.model.hardware import DeviceKind
-from serverless_gpu.model.lifecycle.attempt import Failure, Reason, State
-from serverless_gpu.model.lifecycle.facts import Fact, FactKind
+from serverless_gpu.model.lifecycle.attempt import Fact, FactKind, Failure, Reason, State
 from serverless_gpu.model.telemetry.samples import GpuSample, Header, HostSample, RankSample, Sample, Sampled, encode
 from serverless_gpu.node.base.protocol import Stopped
 

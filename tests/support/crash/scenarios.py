@@ -142,9 +142,9 @@ def collects(machine: Machine, place: str, where: Path) -> None:
         connection.put(f"/blobs/{blake3(part).hexdigest()}", part)
     machine.stop()
     often = (
-        "environments.garbage_collection.FIRST_S=0.1",
-        "environments.garbage_collection.EVERY_S=0.1",
-        "environments.garbage_collection.GRACE_S=0",
+        "environments.FIRST_S=0.1",
+        "environments.EVERY_S=0.1",
+        "environments.GRACE_S=0",
     )
     machine.arm(place)
     machine.spawn(*often)

@@ -16,8 +16,7 @@ from typing import TypeVar
 
 from serverless_gpu import attach
 from serverless_gpu.errors import ServerlessGpuError
-from serverless_gpu.model.lifecycle.attempt import StopReason
-from serverless_gpu.model.lifecycle.facts import FactKind
+from serverless_gpu.model.lifecycle.attempt import FactKind, StopReason
 from serverless_gpu.node.attempt.history import first_facts
 from serverless_gpu.node.base import protocol
 from serverless_gpu.node.base.home import Home

@@ -6,8 +6,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from serverless_gpu.model.lifecycle.attempt import Reason, State
-from serverless_gpu.model.lifecycle.facts import Fact, FactKind
+from serverless_gpu.model.lifecycle.attempt import Fact, FactKind, Reason, State
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, UserCodeStarted
 from serverless_gpu.server.billing import charging
 from serverless_gpu.server.core.caller import Caller

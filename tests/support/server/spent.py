@@ -6,8 +6,7 @@ from typing import Any
 
 from serverless_gpu.model.billing.budget import Period, ScopeKind
 from serverless_gpu.model.billing.pricing import Price
-from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason, State
-from serverless_gpu.model.lifecycle.facts import Fact, FactKind
+from serverless_gpu.model.lifecycle.attempt import MEANINGS, Fact, FactKind, Reason, State
 from serverless_gpu.model.spec import Command, Resources
 from serverless_gpu.server.composition import Services, make_alarms, make_charging, make_keeper, make_scheduler
 from serverless_gpu.server.core.caller import Caller

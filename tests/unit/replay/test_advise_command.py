@@ -15,7 +15,7 @@ from serverless_gpu.cli.planning import advise
 from serverless_gpu.cli.program import sgpu
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, StorageError
 from serverless_gpu.model.hardware import GIB, DeviceKind
-from serverless_gpu.model.lifecycle.facts import Fact, FactKind
+from serverless_gpu.model.lifecycle.attempt import Fact, FactKind
 from serverless_gpu.model.receipt import DeviceUse, Receipt, Segments
 from tests.support.golden import golden
 

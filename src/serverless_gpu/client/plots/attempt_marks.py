@@ -14,8 +14,7 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.client.plots.curves import CurveMark
-from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason, State
-from serverless_gpu.model.lifecycle.facts import FactKind
+from serverless_gpu.model.lifecycle.attempt import MEANINGS, FactKind, Reason, State
 from serverless_gpu.node.attempt.history import first_facts, read_ending
 from serverless_gpu.node.supervisor.rank_environment import STOP_FILE
 

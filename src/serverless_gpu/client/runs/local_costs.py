@@ -18,8 +18,7 @@ from serverless_gpu.client.plots.attempt_marks import attempts_here
 from serverless_gpu.model.billing.ledger import LedgerLine, priced
 from serverless_gpu.model.billing.pricing import UNPRICED
 from serverless_gpu.model.cost import AttemptUse, Cost, together
-from serverless_gpu.model.lifecycle.attempt import MEANINGS
-from serverless_gpu.model.lifecycle.facts import Fact, FactKind
+from serverless_gpu.model.lifecycle.attempt import MEANINGS, Fact, FactKind
 from serverless_gpu.model.receipt import Bill, Receipt
 from serverless_gpu.node.attempt.history import first_facts, is_live, meter_of, read_ending, read_price, read_receipt
 

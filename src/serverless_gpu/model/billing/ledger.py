@@ -23,8 +23,7 @@ import msgspec
 
 from serverless_gpu.model.billing.metering import FIRST_USED, SEGMENTS, DayUse, Meter
 from serverless_gpu.model.billing.pricing import UNPRICED, Tariff, cost, cost_parts, dbu_cost
-from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason
-from serverless_gpu.model.lifecycle.facts import Fact, distinct
+from serverless_gpu.model.lifecycle.attempt import MEANINGS, Fact, Reason, distinct
 from serverless_gpu.model.receipt import Bill
 
 _AFTER_GRACE = "after the grace that its ranks had"

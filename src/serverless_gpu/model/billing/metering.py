@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from serverless_gpu.model.lifecycle.facts import Fact, FactKind
+from serverless_gpu.model.lifecycle.attempt import Fact, FactKind
 from serverless_gpu.model.utc_days import DAY_NS
 
 STRETCH_NS_MAX = 400 * DAY_NS

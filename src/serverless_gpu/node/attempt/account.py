@@ -19,9 +19,8 @@ from serverless_gpu.model.billing.ledger import bill_of, priced, sum_of
 from serverless_gpu.model.billing.metering import Meter
 from serverless_gpu.model.billing.pricing import Tariff
 from serverless_gpu.model.hardware import Device, DeviceKind
-from serverless_gpu.model.lifecycle.attempt import MEANINGS, Attempt, Phase, Reason
+from serverless_gpu.model.lifecycle.attempt import MEANINGS, Attempt, Fact, FactKind, Phase, Reason
 from serverless_gpu.model.lifecycle.attempt_lifecycle import ASKED
-from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.model.receipt import Bill, DeviceUse, Receipt, Segments
 from serverless_gpu.node.base import disk_reserve
 from serverless_gpu.node.base.protocol import Launch, Stopped

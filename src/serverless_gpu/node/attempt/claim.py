@@ -20,8 +20,7 @@ import os
 import select
 from pathlib import Path
 
-from serverless_gpu.model.lifecycle.attempt import SUPERVISOR_GONE, Attempt
-from serverless_gpu.model.lifecycle.facts import Fact, FactKind
+from serverless_gpu.model.lifecycle.attempt import SUPERVISOR_GONE, Attempt, Fact, FactKind
 from serverless_gpu.node.attempt.history import first_facts, read_ending
 from serverless_gpu.node.attempt.server_attempt import FILE as REMOTE
 from serverless_gpu.node.base.filesystems import REFUSED, lock_error

@@ -24,8 +24,7 @@ from serverless_gpu.ambient import created_wall_ns
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.billing.metering import Meter
 from serverless_gpu.model.billing.pricing import Tariff
-from serverless_gpu.model.lifecycle.attempt import State
-from serverless_gpu.model.lifecycle.facts import Fact, FactKind
+from serverless_gpu.model.lifecycle.attempt import Fact, FactKind, State
 from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.base.lock_files import is_held

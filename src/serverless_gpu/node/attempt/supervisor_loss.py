@@ -23,8 +23,7 @@ import msgspec
 from serverless_gpu.ambient import Clock
 from serverless_gpu.model.billing.pricing import UNPRICED, Tariff
 from serverless_gpu.model.hardware import DeviceKind
-from serverless_gpu.model.lifecycle.attempt import MEANINGS, Failure
-from serverless_gpu.model.lifecycle.facts import FactKind, alive_after
+from serverless_gpu.model.lifecycle.attempt import MEANINGS, FactKind, Failure, alive_after
 from serverless_gpu.model.lifecycle.supervisor_loss import LossEvidence, judge_loss
 from serverless_gpu.model.receipt import Receipt, Segments
 from serverless_gpu.node.attempt.account import reckon, write_json

@@ -33,8 +33,7 @@ import msgspec
 from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.errors import ServerlessGpuError, StorageError
 from serverless_gpu.model.hardware import Device
-from serverless_gpu.model.lifecycle.attempt import MEANINGS, Attempt, Failure, Reason, State
-from serverless_gpu.model.lifecycle.facts import FactKind
+from serverless_gpu.model.lifecycle.attempt import MEANINGS, Attempt, FactKind, Failure, Reason, State
 from serverless_gpu.model.lifecycle.session import (
     Asker,
     SessionBook,

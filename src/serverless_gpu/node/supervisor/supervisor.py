@@ -38,6 +38,7 @@ from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.lifecycle.attempt import (
     TERMINAL,
     Event,
+    FactKind,
     GangPlaced,
     LeaseExpired,
     Preparing,
@@ -53,7 +54,6 @@ from serverless_gpu.model.lifecycle.attempt import (
     stop_word,
 )
 from serverless_gpu.model.lifecycle.attempt_lifecycle import AttemptInstruction, IllegalAttemptTransition, advance
-from serverless_gpu.model.lifecycle.facts import FactKind
 from serverless_gpu.node.attempt import secret_files
 from serverless_gpu.node.attempt.account import AttemptAccount
 from serverless_gpu.node.attempt.claim import first_of, take_attempt

@@ -29,8 +29,7 @@ import msgspec
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import NotAuthenticated, ServerlessGpuError, ServerStorageFull, StaleAttempt
 from serverless_gpu.model.hangs.gang_hang_detection import Silence
-from serverless_gpu.model.lifecycle.attempt import SUPERVISOR_GONE, State, StopReason
-from serverless_gpu.model.lifecycle.facts import Fact, FactKind
+from serverless_gpu.model.lifecycle.attempt import SUPERVISOR_GONE, Fact, FactKind, State, StopReason
 from serverless_gpu.node.attempt.history import read_receipt
 from serverless_gpu.node.attempt.server_attempt import Remote
 from serverless_gpu.node.base.protocol import CrewNews, GangNews, Stopped

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple, cast
 import msgspec
 
 from serverless_gpu.json_codec import from_json
-from serverless_gpu.model.lifecycle.facts import Fact
+from serverless_gpu.model.lifecycle.attempt import Fact
 from serverless_gpu.wire.attempts import File, LogPiece
 from serverless_gpu.wire.base import INLINE_BYTES_MAX, INLINE_OUTPUT_BYTES_MAX, LOG_REPORT_BYTES_MAX
 

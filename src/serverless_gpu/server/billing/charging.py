@@ -33,7 +33,7 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.billing.ledger import LedgerEntry, LedgerLine, post
-from serverless_gpu.model.lifecycle.facts import Fact, FactKind
+from serverless_gpu.model.lifecycle.attempt import Fact, FactKind
 from serverless_gpu.model.receipt import observed
 from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.server.core.hub import CHARGED, Hub

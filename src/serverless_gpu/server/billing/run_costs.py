@@ -22,8 +22,7 @@ from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.billing.ledger import LedgerLine
 from serverless_gpu.model.cost import AttemptUse, Cost, CostEstimate, Devices, Lasting, estimated, together
 from serverless_gpu.model.hardware import CPU, census, matches
-from serverless_gpu.model.lifecycle.attempt import TERMINAL, State
-from serverless_gpu.model.lifecycle.facts import Fact
+from serverless_gpu.model.lifecycle.attempt import TERMINAL, Fact, State
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.server.lifecycle import metering
 from serverless_gpu.server.lifecycle.metering import Now

@@ -20,7 +20,7 @@ from serverless_gpu.model.billing import usage_report
 from serverless_gpu.model.billing.ledger import LedgerLine
 from serverless_gpu.model.billing.metering import SEGMENTS
 from serverless_gpu.model.billing.usage_report import Amounts, ReportRow
-from serverless_gpu.model.lifecycle.facts import Fact
+from serverless_gpu.model.lifecycle.attempt import Fact
 from serverless_gpu.server.lifecycle import metering
 from serverless_gpu.server.lifecycle.metering import Now
 from serverless_gpu.server.records import accounts, charges, nodes

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from serverless_gpu.model.billing import metering
-from serverless_gpu.model.lifecycle.facts import Fact
+from serverless_gpu.model.lifecycle.attempt import Fact
 from serverless_gpu.server.invariants.invariant_inputs import Books
 from serverless_gpu.server.invariants.violation import Violation
 

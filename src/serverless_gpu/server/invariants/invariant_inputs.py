@@ -18,8 +18,7 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.json_codec import from_json
-from serverless_gpu.model.lifecycle.attempt import Reason, State
-from serverless_gpu.model.lifecycle.facts import Fact
+from serverless_gpu.model.lifecycle.attempt import Fact, Reason, State
 from serverless_gpu.server.db.tables import audit, events, facts, files, orders, runs
 from serverless_gpu.server.records import charges
 from serverless_gpu.server.records.charges import Posted

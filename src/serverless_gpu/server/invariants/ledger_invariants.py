@@ -17,8 +17,7 @@ import msgspec
 
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.billing.ledger import EntryKind, LedgerLine, charge, reversed_line, standing, sum_of
-from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason
-from serverless_gpu.model.lifecycle.facts import Fact, FactKind
+from serverless_gpu.model.lifecycle.attempt import MEANINGS, Fact, FactKind, Reason
 from serverless_gpu.server.invariants.invariant_inputs import Booked, OfCrew, SeenReceipt
 from serverless_gpu.server.invariants.violation import Violation, of_run
 from serverless_gpu.server.lifecycle import metering

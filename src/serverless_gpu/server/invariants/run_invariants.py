@@ -35,8 +35,7 @@ from itertools import pairwise, product
 
 import msgspec
 
-from serverless_gpu.model.lifecycle.attempt import MEANINGS, TERMINAL, Reason, State
-from serverless_gpu.model.lifecycle.facts import FactKind
+from serverless_gpu.model.lifecycle.attempt import MEANINGS, TERMINAL, FactKind, Reason, State
 from serverless_gpu.model.lifecycle.run_lifecycle import FAULT_RETRIES_MAX, INFRA_RETRIES_MAX
 from serverless_gpu.model.spec import Function
 from serverless_gpu.server.invariants.allocations import LentDevice, crew_name, doubly, lent_once

@@ -23,8 +23,7 @@ from serverless_gpu.model.billing.ledger import Charge, sum_of
 from serverless_gpu.model.gangs import gang_lifecycle, gang_receipt
 from serverless_gpu.model.gangs.gang_lifecycle import Halt
 from serverless_gpu.model.gangs.gang_receipt import CrewAccount, Whole
-from serverless_gpu.model.lifecycle.attempt import ACTIVE, MEANINGS, Reason, State
-from serverless_gpu.model.lifecycle.facts import Fact
+from serverless_gpu.model.lifecycle.attempt import ACTIVE, MEANINGS, Fact, Reason, State
 from serverless_gpu.model.lifecycle.run_lifecycle import surely_ends
 from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.node.base.protocol import Stopped

@@ -14,8 +14,7 @@ import msgspec
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.model.billing.ledger import LedgerLine, lines
-from serverless_gpu.model.lifecycle.attempt import MEANINGS
-from serverless_gpu.model.lifecycle.facts import Fact, FactKind, alive_after
+from serverless_gpu.model.lifecycle.attempt import MEANINGS, Fact, FactKind, alive_after
 from serverless_gpu.server.lifecycle.liveness import Leases
 from serverless_gpu.server.records.runs.attempts import StoredAttempt
 from serverless_gpu.server.records.runs.crews import StoredCrew

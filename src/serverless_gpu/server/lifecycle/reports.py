@@ -42,8 +42,7 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, NotFound, ServerStorageFull, ServerUnavailable, TooLarge
 from serverless_gpu.model.gangs.crew import numbered
 from serverless_gpu.model.gangs.gang_lifecycle import Halt
-from serverless_gpu.model.lifecycle.attempt import Reason, State
-from serverless_gpu.model.lifecycle.facts import Fact
+from serverless_gpu.model.lifecycle.attempt import Fact, Reason, State
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, Event, Heard, Stopping, UserCodeStarted
 from serverless_gpu.model.spec import Function
 from serverless_gpu.server.core.caller import Caller

@@ -33,7 +33,7 @@ from serverless_gpu.model.billing.budget import (
 from serverless_gpu.model.billing.ledger import LedgerLine, lines
 from serverless_gpu.model.billing.pricing import Tariff, rate
 from serverless_gpu.model.hardware import CPU
-from serverless_gpu.model.lifecycle.facts import Fact, FactKind
+from serverless_gpu.model.lifecycle.attempt import Fact, FactKind
 
 USD = 1_000_000
 MS = 1_000_000

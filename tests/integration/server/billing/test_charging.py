@@ -14,8 +14,7 @@ import sqlalchemy as sa
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.billing.ledger import EntryKind, LedgerEntry, lines, post
 from serverless_gpu.model.billing.pricing import Tariff
-from serverless_gpu.model.lifecycle.attempt import Reason
-from serverless_gpu.model.lifecycle.facts import FactKind
+from serverless_gpu.model.lifecycle.attempt import FactKind, Reason
 from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp
 from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.server.billing import charging

@@ -12,8 +12,7 @@ from serverless_gpu.errors import NotFound
 from serverless_gpu.model.billing.pricing import Price
 from serverless_gpu.model.cost import Cost, CostEstimate
 from serverless_gpu.model.hardware import Device, DeviceKind
-from serverless_gpu.model.lifecycle.attempt import Reason
-from serverless_gpu.model.lifecycle.facts import FactKind
+from serverless_gpu.model.lifecycle.attempt import FactKind, Reason
 from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp, UserCodeStarted
 from serverless_gpu.model.spec import Resources, RunSpec
 from serverless_gpu.server.billing import run_costs

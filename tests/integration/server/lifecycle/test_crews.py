@@ -15,8 +15,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.billing.pricing import Tariff
-from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
-from serverless_gpu.model.lifecycle.facts import Fact, FactKind
+from serverless_gpu.model.lifecycle.attempt import Fact, FactKind, Reason, State, StopReason
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, Forgotten, GivenUp, Silent, StopAsked
 from serverless_gpu.server.billing import run_costs
 from serverless_gpu.server.composition import Services

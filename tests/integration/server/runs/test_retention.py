@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.model.lifecycle.attempt import Reason
-from serverless_gpu.model.lifecycle.facts import Fact, FactKind
+from serverless_gpu.model.lifecycle.attempt import Fact, FactKind, Reason
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, UserCodeStarted
 from serverless_gpu.server.composition import Services, make_retention
 from serverless_gpu.server.db import tables

@@ -14,8 +14,7 @@ from serverless_gpu.ambient import new_run_id
 from serverless_gpu.client.runs.local_costs import cost_here
 from serverless_gpu.model.billing.pricing import Tariff
 from serverless_gpu.model.hardware import DeviceKind
-from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason
-from serverless_gpu.model.lifecycle.facts import Fact, FactKind
+from serverless_gpu.model.lifecycle.attempt import MEANINGS, Fact, FactKind, Reason
 from serverless_gpu.model.receipt import Bill, Receipt, Segments
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.attempt.history import read_receipt

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from serverless_gpu.model.billing.ledger import LedgerLine, charge
 from serverless_gpu.model.billing.pricing import Tariff, rate
 from serverless_gpu.model.cost import AttemptUse, Cost, CostEstimate, Devices, Lasting, estimated, together
-from serverless_gpu.model.lifecycle.facts import Fact, FactKind
+from serverless_gpu.model.lifecycle.attempt import Fact, FactKind
 from tests.support.golden import golden
 
 H100 = Tariff(gpu_micros_per_hour=2_990_000)

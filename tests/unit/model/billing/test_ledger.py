@@ -16,7 +16,7 @@ from serverless_gpu.errors import InvalidOption, InvalidValue, UsageError
 from serverless_gpu.model.billing.ledger import Charge, charge
 from serverless_gpu.model.billing.pricing import UNPRICED, Tariff, parse_prices
 from serverless_gpu.model.hardware import DeviceKind
-from serverless_gpu.model.lifecycle.facts import Fact, FactKind
+from serverless_gpu.model.lifecycle.attempt import Fact, FactKind
 from serverless_gpu.model.receipt import DeviceUse, Receipt, Segments
 from tests.support.golden import golden
 from tests.support.model.ledger import FULL, GPUS

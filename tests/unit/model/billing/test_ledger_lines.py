@@ -20,7 +20,7 @@ from serverless_gpu.model.billing.ledger import (
 )
 from serverless_gpu.model.billing.metering import Meter, lendings
 from serverless_gpu.model.billing.pricing import UNPRICED, Tariff, cost
-from serverless_gpu.model.lifecycle.facts import Fact, FactKind
+from serverless_gpu.model.lifecycle.attempt import Fact, FactKind
 from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.server.invariants.allocations import LentDevice, doubly, of_facts
 

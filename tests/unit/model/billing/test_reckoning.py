@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from serverless_gpu.model.billing.ledger import LedgerEntry, LedgerLine, lines, post
 from serverless_gpu.model.billing.pricing import Tariff
-from serverless_gpu.model.lifecycle.facts import Fact, FactKind
+from serverless_gpu.model.lifecycle.attempt import Fact, FactKind
 from tests.support import reckoning
 
 MS = 1_000_000

@@ -11,8 +11,7 @@ import pytest
 from serverless_gpu.model.billing.ledger import charge, lines
 from serverless_gpu.model.billing.pricing import UNPRICED, Tariff
 from serverless_gpu.model.hardware import DeviceKind
-from serverless_gpu.model.lifecycle.attempt import Attempt, Limits, Phase, Reason, State
-from serverless_gpu.model.lifecycle.facts import Fact, FactKind
+from serverless_gpu.model.lifecycle.attempt import Attempt, Fact, FactKind, Limits, Phase, Reason, State
 from serverless_gpu.model.receipt import Bill, Receipt, Segments
 from serverless_gpu.model.spec import Resources, RunSpec
 from serverless_gpu.node.attempt.account import AttemptAccount, gate_text, write_json

@@ -10,8 +10,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from serverless_gpu.model.lifecycle.attempt import Reason, State
-from serverless_gpu.model.lifecycle.facts import Fact, FactKind
+from serverless_gpu.model.lifecycle.attempt import Fact, FactKind, Reason, State
 from serverless_gpu.node.attempt.server_attempt import Remote
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.processes.process_tree import Left, left_in
