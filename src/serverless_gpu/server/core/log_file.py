@@ -15,6 +15,15 @@ end of the process waits for the disk.
 What can go wrong: the disk stands still (nothing else does: records wait in the queue, and beyond it they are counted
 and left out, which a later line says; at the end they are waited for `CLOSING_S`); it is full (lines are lost; the
 server goes on); the process is killed (what was logged within the last moments may be missing).
+
+What a line of the server's log is about, known to whoever logs without being told: run, attempt, node, request.
+
+    with bound(request_id="…", method="GET"):        the request, in its task and in every thread it goes to
+        note(route="/runs/{run}", principal="ada")   what is found out later
+        _log.warning("…")                            the line has all of that
+
+Only the fields of `FIELDS` can be there, so nobody puts a request's contents, a token or a variable of a caller's into
+the log by naming one more thing. Threads that anyio starts have the context of who started them; loops bind their own.
 """
 
 from __future__ import annotations
@@ -28,12 +37,67 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
+from contextvars import ContextVar
 from pathlib import Path
 
 import msgspec
 
-from serverless_gpu.server.core import log_context
+FIELDS = (
+    "loop",  # whose tick it is
+    "run",
+    "attempt",  # number of the attempt: its fence
+    "node",
+    "request_id",  # also in the answer's header SGPU-Request
+    "principal",  # whose token it is
+    "method",
+    "route",  # as declared, "/runs/{run}": never the path
+    "status",
+    "ms",  # until the answer began
+    "total_ms",  # until it ended
+    "peer",  # address it came from
+    "more",  # lines like this one that were left out before it
+)
+VALUE_CHARACTERS_MAX = 200
+_fields: ContextVar[dict[str, object] | None] = ContextVar("sgpu_log_fields", default=None)
+
+
+@contextlib.contextmanager
+def bound(**fields: object) -> Iterator[None]:
+    """Have lines say this, too, until the block ends.
+
+    Args:
+        fields: values by names of `FIELDS`.
+    """
+    token = _fields.set({**current(), **_checked(fields)})
+    try:
+        yield
+    finally:
+        _fields.reset(token)
+
+
+def note(**fields: object) -> None:
+    """Add to the innermost `bound`, for everybody in it; nothing happens outside of one."""
+    held = _fields.get()
+    if held is not None:
+        held.update(_checked(fields))
+
+
+def current() -> Mapping[str, object]:
+    """Return what lines say now."""
+    return _fields.get() or {}
+
+
+def _checked(fields: Mapping[str, object]) -> dict[str, object]:
+    unknown = set(fields) - set(FIELDS)
+    if unknown:
+        raise ValueError(f"lines of the log have no field {sorted(unknown)[0]!r}")
+    return {name: _short_value(value) for name, value in fields.items() if value not in (None, "")}
+
+
+def _short_value(value: object) -> object:
+    return value if isinstance(value, int | float) else str(value)[:VALUE_CHARACTERS_MAX]
+
 
 BYTES_MAX = 16 << 20
 KEPT = 3
@@ -75,8 +139,8 @@ class Redacted(logging.Formatter):
             "logger": _short(record.name),
             "msg": self._clean(record.getMessage(), MESSAGE_CHARACTERS_MAX),
         }
-        for name, value in getattr(record, "sgpu", log_context.current()).items():
-            line[name] = self._clean(value, log_context.VALUE_CHARACTERS_MAX) if isinstance(value, str) else value
+        for name, value in getattr(record, "sgpu", current()).items():
+            line[name] = self._clean(value, VALUE_CHARACTERS_MAX) if isinstance(value, str) else value
         if record.exc_info:
             line["traceback"] = self._clean(self.formatException(record.exc_info), TRACEBACK_CHARACTERS_MAX)
         return msgspec.json.encode(line).decode()
@@ -119,7 +183,7 @@ class LogFile(logging.handlers.RotatingFileHandler):
             record.msg, record.args = record.getMessage(), None  # the thread would see what its values have become
         except (TypeError, ValueError):
             record.args = None  # they do not fit: the line says what it can
-        fields = dict(getattr(record, "sgpu", log_context.current()))
+        fields = dict(getattr(record, "sgpu", current()))
         record.sgpu = {**fields, "more": self._left_out} if self._left_out else fields
         try:
             self._queue.put_nowait(record)

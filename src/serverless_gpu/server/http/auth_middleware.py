@@ -38,7 +38,7 @@ from serverless_gpu.errors import (
     ServerProblem,
     TooLarge,
 )
-from serverless_gpu.server.core import log_context
+from serverless_gpu.server.core import log_file
 from serverless_gpu.server.core.caller import NOBODY, Caller
 from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.http.problems import problem
@@ -157,7 +157,7 @@ class Gate:
             return self._call(route, NOBODY, "none")
         token = _token(request)
         who = await to_thread.run_sync(self._authenticate, token, limiter=self._asking)
-        log_context.note(principal=who.name)
+        log_file.note(principal=who.name)
         if not routes:
             raise NotFound(f"there is nothing at {scope['path'][:200]!r}", hint="docs/openapi.json lists all routes")
         if route is None:

@@ -54,7 +54,7 @@ from starlette.responses import Response, StreamingResponse
 from serverless_gpu.ambient import Clock, created_wall_ns
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, ServerProblem
 from serverless_gpu.json_codec import from_builtins, from_json
-from serverless_gpu.server.core import log_context
+from serverless_gpu.server.core import log_file
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.http.problems import problem
@@ -254,7 +254,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             return Response(status_code=499)  # nobody reads it
         except Exception:  # a bug of a route must not end the server, and says nothing to the outside
             _logger.exception("%s %s failed", self.method, self.path)
-            found = log_context.current().get("request_id", "")
+            found = log_file.current().get("request_id", "")
             hint = f"its log says what: request {found}" if found else "its log says what"
             return problem(ServerProblem("something went wrong in the server", hint=hint))
 
@@ -263,7 +263,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         if not isinstance(call, Call) or call.route is not self:
             raise RuntimeError(f"{self.method} {self.path} was reached without the gate")
         call.headers = request.headers
-        log_context.note(**_identified(request.path_params))
+        log_file.note(**_identified(request.path_params))
         arguments = dict(self.arguments)
         arguments |= {name: _part(request.path_params[name], kind, name) for name, kind in self.parts.items()}
         if self.query is None and request.scope["query_string"]:

@@ -36,7 +36,7 @@ from serverless_gpu.model.spec import (
     check_command,
 )
 from serverless_gpu.server.budgets.budget_admission import BudgetAdmission
-from serverless_gpu.server.core import log_context
+from serverless_gpu.server.core import log_file
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.encryption import Sealer
 from serverless_gpu.server.core.hub import SCHEDULER, Hub, run_key
@@ -160,7 +160,7 @@ class SubmissionService:
         if not is_new:
             return self._same(run, who, digest)
         self._measures.submitted.inc()
-        log_context.note(run=run.id)
+        log_file.note(run=run.id)
         faults.reach("after_submit_before_answer")
         self._hub.touch(SCHEDULER)
         self._hub.touch(run_key(run.id))

@@ -29,7 +29,7 @@ from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded
 from serverless_gpu.model.scheduling.values import Placement
 from serverless_gpu.server.budgets.spending import Spending
-from serverless_gpu.server.core import log_context
+from serverless_gpu.server.core import log_file
 from serverless_gpu.server.core import server_key as keys
 from serverless_gpu.server.core.encryption import Sealer
 from serverless_gpu.server.core.hub import Hub, node_key, run_key
@@ -178,7 +178,7 @@ class Scheduler:
         self._measures.placed.inc(len(placed))
         for placement, fence in placed:
             names = ", ".join(node.name for node in _on(placement, stored))
-            with log_context.bound(run=placement.run_id, attempt=fence, node=names):
+            with log_file.bound(run=placement.run_id, attempt=fence, node=names):
                 _log.info("placed")
             self._deliveries.made(placement.run_id, fence)
             for number in range(len(placement.shares)):

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from serverless_gpu.cli.program import sgpu
 from serverless_gpu.cli.server.operations import FollowedFile
-from serverless_gpu.server.core import log_context, log_file
+from serverless_gpu.server.core import log_file
 from serverless_gpu.server.core.log_file import ACCESS, LogFile, Redacted
 from tests.support.golden import golden
 
@@ -38,9 +38,9 @@ def path(home: Path) -> Iterator[Path]:
 
 def test_a_line_says_what_it_is_about_also_from_another_thread(path: Path) -> None:
     logger = logging.getLogger("serverless_gpu.server.lifecycle.reports")
-    with log_context.bound(run=RUN, attempt=2):
+    with log_file.bound(run=RUN, attempt=2):
         logger.warning("a fact came again")
-        log_context.note(node="node-1")
+        log_file.note(node="node-1")
         logger.warning("and again")
     logger.error("nobody's")
     first, second, third = lines_of(path)
@@ -55,10 +55,10 @@ def test_a_line_says_what_it_is_about_also_from_another_thread(path: Path) -> No
 
 
 def test_only_listed_fields_can_be_said() -> None:
-    with pytest.raises(ValueError, match="no field 'env'"), log_context.bound(env={"A": "b"}):
+    with pytest.raises(ValueError, match="no field 'env'"), log_file.bound(env={"A": "b"}):
         pass
-    with log_context.bound(run=RUN), pytest.raises(ValueError, match="no field 'token'"):
-        log_context.note(token="x")
+    with log_file.bound(run=RUN), pytest.raises(ValueError, match="no field 'token'"):
+        log_file.note(token="x")
 
 
 @pytest.mark.parametrize(
@@ -146,9 +146,9 @@ def test_the_end_does_not_wait_for_a_disk_that_stands_still(tmp_path: Path, monk
 
 def test_what_is_logged_is_what_was_known_then(path: Path) -> None:
     logger, values = logging.getLogger("serverless_gpu.server"), [1]
-    with log_context.bound(run=RUN):
+    with log_file.bound(run=RUN):
         logger.info("values %s", values)
-        log_context.note(node="node-1")
+        log_file.note(node="node-1")
     values.append(2)
     (line,) = lines_of(path)
     assert line["msg"] == "values [1]" and "node" not in line
@@ -176,7 +176,7 @@ def test_people_read_it_by_run_and_level_over_all_files(home: Path, monkeypatch:
     handler = log_file.to_file(home / "server" / "server.log")
     logger = logging.getLogger("serverless_gpu.server.scheduling.scheduler")
     for number in range(6):
-        with log_context.bound(run=RUN if number % 2 else "01kazzzzzzzzzzzzzzzzzzzzzz", attempt=1):
+        with log_file.bound(run=RUN if number % 2 else "01kazzzzzzzzzzzzzzzzzzzzzz", attempt=1):
             logger.info("line %d", number)
     logger.error("forged\n2026-01-01T00:00:00.000Z ERROR nobody: I am a line")
     log_file.detach(handler)
