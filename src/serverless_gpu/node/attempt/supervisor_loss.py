@@ -1,7 +1,7 @@
 """Ends an attempt whose supervisor died: writes its last sign of life, its ending and its receipt.
 
     facts.jsonl     + alive        up to when something of the attempt was seen last
-    stopped.json    + ending       `model/lifecycle/supervisor_loss.py` decides who pays
+    stopped.json    + ending       `model/lifecycle/attempt_lifecycle.py` decides who pays
     receipt.json    + receipt      what the facts add up to
 
 The agent, the uplink or a client calls this, whichever notices first, and only while it holds the attempt's lock: no
@@ -24,7 +24,7 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.model.billing.pricing import UNPRICED, Tariff
 from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, FactKind, Failure, alive_after
-from serverless_gpu.model.lifecycle.supervisor_loss import LossEvidence, judge_loss
+from serverless_gpu.model.lifecycle.attempt_lifecycle import LossEvidence, judge_loss
 from serverless_gpu.model.receipt import Receipt, Segments
 from serverless_gpu.node.attempt.account import reckon, write_json
 from serverless_gpu.node.attempt.claim import read_pid, try_lock

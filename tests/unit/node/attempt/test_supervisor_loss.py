@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, SUPERVISOR_GONE, Fact, FactKind, Reason, State
-from serverless_gpu.model.lifecycle.supervisor_loss import UNKNOWN_BOOT, LossEvidence, judge_loss
+from serverless_gpu.model.lifecycle.attempt_lifecycle import UNKNOWN_BOOT, LossEvidence, judge_loss
 from serverless_gpu.node.attempt.history import first_facts, read_ending, read_receipt
 from serverless_gpu.node.attempt.supervisor_loss import Lost, settle_loss
 from serverless_gpu.testing import FakeClock
