@@ -21,8 +21,7 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.model.hardware import census
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, State
 from serverless_gpu.server.core.disk_space import free_bytes
-from serverless_gpu.server.core.health import ServerHealth
-from serverless_gpu.server.core.probes import Probe
+from serverless_gpu.server.core.health import Probe, ServerHealth
 from serverless_gpu.server.core.server_metrics import LABEL_VALUES_MAX, OTHER, Source
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions

@@ -33,7 +33,7 @@ from serverless_gpu.environment.stores.base import Store
 from serverless_gpu.errors import EnvironmentProblem, HashMismatch, InvalidValue, NotFound, StorageError
 from serverless_gpu.model.spec import BLOB_PART_BYTES, BlobReference
 from serverless_gpu.server.core.disk_space import KEPT_FREE_BYTES, check_room, full
-from serverless_gpu.server.core.probes import Unwell
+from serverless_gpu.server.core.health import Unwell
 
 GRACE_S = 24 * 3600
 """How long a part may be there before something refers to it."""

@@ -47,7 +47,7 @@ from serverless_gpu.errors import (
     StoreUnavailable,
 )
 from serverless_gpu.server.core.disk_space import KEPT_FREE_BYTES, check_room, full
-from serverless_gpu.server.core.probes import Unwell
+from serverless_gpu.server.core.health import Unwell
 from serverless_gpu.server.storage.object_cache import PIECE_BYTES as COPIED_BYTES
 from serverless_gpu.server.storage.object_cache import Nearby
 from serverless_gpu.server.storage.unit_verification import ContentChecks

@@ -15,8 +15,7 @@ from serverless_gpu.ambient import SystemClock
 from serverless_gpu.environment.stores.memory import MemoryStore
 from serverless_gpu.errors import StorageError, StoreUnavailable
 from serverless_gpu.server import startup
-from serverless_gpu.server.core.health import PartHealth, ServerHealth
-from serverless_gpu.server.core.probes import Probe
+from serverless_gpu.server.core.health import PartHealth, Probe, ServerHealth
 from serverless_gpu.server.scheduling.scheduler import Scheduler
 from serverless_gpu.server.storage.blobs import Blobs
 from serverless_gpu.testing import FakeClock
