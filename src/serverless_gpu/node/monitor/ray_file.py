@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from serverless_gpu.model.telemetry.ray_telemetry import RAY_BYTES_MAX, RaySample, read_ray
+from serverless_gpu.model.telemetry.samples import RAY_BYTES_MAX, RaySample, read_ray
 from serverless_gpu.node.inside.raycluster.words import metrics_file
 
 

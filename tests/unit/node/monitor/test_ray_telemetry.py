@@ -13,8 +13,18 @@ from serverless_gpu.client.metrics import read_metrics
 from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.ray_cluster import RayCluster
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.model.telemetry.ray_telemetry import RAY_BYTES_MAX, RaySample, read_ray
-from serverless_gpu.model.telemetry.samples import SECOND_NS, HostSample, Sample, decode, encode, merged, series
+from serverless_gpu.model.telemetry.samples import (
+    RAY_BYTES_MAX,
+    SECOND_NS,
+    HostSample,
+    RaySample,
+    Sample,
+    decode,
+    encode,
+    merged,
+    read_ray,
+    series,
+)
 from serverless_gpu.model.telemetry.tracking_rules import valid_key
 from serverless_gpu.node.inside.raycluster.words import metrics_file
 from serverless_gpu.node.monitor.messages import Observe, Ranks

@@ -8,7 +8,7 @@ import types
 
 import pytest
 
-from serverless_gpu.model.telemetry.ray_telemetry import RaySample
+from serverless_gpu.model.telemetry.samples import RaySample
 from serverless_gpu.node.inside.raycluster import monitor
 from serverless_gpu.node.inside.raycluster.figures import FIGURES, RayFigures
 from tests.support.node.ray_monitor import KNOWN, TEXT
