@@ -32,9 +32,8 @@ from serverless_gpu.errors import InvalidValue, ServerlessGpuError, ServerProble
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.private_files import readers
 from serverless_gpu.node.uplink.profile import UplinkProfile, write_profile
-from serverless_gpu.server.core.ray_settings import RaySettings
 from serverless_gpu.server.core.server_key import sha256
-from serverless_gpu.server.core.settings import Settings
+from serverless_gpu.server.core.settings import RaySettings, Settings
 from serverless_gpu.server.http import tls
 from serverless_gpu.wire.nodes import RayPool
 

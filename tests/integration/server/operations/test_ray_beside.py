@@ -11,8 +11,7 @@ import pytest
 from serverless_gpu.engines.ray import ray_machine
 from serverless_gpu.engines.ray.join_file import read_join_file
 from serverless_gpu.errors import InvalidValue, ServerProblem
-from serverless_gpu.server.core.ray_settings import RaySettings
-from serverless_gpu.server.core.settings import Settings, read_settings
+from serverless_gpu.server.core.settings import RaySettings, Settings, read_settings
 from serverless_gpu.server.operations import ray_sidecar
 from tests.support.golden import golden
 from tests.support.server.certificates import Authority
