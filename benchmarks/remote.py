@@ -26,8 +26,7 @@ from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.spec import Resources, RunSpec
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink.control import stop_all
-from serverless_gpu.server.core.encryption import Sealer
-from serverless_gpu.server.core.server_key import read_keys
+from serverless_gpu.server.core.server_key import Sealer, read_keys
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.records.runs import events, runs
 from serverless_gpu.server.records.runs.events import StoredEvent

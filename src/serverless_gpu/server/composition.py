@@ -26,10 +26,9 @@ from serverless_gpu.server.budgets.budget_service import BudgetService
 from serverless_gpu.server.budgets.notice_webhook import Notifier
 from serverless_gpu.server.budgets.spend_alarms import Alarms
 from serverless_gpu.server.budgets.spending import Spending
-from serverless_gpu.server.core.encryption import Sealer
 from serverless_gpu.server.core.health import ServerHealth
 from serverless_gpu.server.core.hub import Hub
-from serverless_gpu.server.core.server_key import Keys
+from serverless_gpu.server.core.server_key import Keys, Sealer
 from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions

@@ -12,7 +12,7 @@ from serverless_gpu.errors import NotFound
 from serverless_gpu.model.access.roles import AccessReach
 from serverless_gpu.model.secrets import check_name, check_value
 from serverless_gpu.server.core.caller import Caller
-from serverless_gpu.server.core.encryption import Sealer
+from serverless_gpu.server.core.server_key import Sealer
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.http.routing import Call, Query, Routes, reading, writing
 from serverless_gpu.server.records import audit, principals, stored_secrets

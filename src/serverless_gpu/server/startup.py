@@ -51,7 +51,6 @@ from serverless_gpu.server.composition import (
     make_self_check,
 )
 from serverless_gpu.server.core.disk_space import space_problem
-from serverless_gpu.server.core.encryption import Sealer
 from serverless_gpu.server.core.health import STORE_BOUND_S, STORE_FRESH_S, ServerHealth
 from serverless_gpu.server.core.hub import (
     ALARMS,
@@ -68,7 +67,7 @@ from serverless_gpu.server.core.hub import (
     Hub,
 )
 from serverless_gpu.server.core.loops import LATE_S, Loop, Tick
-from serverless_gpu.server.core.server_key import read_keys, remove_unnamed
+from serverless_gpu.server.core.server_key import Sealer, read_keys, remove_unnamed
 from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db import disk_reserve, generations

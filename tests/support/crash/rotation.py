@@ -16,8 +16,7 @@ import sqlalchemy as sa
 from serverless_gpu import faults
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.errors import NotAuthenticated
-from serverless_gpu.server.core.encryption import Sealer
-from serverless_gpu.server.core.server_key import Keys, read_keys, sha256
+from serverless_gpu.server.core.server_key import Keys, Sealer, read_keys, sha256
 from serverless_gpu.server.core.settings import Settings, read_settings
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database

@@ -8,9 +8,8 @@ from typing import Any
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.server.composition import ServerResources, Services, compose
-from serverless_gpu.server.core.encryption import Sealer
 from serverless_gpu.server.core.hub import Hub
-from serverless_gpu.server.core.server_key import Keys
+from serverless_gpu.server.core.server_key import Keys, Sealer
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.storage.storage import open_storage

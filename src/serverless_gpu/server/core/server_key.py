@@ -14,6 +14,13 @@ be renewed without a write. It ends: its last second is a part of it.
 Whoever has a copy of the database but not of this file can neither read the callers' variables nor speak for an
 attempt. Without the file, what was sealed is lost, so `sgpu server backup` takes both: a backup is as secret as the
 server. Who dumps a database by other means keeps the file elsewhere.
+
+Encryption of what must not be readable in a copy of the database: the callers' variables.
+
+    sealed = form (1 byte) · identifier of the key (8) · nonce (12, random) · ciphertext and tag (AES-256-GCM)
+
+What it belongs to (a run's identifier) is authenticated with it: the variables of one run, copied into the row of
+another, do not open. The key's identifier is there so that a wrong key is told from damaged data.
 """
 
 from __future__ import annotations
@@ -22,9 +29,13 @@ import base64
 import contextlib
 import hashlib
 import hmac
+import os
 import re
 import secrets
 from pathlib import Path
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from serverless_gpu.errors import ServerProblem
 from serverless_gpu.node.base.private_files import write_private
@@ -127,3 +138,52 @@ def remove_unnamed(directory: Path) -> None:
 
 def _derived(key: bytes, purpose: str) -> bytes:
     return hmac.digest(key, f"serverless-gpu {purpose} 1".encode(), "sha256")
+
+
+_FORM = b"\x01"
+_KEY_BYTES = 8
+_NONCE_BYTES = 12
+_HEAD_BYTES = len(_FORM) + _KEY_BYTES + _NONCE_BYTES
+
+
+class Sealer:
+    """Seals and opens with one key.
+
+    Args:
+        key: 32 bytes, `Keys.sealing`.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._identifier = hashlib.sha256(b"identifier" + key).digest()[:_KEY_BYTES]
+        self._cipher = AESGCM(key)
+
+    def seal(self, data: bytes, *, about: str) -> bytes:
+        """Return data so that only this key opens it, and only for what it is about.
+
+        Args:
+            data: of any length.
+            about: what it belongs to, for example a run's identifier.
+        """
+        nonce = os.urandom(_NONCE_BYTES)
+        return _FORM + self._identifier + nonce + self._cipher.encrypt(nonce, data, about.encode())
+
+    def is_mine(self, sealed: bytes) -> bool:
+        """Return whether this key sealed it."""
+        return sealed[1 : 1 + _KEY_BYTES] == self._identifier
+
+    def unseal(self, sealed: bytes, *, about: str) -> bytes:
+        """Return what was sealed.
+
+        Raises:
+            ServerProblem: it was sealed with another key, is about something else, or was changed.
+        """
+        if sealed[:1] != _FORM or len(sealed) < _HEAD_BYTES:
+            raise ServerProblem(f"the sealed data of {about} is damaged")
+        if not self.is_mine(sealed):
+            message = f"the sealed data of {about} was sealed with another key"
+            raise ServerProblem(message, hint="put back the file `key` that belongs to this database")
+        nonce = sealed[1 + _KEY_BYTES : _HEAD_BYTES]
+        try:
+            return self._cipher.decrypt(nonce, sealed[_HEAD_BYTES:], about.encode())
+        except InvalidTag:
+            raise ServerProblem(f"the sealed data of {about} is damaged, or belongs to something else") from None

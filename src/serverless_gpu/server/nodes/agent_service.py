@@ -34,8 +34,8 @@ from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.server.core.caller import Caller
-from serverless_gpu.server.core.encryption import Sealer
 from serverless_gpu.server.core.hub import SCHEDULER, Hub, node_key
+from serverless_gpu.server.core.server_key import Sealer
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.lifecycle import transitions

@@ -21,7 +21,7 @@ from serverless_gpu.model.access.usage_policy import NamedPolicy, UsagePolicy, a
 from serverless_gpu.model.hardware import FAMILIES
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.server.core.caller import Caller
-from serverless_gpu.server.core.encryption import Sealer
+from serverless_gpu.server.core.server_key import Sealer
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.pools import pool_service
 from serverless_gpu.server.records import nodes, policies, pools, stored_secrets

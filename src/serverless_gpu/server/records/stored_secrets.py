@@ -25,7 +25,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.errors import NotFound, SecretMissing, ServerProblem
 from serverless_gpu.model.secrets import Pinned
-from serverless_gpu.server.core.encryption import Sealer
+from serverless_gpu.server.core.server_key import Sealer
 from serverless_gpu.server.db.tables import attempts as attempts_table
 from serverless_gpu.server.db.tables import members, runs, secrets
 from serverless_gpu.server.records.runs import attempts

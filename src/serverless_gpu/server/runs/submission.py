@@ -38,9 +38,8 @@ from serverless_gpu.model.spec import (
 from serverless_gpu.server.budgets.budget_admission import BudgetAdmission
 from serverless_gpu.server.core import log_file
 from serverless_gpu.server.core.caller import Caller
-from serverless_gpu.server.core.encryption import Sealer
 from serverless_gpu.server.core.hub import SCHEDULER, Hub, run_key
-from serverless_gpu.server.core.server_key import Keys
+from serverless_gpu.server.core.server_key import Keys, Sealer
 from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.core.validation import check_range, check_text

@@ -31,9 +31,8 @@ from serverless_gpu.model.scheduling.values import Placement
 from serverless_gpu.server.budgets.spending import Spending
 from serverless_gpu.server.core import log_file
 from serverless_gpu.server.core import server_key as keys
-from serverless_gpu.server.core.encryption import Sealer
 from serverless_gpu.server.core.hub import Hub, node_key, run_key
-from serverless_gpu.server.core.server_key import Keys
+from serverless_gpu.server.core.server_key import Keys, Sealer
 from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions

@@ -13,8 +13,7 @@ import sqlalchemy as sa
 from serverless_gpu.cli.access import audit as cli_audit
 from serverless_gpu.errors import AuditBroken
 from serverless_gpu.model.access.audit_chain import ChainedEntry, ChainHead, follow
-from serverless_gpu.server import audit
-from serverless_gpu.server.audit import Chainer
+from serverless_gpu.server.audit import AT_ONCE, BACK_S, EVERY_S, Chainer
 from serverless_gpu.server.composition import Services, make_chainer
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
@@ -84,7 +83,7 @@ def test_where_nothing_happens_the_last_number_is_all_that_is_read(
         return Database.read(database, noted)
 
     monkeypatch.setattr(database, "read", read)
-    clock.advance(audit.EVERY_S)
+    clock.advance(EVERY_S)
     assert chainer.tick(clock.boottime_ns()) == clock.boottime_ns() + 10**9
     assert len(said) == 1 and "audit_links" not in said[0] and "count" not in said[0].lower()
     monkeypatch.undo()
@@ -107,7 +106,7 @@ def test_rows_that_become_visible_late_find_a_place_at_the_end(
     chainer = chain_all(services, clock)
     assert seen(database) == ["first", "third"]
     database.write(lambda connection: connection.execute(tables.audit.insert(), dict(late)))
-    clock.advance(audit.BACK_S)
+    clock.advance(BACK_S)
     chainer.tick(clock.boottime_ns())
     assert seen(database) == ["first", "third", "late"]
     assert whole(database).number == 3
@@ -116,12 +115,12 @@ def test_rows_that_become_visible_late_find_a_place_at_the_end(
 def test_many_rows_are_chained_in_several_transactions_and_by_the_next_server(
     services: Services, database: Database, clock: FakeClock
 ) -> None:
-    write(database, *(f"s{number}" for number in range(audit.AT_ONCE + 20)))
+    write(database, *(f"s{number}" for number in range(AT_ONCE + 20)))
     chainer = make_chainer(services)
     assert chainer.tick(7) == 7
-    assert database.read(audit.head).number == audit.AT_ONCE
+    assert database.read(audit.head).number == AT_ONCE
     chain_all(services, clock)  # another server goes on
-    assert database.read(audit.head).number == audit.AT_ONCE + 20
+    assert database.read(audit.head).number == AT_ONCE + 20
 
 
 def test_a_row_that_is_changed_or_removed_is_seen(

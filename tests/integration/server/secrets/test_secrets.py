@@ -15,8 +15,7 @@ from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded
 from serverless_gpu.server.composition import Services, make_scheduler
 from serverless_gpu.server.core.caller import Caller
-from serverless_gpu.server.core.encryption import Sealer
-from serverless_gpu.server.core.server_key import Keys
+from serverless_gpu.server.core.server_key import Keys, Sealer
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.invariants import self_check
