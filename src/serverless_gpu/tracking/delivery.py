@@ -20,6 +20,8 @@ State of a delivery across processes: a file beside the logs of its attempt, wri
 
 Failure cases: with a full disk, a deleted directory or an unreadable file the delivery continues in memory, and a later
 one repeats the steps in doubt, which changes nothing in MLflow.
+
+State shared by deliveries of one run in one process: several of its attempts may be on their way.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
@@ -61,7 +64,28 @@ from serverless_gpu.model.tracking_context import Tracking
 from serverless_gpu.tracking import documents
 from serverless_gpu.tracking.base import Tracker, TrackerAway, TrackerRefused, TrackerRun
 from serverless_gpu.tracking.points import BACKLOG_BYTES_MAX, Points, SampleCursor, telemetry_path
-from serverless_gpu.tracking.together import together
+
+
+class SharedDeliveryState:
+    """Shared state of a run's deliveries."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.asked_ns = 0
+
+
+_guard = threading.Lock()
+_of_runs: weakref.WeakValueDictionary[str, SharedDeliveryState] = weakref.WeakValueDictionary()
+
+
+def shared_delivery_state(run_id: str) -> SharedDeliveryState:
+    """Return the shared state of a run's deliveries; it is dropped with the last of them."""
+    with _guard:
+        shared = _of_runs.get(run_id)
+        if shared is None:
+            shared = _of_runs[run_id] = SharedDeliveryState()
+        return shared
+
 
 _BYTES_MAX = 1 << 20
 
@@ -177,7 +201,7 @@ class MlflowDelivery:
         self._is_first = job.node_rank == 0
         self._is_established = False
         self._is_superseded = False
-        self._together = together(job.run_id)
+        self._together = shared_delivery_state(job.run_id)
         self._folder = folder(self._tracking, job.run_id, job.fence, job.node_rank)
         self._suspicious: dict[str, int] = {}
         self._said_away = False
