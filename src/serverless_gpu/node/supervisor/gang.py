@@ -37,8 +37,7 @@ from serverless_gpu.node.inside import protocol as inside
 from serverless_gpu.node.inside.channel import Channel, close_all
 from serverless_gpu.node.inside.linux import descendants
 from serverless_gpu.node.inside.process_group import SWITCH
-from serverless_gpu.node.output.live import Viewer
-from serverless_gpu.node.output.logs import RankLog
+from serverless_gpu.node.output.logs import RankLog, Viewer
 from serverless_gpu.node.processes.process_tree import (
     Left,
     MemoryWatch,

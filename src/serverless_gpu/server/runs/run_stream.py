@@ -53,7 +53,7 @@ SHOWN_BURST_BYTES = 8_000_000
 PIECE_BYTES = 64 << 10
 IDLE_S = 9.0
 """A stream says something this often, so that silence means that it is broken."""
-_LINE_COST_BYTES = 64  # as in node/output/live.py: a line costs more than its bytes
+_LINE_COST_BYTES = 64  # as in node/output/logs.py: a line costs more than its bytes
 _LAST_LINES_BYTES = 4 << 10
 _LOOK_BYTES_MAX = 1 << 20  # of output in one look, so that one reader does not hold a thread for long
 _CLOSED_S = 1.0  # how long a bucket that is empty takes to open again
