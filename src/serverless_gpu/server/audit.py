@@ -36,7 +36,7 @@ import sqlalchemy as sa
 from serverless_gpu import faults
 from serverless_gpu.ambient import Clock
 from serverless_gpu.model.access.audit_chain import ChainedEntry, ChainHead, follow
-from serverless_gpu.server.db import generations
+from serverless_gpu.server.db import leader_lock
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.http.routing import Call, Query, Routes, reading
 from serverless_gpu.server.records import audit
@@ -71,7 +71,7 @@ class Chainer:
         return now_ns
 
     def _is_pending(self, connection: sa.Connection, now_ns: int) -> bool:
-        newest = generations.newest_audit_seq(connection)
+        newest = leader_lock.newest_audit_seq(connection)
         if newest == self._newest and now_ns < self._back_ns:
             return False
         if audit.is_pending(connection, after_seq=self._after_seq):

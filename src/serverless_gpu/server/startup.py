@@ -70,7 +70,7 @@ from serverless_gpu.server.core.loops import LATE_S, Loop, Tick
 from serverless_gpu.server.core.server_key import Sealer, read_keys, remove_unnamed
 from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.core.settings import Settings
-from serverless_gpu.server.db import disk_reserve, generations
+from serverless_gpu.server.db import disk_reserve, leader_lock
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.db.database_startup import take_when_started
 from serverless_gpu.server.db.high_water_mark_file import SYNC_S, Checkpoints, MarkFile
@@ -300,7 +300,7 @@ def _looking_after(
     checkpoints = Checkpoints(database, mark)
 
     def keep_mark(now_ns: int) -> int:
-        mark.sync(audit=database.read(generations.newest_audit_seq), now_ns=services.clock.wall_ns())
+        mark.sync(audit=database.read(leader_lock.newest_audit_seq), now_ns=services.clock.wall_ns())
         checkpoints.tick(now_ns)
         return now_ns + round(SYNC_S * 1e9)
 

@@ -45,7 +45,7 @@ from serverless_gpu.errors import (
 )
 from serverless_gpu.model.high_water_mark import DatabasePosition
 from serverless_gpu.server.core.server_metrics import Measures
-from serverless_gpu.server.db import generations, migrations, tables
+from serverless_gpu.server.db import leader_lock, migrations, tables
 from serverless_gpu.server.db.disk_reserve import FileReserve, NoReserve, Reserve, TableReserve
 from serverless_gpu.server.db.group_commit import GroupCommit, WriterClosed
 from serverless_gpu.server.db.leader_lock import Claim
@@ -154,7 +154,7 @@ class Database:
             Where the database stands.
         """
         name = self.claim.name
-        found = self.write(lambda connection: generations.begin(connection, holder=name, now_ns=now_ns))
+        found = self.write(lambda connection: leader_lock.begin(connection, holder=name, now_ns=now_ns))
         if self._writer is not None:
             self._writer.holder = name
         self._is_numbered = True
@@ -254,7 +254,7 @@ class Database:
             self.read(lambda connection: connection.scalar(sa.select(tables.principals.c.name).limit(1)))
             boot_ns = self._clock.boottime_ns()
             if self._is_numbered and (self._write_problem or boot_ns - self._written_ns > PROBE_NS):
-                self.write(lambda connection: generations.probe(connection, now_ns=now_ns))
+                self.write(lambda connection: leader_lock.probe(connection, now_ns=now_ns))
         except ServerProblem as error:
             return error.message
         return ""
@@ -289,7 +289,7 @@ class Database:
                 with turn, self._engine.begin() as connection:
                     self.claim.require()  # its session may be a new one, because another server has ended the last
                     if self._is_numbered:
-                        generations.require_postgres(connection, self.claim.name)
+                        leader_lock.require_postgres(connection, self.claim.name)
                     done = work(connection)
                     faults.reach("before_commit")
                 faults.reach("after_commit_before_told")
@@ -341,7 +341,7 @@ class Database:
             yield
         except WriterClosed as error:
             raise ServerUnavailable("the server is stopping, and its database is closed") from error
-        except generations.Superseded as error:
+        except leader_lock.Superseded as error:
             self.claim.lose()
             raise ServerUnavailable(
                 "another server has taken the database over", hint="ask again: it answers"

@@ -30,8 +30,8 @@ import sqlalchemy as sa
 from serverless_gpu import faults
 from serverless_gpu.ambient import Clock
 from serverless_gpu.server.core.server_metrics import Measures
-from serverless_gpu.server.db import generations
-from serverless_gpu.server.db.generations import Superseded
+from serverless_gpu.server.db import leader_lock
+from serverless_gpu.server.db.leader_lock import Superseded
 
 T = TypeVar("T")
 Work = Callable[[sa.Connection], Any]
@@ -186,7 +186,7 @@ class GroupCommit:
         """Count a transaction that changed something, in itself; return its number, 0 where nothing is counted."""
         if not self.holder or _changes(connection) == before:
             return 0
-        return generations.count_commit(_driver(connection), self.holder)
+        return leader_lock.count_commit(_driver(connection), self.holder)
 
     def _committed(self, works: int, number: int) -> None:
         if number:

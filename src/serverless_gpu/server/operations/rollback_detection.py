@@ -23,7 +23,7 @@ from serverless_gpu.model.high_water_mark import HighWaterMark, rollback
 from serverless_gpu.node.base.private_files import write_private
 from serverless_gpu.server.core.server_key import sha256
 from serverless_gpu.server.core.settings import Settings
-from serverless_gpu.server.db import generations, high_water_mark_file
+from serverless_gpu.server.db import high_water_mark_file, leader_lock
 from serverless_gpu.server.operations import restore
 from serverless_gpu.server.operations.backup import file_of
 from serverless_gpu.server.storage import orphan_files
@@ -64,7 +64,7 @@ def sentence(settings: Settings, read: Read) -> str:
         mark = high_water_mark_file.read_mark(path)  # before the database, which is ahead of it then
     except high_water_mark_file.UnreadableMark:
         return f"its high-water mark {path} is damaged ({path.stat().st_size} bytes), so the disk lost writes"
-    return rollback(mark, read(generations.position), place=place_of(settings))
+    return rollback(mark, read(leader_lock.position), place=place_of(settings))
 
 
 def refuse(settings: Settings, read: Read, *, now_ns: int, other: str = "") -> str:
@@ -123,7 +123,7 @@ def _is_same_database(settings: Settings, read: Read) -> bool:
         mark = None if path is None else high_water_mark_file.read_mark(path)
     except high_water_mark_file.UnreadableMark:
         return True  # that is refused besides
-    found = read(generations.position)
+    found = read(leader_lock.position)
     return mark is None or (found is not None and found.database_id == mark.position.database_id)
 
 
