@@ -19,8 +19,8 @@ from itertools import islice
 import msgspec
 
 from serverless_gpu.model.gangs.crew import NODES_MAX
+from serverless_gpu.model.scheduling.availability_timeline import OVERDUE_NS
 from serverless_gpu.model.scheduling.capacity import Capacity
-from serverless_gpu.model.scheduling.device_holders import OVERDUE_NS
 from serverless_gpu.model.scheduling.gang_placement import is_usable, unkept, usable
 from serverless_gpu.model.scheduling.multi_node_placement import Kind, are_one, is_several
 from serverless_gpu.model.scheduling.node_capacity import NodeDevices, NodeGroup, PartReady

@@ -19,8 +19,13 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 
 from serverless_gpu.model.hardware import CPU, GpuType, matches
-from serverless_gpu.model.scheduling.availability_timeline import DeviceTimeline, Ends, PromiseBook
-from serverless_gpu.model.scheduling.device_holders import HeldDevices, Leavers
+from serverless_gpu.model.scheduling.availability_timeline import (
+    DeviceTimeline,
+    Ends,
+    HeldDevices,
+    Leavers,
+    PromiseBook,
+)
 from serverless_gpu.model.scheduling.duration_estimates import Medians
 from serverless_gpu.model.scheduling.node_capacity import Entry, Index, NodeDevices, NodeGroup, ShapeNodes, together
 from serverless_gpu.model.scheduling.preemption import Terms

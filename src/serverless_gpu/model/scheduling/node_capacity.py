@@ -18,8 +18,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 from serverless_gpu.model.gangs.crew import NODES_MAX
-from serverless_gpu.model.scheduling.availability_timeline import DeviceTimeline, PromiseBook
-from serverless_gpu.model.scheduling.device_holders import HeldDevices
+from serverless_gpu.model.scheduling.availability_timeline import DeviceTimeline, HeldDevices, PromiseBook
 from serverless_gpu.model.scheduling.duration_estimates import Medians
 from serverless_gpu.model.scheduling.preemption import NO_CLAIM, Terms, may_use, standing
 from serverless_gpu.model.scheduling.values import Node, Pool, QueuedRun
