@@ -59,7 +59,7 @@ def restore_mounted(directory: str) -> dict[str, object]:
     child = os.fork()
     if child == 0:
         try:
-            mounts.enter(wanted)
+            mounts.enter_mounts(wanted)
             os.write(writing, str(now_ns()).encode())
         finally:
             os._exit(0)

@@ -111,7 +111,7 @@ def run(command: list[str], there: Path, **more: str) -> str:
 def test_this_project_runs_from_its_restored_environment_as_another_user_with_the_original_hidden(
     home: Path, there: Path
 ) -> None:
-    if problem := mounts.probe():
+    if problem := mounts.probe_mounts():
         pytest.skip(f"nothing can be hidden here: {problem}")
     sgpu = [sys.executable, "-m", "serverless_gpu.cli", "env"]
     store = str(there / "store")

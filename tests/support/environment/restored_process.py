@@ -19,7 +19,7 @@ from serverless_gpu.environment.restore.restore import RestoredTree
 from serverless_gpu.node.inside import mounts
 
 NOBODY = 65534
-CANNOT_MOUNT = mounts.probe()
+CANNOT_MOUNT = mounts.probe_mounts()
 MODES = ("links",) if CANNOT_MOUNT else ("links", "overlay")
 
 # Run by an interpreter outside of the environment: mounts, then becomes the program.

@@ -34,4 +34,4 @@ def look_at_mounts(environ: Mapping[str, str], limit_s: float) -> MountFacts | U
 
 def main(fd: int, home: str) -> None:
     """Try it and say why not."""
-    os.write(fd, mounts.probe(home).encode() or _FINE)
+    os.write(fd, mounts.probe_mounts(home).encode() or _FINE)

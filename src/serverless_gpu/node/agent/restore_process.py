@@ -252,7 +252,7 @@ def _links(environments: Path, why: str) -> Way:
 def mount_problem(environments: Path) -> str:
     """Return why nothing can be mounted on this machine, or ""; asked once when something can."""
     if environments not in _can_mount:
-        problem = mounts.probe(str(environments))
+        problem = mounts.probe_mounts(str(environments))
         if problem:
             return problem
         _can_mount.add(environments)

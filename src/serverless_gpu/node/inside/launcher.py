@@ -40,7 +40,7 @@ def main(plan_fd: int, channel_fd: int) -> None:
             Channel.adopt(channel_fd).send(protocol.encode({"event": "cold", "reason": reason}))
             return
     if plan["mounts"]:
-        mounts.enter(plan["mounts"])
+        mounts.enter_mounts(plan["mounts"])
     os.execve(plan["argv"][0], plan["argv"], plan["environ"])
 
 

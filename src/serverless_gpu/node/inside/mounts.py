@@ -163,13 +163,13 @@ _LAYERS_MIN = 2  # the kernel refuses an overlay of one
 Mount = Mapping[str, object]
 
 
-def enter(mounts: Sequence[Mount]) -> None:
+def enter_mounts(mounts: Sequence[Mount]) -> None:
     """Mount overlays, outer ones first, for this process and its descendants only. Raises OSError.
 
     Root needs no user namespace and keeps its rights. Root of a container, without CAP_SYS_ADMIN, gets one in which
     every id is what it was. Other users keep their ids, and gain no rights. The current directory stays.
     """
-    wanted = [_request(mount) for mount in mounts]  # refused before anything is changed
+    wanted = [_mount_options(mount) for mount in mounts]  # refused before anything is changed
     libc = ctypes.CDLL(None, use_errno=True)
     if os.geteuid() != 0:
         _unshare_as_user(libc, _CLONE_NEWNS)
@@ -189,7 +189,7 @@ def enter(mounts: Sequence[Mount]) -> None:
         drop_capabilities()
 
 
-def unshare(flags: int) -> None:
+def unshare_namespaces(flags: int) -> None:
     """Make namespaces (CLONE_NEW… flags), within a user namespace if mounting needs it. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     if os.geteuid() != 0:
@@ -212,7 +212,7 @@ def mount_proc() -> None:
         drop_capabilities()
 
 
-def probe(directory: str = "") -> str:
+def probe_mounts(directory: str = "") -> str:
     """Return why this process could not `enter` anything, or ""; leaves nothing behind.
 
     `directory` is on the file system to try; "" means that of temporary files.
@@ -228,19 +228,19 @@ def probe(directory: str = "") -> str:
             os.mkdir(os.path.join(place, name))
         with open(os.path.join(place, "0", "seen"), "wb"):
             pass
-        return _in_a_child(place)
+        return _try_in_child(place)
     except OSError as error:
         return f"{error.strerror}"
     finally:
         shutil.rmtree(place, ignore_errors=True)
 
 
-def _in_a_child(place: str) -> str:
+def _try_in_child(place: str) -> str:
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
-            os.write(writing, _attempt(place).encode()[:1024])
+            os.write(writing, _try_mount(place).encode()[:1024])
         finally:
             os._exit(0)
     os.close(writing)
@@ -250,16 +250,16 @@ def _in_a_child(place: str) -> str:
     return "" if text == "ok" else text or "the process that tried to mount was ended"
 
 
-def _attempt(place: str) -> str:
+def _try_mount(place: str) -> str:
     view = os.path.join(place, "view")
     try:
-        enter([{"at": view, "layers": ["0", "1"], "directory": place}])
+        enter_mounts([{"at": view, "layers": ["0", "1"], "directory": place}])
         return "ok" if os.listdir(view) == ["seen"] else "an overlay was mounted and does not show its layers"
     except OSError as error:
         return error.strerror or str(error)
 
 
-def _request(mount: Mount) -> tuple[bytes, bytes, str]:
+def _mount_options(mount: Mount) -> tuple[bytes, bytes, str]:
     at, layers, directory = mount["at"], mount["layers"], mount["directory"]
     if not (isinstance(at, str) and isinstance(directory, str) and isinstance(layers, (list, tuple))):
         raise OSError(errno.EINVAL, f"no mount: {mount}")

@@ -96,7 +96,7 @@ class _Stem:
         if not isinstance(plan, list) or not plan:
             return True
         try:
-            mounts.enter(plan)
+            mounts.enter_mounts(plan)
         except OSError as error:
             self._say({"event": "problem", "detail": f"the environment cannot be mounted: {error}"})
             return False

@@ -23,7 +23,7 @@ from tests.support.odd_environments import refusing, without
 
 NOBODY = 65534
 
-pytestmark = pytest.mark.skipif(mounts.probe() != "", reason="this machine cannot mount overlays")
+pytestmark = pytest.mark.skipif(mounts.probe_mounts() != "", reason="this machine cannot mount overlays")
 
 # Loads the module from a directory, as the runtime does; nothing of ours is importable there.
 PREAMBLE = """
@@ -148,13 +148,13 @@ def test_a_layer_that_is_gone_is_named_with_its_place(place: Path) -> None:
 @pytest.mark.parametrize("layers", [[], ["a"], ["a", ""], ["a", "b:c"], ["a", "b,upperdir=c"]])
 def test_what_is_no_list_of_layers_is_refused(place: Path, layers: list[str]) -> None:
     with pytest.raises(OSError, match=re.escape(golden("node.mounts.layers-overlay"))):
-        mounts.enter([{"at": str(place / "view"), "layers": layers, "directory": str(place)}])
+        mounts.enter_mounts([{"at": str(place / "view"), "layers": layers, "directory": str(place)}])
 
 
 def test_a_probe_leaves_nothing_and_says_why_not(place: Path) -> None:
-    assert mounts.probe(str(place)) == ""
+    assert mounts.probe_mounts(str(place)) == ""
     assert sorted(os.listdir(place)) == ["a", "b", "c", "view"]
-    assert mounts.probe(str(place / "none")).startswith(f"no directory can be made in {place}/none")
+    assert mounts.probe_mounts(str(place / "none")).startswith(f"no directory can be made in {place}/none")
 
 
 CONTAINER = ("sys_admin",), ("sys_admin", "net_raw", "sys_chroot", "mknod")

@@ -137,7 +137,7 @@ def _enter() -> str:
     Raises OSError when this process is half in.
     """
     try:
-        mounts.unshare(_CLONE_NEWPID)
+        mounts.unshare_namespaces(_CLONE_NEWPID)
     except OSError as error:
         if error.filename is not None:  # a file of a user namespace that was made
             raise
@@ -147,7 +147,7 @@ def _enter() -> str:
 
 def _try_out() -> str:
     try:
-        mounts.unshare(_CLONE_NEWPID)
+        mounts.unshare_namespaces(_CLONE_NEWPID)
         pid = os.fork()
         if pid == 0:
             code = 1
