@@ -4,12 +4,15 @@
 
 A tracker is used by one thread at a time, blocks for a bounded time, and raises one of two things: `TrackerAway`, after
 which the same call may be made again later, or `TrackerRefused`, after which it may not.
+
+Addresses of tracking servers, in a module that loads nothing else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
+from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
 
@@ -102,3 +105,14 @@ class Tracker(Protocol):
     def close(self) -> None:
         """Give connections back."""
         ...
+
+
+def split_userinfo(uri: str) -> tuple[str, str]:
+    """Return an address without its credentials and trailing slash, and the credentials, or ""."""
+    try:
+        parts = urlsplit(uri.strip())
+    except ValueError:
+        return "", ""
+    userinfo, _, host = parts.netloc.rpartition("@")
+    # A query or a fragment in the address of a server means nothing, and may be a secret.
+    return urlunsplit((parts.scheme, host, parts.path.rstrip("/"), "", "")), userinfo

@@ -31,8 +31,7 @@ import msgspec
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.json_codec import from_json
-from serverless_gpu.tracking.addresses import split_userinfo
-from serverless_gpu.tracking.base import TrackerAway, TrackerRefused
+from serverless_gpu.tracking.base import TrackerAway, TrackerRefused, split_userinfo
 from serverless_gpu.version import __version__
 
 T = TypeVar("T")

@@ -14,8 +14,7 @@ import pytest
 
 from serverless_gpu.model.tracking_context import Tracking
 from serverless_gpu.testing.mlflow import FakeMlflow, FakeRun
-from serverless_gpu.tracking.addresses import split_userinfo
-from serverless_gpu.tracking.base import Metric, TrackerAway, TrackerRefused, TrackerRun
+from serverless_gpu.tracking.base import Metric, TrackerAway, TrackerRefused, TrackerRun, split_userinfo
 from serverless_gpu.tracking.mlflow import MlflowTracker
 from serverless_gpu.tracking.rest import Rest, proxy_for
 from tests.support.golden import golden

@@ -25,7 +25,7 @@ from serverless_gpu.ambient import Clock, created_wall_ns
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.node.attempt.account import write_text
 from serverless_gpu.node.monitor.messages import Observe
-from serverless_gpu.tracking.addresses import split_userinfo
+from serverless_gpu.tracking.base import split_userinfo
 
 KEPT_MAX = 10_000
 _BYTES_MAX = 4 << 20

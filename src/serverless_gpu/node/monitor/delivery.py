@@ -34,8 +34,7 @@ from serverless_gpu.node.inside.mlflow import job as mlflow_job
 from serverless_gpu.node.mlflow_server.control import ensure_server
 from serverless_gpu.node.monitor import messages
 from serverless_gpu.node.monitor.backlog import BacklogAttempt, ClaimedAttempt
-from serverless_gpu.tracking.addresses import split_userinfo
-from serverless_gpu.tracking.base import TrackerAway, TrackerRun
+from serverless_gpu.tracking.base import TrackerAway, TrackerRun, split_userinfo
 from serverless_gpu.tracking.delivery import DeliveryJob, MlflowDelivery
 from serverless_gpu.tracking.mlflow import MlflowTracker
 
