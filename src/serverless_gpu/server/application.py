@@ -25,7 +25,7 @@ from serverless_gpu.server.identity import principal_routes
 from serverless_gpu.server.lifecycle import attempt_routes
 from serverless_gpu.server.nodes import agent_routes, drain_routes
 from serverless_gpu.server.operations import state_routes
-from serverless_gpu.server.policies import policy_routes
+from serverless_gpu.server.policies import policy_service
 from serverless_gpu.server.pools import node_routes
 from serverless_gpu.server.runs import estimate_routes, queue_routes, run_routes
 from serverless_gpu.server.storage import blob_routes
@@ -41,7 +41,7 @@ MODULES = (
     environments,
     estimate_routes,
     node_routes,
-    policy_routes,
+    policy_service,
     price_routes,
     principal_routes,
     queue_routes,

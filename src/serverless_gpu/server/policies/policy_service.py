@@ -7,6 +7,8 @@ Under which usage policy is a run, is it within it, and what does it get from it
 The decisions are `model/access/usage_policy.py`'s. Whoever asks is in a transaction, so that a policy that is changed
 at the same moment holds for a run or does not, and nothing between. What is installed in an environment is read from
 the store, and that is no work for a transaction: `Unread` ends it, the store is asked, and it begins again.
+
+Routes of `wire/access.py`: usage policies, and whom they are attached to.
 """
 
 from __future__ import annotations
@@ -41,12 +43,13 @@ from serverless_gpu.server.core.server_key import Sealer
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.core.validation import check_name, check_range, check_text
 from serverless_gpu.server.db.database import Transactions
+from serverless_gpu.server.http.routing import Call, Query, Routes, reading, writing
 from serverless_gpu.server.pools import pool_service
 from serverless_gpu.server.records import audit, nodes, policies, pools, principals, stored_secrets
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.policies import POLICIES_MAX, StoredPolicy
 from serverless_gpu.server.storage.environment_store import Environments
-from serverless_gpu.wire.access import PolicyView, view_of
+from serverless_gpu.wire.access import PolicyList, PolicyRequest, PolicyView, policy_of, view_of
 from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX, NAME_CHARACTERS_MAX
 
 HOLDERS_MAX = 20_000
@@ -454,3 +457,48 @@ def _check_packages(name: str, policy: UsagePolicy, brought: Brought) -> None:
         f"usage policy {name!r} does not accept what is installed in environment {brought.snapshot[:12]}: {nearest}",
         hint=f"it accepts what is installed in: {listed}; your own code may differ",
     )
+
+
+routes = Routes("policies")
+
+
+class PolicyQuery(Query, frozen=True, kw_only=True):
+    """Whether only those that one's own runs can be under."""
+
+    mine: bool = False
+
+
+@routes.get("/policies", needs=reading("policies"))
+def list_policies(call: Call, policies: PolicyService, query: PolicyQuery) -> PolicyList:
+    """List usage policies."""
+    return PolicyList(policies=policies.view_all(call.who, mine=query.mine))
+
+
+@routes.get("/policies/{name}", needs=reading("policies"))
+def get_policy(call: Call, policies: PolicyService, name: str) -> PolicyView:
+    """Return a usage policy."""
+    return policies.view(call.who, name)
+
+
+@routes.put("/policies/{name}", needs=writing("policies"))
+def put_policy(call: Call, policies: PolicyService, name: str, body: PolicyRequest) -> PolicyView:
+    """Make a usage policy, or put another one in its place."""
+    return policies.put(call.who, name, policy_of(body))
+
+
+@routes.delete("/policies/{name}", needs=writing("policies"))
+def delete_policy(call: Call, policies: PolicyService, name: str) -> PolicyView:
+    """Delete a usage policy that is attached to nobody; runs that named it keep what they got."""
+    return policies.delete(call.who, name)
+
+
+@routes.put("/policies/{name}/holders/{kind}/{holder}", needs=writing("policies"))
+def attach(call: Call, policies: PolicyService, name: str, kind: str, holder: str) -> PolicyView:
+    """Attach a usage policy to a user, service or team."""
+    return policies.attach(call.who, name, kind, holder)
+
+
+@routes.delete("/policies/{name}/holders/{kind}/{holder}", needs=writing("policies"))
+def detach(call: Call, policies: PolicyService, name: str, kind: str, holder: str) -> PolicyView:
+    """Detach a usage policy from somebody; their runs that were submitted keep what they got."""
+    return policies.detach(call.who, name, kind, holder)
