@@ -11,8 +11,7 @@ import pytest
 
 from serverless_gpu.ambient import format_clock
 from serverless_gpu.node.output import logs
-from serverless_gpu.node.output.logs import RankLog, hidden_tails
-from serverless_gpu.node.output.tail import KEPT_BYTES, Tail
+from serverless_gpu.node.output.logs import KEPT_BYTES, RankLog, Tail, hidden_tails
 from serverless_gpu.testing import FakeClock
 from tests.support.golden import golden
 from tests.support.node.logs import Rank
