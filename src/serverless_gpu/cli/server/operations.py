@@ -35,6 +35,10 @@ from serverless_gpu.wire.state import DrainRequest, DrainView
 
 _LOOK_S = 0.5
 _KEPT = "the server of this home is there"
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+_FOLLOW_LOOK_S = 0.2
+_LINE_BYTES_MAX = 1 << 20
+_HEAD = ("ts", "level", "logger", "msg", "traceback")
 
 
 @click.group("server")
@@ -246,12 +250,6 @@ def _shown(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     return "-" if value in (None, "") else str(value)
-
-
-_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-_FOLLOW_LOOK_S = 0.2
-_LINE_BYTES_MAX = 1 << 20
-_HEAD = ("ts", "level", "logger", "msg", "traceback")
 
 
 @click.command("logs")

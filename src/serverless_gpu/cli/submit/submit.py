@@ -57,6 +57,80 @@ from serverless_gpu.node.supervisor.rank_environment import program_path
 
 _OPTIONS = ("cpus", "memory", "pool", "team", "policy", "priority", "retries", "grace", "idle_timeout", "env")
 _RANKS_ALL = "all"
+_SUBMITTING = "serverless_gpu.client.remote.submission"
+_CHOICE = "serverless_gpu.client.remote.pool_choice"
+_SERVER = "serverless_gpu.client.remote.server"
+_SHORT = 12
+_NEVER = 1  # as of a run that ends because nothing can serve it
+_IMPORTS = {
+    "live": "this machine's files, where they lie",
+    "auto": "this machine's files if the server is its own and has no other, else a snapshot of them",
+}
+MODULE = "-m"
+_HEAD_BYTES = 256
+_SHELL = "/bin/sh"
+# What launchers of neighbours call it.
+_KNOWN_ELSEWHERE = {
+    "nproc-per-node": "--gpus",
+    "nproc": "--gpus",
+    "num-gpus": "--gpus",
+    "num-processes": "--gpus",
+    "gpus-per-node": "--gpus",
+    "ntasks": "--gpus",
+    "gres": "--gpus",
+    "n": "--gpus",
+    "gpu": "--gpus",
+    "accelerator": "--gpu-type",
+    "partition": "--pool",
+    "queue": "--pool",
+    "job-name": "--name",
+    "time": "--timeout",
+    "mem": "--memory",
+    "cpus-per-task": "--cpus",
+    "chdir": "--workdir",
+    "cwd": "--workdir",
+    "working-dir": "--workdir",
+    "export": "--env-var",
+    "e": "--env-var",
+    "module": "-m",
+}
+
+
+class SubmitCommand(click.Command):
+    """A command whose options end at the program, or at `-m`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the options; an unknown option is a usage error that suggests the nearest one."""
+        end = self._end_of_options(ctx, args)
+        try:
+            return super().parse_args(
+                ctx, [*args[:end], "--", *args[end:]] if args[end : end + 1] == [MODULE] else args
+            )
+        except click.NoSuchOption as error:
+            raise click.UsageError(self._unknown(error.option_name), ctx) from None
+
+    def _end_of_options(self, ctx: click.Context, args: Sequence[str]) -> int:
+        """Return the index of the first word that is no option of ours, and no value of one."""
+        takes_value = {
+            name
+            for parameter in self.get_params(ctx)
+            if isinstance(parameter, click.Option) and not parameter.is_flag
+            for name in parameter.opts
+        }
+        index = 0
+        while index < len(args) and args[index].startswith("--") and args[index] != "--":
+            index += 2 if args[index] in takes_value else 1
+        return index
+
+    def _unknown(self, name: str) -> str:
+        options = [
+            opt for each in self.params if isinstance(each, click.Option) for opt in each.opts if opt.startswith("--")
+        ]
+        bare = name.lstrip("-").replace("_", "-")
+        known = _KNOWN_ELSEWHERE.get(bare)
+        close = [known] if known else difflib.get_close_matches(f"--{bare}", options, n=1)
+        meant = f"did you mean {close[0]}? " if close else ""
+        return f"there is no option {name}: {meant}Options of sgpu come before the program, the program's after it"
 
 
 @click.command(cls=SubmitCommand, context_settings={"allow_interspersed_args": False})
@@ -179,17 +253,6 @@ def _ranks(text: str) -> str | tuple[int, ...]:
         raise click.BadParameter(f"{text!r} is neither 'all' nor ranks", param_hint="--ranks-log") from None
 
 
-_SUBMITTING = "serverless_gpu.client.remote.submission"
-_CHOICE = "serverless_gpu.client.remote.pool_choice"
-_SERVER = "serverless_gpu.client.remote.server"
-_SHORT = 12
-_NEVER = 1  # as of a run that ends because nothing can serve it
-_IMPORTS = {
-    "live": "this machine's files, where they lie",
-    "auto": "this machine's files if the server is its own and has no other, else a snapshot of them",
-}
-
-
 class _Imported(msgspec.Struct, frozen=True, kw_only=True):
     """The environment of ranks."""
 
@@ -309,75 +372,6 @@ def _as_json(spec: RunSpec, url: str, imported: _Imported, estimate: Estimate) -
             "budgets": estimate.budgets,
         },
     }
-
-
-MODULE = "-m"
-
-_HEAD_BYTES = 256
-_SHELL = "/bin/sh"
-
-# What launchers of neighbours call it.
-_KNOWN_ELSEWHERE = {
-    "nproc-per-node": "--gpus",
-    "nproc": "--gpus",
-    "num-gpus": "--gpus",
-    "num-processes": "--gpus",
-    "gpus-per-node": "--gpus",
-    "ntasks": "--gpus",
-    "gres": "--gpus",
-    "n": "--gpus",
-    "gpu": "--gpus",
-    "accelerator": "--gpu-type",
-    "partition": "--pool",
-    "queue": "--pool",
-    "job-name": "--name",
-    "time": "--timeout",
-    "mem": "--memory",
-    "cpus-per-task": "--cpus",
-    "chdir": "--workdir",
-    "cwd": "--workdir",
-    "working-dir": "--workdir",
-    "export": "--env-var",
-    "e": "--env-var",
-    "module": "-m",
-}
-
-
-class SubmitCommand(click.Command):
-    """A command whose options end at the program, or at `-m`."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the options; an unknown option is a usage error that suggests the nearest one."""
-        end = self._end_of_options(ctx, args)
-        try:
-            return super().parse_args(
-                ctx, [*args[:end], "--", *args[end:]] if args[end : end + 1] == [MODULE] else args
-            )
-        except click.NoSuchOption as error:
-            raise click.UsageError(self._unknown(error.option_name), ctx) from None
-
-    def _end_of_options(self, ctx: click.Context, args: Sequence[str]) -> int:
-        """Return the index of the first word that is no option of ours, and no value of one."""
-        takes_value = {
-            name
-            for parameter in self.get_params(ctx)
-            if isinstance(parameter, click.Option) and not parameter.is_flag
-            for name in parameter.opts
-        }
-        index = 0
-        while index < len(args) and args[index].startswith("--") and args[index] != "--":
-            index += 2 if args[index] in takes_value else 1
-        return index
-
-    def _unknown(self, name: str) -> str:
-        options = [
-            opt for each in self.params if isinstance(each, click.Option) for opt in each.opts if opt.startswith("--")
-        ]
-        bare = name.lstrip("-").replace("_", "-")
-        known = _KNOWN_ELSEWHERE.get(bare)
-        close = [known] if known else difflib.get_close_matches(f"--{bare}", options, n=1)
-        meant = f"did you mean {close[0]}? " if close else ""
-        return f"there is no option {name}: {meant}Options of sgpu come before the program, the program's after it"
 
 
 def command_of(program: str, arguments: Sequence[str], *, is_here: bool) -> tuple[tuple[str, ...], str]:

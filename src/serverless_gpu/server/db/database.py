@@ -18,6 +18,8 @@ What can go wrong:
 - Its file is damaged, or none: `ServerProblem`; a backup is what helps.
 - A work in a work would wait for itself: refused.
 - Another server uses the database, or the session that says so broke: nothing is written (`claim`, `generations`).
+
+Long lists of values for ``IN (…)``, portion by portion: a statement takes so many values, and its text no more.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ import logging
 import os
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -535,3 +537,11 @@ def _problem(error: sa.exc.DBAPIError, said: str) -> ServerlessGpuError | None:
     if isinstance(error, sa.exc.OperationalError | sa.exc.InterfaceError) or error.connection_invalidated:
         return ServerUnavailable("the database does not answer", hint="ask again later; the server's log says more")
     return None
+
+
+AT_ONCE = 500
+
+
+def portions(values: Sequence[T], size: int = AT_ONCE) -> Iterator[Sequence[T]]:
+    """Yield values in their order, so many at a time."""
+    return (values[start : start + size] for start in range(0, len(values), size))

@@ -33,8 +33,7 @@ from serverless_gpu.server.audit import ChainCheck
 from serverless_gpu.server.budgets.spending import Spending
 from serverless_gpu.server.core.hub import Hub
 from serverless_gpu.server.core.server_metrics import Measures
-from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.db.in_chunks import portions
+from serverless_gpu.server.db.database import Transactions, portions
 from serverless_gpu.server.invariants import invariant_inputs as book_rows
 from serverless_gpu.server.invariants.allocations import Lendings
 from serverless_gpu.server.invariants.invariant_inputs import PAGE_RUNS, Books

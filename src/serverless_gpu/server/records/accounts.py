@@ -15,7 +15,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.model.billing.budget import Subject
 from serverless_gpu.model.hardware import CPU
-from serverless_gpu.server.db.in_chunks import portions
+from serverless_gpu.server.db.database import portions
 from serverless_gpu.server.db.tables import account_tags, accounts
 from serverless_gpu.server.records import pools
 from serverless_gpu.server.records.runs.runs import StoredRun

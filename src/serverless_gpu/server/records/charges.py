@@ -14,7 +14,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.model.billing.ledger import EntryKind, LedgerEntry, LedgerLine, standing
 from serverless_gpu.model.utc_days import DAY_NS
-from serverless_gpu.server.db.in_chunks import portions
+from serverless_gpu.server.db.database import portions
 from serverless_gpu.server.db.tables import accounts, charges, utilisations
 from serverless_gpu.server.records.accounts import plain_ids
 from serverless_gpu.server.records.runs.crews import CrewId, Gang

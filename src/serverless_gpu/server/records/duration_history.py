@@ -17,7 +17,7 @@ from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.scheduling import duration_estimates
 from serverless_gpu.model.scheduling.fairness import charged
 from serverless_gpu.model.scheduling.values import Used
-from serverless_gpu.server.db.in_chunks import portions
+from serverless_gpu.server.db.database import portions
 from serverless_gpu.server.db.tables import attempts, crews, runs
 from serverless_gpu.server.records.runs.attempts import COLUMNS, JOINED, StoredAttempt, from_row, whole
 

@@ -22,7 +22,7 @@ from serverless_gpu.model.gangs.gang_lifecycle import Cause
 from serverless_gpu.model.gangs.rendezvous import Chosen
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.secrets import Pinned
-from serverless_gpu.server.db.in_chunks import portions
+from serverless_gpu.server.db.database import portions
 from serverless_gpu.server.db.tables import attempts, nodes
 from serverless_gpu.server.db.tables import crews as crews_table
 from serverless_gpu.server.records.runs import crews

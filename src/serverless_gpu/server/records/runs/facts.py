@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from serverless_gpu import faults
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.lifecycle.attempt import Fact
-from serverless_gpu.server.db.in_chunks import portions
+from serverless_gpu.server.db.database import portions
 from serverless_gpu.server.db.tables import facts
 from serverless_gpu.server.records.runs.crews import CrewId
 

@@ -14,7 +14,7 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.server.db.in_chunks import portions
+from serverless_gpu.server.db.database import portions
 from serverless_gpu.server.db.tables import files
 from serverless_gpu.wire.base import INLINE_BYTES_MAX
 

@@ -16,7 +16,7 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.model.lifecycle.attempt import StopReason
-from serverless_gpu.server.db.in_chunks import portions
+from serverless_gpu.server.db.database import portions
 from serverless_gpu.server.db.tables import crews, orders
 from serverless_gpu.server.records.runs.crews import CrewId, Gang
 

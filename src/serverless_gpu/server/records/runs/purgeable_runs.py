@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import sqlalchemy as sa
 
 from serverless_gpu.model.lifecycle.attempt import TERMINAL
-from serverless_gpu.server.db.in_chunks import portions
+from serverless_gpu.server.db.database import portions
 from serverless_gpu.server.db.tables import audit, crews, runs
 from serverless_gpu.server.records.audit import Action
 

@@ -20,7 +20,7 @@ from serverless_gpu.model.lifecycle.run_lifecycle import FAULT_RETRIES_MAX, INFR
 from serverless_gpu.model.scheduling.values import CLASSES, Reservation
 from serverless_gpu.model.spec import Function, RunSpec
 from serverless_gpu.server.core.server_key import Sealer
-from serverless_gpu.server.db.in_chunks import portions
+from serverless_gpu.server.db.database import portions
 from serverless_gpu.server.db.tables import attempts as attempts_table
 from serverless_gpu.server.db.tables import crews as crews_table
 from serverless_gpu.server.db.tables import runs

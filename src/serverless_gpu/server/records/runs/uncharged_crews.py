@@ -8,7 +8,7 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.model.lifecycle.attempt import ACTIVE
-from serverless_gpu.server.db.in_chunks import portions
+from serverless_gpu.server.db.database import portions
 from serverless_gpu.server.db.tables import attempts, crews, runs
 from serverless_gpu.server.records.runs.attempts import COLUMNS, JOINED, StoredAttempt, from_row, joined_to, whole
 from serverless_gpu.server.records.runs.crews import CrewId, Gang
