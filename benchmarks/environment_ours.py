@@ -21,7 +21,7 @@ from serverless_gpu.environment.scan.interpreter import describe_other
 from serverless_gpu.environment.scan.scan import Recogniser
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.store_urls import open_store
-from serverless_gpu.node.inside import mounts
+from serverless_gpu.node.inside import namespaces
 
 
 def unchanged(directory: str) -> dict[str, object]:
@@ -59,7 +59,7 @@ def restore_mounted(directory: str) -> dict[str, object]:
     child = os.fork()
     if child == 0:
         try:
-            mounts.enter_mounts(wanted)
+            namespaces.enter_mounts(wanted)
             os.write(writing, str(now_ns()).encode())
         finally:
             os._exit(0)

@@ -24,7 +24,7 @@ from pathlib import Path
 import pytest
 
 import serverless_gpu
-from serverless_gpu.node.inside import mounts
+from serverless_gpu.node.inside import namespaces
 from tests.support.environment import elsewhere
 from tests.support.paths import REPOSITORY
 
@@ -111,7 +111,7 @@ def run(command: list[str], there: Path, **more: str) -> str:
 def test_this_project_runs_from_its_restored_environment_as_another_user_with_the_original_hidden(
     home: Path, there: Path
 ) -> None:
-    if problem := mounts.probe_mounts():
+    if problem := namespaces.probe_mounts():
         pytest.skip(f"nothing can be hidden here: {problem}")
     sgpu = [sys.executable, "-m", "serverless_gpu.cli", "env"]
     store = str(there / "store")

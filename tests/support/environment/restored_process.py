@@ -16,10 +16,10 @@ from typing import Any
 import msgspec
 
 from serverless_gpu.environment.restore.restore import RestoredTree
-from serverless_gpu.node.inside import mounts
+from serverless_gpu.node.inside import namespaces
 
 NOBODY = 65534
-CANNOT_MOUNT = mounts.probe_mounts()
+CANNOT_MOUNT = namespaces.probe_mounts()
 MODES = ("links",) if CANNOT_MOUNT else ("links", "overlay")
 
 # Run by an interpreter outside of the environment: mounts, then becomes the program.
@@ -38,7 +38,7 @@ def command(restored: RestoredTree, *arguments: str, outside: str = sys.executab
     if not restored.mounts:
         return program
     wanted = json.dumps(msgspec.to_builtins(restored.mounts))
-    return [outside, "-I", "-c", _ENTER, str(mounts.__file__), wanted, *program]
+    return [outside, "-I", "-c", _ENTER, str(namespaces.__file__), wanted, *program]
 
 
 def run(restored: RestoredTree, *arguments: str, environ: Mapping[str, str] | None = None) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from serverless_gpu.doctor.facts import MountFacts, UnknownFact
 from serverless_gpu.doctor.probes.children import look
 from serverless_gpu.node.base.home import find_home
-from serverless_gpu.node.inside import mounts
+from serverless_gpu.node.inside import namespaces
 from serverless_gpu.node.processes.spawn import clean_process
 
 _FINE = b"fine"
@@ -34,4 +34,4 @@ def look_at_mounts(environ: Mapping[str, str], limit_s: float) -> MountFacts | U
 
 def main(fd: int, home: str) -> None:
     """Try it and say why not."""
-    os.write(fd, mounts.probe_mounts(home).encode() or _FINE)
+    os.write(fd, namespaces.probe_mounts(home).encode() or _FINE)

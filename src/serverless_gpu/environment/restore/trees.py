@@ -48,7 +48,7 @@ class UnitSuspect(EnvironmentCorrupt):
 
 
 class Mount(msgspec.Struct, frozen=True, kw_only=True):
-    """A read-only overlay, as `node/inside/mounts.py` takes it once it is JSON."""
+    """A read-only overlay, as `node/inside/namespaces.py` takes it once it is JSON."""
 
     at: str
     layers: tuple[str, ...]

@@ -39,7 +39,7 @@ from serverless_gpu.node.base.filesystems import is_noexec, require_symlinks
 from serverless_gpu.node.base.home import storage_error
 from serverless_gpu.node.base.protocol import EnvironmentRequest
 from serverless_gpu.node.base.statuses import Mode
-from serverless_gpu.node.inside import linux, mounts
+from serverless_gpu.node.inside import linux, namespaces
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.units import format_bytes
 
@@ -252,7 +252,7 @@ def _links(environments: Path, why: str) -> Way:
 def mount_problem(environments: Path) -> str:
     """Return why nothing can be mounted on this machine, or ""; asked once when something can."""
     if environments not in _can_mount:
-        problem = mounts.probe_mounts(str(environments))
+        problem = namespaces.probe_mounts(str(environments))
         if problem:
             return problem
         _can_mount.add(environments)

@@ -17,7 +17,7 @@ import contextlib
 import json
 import os
 
-from . import linux, mounts, protocol
+from . import linux, namespaces, protocol
 from .channel import Channel
 
 
@@ -32,15 +32,15 @@ def main(plan_fd: int, channel_fd: int) -> None:
     linux.become_subreaper()  # kept by execve
     enter_cgroups(plan["cgroups"])
     if plan["namespace"]:
-        problem = mounts.probe_user_namespace()
+        problem = namespaces.probe_user_namespace()
         if not problem:
-            mounts.enter_user_namespace()
+            namespaces.enter_user_namespace()
         elif plan["namespace"] == "required":
             reason = f"{protocol.UNSHARED} ({problem})"
             Channel.adopt(channel_fd).send(protocol.encode({"event": "cold", "reason": reason}))
             return
     if plan["mounts"]:
-        mounts.enter_mounts(plan["mounts"])
+        namespaces.enter_mounts(plan["mounts"])
     os.execve(plan["argv"][0], plan["argv"], plan["environ"])
 
 

@@ -30,7 +30,7 @@ import socket
 import sys
 from typing import NamedTuple, NoReturn
 
-from . import linux, mounts, protocol, rank
+from . import linux, namespaces, protocol, rank
 from .channel import Channel, pair
 from .launcher import enter_cgroups
 from .raycluster import directory
@@ -65,7 +65,7 @@ def main(channel: Channel, request: protocol.Message, zygote: socket.socket | No
         os.setsid()
         if zygote is not None:
             with zygote:
-                mounts.become_member(zygote)
+                namespaces.become_member(zygote)
         own = _Stem(channel, enter_cgroups(protocol.strings(request, "cgroups")))
         if own.mount(request.get("mounts")):
             own.serve(protocol.integer(request, "ranks"))
@@ -96,7 +96,7 @@ class _Stem:
         if not isinstance(plan, list) or not plan:
             return True
         try:
-            mounts.enter_mounts(plan)
+            namespaces.enter_mounts(plan)
         except OSError as error:
             self._say({"event": "problem", "detail": f"the environment cannot be mounted: {error}"})
             return False

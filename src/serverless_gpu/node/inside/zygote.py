@@ -50,7 +50,7 @@ import sys
 import weakref
 from collections.abc import Iterator
 
-from . import blas, linux, mounts, protocol, stem
+from . import blas, linux, namespaces, protocol, stem
 from .channel import Channel, pair
 
 _HUGE_PAGE_BYTES = 2 << 20
@@ -198,7 +198,7 @@ def _fork_stem(channel: Channel, request: protocol.Message, own_fds: tuple[int, 
     if admission is not None:
         admission[1].close()
         with admission[0]:
-            problem = mounts.admit(admission[0], pid)
+            problem = namespaces.admit(admission[0], pid)
         if problem:
             ours.close()
             channel.send(protocol.encode({"event": "cold", "reason": f"{protocol.UNSHARED} ({problem})"}))

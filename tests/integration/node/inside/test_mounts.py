@@ -17,13 +17,13 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.node.inside import mounts
+from serverless_gpu.node.inside import namespaces
 from tests.support.golden import golden
 from tests.support.odd_environments import refusing, without
 
 NOBODY = 65534
 
-pytestmark = pytest.mark.skipif(mounts.probe_mounts() != "", reason="this machine cannot mount overlays")
+pytestmark = pytest.mark.skipif(namespaces.probe_mounts() != "", reason="this machine cannot mount overlays")
 
 # Loads the module from a directory, as the runtime does; nothing of ours is importable there.
 PREAMBLE = """
@@ -61,7 +61,9 @@ def run(code: str, place: Path, *, uid: int | None = None, before: tuple[str, ..
     if uid is not None:
         python = shutil.which("python3", path="/usr/bin") or python
         prefix = ["setpriv", "--reuid", str(uid), "--regid", str(uid), "--clear-groups"]
-    shutil.copytree(Path(str(mounts.__file__)).parent, place / "inside", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        Path(str(namespaces.__file__)).parent, place / "inside", ignore=shutil.ignore_patterns("__pycache__")
+    )
     command = [*prefix, python, "-I", "-B", "-c", PREAMBLE + code, str(place)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -148,13 +150,13 @@ def test_a_layer_that_is_gone_is_named_with_its_place(place: Path) -> None:
 @pytest.mark.parametrize("layers", [[], ["a"], ["a", ""], ["a", "b:c"], ["a", "b,upperdir=c"]])
 def test_what_is_no_list_of_layers_is_refused(place: Path, layers: list[str]) -> None:
     with pytest.raises(OSError, match=re.escape(golden("node.mounts.layers-overlay"))):
-        mounts.enter_mounts([{"at": str(place / "view"), "layers": layers, "directory": str(place)}])
+        namespaces.enter_mounts([{"at": str(place / "view"), "layers": layers, "directory": str(place)}])
 
 
 def test_a_probe_leaves_nothing_and_says_why_not(place: Path) -> None:
-    assert mounts.probe_mounts(str(place)) == ""
+    assert namespaces.probe_mounts(str(place)) == ""
     assert sorted(os.listdir(place)) == ["a", "b", "c", "view"]
-    assert mounts.probe_mounts(str(place / "none")).startswith(f"no directory can be made in {place}/none")
+    assert namespaces.probe_mounts(str(place / "none")).startswith(f"no directory can be made in {place}/none")
 
 
 CONTAINER = ("sys_admin",), ("sys_admin", "net_raw", "sys_chroot", "mknod")

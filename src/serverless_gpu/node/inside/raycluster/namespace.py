@@ -25,7 +25,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from .. import linux, mounts
+from .. import linux, namespaces
 
 _CLONE_NEWPID = 0x20000000
 _REAP_S = 10.0
@@ -97,7 +97,7 @@ class Family:
 
 def _with_own_proc(run: Callable[[], int]) -> Callable[[], int]:
     def enter_and_run() -> int:
-        mounts.mount_proc()
+        namespaces.mount_proc()
         return run()
 
     return enter_and_run
@@ -137,7 +137,7 @@ def _enter() -> str:
     Raises OSError when this process is half in.
     """
     try:
-        mounts.unshare_namespaces(_CLONE_NEWPID)
+        namespaces.unshare_namespaces(_CLONE_NEWPID)
     except OSError as error:
         if error.filename is not None:  # a file of a user namespace that was made
             raise
@@ -147,12 +147,12 @@ def _enter() -> str:
 
 def _try_out() -> str:
     try:
-        mounts.unshare_namespaces(_CLONE_NEWPID)
+        namespaces.unshare_namespaces(_CLONE_NEWPID)
         pid = os.fork()
         if pid == 0:
             code = 1
             with contextlib.suppress(OSError):
-                mounts.mount_proc()
+                namespaces.mount_proc()
                 code = 0 if os.readlink("/proc/self") == "1" else 1
             os._exit(code)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
