@@ -63,7 +63,7 @@ from serverless_gpu.model.telemetry.tracking_rules import (
 from serverless_gpu.model.tracking_context import Tracking
 from serverless_gpu.tracking import documents
 from serverless_gpu.tracking.base import Tracker, TrackerAway, TrackerRefused, TrackerRun
-from serverless_gpu.tracking.points import BACKLOG_BYTES_MAX, Points, SampleCursor, telemetry_path
+from serverless_gpu.tracking.metric_points import BACKLOG_BYTES_MAX, Points, SampleCursor, telemetry_path
 
 
 class SharedDeliveryState:

@@ -1,0 +1,149 @@
+"""From a file of samples to points of MLflow's series, in order and in bounded memory.
+
+    logs/<node rank>.telemetry ─▶ Samples ─▶ window (10 s, later more) ─▶ merged ─▶ series ─▶ one request's worth
+                                    ▲                                                  │ sent(): the cursor moves
+                                    └───────────── Cursor, for the next process ◀──────┘
+
+The file is the buffer: MLflow may be away for any time. The next points are returned again, unchanged, until they were
+sent. The samples' own times delimit windows, so that a restarted process makes the same ones.
+
+Failure cases: half a line, no file: see `samples.py`; the wall clock was set back: a window ends there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from serverless_gpu.model.telemetry.samples import SECOND_NS, Header, Sample, merged, series, step
+from serverless_gpu.model.telemetry.tracking_rules import send_interval_s
+from serverless_gpu.tracking.base import Metric
+from serverless_gpu.tracking.samples import Samples
+
+BACKLOG_BYTES_MAX = 64 << 20
+_CHUNK_BYTES = 256 << 10
+_POINTS_MAX = 1000
+_WINDOW_MAX = 512
+_EARLY_NS = SECOND_NS // 2  # a sampler's seconds are not exact
+
+
+class SampleCursor(NamedTuple):
+    """Up to where a file was sent: samples from `offset` on that are later than `sent_ns` were not."""
+
+    offset: int = 0
+    sent_ns: int = 0
+
+
+class _Row(NamedTuple):
+    header: Header
+    sample: Sample
+    offset: int
+
+
+def telemetry_path(directory: Path, node_rank: int) -> Path:
+    """Return where the samples of an attempt on a node are written."""
+    return directory / "logs" / f"{node_rank}.telemetry"
+
+
+class Points:
+    """The points of one file, which may appear later; for one thread.
+
+    The points of all `num_nodes` together stay below a run's limit; more than `backlog_bytes_max` of the file drops the
+    oldest.
+    """
+
+    def __init__(
+        self, path: Path, num_nodes: int, cursor: SampleCursor, *, backlog_bytes_max: int = BACKLOG_BYTES_MAX
+    ) -> None:
+        self._samples = Samples(path, cursor.offset)
+        self._num_nodes = num_nodes
+        self._backlog_bytes_max = backlog_bytes_max
+        self._known_ns = cursor.sent_ns  # rows up to here were sent by a process before
+        self._last_ns = cursor.sent_ns  # end of the last window
+        self._cursor = cursor
+        self._rows: deque[_Row] = deque()
+        self._window: list[_Row] = []
+        self._batch: list[Metric] = []
+
+    @property
+    def cursor(self) -> SampleCursor:
+        """Return up to where the file was sent."""
+        return self._cursor
+
+    def next(self, *, ended: bool) -> Sequence[Metric]:
+        """Return one request's points, the same again until `sent`; `ended` allows a window that is not full."""
+        if self._batch:
+            return self._batch
+        room = _POINTS_MAX
+        while room > 0:
+            row = self._row()
+            if row is None:
+                if ended:
+                    self._close()
+                break
+            before = len(self._batch)
+            self._add(row)
+            wide = len(self._batch) - before
+            room = room - wide if room - wide >= wide else 0  # the next one is as wide
+        return self._batch
+
+    def sent(self) -> None:
+        """Note that the points from `next` have arrived, or were given up."""
+        self._batch = []
+        waiting = self._window or self._rows
+        offset = waiting[0].offset if waiting else self._samples.offset
+        self._cursor = SampleCursor(offset, self._last_ns)
+
+    def shorten(self) -> int:
+        """Give up the oldest points as long as too much waits; return how many."""
+        dropped = 0
+        while self._samples.backlog + self._samples.offset - self._cursor.offset > self._backlog_bytes_max:
+            batch = self.next(ended=False)
+            if not batch:
+                break
+            dropped += len(batch)
+            self.sent()
+        return dropped
+
+    def _row(self) -> _Row | None:
+        while not self._rows:
+            offset = self._samples.offset
+            pairs = self._samples.read(_CHUNK_BYTES)
+            if self._samples.offset == offset:
+                return None
+            for header, sample in pairs:
+                if self._known_ns and sample.at_ns <= self._known_ns:
+                    continue
+                self._known_ns = 0
+                self._rows.append(_Row(header, sample, offset))
+        return self._rows.popleft()
+
+    def _add(self, row: _Row) -> None:
+        """Put a row into the window, and end the window where it is time."""
+        if self._window and self._window[-1].header != row.header:
+            self._close()
+        self._window.append(row)
+        if len(self._window) > _WINDOW_MAX:
+            self._window = [
+                row._replace(sample=merged([old.sample for old in self._window]), offset=self._window[0].offset)
+            ]
+        since_ns = row.sample.at_ns - self._last_ns
+        elapsed_s = (row.sample.at_ns - row.header.origin_ns) / SECOND_NS
+        wide = len(series(row.header, row.sample))
+        interval_ns = send_interval_s(elapsed_s, wide, self._num_nodes) * SECOND_NS
+        if since_ns < 0 or since_ns >= interval_ns - _EARLY_NS:
+            self._close()
+
+    def _close(self) -> None:
+        if not self._window:
+            return
+        header, sample = self._window[-1].header, merged([row.sample for row in self._window])
+        at_ms, at_step = sample.at_ns // 1_000_000, step(header, sample)
+        for key, value in series(header, sample).items():
+            if math.isfinite(value):
+                self._batch.append(Metric(key, value, at_ms, at_step))
+        self._last_ns = sample.at_ns
+        self._window = []

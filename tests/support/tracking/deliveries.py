@@ -15,8 +15,8 @@ from serverless_gpu.model.tracking_context import Tracking
 from serverless_gpu.testing.mlflow import FakeMlflow
 from serverless_gpu.tracking.base import Tracker, TrackerRun
 from serverless_gpu.tracking.delivery import DeliveryJob, MlflowDelivery
+from serverless_gpu.tracking.metric_points import telemetry_path
 from serverless_gpu.tracking.mlflow import MlflowTracker
-from serverless_gpu.tracking.points import telemetry_path
 
 RUN_ID = "01kzzzzzzzzzzzzzzzzzzzzzzz"
 CALLED_NS = 1_800_000_000 * SECOND_NS

@@ -22,7 +22,7 @@ from serverless_gpu.model.telemetry.samples import SECOND_NS, GpuSample, Header,
 from serverless_gpu.node.monitor.records import Recording
 from serverless_gpu.tracking.base import Tracker, TrackerRun
 from serverless_gpu.tracking.delivery import DeliveryJob, MlflowDelivery
-from serverless_gpu.tracking.points import telemetry_path
+from serverless_gpu.tracking.metric_points import telemetry_path
 from serverless_gpu.wire.agents import Start
 
 _MEMORY_BYTES = 40 << 30

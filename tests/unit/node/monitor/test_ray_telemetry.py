@@ -32,7 +32,7 @@ from serverless_gpu.node.monitor.ray_file import RayFile
 from serverless_gpu.node.monitor.recorder import Recorder
 from serverless_gpu.node.monitor.sampler import NodeSample
 from serverless_gpu.testing import FakeClock
-from serverless_gpu.tracking.points import Points, SampleCursor
+from serverless_gpu.tracking.metric_points import Points, SampleCursor
 from tests.support.node.sampled import ORIGIN_NS, gpu, header, sample
 
 NOW_NS = 1000 * SECOND_NS
