@@ -29,7 +29,7 @@ from serverless_gpu.node.base.lock_files import held_note
 from serverless_gpu.node.base.protocol import Context, original
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.monitor import messages
-from serverless_gpu.node.monitor.peers import Peer
+from serverless_gpu.node.monitor.messages import Peer
 from serverless_gpu.node.processes.spawn import clean_process, open_log
 
 _PAUSE_NS = 10**9

@@ -45,7 +45,7 @@ from serverless_gpu.node.monitor import messages
 from serverless_gpu.node.monitor.backlog import origin_of
 from serverless_gpu.node.monitor.deliveries import MlflowDeliveries
 from serverless_gpu.node.monitor.machine import ThisMachine
-from serverless_gpu.node.monitor.peers import Peer
+from serverless_gpu.node.monitor.messages import Peer
 from serverless_gpu.node.monitor.recorder import Recorder, sample_of
 from serverless_gpu.node.monitor.sampler import Bell, NodeSample, Sampler, SampleRequest
 from serverless_gpu.node.processes.spawn import bound_log

@@ -25,7 +25,7 @@ from serverless_gpu.node.attempt.history import is_live, read_ending
 from serverless_gpu.node.monitor import messages
 from serverless_gpu.node.monitor.backlog import key_of
 from serverless_gpu.node.monitor.delivery import Delivering
-from serverless_gpu.node.monitor.peers import Peer
+from serverless_gpu.node.monitor.messages import Peer
 from serverless_gpu.node.monitor.ray_file import RayFile
 from serverless_gpu.node.monitor.records import Recording
 from serverless_gpu.node.monitor.sampler import NodeSample
