@@ -4,6 +4,12 @@
 
 What is taken apart last was put together first, so nothing is used after its end: the loops finish their tick, then the
 engine lets go, then the database closes. Nothing has to be taken apart: a server that is killed leaves the same.
+
+Waits for a PostgreSQL that is still starting when the server starts.
+
+After a reboot both start at once, and PostgreSQL may still replay its log. So a start tries again for `START_S` where
+PostgreSQL does not answer yet, and says what it waits for. An answer that time does not change ends the start at once:
+a wrong password, a database that does not exist.
 """
 
 from __future__ import annotations
@@ -15,6 +21,7 @@ import logging
 import os
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -27,7 +34,7 @@ from serverless_gpu.engines.local import LocalEngine
 from serverless_gpu.engines.ray import start_arguments
 from serverless_gpu.engines.ray.driver_link import RayAccess
 from serverless_gpu.engines.ray.ray_engine import RayEngine
-from serverless_gpu.errors import ServerProblem
+from serverless_gpu.errors import ServerProblem, ServerUnavailable
 from serverless_gpu.model.access.node_identity import Identity
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink.presence import instance_of
@@ -72,7 +79,6 @@ from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db import disk_reserve, leader_lock
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.db.database_startup import take_when_started
 from serverless_gpu.server.db.high_water_mark_file import SYNC_S, Checkpoints, MarkFile
 from serverless_gpu.server.db.leader_lock import LOOK_S, Claim
 from serverless_gpu.server.http.authentication import Admission
@@ -86,6 +92,49 @@ from serverless_gpu.server.records.audit import SERVER, Action
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.storage import orphan_files
 from serverless_gpu.server.storage.storage import DiskLimits, open_storage
+
+START_S = 60.0
+_PAUSE_S = 0.2
+_PAUSE_S_MAX = 2.0
+_FINAL = ("authentication failed", "does not exist", "no password supplied", "pg_hba.conf")
+"""What PostgreSQL and its client library say where another try would get the same answer."""
+
+
+def take_when_started(database: Database, *, clock: Clock, announce: Callable[[str], None]) -> None:
+    """Make this server the only one of its database, once the database answers.
+
+    Args:
+        database: not used by anything yet.
+        clock: measures the wait.
+        announce: gets a line when the wait begins and one when it is over.
+
+    Raises:
+        ServerProblem: another server uses the database.
+        ServerUnavailable: the database does not answer within `START_S`, or refuses this server.
+    """
+    until_ns = clock.boottime_ns() + round(START_S * 1e9)
+    pause_s, waiting = _PAUSE_S, False
+    while True:
+        try:
+            database.be_sole()
+        except ServerUnavailable as error:
+            if not is_temporary(error.message) or clock.boottime_ns() + pause_s * 1e9 > until_ns:
+                raise
+            if not waiting:
+                waiting = True
+                announce(f"{error.message}; waiting for it, {START_S:.0f} s at most")
+            threading.Event().wait(pause_s)
+            pause_s = min(2 * pause_s, _PAUSE_S_MAX)
+        else:
+            if waiting:
+                announce("the database answers")
+            return
+
+
+def is_temporary(message: str) -> bool:
+    """Return whether a database that cannot be used may only be starting."""
+    return not any(words in message for words in _FINAL)
+
 
 LOOP_S = 10.0
 """How long the loops may take to finish their ticks when the server stops."""

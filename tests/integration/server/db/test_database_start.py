@@ -9,9 +9,9 @@ import pytest
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.errors import ServerUnavailable
-from serverless_gpu.server.db import database_startup
+from serverless_gpu.server import startup
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.db.database_startup import is_temporary, take_when_started
+from serverless_gpu.server.startup import is_temporary, take_when_started
 from tests.support.remote.server_process import ServerProcess
 from tests.support.server.postgres import Cluster
 
@@ -34,7 +34,7 @@ def test_22B9_a_database_that_starts_is_waited_for_and_both_is_said(postgres: Cl
 
 
 def test_22B9_the_wait_has_an_end(postgres: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(database_startup, "START_S", 0.1)
+    monkeypatch.setattr(startup, "START_S", 0.1)
     name = postgres.new_database()
     postgres.stop()
     try:
