@@ -61,7 +61,7 @@ from serverless_gpu.model.telemetry.tracking_rules import (
     valid_key,
 )
 from serverless_gpu.model.tracking_context import Tracking
-from serverless_gpu.tracking import documents
+from serverless_gpu.tracking import attempt_files
 from serverless_gpu.tracking.base import Tracker, TrackerAway, TrackerRefused, TrackerRun
 from serverless_gpu.tracking.metric_points import BACKLOG_BYTES_MAX, Points, SampleCursor, telemetry_path
 
@@ -386,14 +386,14 @@ class MlflowDelivery:
     def _early_files(self) -> bool:
         if not self._is_first or "early" in self._memory.done:
             return False
-        files = ((name, documents.read(path)) for name, path in documents.early(self._directory))
+        files = ((name, attempt_files.read(path)) for name, path in attempt_files.early(self._directory))
         return self._uploaded(files, "early")
 
     def _failure_files(self) -> bool:
         ending = self._memory.ending
         if ending is None or ending.state is State.SUCCEEDED or "failures" in self._memory.done:
             return False
-        return self._uploaded(documents.failures(self._directory), "failures")
+        return self._uploaded(attempt_files.failures(self._directory), "failures")
 
     def _uploaded(self, files: Iterable[tuple[str, bytes]], step: str) -> bool:
         """Send files that were not sent yet, then note that the step is done."""
@@ -465,7 +465,7 @@ class MlflowDelivery:
     def _account(self) -> bool:
         if not self._has_settled or "receipt" in self._memory.done:
             return False
-        data = documents.read(self._directory / "receipt.json")
+        data = attempt_files.read(self._directory / "receipt.json")
         if data:
             if "receipt.json" not in self._memory.done:
                 self._upload("receipt.json", data)
