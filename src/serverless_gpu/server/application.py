@@ -12,7 +12,7 @@ import starlette.routing
 from starlette.applications import Starlette
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.server import audit, environments, secrets
+from serverless_gpu.server import audit, environments, policies, secrets
 from serverless_gpu.server.billing import price_routes, usage_routes
 from serverless_gpu.server.budgets import budget_routes
 from serverless_gpu.server.core.hub import Hub
@@ -25,7 +25,6 @@ from serverless_gpu.server.identity import principal_routes
 from serverless_gpu.server.lifecycle import attempt_routes
 from serverless_gpu.server.nodes import agent_routes, drain_routes
 from serverless_gpu.server.operations import state_routes
-from serverless_gpu.server.policies import policy_service
 from serverless_gpu.server.pools import node_routes
 from serverless_gpu.server.runs import estimate_routes, queue_routes, run_routes
 from serverless_gpu.server.storage import blob_routes
@@ -41,7 +40,7 @@ MODULES = (
     environments,
     estimate_routes,
     node_routes,
-    policy_service,
+    policies,
     price_routes,
     principal_routes,
     queue_routes,

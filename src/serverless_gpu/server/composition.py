@@ -55,7 +55,7 @@ from serverless_gpu.server.nodes.node_admin import NodeRuleService
 from serverless_gpu.server.nodes.node_admission import NodeAdmission
 from serverless_gpu.server.nodes.node_queries import NodeService
 from serverless_gpu.server.operations.state_metrics import Sampling
-from serverless_gpu.server.policies.policy_service import PolicyAdmission, PolicyService
+from serverless_gpu.server.policies import PolicyAdmission, PolicyService
 from serverless_gpu.server.pools.pool_service import PoolService
 from serverless_gpu.server.runs.estimates import EstimateService
 from serverless_gpu.server.runs.queue_limits import WaitingRoom

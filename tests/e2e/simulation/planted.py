@@ -21,7 +21,7 @@ from serverless_gpu.server.billing import charging
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.lifecycle import liveness, reports
 from serverless_gpu.server.nodes import agent_service
-from serverless_gpu.server.policies.policy_service import Brought
+from serverless_gpu.server.policies import Brought
 from serverless_gpu.server.records import audit, policies
 from serverless_gpu.server.records.runs import attempts, crews, events, facts, files, orders, purgeable_runs, runs
 from serverless_gpu.server.records.runs.active_runs import Active, ActiveCrew

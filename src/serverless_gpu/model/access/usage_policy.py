@@ -9,7 +9,7 @@
     CRITICAL    ─▶ only where a policy that applies lists it, or who asks may grant it (`operator`, `admin`)
 
 What is decided here depends on values only. A policy fills in what the user left open and never loosens what they said.
-Which installed packages are accepted is a question to the store of environments: `server/policies/policy_service.py`
+Which installed packages are accepted is a question to the store of environments: `server/policies.py`
 asks it.
 
 Defaults of usage policies for a run: a team and a time limit.

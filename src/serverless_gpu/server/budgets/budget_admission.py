@@ -24,7 +24,7 @@ from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.lifecycle.liveness import Leases
 from serverless_gpu.server.nodes.capacity import Floor
-from serverless_gpu.server.policies.policy_service import Allowed
+from serverless_gpu.server.policies import Allowed
 from serverless_gpu.server.records import prices
 
 LEFT_MAX = 20

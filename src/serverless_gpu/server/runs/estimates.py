@@ -27,7 +27,7 @@ from serverless_gpu.server.lifecycle import owner_suspension
 from serverless_gpu.server.lifecycle.liveness import Leases
 from serverless_gpu.server.nodes import capacity
 from serverless_gpu.server.nodes import drain as draining
-from serverless_gpu.server.policies.policy_service import Allowed, PolicyAdmission
+from serverless_gpu.server.policies import Allowed, PolicyAdmission
 from serverless_gpu.server.records import duration_history, pools
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.records.runs.runs import NewRun, StoredRun

@@ -44,7 +44,7 @@ from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.core.validation import check_range, check_text
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.policies.policy_service import Brought, PolicyAdmission, Unread
+from serverless_gpu.server.policies import Brought, PolicyAdmission, Unread
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.runs import events, runs
