@@ -28,8 +28,7 @@ from serverless_gpu.model.telemetry.samples import (
 from serverless_gpu.model.telemetry.tracking_rules import valid_key
 from serverless_gpu.node.inside.raycluster.words import metrics_file
 from serverless_gpu.node.monitor.messages import Observe, Ranks
-from serverless_gpu.node.monitor.ray_file import RayFile
-from serverless_gpu.node.monitor.recorder import Recorder
+from serverless_gpu.node.monitor.recorder import RayFile, Recorder
 from serverless_gpu.node.monitor.sampler import NodeSample
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.tracking.metric_points import Points, SampleCursor
