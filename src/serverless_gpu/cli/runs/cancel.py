@@ -10,7 +10,7 @@ from serverless_gpu.cli.output import columns, say
 from serverless_gpu.cli.runs import server_runs as remote
 from serverless_gpu.cli.runs.run_location import PAGE, locate, own_runs, server_runs, this_home
 from serverless_gpu.cli.runs.run_table import row
-from serverless_gpu.client.runs.attachment import attach
+from serverless_gpu.client.runs.attachment import attach as attach_to
 from serverless_gpu.client.runs.run import Run
 from serverless_gpu.errors import ServerlessGpuError, ServerProblem
 from serverless_gpu.model.lifecycle.attempt import TERMINAL
@@ -33,13 +33,13 @@ def cancel(run: str | None) -> None:
     inside: list[Run[object]] = []  # the runs that use a session's devices
     if found.view is None and read_run(home.runs, wanted).kind != FUNCTION:
         records = [read_run(home.runs, run_id) for run_id in run_ids(home.runs)]
-        inside = [attach(record.run_id) for record in records if record.live and record.session == wanted]
+        inside = [attach_to(record.run_id) for record in records if record.live and record.session == wanted]
     for handle in inside:
         handle.cancel()
     for handle in inside:
         handle.wait()
         say(f"run {handle.id} {handle.status()}: {handle.receipt().gate}")
-    handle = attach(wanted)
+    handle = attach_to(wanted)
     handle.cancel()
     handle.wait()
     say(f"{handle.status()}: {describe_gate(handle)}")

@@ -10,7 +10,7 @@ from serverless_gpu.cli.output import columns
 from serverless_gpu.cli.runs.run_details import use_lines
 from serverless_gpu.cli.runs.run_endings import fetch_ending
 from serverless_gpu.cli.runs.run_location import this_home
-from serverless_gpu.cli.runs.server_runs import as_json, devices_text, moment_of, sentence_of, took_ms
+from serverless_gpu.cli.runs import server_runs
 from serverless_gpu.cli.server_connection import patient_server
 from serverless_gpu.client.runs.outcome import ending_text
 from serverless_gpu.errors import NotFound
@@ -30,7 +30,7 @@ def details(view: RunView) -> dict[str, object]:
     """Return everything about a run, for machines."""
     files, attempts = _asked(view)
     cost = _cost(view)
-    return as_json(view, cost) | {
+    return server_runs.as_json(view, cost) | {
         "spec": view.spec,
         "attempts": attempts.attempts,
         "files": [{"name": file.name, "size_bytes": file.size} for file in files.files],
@@ -47,15 +47,15 @@ def story(view: RunView) -> Iterator[str]:
     reason = "" if view.reason is None else view.reason.value
     yield " · ".join(part for part in (f"run {view.id}", view.name, view.state.value, reason) if part)
     if view.sentence:
-        yield sentence_of(view)
+        yield server_runs.sentence_of(view)
     cluster = "" if view.spec.ray is None else f", {view.spec.ray.text()}"
     whose = f"by {view.owner}" + (f" for {view.team}" if view.team else "")
     policy = f", under policy {view.spec.policy}" if view.spec.policy else ""
-    yield f"asked for: {devices_text(view)}{cluster}, {whose}{policy}"
+    yield f"asked for: {server_runs.devices_text(view)}{cluster}, {whose}{policy}"
     if view.waiting is not None and view.waiting.at_ns is not None:
-        yield f"starts: {moment_of(view.waiting)}"
+        yield f"starts: {server_runs.moment_of(view.waiting)}"
     started = view.started_ns or view.created_ns
-    took = "" if view.started_ns is None else f" · took {format_duration_ms(took_ms(view))}"
+    took = "" if view.started_ns is None else f" · took {format_duration_ms(server_runs.took_ms(view))}"
     yield f"{'submitted' if view.started_ns is None else 'started'}: {format_moment(started)}{took}"
     yield from columns([_crew_row(view, crew) for crew in view.crews])
     cost = _cost(view)

@@ -46,9 +46,6 @@ def server_group() -> None:
     """Look after a server: its settings, its unit, its backups."""
 
 
-server_group.add_command(server_logs)
-
-
 @server_group.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def config(as_json: bool) -> None:
@@ -252,7 +249,7 @@ def _shown(value: object) -> str:
     return "-" if value in (None, "") else str(value)
 
 
-@click.command("logs")
+@server_group.command("logs")
 @click.option("-f", "--follow", is_flag=True, help="Go on with what is written from now on, until Ctrl-C.")
 @click.option("--run", "run_id", default="", metavar="RUN", help="Lines about this run; the beginning of it is enough.")
 @click.option(

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.cli.runs.server_runs import sentence_of
-from serverless_gpu.cli.server_connection import connect
+from serverless_gpu.cli import server_connection
 from serverless_gpu.client.remote.profile import find_profile
 from serverless_gpu.errors import NotAllowed, ServerlessGpuError, ServerNotConfigured
 from serverless_gpu.lazy_import import load
@@ -62,7 +62,7 @@ def server_status(home: Path) -> ServerState | None:
     try:
         profile = find_profile(home, os.environ)
         url = profile.url
-        connection = connect(profile)
+        connection = server_connection.connect(profile)
     except ServerNotConfigured as error:
         is_lacking = not (home / "server.json").exists() and not os.environ.get("SERVERLESS_GPU_SERVER")
         return None if is_lacking else ServerState(url=url, ok=False, problem=error.message)
