@@ -26,7 +26,7 @@ from serverless_gpu.model.telemetry.tracking_rules import (
     variables,
 )
 from serverless_gpu.model.tracking_context import Tracking
-from serverless_gpu.testing.mlflow_store import Refusal, check
+from serverless_gpu.testing.mlflow import Refusal, check
 from tests.support.golden import golden
 
 RECEIPT = Receipt(
