@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.server import audit, environments, policies, secrets
-from serverless_gpu.server.billing import price_routes, usage_routes
+from serverless_gpu.server.billing import price_service, usage_routes
 from serverless_gpu.server.budgets import budget_routes
 from serverless_gpu.server.core.hub import Hub
 from serverless_gpu.server.core.server_metrics import Measures
@@ -41,7 +41,7 @@ MODULES = (
     estimate_routes,
     node_routes,
     policies,
-    price_routes,
+    price_service,
     principal_routes,
     queue_routes,
     run_routes,

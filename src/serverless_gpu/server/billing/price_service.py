@@ -7,10 +7,15 @@
 
 What was in force is never changed: an attempt's tariff was taken from it. So the past can be set only as long as
 nothing was placed since then that could have paid the price. Each change has its row in the audit.
+
+Routes of `wire/billing.py`: the price book.
 """
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.ambient import Clock
@@ -20,14 +25,15 @@ from serverless_gpu.model.hardware import FAMILIES, canonical, is_listed
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
+from serverless_gpu.server.http.routing import Call, Query, Routes, reading, writing
 from serverless_gpu.server.pools import pool_service
 from serverless_gpu.server.records import audit, charges, nodes, prices
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.prices import StoredPrice
 from serverless_gpu.server.records.runs import attempts
 from serverless_gpu.units import MICROS_PER_UNIT
-from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX
-from serverless_gpu.wire.billing import PriceList, PriceRequest, PriceSet, PriceView
+from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX, NAME_CHARACTERS_MAX
+from serverless_gpu.wire.billing import Moment, PriceList, PriceRequest, PriceSet, PriceView
 
 PRICES_MAX = 5_000
 """Rows of the book, those that ended among them."""
@@ -221,3 +227,37 @@ def _view(row: StoredPrice, at_ns: int) -> PriceView:
         set_ns=row.set_ns,
         in_force=is_in_force(price, at_ns),
     )
+
+
+routes = Routes("prices")
+
+
+class PricesQuery(Query, frozen=True, kw_only=True):
+    """Whether prices that have ended are to be there, too."""
+
+    all: bool = False
+
+
+class EndQuery(Query, frozen=True, kw_only=True):
+    """Whose price ends, and when."""
+
+    pool: Annotated[str, msgspec.Meta(max_length=NAME_CHARACTERS_MAX)] = ""
+    at_ns: Moment | None = None
+
+
+@routes.get("/prices", needs=reading("prices"))
+def list_prices(call: Call, prices: PriceService, query: PricesQuery) -> PriceList:
+    """List prices: those in force, and those that are planned."""
+    return prices.view(past=query.all)
+
+
+@routes.put("/prices/{resource}", needs=writing("prices"))
+def set_price(call: Call, prices: PriceService, resource: str, body: PriceRequest) -> PriceSet:
+    """Set a price from a time on; attempts that were placed before keep theirs."""
+    return prices.set(call.who, resource, body)
+
+
+@routes.delete("/prices/{resource}", needs=writing("prices"))
+def end_price(call: Call, prices: PriceService, resource: str, query: EndQuery) -> PriceSet:
+    """End a price; what is placed from then on has none, or that of every pool."""
+    return prices.end(call.who, resource, pool=query.pool, until_ns=query.at_ns)
