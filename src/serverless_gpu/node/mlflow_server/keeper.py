@@ -14,6 +14,11 @@ and the next request after a pause starts another. Only one that has an owner, o
 - the keeper is killed: the kernel ends the server; the next keeper ends the children that are left of it;
 - the port of last time is taken: another one, which is reported; old links lead nowhere;
 - the disk is full: the record is old; readers see a keeper that has not reported yet.
+
+The program in the caller's interpreter: `mlflow server`, one process that ends with its keeper.
+
+MLflow's command imports everything, then starts a second process that does so again, and waits for it: 260 MB each.
+Ours becomes the second one, where MLflow still starts it as we know. The kernel ends it when the keeper is gone.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -35,8 +41,77 @@ import msgspec
 from serverless_gpu.ambient import SystemClock, format_moment, machine
 from serverless_gpu.node.base.lock_files import hold
 from serverless_gpu.node.inside import linux
-from serverless_gpu.node.mlflow_server import error_summary, files, program
-from serverless_gpu.node.processes.spawn import bound_log, open_log
+from serverless_gpu.node.mlflow_server import error_summary, files
+from serverless_gpu.node.mlflow_server.files import HOST, Backing
+from serverless_gpu.node.processes.spawn import bound_log, clean_variables, open_log, startup_variables
+
+_PROGRAM = """\
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)
+if os.getppid() != {parent}:
+    os._exit(1)
+try:
+    import mlflow.server
+    apart = mlflow.server._exec_cmd
+
+    def become(command, *args, **options):
+        if isinstance(command, list) and command[:2] == [sys.executable, "-m"]:
+            sys.stdout.flush()
+            os.execve(command[0], command, {{**os.environ, **(options.get("extra_env") or {{}})}})
+        return apart(command, *args, **options)
+
+    mlflow.server._exec_cmd = become
+except Exception as error:
+    print(f"started as it comes: {{error!r}}", flush=True)
+from mlflow.cli import cli
+cli(["server", "--host", {host!r}, "--port", "{port}", "--workers", "1"], prog_name="mlflow")
+"""
+
+_HOSTS = ("localhost", "127.0.0.1", "[::1]")
+
+
+def server_program(parent: int, port: int) -> str:
+    """Return the program for `python -c`; `parent` is the pid of the keeper."""
+    return _PROGRAM.format(parent=parent, host=HOST, port=port)
+
+
+class Starting(NamedTuple):
+    """Start of a server: interpreter, the caller's variables, and further host names."""
+
+    python: str
+    environ: Mapping[str, str]
+    hosts: tuple[str, ...] = ()
+
+
+def server_variables(backing: Backing, starting: Starting) -> dict[str, str]:
+    """Return the server's variables, without those of the caller's own MLflow, which configure a client.
+
+    By variables, not options: an older MLflow ignores unknown ones, and no list of processes shows a password.
+    """
+    environ = starting.environ
+    names = [name for host in (*_HOSTS, *starting.hosts) for name in (host, f"{host}:*")]
+    variables = {
+        **clean_variables(environ),
+        **startup_variables(environ),
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONSAFEPATH": "1",
+        "MLFLOW_BACKEND_STORE_URI": backing.uri,
+        "MLFLOW_ARTIFACTS_DESTINATION": backing.artifacts,
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_SERVER_ALLOWED_HOSTS": ",".join(names),
+    }
+    if not backing.is_own:  # as without a server: later users of the store find files where they expect them
+        variables["MLFLOW_DEFAULT_ARTIFACT_ROOT"] = backing.artifacts
+    if backing.is_files:
+        variables["MLFLOW_ALLOW_FILE_STORE"] = "true"
+    return variables
+
+
+def exists(python: str) -> bool:
+    """Return whether an interpreter can be started at all."""
+    return Path(python).is_file() and os.access(python, os.X_OK)
+
 
 _STEADY_S = 60.0
 _STOP_S = 5.0
@@ -81,15 +156,13 @@ class MlflowChild(NamedTuple):
 def main(directory: str, python: str, environ: dict[str, str], owner: int, hosts: str) -> NoReturn:
     """Keep a server until it is not needed any more; arguments as for `start_keeper`."""
     named = tuple(name for name in hosts.split(",") if name)
-    starting = program.Starting(python, {**os.environ, **environ}, named)
+    starting = Starting(python, {**os.environ, **environ}, named)
     keep(files.opened(Path(directory)), starting, owner=owner)
     sys.stdout.flush()
     os._exit(0)
 
 
-def keep(
-    place: files.ServerFiles, starting: program.Starting, *, owner: int = -1, limits: KeeperLimits = LIMITS
-) -> None:
+def keep(place: files.ServerFiles, starting: Starting, *, owner: int = -1, limits: KeeperLimits = LIMITS) -> None:
     """Keep a server in this process until it is not needed any more, unless another process does."""
     linux.set_name("sgpu-mlflow")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -105,13 +178,11 @@ def keep(
 class MlflowKeeper:
     """A server and its keeper; the end of file of `owner` (-1: none) ends the server."""
 
-    def __init__(
-        self, place: files.ServerFiles, starting: program.Starting, *, owner: int, limits: KeeperLimits
-    ) -> None:
+    def __init__(self, place: files.ServerFiles, starting: Starting, *, owner: int, limits: KeeperLimits) -> None:
         self._place, self._python, self._owner, self._limits = place, starting.python, owner, limits
         self._clock = SystemClock()
         self._backing = place.backing()
-        self._variables = program.server_variables(self._backing, starting)
+        self._variables = server_variables(self._backing, starting)
         self._is_asked = False
         self._wake, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake)
@@ -176,7 +247,7 @@ class MlflowKeeper:
             self._finish(child)
 
     def _start(self) -> MlflowChild | None:
-        if not program.exists(self._python):
+        if not exists(self._python):
             self._note(problem=f"there is no interpreter {self._python} any more")
             return None
         try:
@@ -184,7 +255,7 @@ class MlflowKeeper:
             try:
                 log_from = os.fstat(log).st_size
                 process = subprocess.Popen(
-                    [self._python, "-c", program.server_program(os.getpid(), self._noted.port)],
+                    [self._python, "-c", server_program(os.getpid(), self._noted.port)],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,

@@ -9,7 +9,7 @@ import pytest
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.mlflow_server.error_summary import Attempted, pause_s, sentence, without_password
 from serverless_gpu.node.mlflow_server.files import Backing, Noted, ServerFiles, local_path, opened, place_of, places
-from serverless_gpu.node.mlflow_server.program import Starting, server_variables
+from serverless_gpu.node.mlflow_server.keeper import Starting, server_variables
 
 TRIED = Attempted("/env/bin/python", "sqlite:////h/mlflow.db", "/h/server.log")
 TRACEBACK = 'Traceback (most recent call last):\n  File "x.py", line 1, in <module>\n'
