@@ -15,7 +15,7 @@ import pytest
 from serverless_gpu import Run
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli.output import columns
-from serverless_gpu.cli.runs.cancel import describe_gate
+from serverless_gpu.cli.runs.attach import describe_gate
 from serverless_gpu.cli.runs.logs import tail_start
 from serverless_gpu.cli.runs.run_location import choose
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError
