@@ -90,8 +90,7 @@ from serverless_gpu.server.operations.ray_sidecar import RayBeside
 from serverless_gpu.server.records import audit, stored_secrets
 from serverless_gpu.server.records.audit import SERVER, Action
 from serverless_gpu.server.records.runs import runs
-from serverless_gpu.server.storage import orphan_files
-from serverless_gpu.server.storage.storage import DiskLimits, open_storage
+from serverless_gpu.server.storage.storage import LOOK_MAX, DiskLimits, open_storage, orphan_runs, orphan_sentence
 
 START_S = 60.0
 _PAUSE_S = 0.2
@@ -277,10 +276,10 @@ def _marked(settings: Settings, database: Database, clock: Clock) -> MarkFile:
 
 def _unknown_files(settings: Settings, database: Database) -> tuple[str, ...]:
     """Name files of runs that the database does not know, before the loops remove any."""
-    unknown = orphan_files.runs_of(settings.directory, database.read, limit=orphan_files.LOOK_MAX)
+    unknown = orphan_runs(settings.directory, database.read, limit=LOOK_MAX)
     if not unknown:
         return ()
-    found = orphan_files.sentence(unknown, settings.directory)
+    found = orphan_sentence(unknown, settings.directory)
     _log.error("%s", found)
     return (found,)
 

@@ -26,7 +26,7 @@ from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db import high_water_mark_file, leader_lock
 from serverless_gpu.server.operations import restore
 from serverless_gpu.server.operations.backup import file_of
-from serverless_gpu.server.storage import orphan_files
+from serverless_gpu.server.storage import storage
 
 Read = Callable[[Callable[[sa.Connection], Any]], Any]
 """`Database.read`."""
@@ -110,10 +110,10 @@ def evidence(settings: Settings, read: Read) -> tuple[str, ...]:
         read: reads the database.
     """
     why = sentence(settings, read)
-    unknown = orphan_files.runs_of(settings.directory, read)
+    unknown = storage.orphan_runs(settings.directory, read)
     return (
         *([f"the database was rolled back: {why}"] if why else []),
-        *([orphan_files.sentence(unknown, settings.directory)] if unknown else []),
+        *([storage.orphan_sentence(unknown, settings.directory)] if unknown else []),
     )
 
 
