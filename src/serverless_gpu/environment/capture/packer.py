@@ -26,9 +26,19 @@ from typing import TypeVar
 
 import msgspec
 
-from serverless_gpu.environment.capture.layout import BlockPlan, Reuse, places_of, plan_blocks, reuse
 from serverless_gpu.environment.capture.sender import STORING_THREADS, WAIT_S, Counts, ReadUnit, Sender
-from serverless_gpu.environment.capture.unit_reader import TRIES_MAX, FileChanged, Reader, true_sizes, unsteady
+from serverless_gpu.environment.capture.unit_reader import (
+    TRIES_MAX,
+    BlockPlan,
+    FileChanged,
+    Reader,
+    Reuse,
+    places_of,
+    plan_blocks,
+    reuse,
+    true_sizes,
+    unsteady,
+)
 from serverless_gpu.environment.compression import LEVEL_LOCAL, Compressor
 from serverless_gpu.environment.documents import BLOCK_BYTES, PACK_BYTES, FileRow, PackBlock, Unit, unit_address
 from serverless_gpu.environment.scan.scan import LocalUnit
