@@ -12,7 +12,7 @@ from serverless_gpu.model.access.roles import AccessReach
 from serverless_gpu.model.billing.usage_report import Amounts, DayRange
 from serverless_gpu.model.lifecycle.attempt import FactKind
 from serverless_gpu.model.utc_days import DAY_NS
-from serverless_gpu.server.billing import running_usage
+from serverless_gpu.server.billing import usage_reports
 from serverless_gpu.server.composition import Services, make_charging
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db.database import Database
@@ -154,7 +154,7 @@ def test_more_attempts_than_are_looked_at_are_said(services: Services, database:
     for _ in range(3):
         run_id = begun(database)
         write_facts(database, run_id, used(run_id, seconds=HOUR_S, until=FactKind.ALIVE))
-    found = database.read(lambda connection: running_usage.find(connection, Now(wall_ns=T0), currency="USD", limit=2))
+    found = database.read(lambda connection: usage_reports.find(connection, Now(wall_ns=T0), currency="USD", limit=2))
     assert (found.attempts, found.is_cut, len(found.lines)) == (2, True, 2)
 
 
