@@ -19,7 +19,7 @@ from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.records.runs import files, runs
 from serverless_gpu.server.runs import views
 from serverless_gpu.server.runs.run_stream import Look, Place, Position, Watch
-from serverless_gpu.server.storage import outputs
+from serverless_gpu.server.storage import blobs
 from serverless_gpu.wire.runs import (
     EndedMessage,
     GapMessage,
@@ -249,7 +249,7 @@ class Client:
                 lambda connection: files.of_attempt(connection, self.run_id, run.fence, prefix="results/")
             )
             stored.sort(key=lambda file: int(file.name.removeprefix("results/").removesuffix(".pkl")))
-            data = [b"".join(outputs.source(services.blobs, file)(0, file.size)) for file in stored]
+            data = [b"".join(blobs.file_source(services.blobs, file)(0, file.size)) for file in stored]
             return views.run_view(run), data
 
         def heard(found: tuple[RunView, list[bytes]]) -> None:

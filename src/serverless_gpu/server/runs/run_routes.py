@@ -27,8 +27,7 @@ from serverless_gpu.server.runs.run_queries import RunQueries
 from serverless_gpu.server.runs.run_stream import Position, parse_offsets, parse_ranks
 from serverless_gpu.server.runs.stop_requests import StopService
 from serverless_gpu.server.runs.submission import SubmissionService
-from serverless_gpu.server.storage import outputs
-from serverless_gpu.server.storage.blobs import Blobs
+from serverless_gpu.server.storage.blobs import Blobs, file_source
 from serverless_gpu.server.storage.logs import Logs
 from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX, PAGE_DEFAULT, PAGE_MAX
 from serverless_gpu.wire.runs import (
@@ -214,7 +213,7 @@ def read_file(
         return found
 
     found = database.read(work)
-    return part_of(outputs.source(blobs, found), found.size, call.headers.get("range", ""))
+    return part_of(file_source(blobs, found), found.size, call.headers.get("range", ""))
 
 
 @routes.get("/runs/{run}/receipt", needs=reading("runs"))

@@ -15,6 +15,8 @@ restarted condemns anew.
 Failure cases: bytes that are not what their name says (HashMismatch, nothing is kept); no room (ServerStorageFull); a
 store that does not answer (StoreUnavailable, after trying for as long as a store does); a part that is not there, or
 altered where it lies (NotFound: it has to be sent again).
+
+The bytes of a file that an attempt left behind, wherever they are: in its row, or as a blob.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from serverless_gpu.errors import EnvironmentProblem, HashMismatch, InvalidValue
 from serverless_gpu.model.spec import BLOB_PART_BYTES, BlobReference
 from serverless_gpu.server.core.disk_space import KEPT_FREE_BYTES, check_room, full
 from serverless_gpu.server.core.health import Unwell
+from serverless_gpu.server.records.runs.files import StoredFile
 
 GRACE_S = 24 * 3600
 """How long a part may be there before something refers to it."""
@@ -237,3 +240,16 @@ def _key(digest: str) -> str:
     if not _DIGEST.fullmatch(digest):
         raise InvalidValue(f"{digest[:80]!r} is not a digest", hint="64 hexadecimal digits: BLAKE3 of the part's bytes")
     return f"packs/{digest}"
+
+
+def file_source(blobs: Blobs, file: StoredFile) -> Callable[[int, int], Iterator[bytes]]:
+    """Return a function that yields so many bytes of a file from one on; it blocks.
+
+    Args:
+        file: as it is stored.
+    """
+    inline = file.inline
+    if inline is not None:
+        return lambda start, length: iter([inline[start : start + length]])
+    blob = BlobReference(size=file.size, parts=file.parts)
+    return lambda start, length: blobs.read(blob, start, length)
