@@ -32,8 +32,8 @@ from serverless_gpu.environment.stores.repair import repair
 from serverless_gpu.environment.stores.server_store import ServedStore
 from serverless_gpu.environment.stores.store_urls import open_store
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentMissing, EnvironmentProblem, EnvironmentRejected
+from serverless_gpu.server.storage.environment_store import ContentChecks
 from serverless_gpu.server.storage.storage import open_storage
-from serverless_gpu.server.storage.unit_verification import ContentChecks
 from serverless_gpu.testing import FakeClock
 from tests.integration.environment.stores.conftest import BUCKET
 from tests.support.environment.environments_in_stores import PYTHON, digest_of, make_pack, make_unit, snapshot_of
