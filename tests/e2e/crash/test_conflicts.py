@@ -15,7 +15,7 @@ from serverless_gpu.errors import ServerUnavailable
 from serverless_gpu.server.db import database as database_room
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.db.tables import teams
-from serverless_gpu.server.http.problems import problem
+from serverless_gpu.server.http.routing import problem
 from tests.support.golden import golden
 from tests.support.local.observe import wait_for
 from tests.support.server.postgres import cluster

@@ -18,7 +18,7 @@ from serverless_gpu import Run
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.errors import RunCancelled, ServerStorageFull, ServerUnavailable
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.http.problems import problem
+from serverless_gpu.server.http.routing import problem
 from serverless_gpu.wire.access import PrincipalRequest, TokenMade
 from serverless_gpu.wire.agents import NodeList
 from serverless_gpu.wire.state import Health

@@ -41,8 +41,7 @@ from serverless_gpu.errors import (
 from serverless_gpu.server.core import log_file
 from serverless_gpu.server.core.caller import NOBODY, Caller
 from serverless_gpu.server.core.server_metrics import Measures
-from serverless_gpu.server.http.problems import problem
-from serverless_gpu.server.http.routing import ANYBODY, ATTEMPT, CALL, PUBLIC, ROUTE, Call, Need, Route
+from serverless_gpu.server.http.routing import ANYBODY, ATTEMPT, CALL, PUBLIC, ROUTE, Call, Need, Route, problem
 from serverless_gpu.wire.base import API
 
 PUBLIC_ROUTES = frozenset({("GET", f"{API}/health"), ("GET", f"{API}/version")})

@@ -23,7 +23,7 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from serverless_gpu.errors import NotAllowed, ServerlessGpuError, ServerUnavailable
 from serverless_gpu.server.core.hub import Hub
 from serverless_gpu.server.http.auth_middleware import PUBLIC_ROUTES
-from serverless_gpu.server.http.problems import problem
+from serverless_gpu.server.http.routing import problem
 
 _PUBLIC = frozenset(path for _method, path in PUBLIC_ROUTES)
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address

@@ -34,6 +34,8 @@ status; anything else is logged and becomes a 500 that says nothing. Raise `NotF
 `model.access`, `ANYBODY` with a valid token, `ATTEMPT` (the attempt's own token, whose run and fence stand in the path
 as {run} and {fence}), or `PUBLIC`, which has to stand in the gate's list of public routes, too. A route checks what
 only it can know: whether *this* run is in reach.
+
+What is answered when something is refused or went wrong: `wire.base.Problem`, with the status of its class.
 """
 
 from __future__ import annotations
@@ -52,13 +54,51 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 
 from serverless_gpu.ambient import Clock, created_wall_ns
-from serverless_gpu.errors import InvalidValue, ServerlessGpuError, ServerProblem
+from serverless_gpu.errors import (
+    InvalidValue,
+    NoSuitableNode,
+    NotAuthenticated,
+    ServerlessGpuError,
+    ServerProblem,
+    TooLarge,
+)
 from serverless_gpu.json_codec import from_builtins, from_json
 from serverless_gpu.server.core import log_file
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.server_metrics import Measures
-from serverless_gpu.server.http.problems import problem
-from serverless_gpu.wire.base import BODY_BYTES_MAX, PROTOCOL
+from serverless_gpu.wire.base import BODY_BYTES_MAX, PROTOCOL, Problem, ShortageView
+
+RETRY_AFTER_S = 1
+
+
+def problem(error: ServerlessGpuError, *, close: bool = False) -> Response:
+    """Return the answer for an error.
+
+    Args:
+        error: what is answered.
+        close: whether a body may still be coming that nobody will read, so that the connection has to end.
+    """
+    body = Problem(
+        code=error.code,
+        message=error.message,
+        hint=error.hint,
+        run_id=str(getattr(error, "run_id", "") or ""),
+        shortage=_shortage(error) if isinstance(error, NoSuitableNode) else None,
+    )
+    headers = {"Cache-Control": "no-store"}
+    if isinstance(error, NotAuthenticated):
+        headers["WWW-Authenticate"] = "Bearer"
+    if error.retryable:
+        headers["Retry-After"] = str(RETRY_AFTER_S)
+    if close or isinstance(error, TooLarge):
+        headers["Connection"] = "close"
+    return Response(msgspec.json.encode(body), status_code=error.status, headers=headers, media_type="application/json")
+
+
+def _shortage(error: NoSuitableNode) -> ShortageView:
+    choices = tuple(dict(choice) for choice in error.choices)
+    return ShortageView(gpus=error.gpus, gpu_type=error.gpu_type, pool=error.pool, choices=choices)
+
 
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
