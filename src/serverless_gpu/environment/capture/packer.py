@@ -27,7 +27,7 @@ from typing import TypeVar
 import msgspec
 
 from serverless_gpu.environment.capture.sender import STORING_THREADS, WAIT_S, Counts, ReadUnit, Sender
-from serverless_gpu.environment.capture.unit_reader import (
+from serverless_gpu.environment.capture.unit_blocks import (
     TRIES_MAX,
     BlockPlan,
     FileChanged,

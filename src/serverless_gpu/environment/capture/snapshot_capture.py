@@ -25,7 +25,7 @@ import msgspec
 
 from serverless_gpu.environment.capture.packer import PackedUnit, Packer, PackJob, PackSettings
 from serverless_gpu.environment.capture.sender import Counts
-from serverless_gpu.environment.capture.unit_reader import unreadable
+from serverless_gpu.environment.capture.unit_blocks import unreadable
 from serverless_gpu.environment.compression import LEVEL_LOCAL
 from serverless_gpu.environment.documents import FileRow, Root, Snapshot, SnapshotMember, Unit, in_order, make_snapshot
 from serverless_gpu.environment.progress import ProgressPoint, Report, nobody

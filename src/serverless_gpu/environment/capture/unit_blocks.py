@@ -1,0 +1,437 @@
+"""Reading the files of a unit, block by block, each checked against its row while it is read.
+
+The common case is quick: open, read, close, and the digest is the row's. If it is not, there are three stories:
+RECORD told something else than what is there (the row is corrected, and with it the unit's address); the file has
+another size than when it was looked at (`FileChanged`: the unit is planned again); it changes at this moment (read
+again a few times, then `EnvironmentUnsupported` names it).
+
+Blocks of a large file are read by several threads at once, and hashed in their order: each waits for its turn, which
+is short, because the one before was started first.
+
+Where the bytes of a unit go, as values: which files share a block, and which old blocks are used again.
+
+    small files   in order of their rows, as many as fit into a block
+    large files   blocks of their own, one after another
+    old content   where the version before has it: an edited file of torch costs kilobytes, not all of torch
+
+Old packs are kept only while at least half of what they hold is used, and while there are not many times more of them
+than anew: so neither the store nor a restore pays for a long history of edits. All of it is pure.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from serverless_gpu.environment.documents import BLOCK_BYTES, PACK_BYTES, ContentPlace, FileRow, PackBlock, Unit
+from serverless_gpu.errors import EnvironmentUnsupported
+
+PACKS_MORE_MAX = 16
+"""How many more packs than anew a unit may have before it is packed again."""
+
+
+class BlockPart(NamedTuple):
+    """Bytes of one file in a block: index of its row, where they start in the file, how many."""
+
+    row: int
+    start: int
+    size: int
+
+
+class BlockPlan(NamedTuple):
+    """What one block holds: all of some small files, or a part of a large one."""
+
+    parts: tuple[BlockPart, ...]
+    large: bool = False
+
+    @property
+    def size(self) -> int:
+        return sum(part.size for part in self.parts)
+
+
+class Reuse(NamedTuple):
+    """What of an older version still serves: packs, their blocks, and places by index of the new row."""
+
+    packs: tuple[str, ...] = ()
+    blocks: tuple[PackBlock, ...] = ()
+    places: dict[int, ContentPlace] = {}  # noqa: RUF012 - never written to
+
+
+def plan_blocks(rows: Sequence[FileRow], wanted: Collection[int], block_bytes: int = BLOCK_BYTES) -> list[BlockPlan]:
+    """Return the blocks that hold these files, in order.
+
+    Args:
+        rows: of the unit.
+        wanted: indices of the files that have no place yet, in order; empty ones are read, too, and take no space.
+        block_bytes: content of a block.
+    """
+    plans: list[BlockPlan] = []
+    group: list[BlockPart] = []
+    room = block_bytes
+    for index in wanted:
+        size = rows[index].size
+        if size > block_bytes:
+            plans += [
+                BlockPlan((BlockPart(index, start, min(block_bytes, size - start)),), large=True)
+                for start in range(0, size, block_bytes)
+            ]
+            continue
+        if size > room:
+            plans.append(BlockPlan(tuple(group)))
+            group, room = [], block_bytes
+        group.append(BlockPart(index, 0, size))
+        room -= size
+    if group:
+        plans.append(BlockPlan(tuple(group)))
+    return plans
+
+
+def places_of(plans: Sequence[BlockPlan], first: int) -> dict[int, ContentPlace]:
+    """Return the places of files by index of their row.
+
+    Args:
+        plans: the blocks.
+        first: index of the first of them among the blocks of the unit; blocks without content are not counted.
+    """
+    places: dict[int, ContentPlace] = {}
+    block = first
+    for plan in plans:
+        start = 0
+        for part in plan.parts:
+            if part.size and part.start == 0:
+                places[part.row] = ContentPlace(block, start)
+            start += part.size
+        block += start > 0
+    return places
+
+
+def reuse(rows: Sequence[FileRow], old: Unit) -> Reuse:
+    """Return which bytes of an older version can stand for files of a new one, or nothing if that is not worth it.
+
+    Args:
+        rows: of the new version.
+        old: the older one, already checked.
+    """
+    known = _known(old)
+    taken: dict[int, ContentPlace] = {}
+    used_blocks: dict[int, int] = defaultdict(int)
+    for index, row in enumerate(rows):
+        if row.has_content and row.size and (found := known.get((row.sha256, row.size))):
+            # Taken once each: two files of one content have two places, as the rules want it.
+            taken[index] = place = found.pop()
+            for block, size in _spread(place, row.size, old.blocks):
+                used_blocks[block] += size
+    packs = {old.blocks[block].pack for block in used_blocks}
+    kept = [index for index, block in enumerate(old.blocks) if block.pack in packs]
+    held = sum(old.blocks[index].length for index in kept)
+    used = sum(old.blocks[index].length * size // old.blocks[index].size for index, size in used_blocks.items())
+    if not taken or 2 * used < held or len(packs) > PACKS_MORE_MAX + 2 * held // PACK_BYTES:
+        return Reuse()
+    pack_index = {pack: index for index, pack in enumerate(sorted(packs))}
+    block_index = {block: index for index, block in enumerate(kept)}
+    return Reuse(
+        packs=tuple(old.packs[pack] for pack in pack_index),
+        blocks=tuple(
+            msgspec.structs.replace(old.blocks[index], pack=pack_index[old.blocks[index].pack]) for index in kept
+        ),
+        places={row: ContentPlace(block_index[place.block], place.start) for row, place in taken.items()},
+    )
+
+
+def _known(old: Unit) -> dict[tuple[bytes, int], list[ContentPlace]]:
+    """Return where each content lies, by digest and size."""
+    known: dict[tuple[bytes, int], list[ContentPlace]] = defaultdict(list)
+    filled = (row for row in old.rows if row.has_content and row.size)
+    for row, place in zip(filled, old.places, strict=True):
+        known[row.sha256, row.size].append(place)
+    return known
+
+
+def _spread(place: ContentPlace, size: int, blocks: Sequence[PackBlock]) -> list[tuple[int, int]]:
+    """Return the blocks a file lies in, and how many of its bytes each has."""
+    if place.start + size <= blocks[place.block].size:
+        return [(place.block, size)]
+    parts, block, left = [], place.block, size
+    while left:
+        parts.append((block, blocks[block].size))
+        left, block = left - blocks[block].size, block + 1
+    return parts
+
+
+TRIES_MAX = 4
+"""How often a file that changes while it is read is read."""
+_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # not blocking: somebody may have put a FIFO there
+_TURN_S = 0.1
+_one_by_one = threading.Lock()
+"""Whoever reads small files: two at once would only pass the interpreter to and fro, three times for each file."""
+
+
+class FileChanged(Exception):
+    """A file is not as large as its row says; the unit has to be planned again."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.path = path
+
+
+class CaptureStopped(Exception):
+    """Another worker failed, so the result is not needed."""
+
+
+class Reader:
+    """The content of one unit's files, for several threads at once.
+
+    Args:
+        rows: of the unit.
+        files: absolute path by index of the row.
+        texts: content that stands instead of a file's, by index of the row.
+        stopped: whether to give up.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[FileRow],
+        files: Mapping[int, str],
+        texts: Mapping[int, bytes],
+        stopped: Callable[[], bool],
+    ) -> None:
+        self._rows = rows
+        self._files = files
+        self._texts = texts
+        self._stopped = stopped
+        self._lock = threading.Lock()
+        self._large: dict[int, _LargeFile] = {}
+        self.corrections: dict[int, bytes] = {}
+        """The true digests of rows that said another one."""
+
+    def read(self, plan: BlockPlan, buffer: memoryview) -> memoryview:
+        """Read the content of a block.
+
+        Args:
+            plan: of the block.
+            buffer: where to; one byte larger than the block at least, so that a file that is too long is noticed.
+
+        Raises:
+            Changed: a file has another size than its row says.
+            EnvironmentUnsupported: a file cannot be read, is gone, or does not stand still.
+        """
+        if self._stopped():
+            raise CaptureStopped
+        if plan.large:
+            return self._read_large(plan.parts[0], buffer)
+        with _one_by_one:
+            return self._read_small(plan.parts, buffer)
+
+    def close(self) -> None:
+        """Close files that were not read to their end."""
+        for large in self._large.values():
+            large.close()
+
+    def _read_small(self, parts: Sequence[BlockPart], buffer: memoryview) -> memoryview:
+        rows, files, texts = self._rows, self._files, self._texts
+        sha256, readv, close = hashlib.sha256, os.readv, os.close
+        start = 0
+        for index, _, size in parts:
+            end = start + size
+            if index in texts:
+                count = self._copy_text(index, buffer, start)
+            else:
+                try:
+                    fd = os.open(files[index], _FLAGS)
+                    try:
+                        count = readv(fd, (buffer[start : end + 1],))
+                    finally:
+                        close(fd)
+                except OSError as error:
+                    raise unreadable(files[index], error) from None
+            if count != size or sha256(buffer[start:end]).digest() != rows[index].sha256:
+                buffer[start:end] = self._read_again(index)
+            start = end
+        return buffer[:start]
+
+    def _copy_text(self, index: int, buffer: memoryview, start: int) -> int:
+        text, size = self._texts[index], self._rows[index].size
+        buffer[start : start + size] = text[:size].ljust(size)
+        return len(text)
+
+    def _read_again(self, index: int) -> bytes:
+        """Return the content of a small file that is not what its row says."""
+        size = self._rows[index].size
+        if index in self._texts:
+            data = self._texts[index]
+        else:
+            data = _read_steady(self._files[index], size)
+        if len(data) != size:
+            raise FileChanged(self._rows[index].path)
+        digest = hashlib.sha256(data).digest()
+        if digest != self._rows[index].sha256:
+            self.corrections[index] = digest
+        return data
+
+    def _read_large(self, part: BlockPart, buffer: memoryview) -> memoryview:
+        index, size = part.row, self._rows[part.row].size
+        if index in self._texts:
+            return self._read_large_text(part, buffer)
+        with self._lock:
+            large = self._large.get(index)
+            if large is None:
+                large = self._large[index] = _LargeFile(self._files[index], size, self._stopped)
+        data = large.read(part, buffer[: part.size])
+        if part.start + part.size == size and (digest := large.finish()) != self._rows[index].sha256:
+            self.corrections[index] = digest
+        return data
+
+    def _read_large_text(self, part: BlockPart, buffer: memoryview) -> memoryview:
+        text, row = self._texts[part.row], self._rows[part.row]
+        if len(text) != row.size:
+            raise FileChanged(row.path)
+        if part.start == 0 and (digest := hashlib.sha256(text).digest()) != row.sha256:
+            self.corrections[part.row] = digest
+        buffer[: part.size] = text[part.start : part.start + part.size]
+        return buffer[: part.size]
+
+
+class _LargeFile:
+    """A file that is read in parts by several threads, and hashed in order."""
+
+    def __init__(self, path: str, size: int, stopped: Callable[[], bool]) -> None:
+        self._path = path
+        self._size = size
+        self._stopped = stopped
+        self._fd = open_regular(path)
+        self._before = _signature(os.fstat(self._fd))
+        self._digest = hashlib.sha256()
+        self._turn = threading.Condition()
+        self._hashed = 0
+        self._failed = False
+        if self._before[0] != size:
+            self.close()
+            raise FileChanged(path)
+
+    def read(self, part: BlockPart, buffer: memoryview) -> memoryview:
+        """Read a part into a buffer of its size."""
+        try:
+            count = os.preadv(self._fd, (buffer,), part.start)
+        except OSError as error:
+            self._fail()
+            raise unreadable(self._path, error) from None
+        if count != part.size:
+            self._fail()
+            raise FileChanged(self._path)
+        with self._turn:
+            while self._hashed != part.start:
+                self._turn.wait(_TURN_S)
+                if self._failed or self._stopped():
+                    raise FileChanged(self._path) if self._failed else CaptureStopped
+        self._digest.update(buffer)
+        with self._turn:
+            self._hashed += part.size
+            self._turn.notify_all()
+        return buffer
+
+    def finish(self) -> bytes:
+        """Return the digest, once the last part has been read."""
+        after = _signature(os.fstat(self._fd))
+        self.close()
+        if after != self._before:
+            raise FileChanged(self._path)
+        return self._digest.digest()
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _fail(self) -> None:
+        with self._turn:
+            self._failed = True
+            self._turn.notify_all()
+
+
+def open_regular(path: str) -> int:
+    """Open a regular file for reading.
+
+    Raises:
+        EnvironmentUnsupported: it cannot be read, is gone, or is something else.
+    """
+    try:
+        fd = os.open(path, _FLAGS)
+    except OSError as error:
+        raise unreadable(path, error) from None
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise EnvironmentUnsupported(
+            f"{path} is no regular file any more, so it cannot be captured", hint="capture again when nothing changes"
+        )
+    return fd
+
+
+def unreadable(path: str, error: OSError) -> EnvironmentUnsupported:
+    """Return the error that says why a file could not be read."""
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        return EnvironmentUnsupported(
+            f"{path} disappeared while the environment was captured",
+            hint="capture again when nothing installs or deletes in this environment",
+        )
+    if isinstance(error, PermissionError):
+        return EnvironmentUnsupported(
+            f"{path} cannot be read, so the environment cannot be captured: {error.strerror}",
+            hint=f"allow it (chmod u+r {path!r}), or remove the file, or leave it out with .sgpuignore if it is code",
+        )
+    return EnvironmentUnsupported(
+        f"{path} cannot be read, so the environment cannot be captured: {error.strerror or error}",
+        hint="look at the disk it lies on, then capture again",
+    )
+
+
+def unsteady(path: str) -> EnvironmentUnsupported:
+    """Return the error for a file that changes each time it is read."""
+    return EnvironmentUnsupported(
+        f"{path} changes while it is read, so the environment cannot be captured",
+        hint="stop what writes to it, or move the file out of the environment or code directory",
+    )
+
+
+def _read_steady(path: str, size: int) -> bytes:
+    """Return the content of a file of this size that stood still while it was read."""
+    for _ in range(TRIES_MAX):
+        fd = open_regular(path)
+        try:
+            before = os.fstat(fd)
+            if before.st_size != size:
+                raise FileChanged(path)
+            data = os.read(fd, size + 1)
+            after = os.fstat(fd)
+        except OSError as error:
+            raise unreadable(path, error) from None
+        finally:
+            os.close(fd)
+        if _signature(before) == _signature(after) and len(data) == size:
+            return data
+    raise unsteady(path)
+
+
+def _signature(seen: os.stat_result) -> tuple[int, int, int]:
+    return seen.st_size, seen.st_mtime_ns, seen.st_ino
+
+
+def true_sizes(rows: Sequence[FileRow], files: Mapping[int, str], texts: Mapping[int, bytes]) -> list[FileRow]:
+    """Return the rows with the sizes that their files have now; the digest of what changed is not known."""
+    fresh = list(rows)
+    for index, row in enumerate(rows):
+        if not row.has_content:
+            continue
+        try:
+            size = len(texts[index]) if index in texts else os.stat(files[index]).st_size
+        except OSError as error:
+            raise unreadable(files[index], error) from None
+        if size != row.size:
+            fresh[index] = msgspec.structs.replace(row, size=size, sha256=bytes(32))
+    return fresh

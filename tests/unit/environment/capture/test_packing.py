@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from serverless_gpu.environment.capture.snapshot_capture import capture
-from serverless_gpu.environment.capture.unit_reader import PACKS_MORE_MAX, places_of, plan_blocks, reuse
+from serverless_gpu.environment.capture.unit_blocks import PACKS_MORE_MAX, places_of, plan_blocks, reuse
 from serverless_gpu.environment.documents import ContentPlace, FileRow, PackBlock, Unit, unit_address
 from serverless_gpu.environment.restore.cache.unpack import unpack
 from serverless_gpu.environment.stores.blobs import StoreBlobs
