@@ -18,8 +18,7 @@ from serverless_gpu.cli.planning.advice_sources import (
     of_server,
 )
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.billing.advice import GpuRates, GpuUse, advise, curve_of, formulas
-from serverless_gpu.model.billing.oversized_runs import Ran
+from serverless_gpu.model.billing.advice import GpuRates, GpuUse, Ran, advise, curve_of, formulas
 from serverless_gpu.model.billing.pricing import Price
 from serverless_gpu.model.utc_days import HOUR_NS
 from serverless_gpu.wire.billing import DemandPage, DemandRow

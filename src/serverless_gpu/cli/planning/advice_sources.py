@@ -21,8 +21,7 @@ import msgspec
 from serverless_gpu.cli.runs.run_location import own_runs
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.lazy_import import load
-from serverless_gpu.model.billing.advice import GpuUse
-from serverless_gpu.model.billing.oversized_runs import Ran
+from serverless_gpu.model.billing.advice import GpuUse, Ran
 from serverless_gpu.model.billing.pricing import Price, tariff
 from serverless_gpu.model.hardware import FAMILIES, canonical, matches
 from serverless_gpu.model.receipt import Receipt, observed

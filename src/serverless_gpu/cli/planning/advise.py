@@ -41,6 +41,7 @@ from serverless_gpu.model.billing.advice import (
     GpuRates,
     Mix,
     Slot,
+    Unneeded,
     advise,
     curve_of,
     formulas,
@@ -48,8 +49,8 @@ from serverless_gpu.model.billing.advice import (
     formulas_of_runs,
     percent,
     price,
+    unneeded,
 )
-from serverless_gpu.model.billing.oversized_runs import Unneeded, unneeded
 from serverless_gpu.model.hardware import GpuType, canonical, time_unit
 from serverless_gpu.node.base.configuration import Configuration, read_configuration
 from serverless_gpu.replay import read_trace

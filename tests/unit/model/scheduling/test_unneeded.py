@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from serverless_gpu.model.billing.oversized_runs import Ran, Unneeded, unneeded
+from serverless_gpu.model.billing.advice import Ran, Unneeded, unneeded
 from serverless_gpu.model.hardware import GIB, GpuType
 from tests.support.golden import golden
 
