@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.server import audit, environments, policies, secrets
-from serverless_gpu.server.billing import price_service, usage_routes
+from serverless_gpu.server.billing import price_service, usage_reports
 from serverless_gpu.server.budgets import budget_routes
 from serverless_gpu.server.core.hub import Hub
 from serverless_gpu.server.core.server_metrics import Measures
@@ -47,7 +47,7 @@ MODULES = (
     run_routes,
     secrets,
     state_routes,
-    usage_routes,
+    usage_reports,
 )
 """Modules of `api/` with `routes`; whoever adds one adds it here."""
 
