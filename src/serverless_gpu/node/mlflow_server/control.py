@@ -26,8 +26,7 @@ from serverless_gpu.errors import AgentUnavailable
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.lock_files import held_note
 from serverless_gpu.node.inside.linux import descendants
-from serverless_gpu.node.mlflow_server.error_summary import pause_s
-from serverless_gpu.node.mlflow_server.files import Noted, ServerFiles, Stage, place_of, places
+from serverless_gpu.node.mlflow_server.files import Noted, ServerFiles, Stage, pause_s, place_of, places
 from serverless_gpu.node.processes.spawn import clean_process, open_log
 
 PASSED_ON = ("PYTHONPATH", "PYTHONHOME")

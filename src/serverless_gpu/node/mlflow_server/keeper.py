@@ -41,7 +41,7 @@ import msgspec
 from serverless_gpu.ambient import SystemClock, format_moment, machine
 from serverless_gpu.node.base.lock_files import hold
 from serverless_gpu.node.inside import linux
-from serverless_gpu.node.mlflow_server import error_summary, files
+from serverless_gpu.node.mlflow_server import files
 from serverless_gpu.node.mlflow_server.files import HOST, Backing
 from serverless_gpu.node.processes.spawn import bound_log, clean_variables, open_log, startup_variables
 
@@ -215,13 +215,13 @@ class MlflowKeeper:
                     return
                 if was_ready_s is None:
                     failures = self._noted.failures + 1
-                    retry_wall_ns = self._clock.wall_ns() + int(error_summary.pause_s(failures) * 1e9)
+                    retry_wall_ns = self._clock.wall_ns() + int(files.pause_s(failures) * 1e9)
                     self._note(stage="failed", server=0, failures=failures, retry_wall_ns=retry_wall_ns)
                     _say(self._noted.problem)
                 restarts = 0 if was_ready_s is not None and was_ready_s >= _STEADY_S else restarts + 1
                 if self._owner < 0 and (was_ready_s is None or restarts > _RESTARTS_MAX):
                     return
-                if self._wait(min(error_summary.pause_s(restarts), _OWNED_PAUSE_S_MAX)) is End.ASKED:
+                if self._wait(min(files.pause_s(restarts), _OWNED_PAUSE_S_MAX)) is End.ASKED:
                     return
 
     def _once(self) -> tuple[End, float | None]:
@@ -341,10 +341,8 @@ class MlflowKeeper:
             written = file.read(_LAST_WORDS_BYTES).decode("utf-8", "replace")
         code = child.process.wait()
         ending = f"exit code {code}" if code >= 0 else f"signal {-code}"
-        shown = error_summary.without_password(self._backing.uri)
-        return error_summary.sentence(
-            written, ending, error_summary.Attempted(self._python, shown, str(self._place.log))
-        )
+        shown = files.without_password(self._backing.uri)
+        return files.sentence(written, ending, files.Attempted(self._python, shown, str(self._place.log)))
 
     def _port(self) -> socket.socket:
         before = self._noted.port

@@ -7,8 +7,19 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.mlflow_server.error_summary import Attempted, pause_s, sentence, without_password
-from serverless_gpu.node.mlflow_server.files import Backing, Noted, ServerFiles, local_path, opened, place_of, places
+from serverless_gpu.node.mlflow_server.files import (
+    Attempted,
+    Backing,
+    Noted,
+    ServerFiles,
+    local_path,
+    opened,
+    pause_s,
+    place_of,
+    places,
+    sentence,
+    without_password,
+)
 from serverless_gpu.node.mlflow_server.keeper import Starting, server_variables
 
 TRIED = Attempted("/env/bin/python", "sqlite:////h/mlflow.db", "/h/server.log")
