@@ -16,8 +16,7 @@ from serverless_gpu.model.gangs.crew import NODES_MAX
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, State
 from serverless_gpu.server.billing import run_costs
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.http.byte_ranges import part_of
-from serverless_gpu.server.http.routing import EVENTS, Bytes, Call, Query, Routes, Stream, reading, writing
+from serverless_gpu.server.http.routing import EVENTS, Bytes, Call, Query, Routes, Stream, part_of, reading, writing
 from serverless_gpu.server.lifecycle import endings, metering
 from serverless_gpu.server.lifecycle.liveness import Leases
 from serverless_gpu.server.records.runs import attempts, files, runs
