@@ -23,8 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from serverless_gpu.environment.capture.packer import PackedUnit, Packer, PackJob, PackSettings
-from serverless_gpu.environment.capture.sender import Counts
+from serverless_gpu.environment.capture.packer import Counts, PackedUnit, Packer, PackJob, PackSettings
 from serverless_gpu.environment.capture.unit_blocks import unreadable
 from serverless_gpu.environment.compression import LEVEL_LOCAL
 from serverless_gpu.environment.documents import FileRow, Root, Snapshot, SnapshotMember, Unit, in_order, make_snapshot
