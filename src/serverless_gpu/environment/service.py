@@ -40,8 +40,7 @@ from typing import NoReturn, Protocol
 import msgspec
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.environment.capture.snapshot_capture import Captured, capture
-from serverless_gpu.environment.capture_remarks import remarks
+from serverless_gpu.environment.capture.snapshot_capture import Captured, capture, remarks
 from serverless_gpu.environment.compression import LEVEL_LOCAL, LEVEL_REMOTE
 from serverless_gpu.environment.differences import differences
 from serverless_gpu.environment.documents import Snapshot

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from serverless_gpu.client.launch.snapshot_environment import found_text, taken_text
-from serverless_gpu.environment.capture_remarks import remarks
+from serverless_gpu.environment.capture.snapshot_capture import remarks
 from serverless_gpu.environment.documents import (
     FileRow,
     Root,
