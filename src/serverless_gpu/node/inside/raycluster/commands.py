@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 
 from .directory import SPILL
-from .ports import Ports
+from .ray_start import Ports
 from .variables import LOOPBACK
 from .words import ClusterShare
 

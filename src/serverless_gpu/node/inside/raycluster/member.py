@@ -21,11 +21,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from .. import linux
-from . import commands, link, ports, ray_start, variables
+from . import commands, link, ray_start, variables
 from .cluster import lost_engine
 from .namespace import Family
-from .ports import Ports
-from .ray_start import RayProcesses
+from .ray_start import Ports, RayProcesses
 from .words import ClusterShare
 
 _REACH_S = 300.0  # node 0's machine may come later, and imports Ray from a slow disk before it can say anything
@@ -117,7 +116,7 @@ def _start(part: _Part, node: TaskNode, say: Callable[[str], None]) -> RayProces
     try:
         plan = ray_start.RayStartPlan(
             share.directory,
-            lambda: ports.find(commands.listens_at(share)),
+            lambda: ray_start.find_ports(commands.listens_at(share)),
             lambda found: {**node.environment, **variables.port_variables(found, part.address)},
             lambda found, temporary: commands.worker_arguments(share, found, temporary, part.address),
         )

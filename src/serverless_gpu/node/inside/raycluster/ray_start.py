@@ -12,14 +12,22 @@ to one of them for a wish.
 Failure cases: one of the three ends before Ray is ready, because another process took a port, or agents took longer
 than the 15 s that a raylet gives them (tried again, `_TRIES_MAX` times in all); Ray is not ready in `START_S`; both are
 a `RayStartFailed` with what Ray wrote last.
+
+Ports for one node's Ray processes: all named, so that clusters on one machine do not meet.
+
+Ray's defaults are fixed numbers, or numbers one of its processes chooses. Here each is tested by binding it, outside of
+the kernel's ephemeral range, in which any connection could take it between the test and Ray's start. If another process
+is faster, Ray does not start, and `ray_start.py` tries other ports.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -28,8 +36,62 @@ from typing import NamedTuple
 from .. import linux
 from . import ray_installation
 from .namespace import Family
-from .ports import Ports
 from .variables import START_S
+
+_LOOPBACK = "127.0.0.1"
+_LOWEST_PORT, _HIGHEST_PORT = 11_000, 30_000  # below, services have their own; above, Kubernetes gives some away
+_PORT_RANGE_FILE = "/proc/sys/net/ipv4/ip_local_port_range"
+_PORT_RANGE_MIN = 1_000
+_PORT_TRIES_MAX = 2_000
+
+
+class Ports(NamedTuple):
+    """The ports of the Ray processes of one node; some are used on the head only."""
+
+    gcs: int  # the head's, the address of the cluster
+    object_manager: int  # the raylet's, for objects
+    node_manager: int  # the raylet's, for work
+    runtime_env_agent: int  # of the agent that makes environments of tasks
+    agent_grpc: int
+    agent_http: int
+    metrics: int  # of this node, with ``ray[default]``
+    client_server: int  # the head's, for `ray://` connections
+    autoscaler_metrics: int
+    dashboard_metrics: int
+    dashboard: int  # the head's web page, where asked for
+
+
+def find_ports(address: str = _LOOPBACK, range_file: str = _PORT_RANGE_FILE) -> Ports:
+    """Return free ports at `address` ("" for all addresses of this machine); raises OSError.
+
+    `range_file` holds the kernel's ephemeral range.
+    """
+    lowest, highest = _port_range(range_file)
+    chosen: list[int] = []
+    with contextlib.ExitStack() as held:  # all at once, so that none is found twice
+        for _ in range(_PORT_TRIES_MAX):
+            port = random.SystemRandom().randint(lowest, highest)
+            sock = held.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                sock.bind((address, port))  # also refused where a process listens on all addresses
+                chosen.append(port)
+            if len(chosen) == len(Ports._fields):
+                return Ports(*chosen)
+    raise OSError(f"no {len(Ports._fields)} free ports between {lowest} and {highest}")
+
+
+def _port_range(range_file: str) -> tuple[int, int]:
+    try:
+        with open(range_file, encoding="ascii") as file:
+            low, high = (int(word) for word in file.read().split())
+    except (OSError, ValueError):
+        low, high = 32_768, 60_999
+    if low - _LOWEST_PORT >= _PORT_RANGE_MIN:
+        return _LOWEST_PORT, min(low - 1, _HIGHEST_PORT)
+    if 65_535 - high >= _PORT_RANGE_MIN:
+        return high + 1, 65_535
+    return _LOWEST_PORT, 65_535  # it takes nearly all of them: then the tries have to do
+
 
 OUTPUT_FILE = "ray-start.log"
 

@@ -36,12 +36,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from .. import command, linux, protocol
-from . import commands, member, monitor, ports, ray_installation, ray_start, variables
+from . import commands, member, monitor, ray_installation, ray_start, variables
 from .cluster import RunCluster
 from .driver import Driver
 from .namespace import Family
-from .ports import Ports
-from .ray_start import RayProcesses
+from .ray_start import Ports, RayProcesses
 from .words import ClusterShare, logs_of, metrics_file
 
 _KIND = "engine_head_lost"
@@ -161,7 +160,7 @@ class _Task:
         client = ray_installation.can_serve_clients()
         plan = ray_start.RayStartPlan(
             share.directory,
-            lambda: ports.find(commands.listens_at(share)),
+            lambda: ray_start.find_ports(commands.listens_at(share)),
             lambda found: {
                 **self.environment,
                 **variables.port_variables(found, commands.cluster_address(share, found)),

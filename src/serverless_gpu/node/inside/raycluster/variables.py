@@ -12,7 +12,7 @@ import hmac
 import os
 from collections.abc import Mapping
 
-from .ports import Ports
+from .ray_start import Ports
 from .words import ClusterShare
 
 TOKEN_FILE = "token"

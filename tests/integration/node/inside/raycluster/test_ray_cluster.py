@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.node.inside.raycluster import commands, ports, ray_installation
+from serverless_gpu.node.inside.raycluster import commands, ray_installation, ray_start
 from tests.support.node.rank_process import run_rank
 from tests.support.node.ray_cluster import SHARE
 
@@ -18,11 +18,11 @@ from tests.support.node.ray_cluster import SHARE
 def test_ports_lie_outside_of_what_the_kernel_gives_and_are_all_different(tmp_path: Path) -> None:
     given = tmp_path / "range"
     given.write_text("32768\t60999\n")
-    found = ports.find(range_file=str(given))
+    found = ray_start.find_ports(range_file=str(given))
     assert len(set(found)) == len(found)
     assert all(11_000 <= port < 32_768 for port in found)
     given.write_text("9000\t61000\n")
-    assert all(port > 61_000 for port in ports.find(range_file=str(given)))
+    assert all(port > 61_000 for port in ray_start.find_ports(range_file=str(given)))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.node.inside.raycluster import commands, ray_installation, ray_start, variables
-from serverless_gpu.node.inside.raycluster.ports import Ports
+from serverless_gpu.node.inside.raycluster.ray_start import Ports
 from tests.support.golden import golden
 from tests.support.node.ray_cluster import SHARE
 
