@@ -11,8 +11,7 @@ import os
 from collections.abc import Sequence
 
 from .directory import SPILL
-from .ray_start import Ports
-from .variables import LOOPBACK
+from .ray_start import LOOPBACK, Ports
 from .words import ClusterShare
 
 

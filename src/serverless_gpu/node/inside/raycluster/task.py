@@ -36,7 +36,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from .. import command, linux, protocol
-from . import commands, member, monitor, ray_installation, ray_start, variables
+from . import commands, member, monitor, ray_installation, ray_start
 from .cluster import RunCluster
 from .driver import Driver
 from .namespace import Family
@@ -91,14 +91,14 @@ class _Task:
         self.tokens = ray_installation.knows_tokens(version)
         os.makedirs(share.directory, 0o700, exist_ok=True)
         if self.tokens:
-            path = os.path.join(self.share.directory, variables.TOKEN_FILE)
+            path = os.path.join(self.share.directory, ray_start.TOKEN_FILE)
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             with open(fd, "w", encoding="ascii") as file:
-                file.write(variables.token_of(self.share.secret))
+                file.write(ray_start.token_of(self.share.secret))
         self.kept = logs_of(work.directory, share.node_rank)
         self.cluster = RunCluster(share, self.kept)
-        kept = {**variables.defaults(share), **variables.stripped(work.environment)}
-        self.environment = {**kept, **variables.cluster_variables(share, token=self.tokens)}
+        kept = {**ray_start.default_variables(share), **ray_start.stripped_variables(work.environment)}
+        self.environment = {**kept, **ray_start.cluster_variables(share, token=self.tokens)}
         self.without_metrics = monitor.missing()
         self.outcome = False  # whether how the driver ended has been said
         self.begun = False  # whether a node without a driver has said that it runs
@@ -108,7 +108,9 @@ class _Task:
     def head(self) -> int:
         """Start the head, then run the driver to its end; return how it ended, a signal as a negative number."""
         try:
-            driver = Driver(self.family, {**variables.stripped(dict(os.environ)), **self.environment}, self.work.drive)
+            driver = Driver(
+                self.family, {**ray_start.stripped_variables(dict(os.environ)), **self.environment}, self.work.drive
+            )
         except OSError as error:
             return self._lose(_not_started(self.share, error), None, _NOT_STARTED)
         self._pass_signals_to(driver)
@@ -124,9 +126,9 @@ class _Task:
         if engine is None or driver.has_ended():
             return driver.reap()
         address = commands.cluster_address(self.share, engine.ports)
-        page = f"http://{variables.LOOPBACK}:{engine.ports.dashboard}" if self.share.dashboard else ""
+        page = f"http://{ray_start.LOOPBACK}:{engine.ports.dashboard}" if self.share.dashboard else ""
         self._say(commands.ready_sentence(self.share, self.cluster.shares(), self.version, page))
-        driver.begin(variables.port_variables(engine.ports, address))
+        driver.begin(ray_start.port_variables(engine.ports, address))
         self._record_metrics(engine.ports, self.cluster.leave)
         return self._attend(driver)
 
@@ -163,7 +165,7 @@ class _Task:
             lambda: ray_start.find_ports(commands.listens_at(share)),
             lambda found: {
                 **self.environment,
-                **variables.port_variables(found, commands.cluster_address(share, found)),
+                **ray_start.port_variables(found, commands.cluster_address(share, found)),
             },
             lambda found, temporary: commands.head_arguments(share, found, temporary, client=client),
         )

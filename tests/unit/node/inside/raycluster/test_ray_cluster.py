@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.node.inside.raycluster import commands, ray_installation, ray_start, variables
+from serverless_gpu.node.inside.raycluster import commands, ray_installation, ray_start
 from serverless_gpu.node.inside.raycluster.ray_start import Ports
 from tests.support.golden import golden
 from tests.support.node.ray_cluster import SHARE
@@ -40,29 +40,29 @@ def test_what_belongs_to_another_cluster_or_to_torchs_world_goes_and_what_tunes_
         "RAYON_NUM_THREADS",
         "CUDA_VISIBLE_DEVICES",
     }
-    assert set(variables.stripped(caller)) == kept
+    assert set(ray_start.stripped_variables(caller)) == kept
 
 
 def test_a_cluster_of_one_node_is_kept_to_loopback_and_asks_for_its_token() -> None:
-    own = variables.cluster_variables(SHARE, token=True)
+    own = ray_start.cluster_variables(SHARE, token=True)
     assert own["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"
     assert own["RAY_AUTH_MODE"] == "token"
     assert own["RAY_AUTH_TOKEN_PATH"] == "/tmp/sgpu-ray-0/token"
     assert own["RAY_USAGE_STATS_ENABLED"] == "0"
-    several = variables.cluster_variables(SHARE._replace(num_nodes=2), token=False)
+    several = ray_start.cluster_variables(SHARE._replace(num_nodes=2), token=False)
     assert "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" not in several
     assert "RAY_AUTH_MODE" not in several
 
 
 def test_a_token_is_the_runs_and_does_not_tell_its_secret() -> None:
-    one, other = variables.token_of("1" * 64), variables.token_of("2" * 64)
-    assert one == variables.token_of("1" * 64) != other
+    one, other = ray_start.token_of("1" * 64), ray_start.token_of("2" * 64)
+    assert one == ray_start.token_of("1" * 64) != other
     assert len(one) == 64 and int(one, 16) and one != "1" * 64
 
 
 def test_every_port_a_head_listens_on_is_named() -> None:
     arguments = commands.head_arguments(SHARE._replace(dashboard=True), PORTS, "/tmp/sgpu-ray-0/1", client=True)
-    told = [variables.port_variables(PORTS, "127.0.0.1:12000"), *arguments]
+    told = [ray_start.port_variables(PORTS, "127.0.0.1:12000"), *arguments]
     assert all(str(port) in str(told) for port in PORTS)
     assert "--resources=" + json.dumps({"accelerator_type:H100": 1}) in arguments
     assert {"--head", "--block", "--disable-usage-stats", "--dashboard-host=127.0.0.1"} <= set(arguments)
