@@ -19,11 +19,11 @@ from typing import Annotated
 
 import msgspec
 
-from serverless_gpu.model.gangs.crew import CrewPlace, numbered
 from serverless_gpu.model.hangs import hang_detection
 from serverless_gpu.model.hangs.hang_detection import HangAction, HangDeadline, RankSeen, RunProgress
 from serverless_gpu.model.hangs.hang_report import STACKS_TOLD, ranks_on, told_of
 from serverless_gpu.model.lifecycle.attempt import Hang, Limits
+from serverless_gpu.model.placement import CrewPlace, numbered
 
 _WINDOW_NS_MIN = 500_000_000
 _EARLY = 4  # crews say that they are silent when looks are due, and the way here takes a moment

@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
-from serverless_gpu.model.gangs.crew import CrewPlace, numbered
 from serverless_gpu.model.hangs.hang_detection import STOPPED, TRACED, RankInspection, RankSeen
+from serverless_gpu.model.placement import CrewPlace, numbered
 from serverless_gpu.units import format_duration_ms
 
 RANK_CHARACTERS_MAX = 256 << 10

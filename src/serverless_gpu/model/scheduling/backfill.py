@@ -18,7 +18,7 @@ from itertools import islice
 
 import msgspec
 
-from serverless_gpu.model.gangs.crew import NODES_MAX
+from serverless_gpu.model.placement import NODES_MAX
 from serverless_gpu.model.scheduling.availability_timeline import OVERDUE_NS
 from serverless_gpu.model.scheduling.capacity import Capacity
 from serverless_gpu.model.scheduling.gang_placement import is_usable, unkept, usable

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from serverless_gpu.model.gangs.crew import NODES_MAX
 from serverless_gpu.model.hardware import CPU, matches
+from serverless_gpu.model.placement import NODES_MAX
 from serverless_gpu.model.scheduling.capacity import Capacity, has_python
 from serverless_gpu.model.scheduling.multi_node_placement import most, sizes
 from serverless_gpu.model.scheduling.preemption import could_use, is_open

@@ -18,7 +18,7 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from serverless_gpu.model.gangs.crew import NODES_MAX
+from serverless_gpu.model.placement import NODES_MAX
 from serverless_gpu.model.scheduling.capacity import Capacity
 from serverless_gpu.model.scheduling.node_capacity import Index, NodeDevices, together
 from serverless_gpu.model.scheduling.preemption import could_use, is_open

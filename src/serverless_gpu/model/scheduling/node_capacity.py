@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
-from serverless_gpu.model.gangs.crew import NODES_MAX
+from serverless_gpu.model.placement import NODES_MAX
 from serverless_gpu.model.scheduling.availability_timeline import DeviceTimeline, HeldDevices, PromiseBook
 from serverless_gpu.model.scheduling.duration_estimates import Medians
 from serverless_gpu.model.scheduling.preemption import NO_CLAIM, Terms, may_use, standing

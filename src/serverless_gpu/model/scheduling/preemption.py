@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from serverless_gpu.model.gangs.crew import NODES_MAX
+from serverless_gpu.model.placement import NODES_MAX
 from serverless_gpu.model.scheduling.values import (
     BEST_EFFORT,
     CLASSES,

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.model.billing.pricing import Tariff
-from serverless_gpu.model.gangs.crew import world_size
+from serverless_gpu.model.placement import world_size
 from serverless_gpu.model.spec import Function, RunSpec
 from serverless_gpu.node.base import protocol
 from serverless_gpu.node.base.entrypoint import air_program

@@ -22,7 +22,6 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.ambient import Clock, format_clock
-from serverless_gpu.model.gangs.crew import CrewPlace
 from serverless_gpu.model.hangs import hang_detection
 from serverless_gpu.model.hangs.gang_hang_detection import CrewObservation, InspectionRequest, Judgement
 from serverless_gpu.model.hangs.hang_detection import HangAction
@@ -37,6 +36,7 @@ from serverless_gpu.model.lifecycle.attempt import (
     RankReturned,
     State,
 )
+from serverless_gpu.model.placement import CrewPlace
 from serverless_gpu.node.supervisor.gang import LocalGang
 from serverless_gpu.node.supervisor.rank_inspection import POLL_NS, Looking
 

@@ -27,9 +27,9 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.model.gangs.crew import world_size
 from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.lifecycle.attempt import Reason, State
+from serverless_gpu.model.placement import world_size
 from serverless_gpu.model.receipt import DeviceUse
 from serverless_gpu.model.spec import Command
 from serverless_gpu.node.base import protocol

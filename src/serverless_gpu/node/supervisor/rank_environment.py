@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from serverless_gpu.model.gangs.crew import rank_places
 from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.placement import (
     NODE_COMMAND_PRESETS,
@@ -18,6 +17,7 @@ from serverless_gpu.model.placement import (
     RankPlace,
     default_variables,
     node_variables,
+    rank_places,
     rank_variables,
 )
 from serverless_gpu.model.secrets import DIRECTORY

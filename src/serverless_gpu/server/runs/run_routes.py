@@ -12,8 +12,8 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, NotFound
 from serverless_gpu.model.access import roles
 from serverless_gpu.model.cost import Cost
-from serverless_gpu.model.gangs.crew import NODES_MAX
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, State
+from serverless_gpu.model.placement import NODES_MAX
 from serverless_gpu.server.billing import run_costs
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.http.routing import EVENTS, Bytes, Call, Query, Routes, Stream, part_of, reading, writing

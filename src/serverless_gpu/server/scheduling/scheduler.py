@@ -24,9 +24,9 @@ import sqlalchemy as sa
 from serverless_gpu import faults
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import SecretMissing, StaleAttempt
-from serverless_gpu.model.gangs.crew import laid_out
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded
+from serverless_gpu.model.placement import laid_out
 from serverless_gpu.model.scheduling.values import Placement
 from serverless_gpu.server.budgets.spending import Spending
 from serverless_gpu.server.core import log_file

@@ -12,8 +12,8 @@ import pytest
 from serverless_gpu.ambient import new_run_id
 from serverless_gpu.environment.service_messages import Where
 from serverless_gpu.errors import HardwareError, InvalidValue
-from serverless_gpu.model.gangs.crew import laid_out
 from serverless_gpu.model.hardware import parse_fake
+from serverless_gpu.model.placement import laid_out
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.base import protocol
 from serverless_gpu.node.base.home import Home

@@ -1,4 +1,4 @@
-"""Who stands where in a gang on several nodes: golden tables and properties of `model/gangs/crew.py`."""
+"""Who stands where in a gang on several nodes: golden tables and properties of `model/placement.py`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from serverless_gpu.model.gangs.crew import NODES_MAX, laid_out, numbered, rank_places, world_size
+from serverless_gpu.model.placement import NODES_MAX, laid_out, numbered, rank_places, world_size
 from tests.support.golden import golden
 
 _SHARES = st.dictionaries(st.text("nm0123", min_size=1, max_size=4), st.integers(1, 8), min_size=1, max_size=8)

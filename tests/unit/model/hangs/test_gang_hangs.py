@@ -7,10 +7,10 @@ import msgspec
 import pytest
 from hypothesis import given
 
-from serverless_gpu.model.gangs.crew import laid_out
 from serverless_gpu.model.hangs.gang_hang_detection import CrewObservation, GangWatch, Silence, decide, heard
 from serverless_gpu.model.hangs.hang_detection import PLACES_MAX, RankSeen, Sign
 from serverless_gpu.model.lifecycle.attempt import Limits
+from serverless_gpu.model.placement import laid_out
 from serverless_gpu.wire.attempts import Report
 
 S = 1_000_000_000

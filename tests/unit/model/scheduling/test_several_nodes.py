@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 
-from serverless_gpu.model.gangs.crew import NODES_MAX
+from serverless_gpu.model.placement import NODES_MAX
 from serverless_gpu.model.scheduling.values import (
     BEST_EFFORT,
     DeviceShare,

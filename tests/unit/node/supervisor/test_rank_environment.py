@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serverless_gpu.model.gangs.crew import laid_out
 from serverless_gpu.model.gangs.rendezvous import Chosen, variables
+from serverless_gpu.model.placement import laid_out
 from serverless_gpu.model.ray_cluster import RayCluster
 from serverless_gpu.model.spec import Command, RunSpec
 from serverless_gpu.node.attempt.claim import first_of

@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from serverless_gpu.model.gangs.crew import CrewPlace, laid_out
 from serverless_gpu.model.hangs.gang_hang_detection import CrewObservation, InspectionRequest, Judgement
 from serverless_gpu.model.lifecycle.attempt import (
     Attempt,
@@ -26,6 +25,7 @@ from serverless_gpu.model.lifecycle.attempt import (
     RankReturned,
     State,
 )
+from serverless_gpu.model.placement import CrewPlace, laid_out
 from serverless_gpu.node.attempt.account import AttemptAccount
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.protocol import GangNews

@@ -14,8 +14,8 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.errors import StaleAttempt
-from serverless_gpu.model.gangs.crew import CrewPlace
 from serverless_gpu.model.lifecycle.attempt import Reason, State
+from serverless_gpu.model.placement import CrewPlace
 from serverless_gpu.server.core.server_key import Keys, sha256
 from serverless_gpu.server.db.database import portions
 from serverless_gpu.server.db.tables import crews, nodes
