@@ -3,17 +3,234 @@
 now     best fit: the node that keeps the least free; of those alike the first by name
         several nodes: where none could hold it; whole free ones and one part (`multi_node_placement.py`)
 later   the node that likely has enough first (`promise`), or that lacks the fewest devices (`keep`)
+
+Gangs on several nodes: who is one, how many devices there are for it at most, and how it is put together now.
+
+    could one node that it may ever use hold it?   ── yes ─▶ it is a gang on one node, whatever is free elsewhere
+       │ no                                                  (`gang_placement.py`)
+       ▼
+    whole free nodes and one part of another, of one type in one pool, beside what is promised to others
+       1. as few nodes as possible
+       2. of those ways the one that leaves the least over where it has a part, then the smaller nodes
+
+"Could" counts what nodes have in all: a large node that is in use, drained or silent is waited for. Nodes that do not
+know of crews (`Node.crews`) have gangs of their own only.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 
+from serverless_gpu.model.placement import NODES_MAX
 from serverless_gpu.model.scheduling.capacity import Capacity
-from serverless_gpu.model.scheduling.multi_node_placement import apart, is_several, spread
-from serverless_gpu.model.scheduling.node_capacity import NodeDevices
+from serverless_gpu.model.scheduling.node_capacity import Index, NodeDevices, together
+from serverless_gpu.model.scheduling.preemption import could_use, is_open
 from serverless_gpu.model.scheduling.request_shapes import TimedShape
 from serverless_gpu.model.scheduling.values import DeviceShare, QueuedRun
+
+Kind = tuple[str, str]
+"""A pool and a type: of one such all devices of a gang are."""
+_PAIRS_MAX = 4
+_Option = tuple[tuple[int, int, int], tuple[DeviceShare, ...]]
+"""How many nodes, what is left over on the last one, the largest size; what the gang has."""
+
+
+def is_several(floor: Capacity, wanted: QueuedRun, ask: TimedShape) -> bool:
+    """Return whether a run has several nodes: it may, and none that it may ever use could hold it."""
+    return ask.shape.several and ask.shape.gpus is not None and ask.shape.gpus > largest(floor, wanted, ask)
+
+
+def largest(floor: Capacity, wanted: QueuedRun, ask: TimedShape) -> int:
+    """Return how many devices the largest node has that a run may ever use, free or not."""
+    reach = floor.reach(ask.shape)
+    if floor.is_plain and not reach.is_lent:
+        return reach.whole
+    return max((size for _, size in sizes(floor, wanted, ask)), default=0)
+
+
+def most(floor: Capacity, wanted: QueuedRun, ask: TimedShape) -> dict[Kind, int]:
+    """Return how many devices a gang on several nodes can ever have, by pool and type."""
+    sizes: defaultdict[Kind, Counter[int]] = defaultdict(Counter)
+    for group, types, _ in floor.reach(ask.shape).entries:
+        if group.sample.crews and could_use(wanted, group.sample, floor.terms) and is_open(wanted, group.sample):
+            for name in types:
+                sizes[group.sample.pool, name].update(group.index[name].totals)
+    for where, types, _ in floor.reach(ask.shape).singles.values():
+        if where.node.crews and could_use(wanted, where.node, floor.terms) and is_open(wanted, where.node):
+            for name in types:
+                sizes[where.node.pool, name][where.node.total[name]] += 1
+    return {kind: together(row) for kind, row in sizes.items()}
+
+
+def are_one(floor: Capacity, shares: tuple[DeviceShare, ...]) -> bool:
+    """Return whether devices that were promised or cleared are still what one gang may have."""
+    nodes = [floor.places[share.node_id].node for share in shares]
+    kinds = {(node.pool, share.gpu_type) for node, share in zip(nodes, shares, strict=True)}
+    return len(nodes) < 2 or (len(kinds) == 1 and all(node.crews for node in nodes))
+
+
+def apart(wanted: QueuedRun) -> Iterator[frozenset[str]]:
+    """Yield which nodes are left out, one way after the other, until one will do.
+
+    First those on which it failed, and one of each pair that did not reach each other; then only the former, then none.
+    """
+    pairs = sorted(tuple(sorted(pair)) for pair in wanted.apart)[:_PAIRS_MAX]
+    if pairs:
+        yield from (wanted.avoid.union(each) for each in itertools.product(*pairs))
+    if pairs or wanted.avoid:
+        yield wanted.avoid
+    if wanted.avoid or not pairs:
+        yield frozenset()
+
+
+def spread(
+    floor: Capacity, wanted: QueuedRun, ask: TimedShape, now_ns: int, avoid: frozenset[str] = frozenset()
+) -> tuple[DeviceShare, ...] | None:
+    """Return devices of several nodes that a gang can have now, lent ones only where there is nothing else; or None.
+
+    What is kept for the gang itself counts as free.
+    """
+    stocks = _stocks(floor, wanted, ask, now_ns)
+    count = ask.shape.gpus or 0
+    for last in sorted({rank for stock in stocks.values() for rank in stock.ranks()}):
+        options = [
+            option
+            for (_, gpu_type), stock in sorted(stocks.items())
+            if (option := stock.up_to(last).gathered(gpu_type, count, avoid)) is not None
+        ]
+        if options:
+            return min(options, key=lambda option: option[0])[1]
+    return None
+
+
+class _Beside:
+    """A node apart from the indexes: on its own, or one of which something is kept."""
+
+    __slots__ = ("is_whole", "left", "rank", "spare", "where")
+
+    def __init__(self, where: NodeDevices, gpu_type: str, rank: int, spare: int) -> None:
+        free = where.free[gpu_type]
+        self.where, self.rank, self.spare = where, rank, spare
+        self.left = free - spare
+        self.is_whole = 0 < free == where.usable(gpu_type) == spare
+
+
+class _Stock:
+    """What is free of one type in one pool: nodes by what is free of them, with their ranks, and those beside."""
+
+    def __init__(self, indexes: list[tuple[int, Index]], beside: list[_Beside]) -> None:
+        self.indexes, self.beside = indexes, beside
+
+    def ranks(self) -> Iterator[int]:
+        """Return whose nodes they are: the owner's own, ordinary ones, lent ones."""
+        yield from (rank for rank, _ in self.indexes)
+        yield from (one.rank for one in self.beside)
+
+    def up_to(self, last: int) -> _Stock:
+        """Return those of no higher rank."""
+        indexes = [(rank, index) for rank, index in self.indexes if rank <= last]
+        return _Stock(indexes, [one for one in self.beside if one.rank <= last])
+
+    def gathered(self, gpu_type: str, count: int, avoid: frozenset[str]) -> _Option | None:
+        """Return the best way to put a gang together, or None."""
+        free = sum(index.free for _, index in self.indexes) + sum(one.spare for one in self.beside)
+        if free < count:
+            return None
+        sizes = {size for _, index in self.indexes for size in index.whole}
+        sizes |= {one.spare for one in self.beside if one.is_whole}
+        options = [self._of(gpu_type, size, count, avoid) for size in sorted(sizes)]
+        found = [option for option in options if option is not None]
+        return min(found, key=lambda option: option[0]) if found else None
+
+    def _of(self, gpu_type: str, size: int, count: int, avoid: frozenset[str]) -> _Option | None:
+        """Return whole nodes of no more than a size, the largest first, and the part that leaves the least over.
+
+        No whole node is larger than what is missing: that one would have been the part.
+        """
+        left, taken = count, set(avoid)
+        shares: list[DeviceShare] = []
+        part: tuple[int, str] | None = None
+        for number, node_id in self._wholes(size):
+            if node_id in avoid:
+                continue
+            part = self._part(left, taken)
+            if part is not None or len(shares) == NODES_MAX:
+                break
+            shares.append(DeviceShare(node_id=node_id, gpu_type=gpu_type, count=number))
+            taken.add(node_id)
+            left -= number
+            if not left:
+                return (len(shares), 0, size), tuple(shares)
+        part = part or self._part(left, taken)
+        if part is None or len(shares) == NODES_MAX:
+            return None
+        last = DeviceShare(node_id=part[1], gpu_type=gpu_type, count=left)
+        return (len(shares) + 1, part[0], size), (*shares, last)
+
+    def _wholes(self, most: int) -> Iterator[tuple[int, str]]:
+        """Yield wholly free nodes of no more than a size, the largest first, of those alike the first by name."""
+        alone: defaultdict[int, list[tuple[str, str, NodeDevices]]] = defaultdict(list)
+        for one in self.beside:
+            if one.is_whole:
+                alone[one.spare].append(one.where.entry)
+        sizes = {size for _, index in self.indexes for size in index.whole} | set(alone)
+        for size in sorted((size for size in sizes if size <= most), reverse=True):
+            rows = [index.whole.get(size, []) for _, index in self.indexes]
+            for _, node_id, _ in heapq.merge(*rows, sorted(alone[size])):
+                yield size, node_id
+
+    def _part(self, count: int, avoid: set[str]) -> tuple[int, str] | None:
+        """Return the node that has the least left over beside so many devices, and how many that are."""
+        rows = [
+            (best[0], *best[1].entry[:2]) for _, index in self.indexes if (best := index.best(count, avoid)) is not None
+        ]
+        rows += [
+            (one.left + one.spare - count, *one.where.entry[:2])
+            for one in self.beside
+            if one.spare >= count and one.where.node.id not in avoid
+        ]
+        if not rows:
+            return None
+        left, _, node_id = min(rows)
+        return left, node_id
+
+
+def sizes(floor: Capacity, wanted: QueuedRun, ask: TimedShape) -> Iterator[tuple[str, int]]:
+    """Yield types and sizes of the nodes that a run may ever use."""
+    for group, types, _ in floor.reach(ask.shape).entries:
+        if could_use(wanted, group.sample, floor.terms) and is_open(wanted, group.sample):
+            yield from ((name, size) for name in types for size in group.index[name].totals)
+    for where, types, _ in floor.reach(ask.shape).singles.values():
+        if could_use(wanted, where.node, floor.terms) and is_open(wanted, where.node):
+            yield from ((name, where.node.total[name]) for name in types)
+
+
+def _stocks(floor: Capacity, wanted: QueuedRun, ask: TimedShape, now_ns: int) -> dict[Kind, _Stock]:
+    """Return what a gang could have now, by pool and type."""
+    reach, ends = floor.reach(ask.shape), floor.ends(wanted, ask, now_ns)
+    stocks: dict[Kind, _Stock] = {}
+    for group, types, pool in reach.entries:
+        rank = group.rank(floor.terms, wanted, pool, now_ns) if group.sample.crews else None
+        for name in types if rank is not None else ():
+            stock = stocks.setdefault((group.sample.pool, name), _Stock([], []))
+            stock.indexes.append((rank or 0, group.index[name]))
+    alone = [(where, name) for where, types, _ in reach.singles.values() for name in types]
+    alone = [entry for entry in alone if (entry[0].node.id, entry[1]) not in floor.books]
+    for where, name in (*alone, *((floor.places[node_id], name) for node_id, name in floor.books)):
+        found = reach.of(where) if where.node.crews and not where.node.away else None
+        rank = None if found is None else where.group.rank(floor.terms, wanted, found[1], now_ns)
+        if found is None or rank is None or name not in found[0]:
+            continue
+        book = floor.books.get((where.node.id, name))
+        spare = where.free[name] if book is None else min(where.free[name], book.most(ends, but=wanted.run_id))
+        if spare > 0:
+            stock = stocks.setdefault((where.node.pool, name), _Stock([], []))
+            stock.beside.append(_Beside(where, name, rank, spare))
+    return stocks
+
 
 _NOBODY: frozenset[str] = frozenset()
 Option = tuple[tuple[int, int, str, str], NodeDevices, str, int]

@@ -10,7 +10,7 @@ import msgspec
 from serverless_gpu.model.hardware import CPU, matches
 from serverless_gpu.model.placement import NODES_MAX
 from serverless_gpu.model.scheduling.capacity import Capacity, has_python
-from serverless_gpu.model.scheduling.multi_node_placement import most, sizes
+from serverless_gpu.model.scheduling.gang_placement import most, sizes
 from serverless_gpu.model.scheduling.preemption import could_use, is_open
 from serverless_gpu.model.scheduling.request_shapes import TimedShape
 from serverless_gpu.model.scheduling.values import Node, QueuedRun

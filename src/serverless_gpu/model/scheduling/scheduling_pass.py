@@ -16,7 +16,7 @@ import heapq
 
 import msgspec
 
-from serverless_gpu.model.scheduling import gang_placement, multi_node_placement
+from serverless_gpu.model.scheduling import gang_placement
 from serverless_gpu.model.scheduling.backfill import Seeker
 from serverless_gpu.model.scheduling.cleared_devices import Clearing, close_to_guests, open_to_guests
 from serverless_gpu.model.scheduling.fairness import charged_all
@@ -242,9 +242,7 @@ class ClassPass:
         """
         has_waited = self._now_ns - wanted.queued_ns >= self._state.policy.node_patience_s * 1e9
         floor = self._state.floor
-        if not self._state.is_gang_of_nodes(ask) or (
-            has_waited and not multi_node_placement.is_several(floor, wanted, ask)
-        ):
+        if not self._state.is_gang_of_nodes(ask) or (has_waited and not gang_placement.is_several(floor, wanted, ask)):
             return seeker.keep(0.0)
         return Seeker(floor, wanted, ask, self._now_ns, by_guess=True).promise()
 

@@ -17,7 +17,7 @@ from serverless_gpu.model.scheduling.backfill import Chosen, Seeker
 from serverless_gpu.model.scheduling.capacity import Capacity
 from serverless_gpu.model.scheduling.duration_estimates import says_no_end
 from serverless_gpu.model.scheduling.fairness import team_of
-from serverless_gpu.model.scheduling.multi_node_placement import is_several
+from serverless_gpu.model.scheduling.gang_placement import is_several
 from serverless_gpu.model.scheduling.node_capacity import NodeDevices
 from serverless_gpu.model.scheduling.planner_state import PlannerState
 from serverless_gpu.model.scheduling.preemption import may_ask, standing
