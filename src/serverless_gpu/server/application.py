@@ -14,7 +14,7 @@ from starlette.applications import Starlette
 from serverless_gpu.ambient import Clock
 from serverless_gpu.server import audit, environments, policies, secrets
 from serverless_gpu.server.billing import price_service, usage_reports
-from serverless_gpu.server.budgets import budget_routes
+from serverless_gpu.server.budgets import budget_service
 from serverless_gpu.server.core.hub import Hub
 from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.http.access_log import AccessLogMiddleware
@@ -35,7 +35,7 @@ MODULES = (
     attempt_routes,
     audit,
     blob_routes,
-    budget_routes,
+    budget_service,
     drain_routes,
     environments,
     estimate_routes,

@@ -1,4 +1,7 @@
-"""Lists, sets, reopens and deletes budgets; each change is audited and wakes the scheduler and the budget loop."""
+"""Lists, sets, reopens and deletes budgets; each change is audited and wakes the scheduler and the budget loop.
+
+Routes of `wire/billing.py`: how much somebody may use, and how much of it is used.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ from serverless_gpu.server.core.hub import BUDGETS, SCHEDULER, Hub
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.core.validation import check_name, check_time_zone
 from serverless_gpu.server.db.database import Transactions
+from serverless_gpu.server.http.routing import Call, Routes, reading, writing
 from serverless_gpu.server.records import audit, budgets, notices, policies, pools, principals
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.budgets import StoredBudget
@@ -306,3 +310,36 @@ def _sentence(standing: Standing, currency: str) -> str:
     if unpriced_ms and standing.budget.limit_micros is not None:
         parts.append(f"{format_gpu_ms(unpriced_ms, unit=time_unit())} have no price and count nothing: sgpu price set")
     return "; ".join(parts)
+
+
+routes = Routes("budgets")
+
+
+@routes.get("/budgets", needs=reading("budgets"))
+def list_budgets(call: Call, budgets: BudgetService) -> BudgetList:
+    """List budgets and how they stand: one's own, and those of one's teams."""
+    return budgets.view_all(call.who, call.reach)
+
+
+@routes.get("/budgets/{name}", needs=reading("budgets"))
+def show_budget(call: Call, budgets: BudgetService, name: str) -> BudgetView:
+    """Show a budget and how it stands."""
+    return budgets.view(call.who, call.reach, name)
+
+
+@routes.put("/budgets/{name}", needs=writing("budgets"))
+def put_budget(call: Call, budgets: BudgetService, name: str, body: BudgetRequest) -> BudgetView:
+    """Make a budget, or put another one in its place; what was used in its period counts from its beginning."""
+    return budgets.put(call.who, name, body)
+
+
+@routes.post("/budgets/{name}/reopen", needs=writing("budgets"))
+def reopen_budget(call: Call, budgets: BudgetService, name: str) -> BudgetView:
+    """Open a hard budget again that has stopped runs and of which something is left."""
+    return budgets.reopen(call.who, name)
+
+
+@routes.delete("/budgets/{name}", needs=writing("budgets"))
+def delete_budget(call: Call, budgets: BudgetService, name: str) -> BudgetView:
+    """Delete a budget; a run that was asked to stop stops all the same."""
+    return budgets.delete(call.who, name)
