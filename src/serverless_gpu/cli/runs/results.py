@@ -1,26 +1,34 @@
 """`sgpu result`: copies results of ranks into a directory without loading them, which would run code.
 
 Refuses a run that goes on. A file that shrinks, or a server that goes away, leaves no half-written copy.
+
+Results of a run of the server, as files to be fetched in pieces; their bytes are opaque here.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
 from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.cli.runs.run_location import locate, queued_runs, this_home
-from serverless_gpu.cli.runs.server_results import served_results
+from serverless_gpu.cli.server_connection import patient_server
 from serverless_gpu.client.runs.result_files import whole
 from serverless_gpu.errors import InvalidValue, StorageError
+from serverless_gpu.lazy_import import load
 from serverless_gpu.model.lifecycle.attempt import TERMINAL
 from serverless_gpu.node.attempt.history import read_run
-from serverless_gpu.node.base.home import storage_error
+from serverless_gpu.node.base.home import Home, storage_error
 from serverless_gpu.units import format_bytes
+
+if TYPE_CHECKING:
+    from serverless_gpu.wire.connection import Connection
+    from serverless_gpu.wire.runs import FileView, RunView
 
 _PIECE_BYTES = 4 << 20
 
@@ -104,3 +112,46 @@ def write_result(result: Result, path: Path) -> Path:
     except OSError as error:
         raise storage_error(error, path) from None
     return path
+
+
+_SERVED_PIECE_BYTES = 16 << 20
+_NAME = re.compile(r"results/(\d{1,9})\.pkl", re.ASCII)
+
+
+class ServedResult:
+    """Result of one rank."""
+
+    def __init__(self, connection: Connection, run_id: str, fence: int, file: FileView) -> None:
+        self.size = file.size
+        self._connection = connection
+        self._run_id = run_id
+        self._fence = fence
+        self._file = file
+
+    def pieces(self) -> Iterator[bytes]:
+        """Yield its bytes."""
+        if self._file.inline is not None:
+            yield self._file.inline
+            return
+        done, path = 0, f"/runs/{self._run_id}/files/{self._file.name}"
+        while done < self.size:
+            wanted = min(_SERVED_PIECE_BYTES, self.size - done)
+            data = self._connection.get(path, query={"fence": str(self._fence)}, start=done, length=wanted)
+            if not data:
+                return  # the writer notices that something is missing
+            yield data
+            done += len(data)
+
+
+@contextlib.contextmanager
+def served_results(home: Home, view: RunView) -> Iterator[dict[int, ServedResult]]:
+    """Yield a run's results by rank, readable while the context is open."""
+    with patient_server(home.root) as connection:
+        answer = load("serverless_gpu.wire.runs").FileList
+        found = connection.ask("GET", f"/runs/{view.id}/results", answer=answer)
+        by_rank = {
+            int(match[1]): ServedResult(connection, view.id, found.fence, file)
+            for file in found.files
+            if (match := _NAME.fullmatch(file.name)) is not None
+        }
+        yield dict(sorted(by_rank.items()))
