@@ -17,8 +17,16 @@ from serverless_gpu import distributed
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.lock_files import is_held
-from serverless_gpu.node.mlflow_server.control import Serving, ensure_server, look, stop_server, stop_servers
-from serverless_gpu.node.mlflow_server.files import ServerFiles, held_port, place_of
+from serverless_gpu.node.mlflow_server.control import (
+    ServerFiles,
+    Serving,
+    ensure_server,
+    held_port,
+    look,
+    place_of,
+    stop_server,
+    stop_servers,
+)
 from tests.support.golden import golden
 from tests.support.local.commands import sgpu
 from tests.support.local.observe import announced, wait_for

@@ -12,8 +12,14 @@ import pytest
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.mlflow_server.control import ensure_server, look, stop_server, stop_servers
-from serverless_gpu.node.mlflow_server.files import ServerFiles, place_of
+from serverless_gpu.node.mlflow_server.control import (
+    ServerFiles,
+    ensure_server,
+    look,
+    place_of,
+    stop_server,
+    stop_servers,
+)
 from tests.support.golden import golden
 from tests.support.local.observe import wait_for
 from tests.support.tracking.mlflow_server import PYTHON, READY_S, without_mlflow_variables

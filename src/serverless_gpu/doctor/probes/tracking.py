@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from serverless_gpu.client.caller.mlflow_context import SWITCH
 from serverless_gpu.doctor.facts import TrackingFacts, TrackingServer
 from serverless_gpu.node.base.home import find_home
-from serverless_gpu.node.mlflow_server.control import MlflowServer, servers
-from serverless_gpu.node.mlflow_server.files import local_path, without_password
+from serverless_gpu.node.mlflow_server.control import MlflowServer, local_path, servers, without_password
 
 _ANSWER_S = 2.0
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.mlflow_server.files import (
+from serverless_gpu.node.mlflow_server.control import (
     Attempted,
     Backing,
     Noted,
