@@ -14,7 +14,7 @@ from serverless_gpu.server.composition import Services, make_scheduler
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.server_key import Keys, parse_attempt_token, token_until_s
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.http.authentication import Admission
+from serverless_gpu.server.http.auth_middleware import Admission
 from serverless_gpu.server.lifecycle.attempt_tokens import RENEWED_MAX
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import Heartbeat, Start

@@ -17,7 +17,7 @@ from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.server_key import Keys, sha256
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.db.tables import attempts, crews, nodes, pools, runs, tokens
-from serverless_gpu.server.http.authentication import Admission
+from serverless_gpu.server.http.auth_middleware import Admission
 from serverless_gpu.server.http.routing import reading, writing
 from serverless_gpu.server.identity.bootstrap import first_tokens, principal_name
 from serverless_gpu.server.records import audit, principals

@@ -15,7 +15,7 @@ from serverless_gpu.server.composition import Services, make_retention
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.jump_tolerant_clock import SETTLING_S, SteadyClock
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.http.authentication import Admission
+from serverless_gpu.server.http.auth_middleware import Admission
 from serverless_gpu.server.lifecycle import endings
 from serverless_gpu.server.records import principals
 from serverless_gpu.server.records.principals import NewToken
