@@ -42,9 +42,9 @@ import msgspec
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.environment.capture.snapshot_capture import Captured, capture, remarks
 from serverless_gpu.environment.compression import LEVEL_LOCAL, LEVEL_REMOTE
-from serverless_gpu.environment.differences import differences
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.progress import ProgressPoint
+from serverless_gpu.environment.scan.changes import differences
 from serverless_gpu.environment.scan.description import Description, read_description
 from serverless_gpu.environment.scan.index import ENTRIES_MAX
 from serverless_gpu.environment.scan.scan import Recogniser, Scan

@@ -14,9 +14,9 @@ from serverless_gpu.ambient import SystemClock, format_moment, format_utc
 from serverless_gpu.cli.environments import locations
 from serverless_gpu.cli.environments.progress_meter import Meters
 from serverless_gpu.cli.output import columns, print_json, say
-from serverless_gpu.environment.differences import differences as differences_of_files
 from serverless_gpu.environment.documents import FileRow, Root, Snapshot, SnapshotMember
 from serverless_gpu.environment.scan.changes import Change
+from serverless_gpu.environment.scan.changes import differences as differences_of_files
 from serverless_gpu.environment.scan.scan import LocalUnit
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.errors import EnvironmentMissing
