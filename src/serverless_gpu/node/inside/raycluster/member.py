@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from .. import linux
-from . import commands, link, ray_start
+from . import link, ray_start
 from .cluster import lost_engine
 from .namespace import Family
 from .ray_start import Ports, RayProcesses
@@ -116,9 +116,9 @@ def _start(part: _Part, node: TaskNode, say: Callable[[str], None]) -> RayProces
     try:
         plan = ray_start.RayStartPlan(
             share.directory,
-            lambda: ray_start.find_ports(commands.listens_at(share)),
+            lambda: ray_start.find_ports(ray_start.listens_at(share)),
             lambda found: {**node.environment, **ray_start.port_variables(found, part.address)},
-            lambda found, temporary: commands.worker_arguments(share, found, temporary, part.address),
+            lambda found, temporary: ray_start.worker_arguments(share, found, temporary, part.address),
         )
         engine = ray_start.start(node.family, plan, part.is_over, say)
     except (ray_start.RayStartFailed, OSError) as error:

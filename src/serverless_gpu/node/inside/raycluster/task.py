@@ -36,7 +36,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from .. import command, linux, protocol
-from . import commands, member, monitor, ray_installation, ray_start
+from . import member, monitor, ray_installation, ray_start
 from .cluster import RunCluster
 from .driver import Driver
 from .namespace import Family
@@ -125,9 +125,9 @@ class _Task:
             return self._lose(problem, None, _NOT_STARTED)
         if engine is None or driver.has_ended():
             return driver.reap()
-        address = commands.cluster_address(self.share, engine.ports)
+        address = ray_start.cluster_address(self.share, engine.ports)
         page = f"http://{ray_start.LOOPBACK}:{engine.ports.dashboard}" if self.share.dashboard else ""
-        self._say(commands.ready_sentence(self.share, self.cluster.shares(), self.version, page))
+        self._say(ray_start.ready_sentence(self.share, self.cluster.shares(), self.version, page))
         driver.begin(ray_start.port_variables(engine.ports, address))
         self._record_metrics(engine.ports, self.cluster.leave)
         return self._attend(driver)
@@ -162,19 +162,19 @@ class _Task:
         client = ray_installation.can_serve_clients()
         plan = ray_start.RayStartPlan(
             share.directory,
-            lambda: ray_start.find_ports(commands.listens_at(share)),
+            lambda: ray_start.find_ports(ray_start.listens_at(share)),
             lambda found: {
                 **self.environment,
-                **ray_start.port_variables(found, commands.cluster_address(share, found)),
+                **ray_start.port_variables(found, ray_start.cluster_address(share, found)),
             },
-            lambda found, temporary: commands.head_arguments(share, found, temporary, client=client),
+            lambda found, temporary: ray_start.head_arguments(share, found, temporary, client=client),
         )
         return ray_start.start(self.family, plan, lambda: driver.has_ended() or bool(self.cluster.gone()), self._say)
 
     def _gather(self, driver: Driver, engine: RayProcesses | None) -> str:
         """Wait for the other nodes; return what went wrong, "" also where the driver has ended."""
         if engine is not None:
-            self.cluster.begin(engine, commands.cluster_address(self.share, engine.ports))
+            self.cluster.begin(engine, ray_start.cluster_address(self.share, engine.ports))
         until = time.monotonic() + _GATHER_S
         while not (gone := self.cluster.gone()) and self.cluster.missing() and not driver.has_ended():
             if (left_s := until - time.monotonic()) <= 0:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.node.inside.raycluster import commands, ray_installation, ray_start
+from serverless_gpu.node.inside.raycluster import ray_installation, ray_start
 from tests.support.node.rank_process import run_rank
 from tests.support.node.ray_cluster import SHARE
 
@@ -41,7 +41,7 @@ with socket.create_server((listens, taken)):
     print(any(taken in ports.find(address) for _ in range(20)))
 print(any(taken in ports.find(address) for _ in range(20)))
 """,
-        commands.listens_at(SHARE._replace(num_nodes=nodes)),
+        ray_start.listens_at(SHARE._replace(num_nodes=nodes)),
         listens,
     )
     assert said == f"{given}\nTrue\n"

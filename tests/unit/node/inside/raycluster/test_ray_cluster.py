@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.node.inside.raycluster import commands, ray_installation, ray_start
+from serverless_gpu.node.inside.raycluster import ray_installation, ray_start
 from serverless_gpu.node.inside.raycluster.ray_start import Ports
 from tests.support.golden import golden
 from tests.support.node.ray_cluster import SHARE
@@ -61,7 +61,7 @@ def test_a_token_is_the_runs_and_does_not_tell_its_secret() -> None:
 
 
 def test_every_port_a_head_listens_on_is_named() -> None:
-    arguments = commands.head_arguments(SHARE._replace(dashboard=True), PORTS, "/tmp/sgpu-ray-0/1", client=True)
+    arguments = ray_start.head_arguments(SHARE._replace(dashboard=True), PORTS, "/tmp/sgpu-ray-0/1", client=True)
     told = [ray_start.port_variables(PORTS, "127.0.0.1:12000"), *arguments]
     assert all(str(port) in str(told) for port in PORTS)
     assert "--resources=" + json.dumps({"accelerator_type:H100": 1}) in arguments
@@ -69,24 +69,24 @@ def test_every_port_a_head_listens_on_is_named() -> None:
 
 
 def test_a_head_serves_clients_and_a_page_only_where_that_can_be_had() -> None:
-    arguments = commands.head_arguments(SHARE, PORTS, "/tmp/sgpu-ray-0/1", client=False)
+    arguments = ray_start.head_arguments(SHARE, PORTS, "/tmp/sgpu-ray-0/1", client=False)
     assert "--include-dashboard=false" in arguments
     assert not any("client-server" in argument for argument in arguments)
 
 
 def test_slots_of_the_cpu_are_no_gpus() -> None:
-    arguments = commands.head_arguments(SHARE._replace(accelerator=""), PORTS, "/tmp/sgpu-ray-0/1", client=False)
+    arguments = ray_start.head_arguments(SHARE._replace(accelerator=""), PORTS, "/tmp/sgpu-ray-0/1", client=False)
     assert "--num-gpus=0" in arguments
     assert not any(argument.startswith("--resources") for argument in arguments)
 
 
 def test_a_node_of_several_joins_with_its_own_address() -> None:
     own = SHARE._replace(num_nodes=2, node_rank=1, address="192.0.2.7")
-    arguments = commands.worker_arguments(own, PORTS, "/tmp/sgpu-ray-0/1", "192.0.2.6:12000")
+    arguments = ray_start.worker_arguments(own, PORTS, "/tmp/sgpu-ray-0/1", "192.0.2.6:12000")
     assert {"--address=192.0.2.6:12000", "--node-ip-address=192.0.2.7"} <= set(arguments)
     assert "--head" not in arguments
-    assert commands.cluster_address(own._replace(node_rank=0), PORTS) == "192.0.2.7:12000"
-    assert commands.cluster_address(SHARE, PORTS) == "127.0.0.1:12000"
+    assert ray_start.cluster_address(own._replace(node_rank=0), PORTS) == "192.0.2.7:12000"
+    assert ray_start.cluster_address(SHARE, PORTS) == "127.0.0.1:12000"
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_a_node_of_several_joins_with_its_own_address() -> None:
 )
 def test_what_is_said_when_it_is_there(nodes: int, accelerator: str, page: str, said: str) -> None:
     own = SHARE._replace(accelerator=accelerator)
-    assert commands.ready_sentence(own, [own] * nodes, "2.60.0", page) == said
+    assert ray_start.ready_sentence(own, [own] * nodes, "2.60.0", page) == said
 
 
 @pytest.mark.parametrize(
