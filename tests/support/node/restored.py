@@ -7,7 +7,7 @@ from pathlib import Path
 
 from serverless_gpu.environment.documents import Interpreter, Root, SnapshotMember, SnapshotOrigin, make_snapshot
 from serverless_gpu.environment.restore.restore import Mount, RestoredTree
-from serverless_gpu.node.agent.restored_environment import RestoredEnvironment
+from serverless_gpu.node.agent.environments import RestoredEnvironment
 from serverless_gpu.node.base.protocol import Context
 
 PYTHON = Interpreter(implementation="cpython", version="3.11.7", abi="cpython-311-x86_64-linux-gnu", platform="linux")

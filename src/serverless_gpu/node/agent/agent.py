@@ -32,8 +32,7 @@ import msgspec
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, STOPPED_BY
 from serverless_gpu.node.agent.attempts import Attempts, Supervised
-from serverless_gpu.node.agent.environments import EnvironmentWaiter, RestoredEnvironments
-from serverless_gpu.node.agent.restored_environment import RestoredEnvironment
+from serverless_gpu.node.agent.environments import EnvironmentWaiter, RestoredEnvironment, RestoredEnvironments
 from serverless_gpu.node.agent.zygote_pool import ZygotePool
 from serverless_gpu.node.agent.zygotes import ZygoteRequest
 from serverless_gpu.node.attempt import secret_files

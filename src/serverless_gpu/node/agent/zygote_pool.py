@@ -21,7 +21,7 @@ import selectors
 from collections.abc import Callable, Collection
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.node.agent.restored_environment import RestoredEnvironment
+from serverless_gpu.node.agent.environments import RestoredEnvironment
 from serverless_gpu.node.agent.zygotes import Key, ProblemTaker, Zygote, ZygoteRequest, first_run
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.protocol import UNKNOWN_OWNER, Stem

@@ -32,7 +32,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from serverless_gpu.environment.restore.zygote_compatibility import Loaded
-from serverless_gpu.node.agent.restored_environment import RestoredEnvironment
+from serverless_gpu.node.agent.environments import RestoredEnvironment
 from serverless_gpu.node.base.protocol import Context, original
 from serverless_gpu.node.inside import protocol as inside
 from serverless_gpu.node.inside.channel import close_all, pair

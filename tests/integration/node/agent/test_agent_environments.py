@@ -14,8 +14,7 @@ from serverless_gpu.environment.restore.cache.unit_seal import LOOK_S
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.directory import DirectoryStore
 from serverless_gpu.model.lifecycle.attempt import Reason
-from serverless_gpu.node.agent.environments import EnvironmentWaiter, RestoredEnvironments
-from serverless_gpu.node.agent.restored_environment import RestoredEnvironment
+from serverless_gpu.node.agent.environments import EnvironmentWaiter, RestoredEnvironment, RestoredEnvironments
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.protocol import EnvironmentRequest
 from serverless_gpu.testing import FakeClock
