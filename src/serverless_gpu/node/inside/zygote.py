@@ -24,7 +24,7 @@ Once its first run has ended, and whenever nothing else is to be done, it has it
 the other: forks cost less, and a cold start does not wait for it.
 
 Ends when the agent's end of the channel closes. Stems it forked live on: their life hangs on their supervisor, not on
-us. Everything else that is left of it is ended by the agent (`node/isolation/cgroups.py`). Failure cases: a module
+us. Everything else that is left of it is ended by the agent (`node/agent/zygotes.py`). Failure cases: a module
 cannot be imported, threads or processes are left after the trial fork, or a stem gets no user namespace (each said to
 the agent, which then starts runs cold); the agent is of another protocol version (exit code 4).
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.node.isolation.cgroups import LEAVING_S, Containment
+from serverless_gpu.node.agent.zygotes import LEAVING_S, Containment
 from serverless_gpu.node.processes.process_tree import ZYGOTE, CgroupRoot, find_cgroup_root, look_at
 from tests.support.local.observe import wait_for
 
