@@ -14,7 +14,7 @@ from serverless_gpu.model.lifecycle.run_lifecycle import Run, surely_ends
 from serverless_gpu.node.base.protocol import Stopped
 from serverless_gpu.server.composition import Services
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.lifecycle.gang_endings import CrewEnding, together
+from serverless_gpu.server.lifecycle.endings import CrewEnding, ending_of_gang
 from serverless_gpu.server.records.runs.crews import StoredCrew
 from serverless_gpu.server.runs import views
 from serverless_gpu.server.runs.run_stream import Look, Position, Watch
@@ -47,7 +47,7 @@ def test_the_story_is_that_of_the_cause_and_the_rest_are_consequences() -> None:
     first = msgspec.structs.replace(stopped(Reason.PEER_FAILED, told_to, peer), tails={0: "bye"})
     hang = Hang(waiting=(2,), elsewhere=(), file="hang-*-1.txt")
     own = msgspec.structs.replace(stopped(Reason.RANK_RAISED, failed(2)), tails={2: "x"}, hang=hang, log_tail="x")
-    told = together([word(0, first), word(1, own)], RAISED, state=State.FAILED, reason=Reason.RANK_RAISED)
+    told = ending_of_gang([word(0, first), word(1, own)], RAISED, state=State.FAILED, reason=Reason.RANK_RAISED)
     assert told is not None and told.cause == failed(2, node="n2")
     assert told.consequences == (failed(0, peer_lost=True, node="n1"),)
     assert told.tails == {2: "x", 0: "bye"} and told.hang == hang
@@ -57,7 +57,7 @@ def test_the_story_is_that_of_the_cause_and_the_rest_are_consequences() -> None:
 def test_a_hang_that_all_nodes_say_has_no_consequences() -> None:
     hung = Failure(rank=None, reason=Reason.COLLECTIVE_HANG, at_ns=3, detail="rank 3 on n2 is elsewhere")
     words = [word(number, stopped(Reason.COLLECTIVE_HANG, hung)) for number in (0, 1)]
-    told = together(words, None, state=State.FAILED, reason=Reason.COLLECTIVE_HANG)
+    told = ending_of_gang(words, None, state=State.FAILED, reason=Reason.COLLECTIVE_HANG)
     assert told is not None and told.consequences == ()
 
 
@@ -65,12 +65,12 @@ def test_a_crew_that_says_nothing_is_spoken_for() -> None:
     halted = word(0, halt=Halt(reason=Reason.RANK_RAISED, rank=0, peer_lost=True, detail="reset"))
     gone = word(1, reason=Reason.NODE_GONE, given_up=True)
     cause = Cause(crew=0, reason=Reason.RANK_RAISED, rank=0, detail="reset", final=False)
-    told = together([halted, gone], cause, state=State.FAILED, reason=Reason.RANK_RAISED, hint="n2 is silent")
+    told = ending_of_gang([halted, gone], cause, state=State.FAILED, reason=Reason.RANK_RAISED, hint="n2 is silent")
     assert told is not None and told.cause is not None and told.hint == "n2 is silent"
     assert (told.cause.rank, told.cause.node, told.cause.detail) == (0, "n1", "reset")
     assert [(one.reason, one.node) for one in told.consequences] == [(Reason.NODE_GONE, "n2")]
     lost = Cause(crew=1, reason=Reason.NODE_GONE)
-    told = together([halted, gone], lost, state=State.LOST, reason=Reason.NODE_GONE)
+    told = ending_of_gang([halted, gone], lost, state=State.LOST, reason=Reason.NODE_GONE)
     assert told is not None and told.cause is not None and told.cause.node == "n2"
     assert [(one.rank, one.node) for one in told.consequences] == [(0, "n1")]
 
@@ -78,16 +78,16 @@ def test_a_crew_that_says_nothing_is_spoken_for() -> None:
 def test_what_only_the_server_knows_is_left_to_it() -> None:
     words = [word(0, stopped(Reason.REFUSED)), word(1)]
     apart = Cause(crew=None, reason=Reason.NODES_APART)
-    assert together(words, apart, state=State.FAILED, reason=Reason.NODES_APART) is None
+    assert ending_of_gang(words, apart, state=State.FAILED, reason=Reason.NODES_APART) is None
     done = [word(0, stopped(Reason.COMPLETED)), word(1, stopped(Reason.COMPLETED))]
-    told = together(done, None, state=State.SUCCEEDED, reason=Reason.COMPLETED)
+    told = ending_of_gang(done, None, state=State.SUCCEEDED, reason=Reason.COMPLETED)
     assert told == stopped(Reason.COMPLETED)
 
 
 def test_a_gpu_that_failed_tells_the_story_whoever_was_first() -> None:
     lost = stopped(Reason.GPU_LOST, failed(3, Reason.GPU_LOST))
     words = [word(0, lost), word(1, stopped(Reason.RANK_RAISED, failed(2)))]
-    told = together(words, RAISED, state=State.FAILED, reason=Reason.GPU_LOST)
+    told = ending_of_gang(words, RAISED, state=State.FAILED, reason=Reason.GPU_LOST)
     assert told is not None and told.cause is not None and (told.cause.rank, told.cause.node) == (3, "n1")
     assert [one.node for one in told.consequences] == ["n2"]
 
