@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from serverless_gpu.environment.scan.canonical import SCRIPT_BYTES_MAX, normalise_script
-from serverless_gpu.environment.scan.distributions import unreadable
+from serverless_gpu.environment.scan.distributions import SCRIPT_BYTES_MAX, normalise_script, unreadable
 
 _THREADS_FROM_BYTES = 4 * 1024 * 1024
 """Less is hashed in this thread: starting others takes longer."""

@@ -2,22 +2,182 @@
 
 Only small files are opened: RECORD, INSTALLER, entry_points.txt and notes. An `.egg-info`, and a `.dist-info` without
 RECORD (Debian has both), owns nothing that could be known: their files belong to the unowned unit.
+
+The canonical rows of a distribution: what is left of RECORD when all that installers do differently is taken away.
+
+Pure. The same wheel gives the same rows for pip and uv, in any prefix, in `--target` directories, on any machine:
+
+    RECORD's path                        row
+    numpy/__init__.py                    site/numpy/__init__.py
+    ../../../share/man/x.1               prefix/share/man/x.1
+    ../../../bin/f2py                    –            an entry point: made again on restore
+    ../../../bin/jp.py                   prefix/bin/jp.py, its first line read as `#!python`
+    *.pyc, RECORD, RECORD.jws, …         –            made again
+    INSTALLER, direct_url.json, …        –            a note, kept beside the unit
 """
 
 from __future__ import annotations
 
+import binascii
+import csv
+import posixpath
+import re
+from typing import NamedTuple
+
 import msgspec
 
 from serverless_gpu.environment.rules.limits import NOTE_BYTES_MAX, NOTE_NAMES
-from serverless_gpu.environment.scan.canonical import (
-    RecordLine,
-    is_known_installer,
-    parse_info_name,
-    parse_record,
-    parse_scripts,
-)
 from serverless_gpu.environment.scan.directory_listing import ListedFile, Listing
 from serverless_gpu.errors import EnvironmentUnsupported
+
+DROPPED_NAMES = frozenset({"RECORD", "RECORD.jws", "RECORD.p7s"})
+# What `pip install --target` and uv put beside the packages, as a prefix has it.
+_FLAT_AREAS = frozenset({"bin", "etc", "include", "man", "share"})
+_INSTALLERS = frozenset(
+    {"conda-pypi", "distlib", "flit", "hatch", "installer", "pdm", "pip", "pipenv", "poetry", "pixi", "rye", "uv"}
+)
+"""Those that write RECORD from what they have just installed, and nothing rewrites their files afterwards."""
+TRUSTED_AFTER_NS = 2 * 10**9
+"""How much younger than RECORD a file may be: installers write it last, clocks of file systems are coarse."""
+SCRIPT_BYTES_MAX = 1024 * 1024
+
+_SHEBANG = re.compile(rb"#![^\n]*\bpython[0-9.]*[^\n]*\n", re.IGNORECASE)
+# A prefix with a blank, or too long for the kernel: the shell starts the interpreter (pip, uv, distlib).
+_SHELL_SHEBANG = re.compile(rb"#!/bin/sh\r?\n'''exec' [^\n]*\n' '''\r?\n")
+_DIST_INFO = re.compile(r"(?P<name>[^/]+?)-(?P<version>[^/-]+)\.dist-info")
+
+
+class RecordLine(NamedTuple):
+    """A line of RECORD: path as it is written there, SHA-256 (or b""), size (or -1)."""
+
+    path: str
+    sha256: bytes
+    size: int
+
+
+def normal_name(name: str) -> str:
+    """Return the one form of a distribution's name, for example ``scikit-learn``."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def parse_info_name(directory: str) -> tuple[str, str] | None:
+    """Return name and version that a ``.dist-info`` directory's name says, or None for another directory."""
+    match = _DIST_INFO.fullmatch(directory)
+    return (normal_name(match["name"]), match["version"]) if match else None
+
+
+def parse_record(text: str) -> list[RecordLine]:
+    """Return the lines of a RECORD; what cannot be read is a file without a digest, or no line."""
+    claims = []
+    for fields in csv.reader(text.splitlines()):
+        if not fields or not fields[0]:
+            continue
+        path, digest, size = (*fields, "", "")[:3]
+        claims.append(RecordLine(path, _sha256(digest), int(size) if size.isascii() and size.isdigit() else -1))
+    return claims
+
+
+def parse_scripts(entry_points: str) -> frozenset[str]:
+    """Return the names of the scripts that installers make for an ``entry_points.txt``."""
+    names, wanted = set(), False
+    for line in entry_points.splitlines():
+        line = line.strip()
+        if line.startswith("["):
+            wanted = line in ("[console_scripts]", "[gui_scripts]")
+        elif wanted and "=" in line and not line.startswith(("#", ";")):
+            names.add(line.partition("=")[0].strip())
+    return frozenset(names)
+
+
+def row_path(recorded: str, site: str, prefix: str) -> str | None:
+    """Return a row's path for one of RECORD's, or None for what leads out of the prefix.
+
+    Args:
+        recorded: as RECORD has it.
+        site: where the distributions are, below the prefix, for example ``lib/python3.11/site-packages``; "" for a flat
+            directory (`pip install --target`), which is site and prefix at once.
+        prefix: absolute path of the prefix.
+    """
+    if recorded.startswith("/"):
+        if not recorded.startswith(prefix + "/"):
+            return None
+        path = posixpath.normpath(recorded[len(prefix) + 1 :])
+    elif site and ".." not in recorded and "./" not in recorded and "//" not in recorded:
+        return f"site/{recorded}"
+    else:
+        path = posixpath.normpath(posixpath.join(site, recorded))
+    if not site:
+        # pip writes RECORD for the place it built the directory in, so its `..` lead nowhere.
+        while path.startswith("../"):
+            path = path[3:]
+        return f"prefix/{path}" if path.partition("/")[0] in _FLAT_AREAS else f"site/{path}"
+    if path.startswith(site + "/"):
+        return f"site/{path[len(site) + 1 :]}"
+    return None if path.startswith("..") else f"prefix/{path}"
+
+
+def flat_path(path: str) -> str:
+    """Return the row's path of a file in a flat directory."""
+    return f"prefix/{path}" if path.partition("/")[0] in _FLAT_AREAS and "/" in path else f"site/{path}"
+
+
+def is_dropped(path: str) -> bool:
+    """Return whether a row is never part of a unit: bytecode, RECORD, notes."""
+    if path.endswith(".pyc"):
+        return True
+    directory, _, name = path.rpartition("/")
+    return (name in DROPPED_NAMES or name in NOTE_NAMES) and directory.endswith(".dist-info")
+
+
+def is_entry_script(path: str, scripts: frozenset[str], distribution: str = "") -> bool:
+    """Return whether a row is a script made from an entry point."""
+    if not path.startswith("prefix/bin/"):
+        return False
+    name = path[len("prefix/bin/") :]
+    # pip makes `pip3.11` of `pip`, with the number of the Python that runs it.
+    return name in scripts or (distribution in ("pip", "setuptools") and re.sub(r"-?[\d.]+$", "", name) in scripts)
+
+
+def is_known_installer(installer: str) -> bool:
+    """Return whether RECORD of this installer may be believed, for example ``uv`` or ``Poetry 1.8.2``."""
+    return installer.strip().partition(" ")[0].lower() in _INSTALLERS
+
+
+def is_trusted(claim: RecordLine, *, size: int, mtime_ns: int, record_mtime_ns: int) -> bool:
+    """Return whether a file is taken to be what RECORD of a known installer says."""
+    return bool(claim.sha256) and claim.size == size and mtime_ns <= record_mtime_ns + TRUSTED_AFTER_NS
+
+
+def normalise_script(content: bytes) -> bytes | None:
+    """Return a script that names its Python with `#!python` in that line's place, None for another file."""
+    for pattern in (_SHEBANG, _SHELL_SHEBANG):
+        match = pattern.match(content)
+        if match:
+            return b"#!python\n" + content[match.end() :]
+    return None
+
+
+def module_name(path: str) -> str:
+    """Return the name that a row adds to what can be imported, or ""."""
+    area, _, rest = path.partition("/")
+    if area != "site":
+        return ""
+    first, _, below = rest.partition("/")
+    if below:
+        return first if first.isidentifier() else ""
+    stem, _, ending = first.partition(".")
+    return stem if stem.isidentifier() and ending.endswith(("py", "so", "pyd")) else ""
+
+
+def _sha256(digest: str) -> bytes:
+    if not digest.startswith("sha256="):
+        return b""
+    try:
+        read = binascii.a2b_base64(digest[7:].replace("-", "+").replace("_", "/") + "=")
+    except binascii.Error:
+        return b""
+    return read if len(read) == 32 else b""
+
 
 RECORD_BYTES_MAX = 256 * 1024 * 1024
 

@@ -16,7 +16,6 @@ from typing import Literal
 import msgspec
 
 from serverless_gpu.environment.documents import FileRow, SnapshotMember
-from serverless_gpu.environment.scan.canonical import flat_path, row_path
 from serverless_gpu.environment.scan.code.project import CodePlace, list_code, wanted_files
 from serverless_gpu.environment.scan.description import Description
 from serverless_gpu.environment.scan.directory_listing import (
@@ -31,7 +30,7 @@ from serverless_gpu.environment.scan.directory_listing import (
     show,
     walk,
 )
-from serverless_gpu.environment.scan.distributions import Distribution, read_distributions
+from serverless_gpu.environment.scan.distributions import Distribution, flat_path, read_distributions, row_path
 from serverless_gpu.environment.scan.roots import Spot, Spots, find_spots, temporary_directories
 from serverless_gpu.errors import EnvironmentUnsupported
 

@@ -16,7 +16,10 @@ import msgspec
 
 from serverless_gpu.environment.documents import UnitKind
 from serverless_gpu.environment.rules.limits import LINK_HOPS_MAX
-from serverless_gpu.environment.scan.canonical import (
+from serverless_gpu.environment.scan.digests import may_be_script
+from serverless_gpu.environment.scan.directory_listing import ListedFile, read_file, show
+from serverless_gpu.environment.scan.distributions import (
+    Distribution,
     RecordLine,
     is_dropped,
     is_entry_script,
@@ -24,9 +27,6 @@ from serverless_gpu.environment.scan.canonical import (
     module_name,
     row_path,
 )
-from serverless_gpu.environment.scan.digests import may_be_script
-from serverless_gpu.environment.scan.directory_listing import ListedFile, read_file, show
-from serverless_gpu.environment.scan.distributions import Distribution
 from serverless_gpu.environment.scan.survey import SurveyedRoot
 
 # Made by venv, virtualenv and uv for the environment itself; `𝜋thon` is Python 3.14's joke.
