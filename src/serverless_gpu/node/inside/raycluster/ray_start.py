@@ -49,9 +49,8 @@ from typing import NamedTuple
 
 from .. import linux
 from . import ray_installation
-from .directory import SPILL
 from .namespace import Family
-from .words import ClusterShare
+from .words import SPILL, ClusterShare
 
 
 def head_arguments(share: ClusterShare, ports: Ports, temporary: str, *, client: bool) -> list[str]:
