@@ -17,7 +17,6 @@ import msgspec
 
 from serverless_gpu.model.billing.ledger import charge
 from serverless_gpu.model.billing.pricing import UNPRICED
-from serverless_gpu.model.gangs.gang_lifecycle import Halt
 from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.lifecycle.attempt import (
     MEANINGS,
@@ -29,6 +28,7 @@ from serverless_gpu.model.lifecycle.attempt import (
     State,
     StopReason,
 )
+from serverless_gpu.model.lifecycle.gang_lifecycle import Halt
 from serverless_gpu.model.placement import numbered
 from serverless_gpu.model.receipt import Receipt, Segments
 from serverless_gpu.node.base.protocol import Stopped

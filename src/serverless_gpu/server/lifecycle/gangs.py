@@ -1,6 +1,6 @@
 """What becomes of a gang when something happens to one of its crews: values only, and the one place that folds them.
 
-    something happened to a crew ─▶ `after`: the crew then ─▶ `follow`: all crews (`model/gangs/gang_lifecycle.py`)
+    something happened to a crew ─▶ `after`: the crew then ─▶ `follow`: all crews (`model/lifecycle/gang_lifecycle.py`)
                                                                  └─ what has happened to the run by that
 
 The events are those of `model/lifecycle/run_lifecycle.py`: each crew has a life of its own, and the run hears of what
@@ -14,9 +14,9 @@ from collections.abc import Sequence
 import msgspec
 
 from serverless_gpu.json_codec import from_json
-from serverless_gpu.model.gangs import gang_lifecycle
-from serverless_gpu.model.gangs.gang_lifecycle import Cause, Fold, Halt, Over
+from serverless_gpu.model.lifecycle import gang_lifecycle
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason, State, StopReason
+from serverless_gpu.model.lifecycle.gang_lifecycle import Cause, Fold, Halt, Over
 from serverless_gpu.model.lifecycle.run_lifecycle import (
     AttemptEnded,
     Event,

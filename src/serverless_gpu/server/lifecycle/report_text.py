@@ -7,8 +7,8 @@ import re
 import msgspec
 
 from serverless_gpu.json_codec import from_json
-from serverless_gpu.model.gangs.gang_lifecycle import Halt
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason, State
+from serverless_gpu.model.lifecycle.gang_lifecycle import Halt
 from serverless_gpu.wire.attempts import Ending, Report
 from serverless_gpu.wire.base import Json
 

@@ -40,8 +40,8 @@ import sqlalchemy as sa
 from serverless_gpu import faults
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, NotFound, ServerStorageFull, ServerUnavailable, TooLarge
-from serverless_gpu.model.gangs.gang_lifecycle import Halt
 from serverless_gpu.model.lifecycle.attempt import Fact, Reason, State
+from serverless_gpu.model.lifecycle.gang_lifecycle import Halt
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, Event, Heard, Stopping, UserCodeStarted
 from serverless_gpu.model.placement import numbered
 from serverless_gpu.model.spec import Function

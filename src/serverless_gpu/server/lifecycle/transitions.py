@@ -22,8 +22,8 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.model.access.usage_policy import format_span
-from serverless_gpu.model.gangs.gang_lifecycle import Fold, Halt
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, MEANINGS, STOPPED_BY, Reason, State
+from serverless_gpu.model.lifecycle.gang_lifecycle import Fold, Halt
 from serverless_gpu.model.lifecycle.run_lifecycle import (
     INFRA_RETRIES_MAX,
     AttemptEnded,

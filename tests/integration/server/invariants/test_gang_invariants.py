@@ -10,8 +10,8 @@ import msgspec
 import pytest
 import sqlalchemy as sa
 
-from serverless_gpu.model.gangs.gang_lifecycle import Cause
 from serverless_gpu.model.lifecycle.attempt import Fact, FactKind, Reason
+from serverless_gpu.model.lifecycle.gang_lifecycle import Cause
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, UserCodeStarted
 from serverless_gpu.server.billing import charging
 from serverless_gpu.server.db import tables

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from serverless_gpu.model.gangs.gang_lifecycle import Halt
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
+from serverless_gpu.model.lifecycle.gang_lifecycle import Halt
 from serverless_gpu.model.lifecycle.run_lifecycle import Silent, StopAsked
 from serverless_gpu.server.composition import Services, make_reconciler, make_scheduler
 from serverless_gpu.server.db import tables

@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serverless_gpu.model.gangs.gang_lifecycle import Cause, Crew, Halt, Over, early_reasons, fold
 from serverless_gpu.model.lifecycle.attempt import Failure, Hang, Reason, State, StopReason
+from serverless_gpu.model.lifecycle.gang_lifecycle import Cause, Crew, Halt, Over, early_reasons, fold
 from serverless_gpu.model.lifecycle.run_lifecycle import Run, surely_ends
 from serverless_gpu.node.base.protocol import Stopped
 from serverless_gpu.server.composition import Services

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 import sqlalchemy as sa
 
-from serverless_gpu.model.gangs.gang_lifecycle import Halt
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
+from serverless_gpu.model.lifecycle.gang_lifecycle import Halt
 from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp, StopAsked
 from serverless_gpu.server.composition import Services
 from serverless_gpu.server.core.caller import Caller

@@ -1,4 +1,4 @@
-"""What the crews of a gang amount to: `model/gangs/gang_lifecycle.py`, by example and by random lives."""
+"""What the crews of a gang amount to: `model/lifecycle/gang_lifecycle.py`, by example and by random lives."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import msgspec
 import pytest
 from hypothesis import given
 
-from serverless_gpu.model.gangs.gang_lifecycle import Cause, Crew, Halt, Over, fold, told_to_stop
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
+from serverless_gpu.model.lifecycle.gang_lifecycle import Cause, Crew, Halt, Over, fold, told_to_stop
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, GivenUp
 from tests.support.golden import golden
 
