@@ -31,7 +31,7 @@ import msgspec
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, STOPPED_BY
-from serverless_gpu.node.agent.attempts import Attempts, Supervised
+from serverless_gpu.node.agent.attempts import Attempts, StemOwners, Supervised, combined
 from serverless_gpu.node.agent.environments import EnvironmentWaiter, RestoredEnvironment, RestoredEnvironments
 from serverless_gpu.node.agent.zygote_pool import ZygotePool
 from serverless_gpu.node.agent.zygotes import ZygoteRequest
@@ -43,7 +43,6 @@ from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.devices.inventory import Inventory
 from serverless_gpu.node.inside import linux
 from serverless_gpu.node.inside.channel import Channel, close_all
-from serverless_gpu.node.isolation.peer_owner import StemOwners, combined
 from serverless_gpu.node.monitor.control import Monitoring, preparation
 from serverless_gpu.node.processes.process_tree import AGENT, find_cgroup_root
 from serverless_gpu.node.processes.spawn import bound_log, clean_process, open_log
