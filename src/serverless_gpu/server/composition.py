@@ -37,8 +37,7 @@ from serverless_gpu.server.identity.bootstrap import FileTokens
 from serverless_gpu.server.identity.principal_service import PrincipalService
 from serverless_gpu.server.invariants.self_check import SelfCheck
 from serverless_gpu.server.lifecycle.attempt_tokens import AttemptTokens
-from serverless_gpu.server.lifecycle.gang_hangs import GangHangs
-from serverless_gpu.server.lifecycle.gang_progress import GangProgress
+from serverless_gpu.server.lifecycle.gang_hangs import GangHangs, GangProgress
 from serverless_gpu.server.lifecycle.gang_reconciler import GangReconciler
 from serverless_gpu.server.lifecycle.liveness import Deliveries, Leases, Looks, Presence
 from serverless_gpu.server.lifecycle.owner_suspension import OwnerSuspension

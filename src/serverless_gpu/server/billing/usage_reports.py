@@ -87,11 +87,11 @@ class UsageReports:
         at = metering.now(self._clock, self._leases)
 
         def work(connection: sa.Connection) -> tuple[Found, UnpostedDays]:
-            return usage_sums.find(connection, wanted), find(connection, at, currency=self._settings.currency)
+            return usage_sums.find(connection, wanted), find_unposted(connection, at, currency=self._settings.currency)
 
         found, going = self._database.read(work)
         lines = [one for one in going.lines if _is_wanted(one, wanted, who, reach)]
-        groups = groups(lines, wanted.by)
+        groups = group_unposted(lines, wanted.by)
         if found.is_cut:
             shown = {(group.key, group.currency) for group in found.groups}
             groups = [group for group in groups if (group.key, group.currency) in shown]
@@ -100,7 +100,7 @@ class UsageReports:
             from_day=wanted.window.from_day,
             until_day=wanted.window.until_day,
             groups=tuple(usage_report.in_order(usage_report.together([*found.groups, *groups]), wanted.by)),
-            totals=tuple(usage_report.totals([*found.totals, *groups(lines, ())])),
+            totals=tuple(usage_report.totals([*found.totals, *group_unposted(lines, ())])),
             is_cut=found.is_cut,
             going=len({(one.run_id, one.fence) for one in lines}),
             is_going_cut=going.is_cut,
@@ -162,7 +162,7 @@ class UsageReports:
         def work(connection: sa.Connection) -> tuple[list[tuple[int, DemandRow]], UnpostedDays]:
             rows = usage_rows.demand(connection, asked, may_see, after=after, limit=limit + 1)
             is_last = len(rows) <= limit
-            return rows, find(connection, at, currency=self._settings.currency) if is_last else UnpostedDays()
+            return rows, find_unposted(connection, at, currency=self._settings.currency) if is_last else UnpostedDays()
 
         rows, going = self._database.read(work)
         if len(rows) > limit:
@@ -253,7 +253,7 @@ def _demand(one: UnpostedDay) -> DemandRow:
     )
 
 
-LIMIT = 1_000
+UNPOSTED_MAX = 1_000
 _EVER_NS = 1 << 62
 _NUMBERS = (*SEGMENTS, "gpu_ms", "billed_ms", "core_ms", "memory_mib_ms", "dbu_micros")
 
@@ -287,7 +287,7 @@ class UnpostedDays(msgspec.Struct, frozen=True, kw_only=True):
     is_cut: bool = False
 
 
-def find(connection: sa.Connection, at: Now, *, currency: str, limit: int = LIMIT) -> UnpostedDays:
+def find_unposted(connection: sa.Connection, at: Now, *, currency: str, limit: int = UNPOSTED_MAX) -> UnpostedDays:
     """Return what the ledger does not say yet.
 
     Args:
@@ -314,7 +314,7 @@ def find(connection: sa.Connection, at: Now, *, currency: str, limit: int = LIMI
     return UnpostedDays(lines=_first_counted(lines, posted), attempts=len(shown), is_cut=len(ids) > limit)
 
 
-def groups(lines: Iterable[UnpostedDay], by: Sequence[str]) -> list[ReportRow]:
+def group_unposted(lines: Iterable[UnpostedDay], by: Sequence[str]) -> list[ReportRow]:
     """Return what goes on as groups of a report; days of which the ledger says all are in none."""
     return usage_report.together(
         ReportRow(

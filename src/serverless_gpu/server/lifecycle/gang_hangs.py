@@ -14,10 +14,16 @@ What can go wrong:
 - A crew is silent itself: nothing is decided until it is heard of.
 - The run is asked to stop, or a crew fails, meanwhile: nothing is judged any more.
 - A node says what cannot be: refused, for people on other nodes read it.
+
+How gangs on several nodes get on, as this process has heard of them: memory that is meant to be lost with it.
+
+Crews say all of it again to a server that starts. All methods may be called from any thread.
 """
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
 import msgspec
@@ -26,7 +32,7 @@ import sqlalchemy as sa
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, StaleAttempt
 from serverless_gpu.model.hangs import gang_hang_detection
-from serverless_gpu.model.hangs.gang_hang_detection import CrewObservation, InspectionRequest, Judgement
+from serverless_gpu.model.hangs.gang_hang_detection import CrewObservation, GangWatch, InspectionRequest, Judgement
 from serverless_gpu.model.hangs.hang_detection import PLACES_MAX, WHERE_CHARACTERS_MAX
 from serverless_gpu.model.hangs.hang_report import STACK_CHARACTERS_MAX, STACKS_TOLD
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, StopReason
@@ -36,15 +42,55 @@ from serverless_gpu.server.core.hub import Hub, node_key
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.lifecycle import stop_state
-from serverless_gpu.server.lifecycle.gang_progress import GangProgress, Progress
 from serverless_gpu.server.lifecycle.liveness import Looks
 from serverless_gpu.server.lifecycle.transitions import Announcer, TransitionResult
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.records.runs.attempts import StoredAttempt
-from serverless_gpu.server.records.runs.crews import StoredCrew
+from serverless_gpu.server.records.runs.crews import Gang, StoredCrew
 from serverless_gpu.server.records.runs.runs import StoredRun
 from serverless_gpu.wire.attempts import Report, ReportAnswer
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of how a gang on several nodes gets on.
+
+    Attributes:
+        heard_ns: when each crew was heard of, by number.
+        hangs: whether its ranks stand still.
+        idle: how long each crew's devices have done nothing, by number.
+        told: what its crews are told of that.
+    """
+
+    heard_ns: Mapping[int, int] = msgspec.field(default_factory=dict)
+    hangs: GangWatch = GangWatch()
+    idle: Mapping[int, IdleVerdict] = msgspec.field(default_factory=dict)
+    told: IdleVerdict | None = None
+
+
+class GangProgress:
+    """How gangs on several nodes get on, as this process has heard of them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: dict[Gang, Progress] = {}
+
+    def find(self, gang: Gang) -> Progress:
+        """Return what is known of a gang; what is so at first, where nothing is."""
+        with self._lock:
+            return self._known.get(gang, Progress())
+
+    def change(self, gang: Gang, work: Callable[[Progress], Progress]) -> tuple[Progress, Progress]:
+        """Change what is known of a gang; return what it was, and what it is now."""
+        with self._lock:
+            before = self._known.get(gang, Progress())
+            now = self._known[gang] = work(before)
+            return before, now
+
+    def keep(self, gangs: Collection[Gang]) -> None:
+        """Forget all gangs but these."""
+        with self._lock:
+            self._known = {gang: known for gang, known in self._known.items() if gang in gangs}
 
 
 def check(attempt: StoredAttempt, ranks: range, said: Report) -> None:

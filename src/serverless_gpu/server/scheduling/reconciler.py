@@ -36,7 +36,7 @@ from serverless_gpu.server.core.hub import SCHEDULER, Hub, run_key
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.lifecycle import transitions
-from serverless_gpu.server.lifecycle.gang_progress import GangProgress
+from serverless_gpu.server.lifecycle.gang_hangs import GangProgress
 from serverless_gpu.server.lifecycle.gang_reconciler import GangReconciler
 from serverless_gpu.server.lifecycle.liveness import Deliveries, Leases, Looks, Presence
 from serverless_gpu.server.lifecycle.owner_suspension import OwnerSuspension
