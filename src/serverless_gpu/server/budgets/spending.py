@@ -65,8 +65,8 @@ from serverless_gpu.model.scheduling.concurrency_limits import Candidate
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.server.budgets.budget_index import BudgetIndex, BudgetsLeft, subject_of_run, with_hold
-from serverless_gpu.server.lifecycle.attempt_clock import ClockPair, Lifetime
 from serverless_gpu.server.lifecycle.liveness import Leases
+from serverless_gpu.server.lifecycle.metering import ClockPair, Lifetime
 from serverless_gpu.server.records import accounts, budgets, charges, pools
 from serverless_gpu.server.records.accounts import Account
 from serverless_gpu.server.records.learned_durations import LearnedDurations
