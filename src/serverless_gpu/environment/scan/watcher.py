@@ -26,6 +26,12 @@ Not found: a write through a mapping that a process made before the watches were
 full look finds such a write only where it is the first to its page since the kernel wrote that page to the disk.
 
 Bytecode does not count, as everywhere. Project code is not watched: the gate compares every file of it anyway.
+
+The kernel's inotify queue: watches on files and directories, and what happened to them. Linux only.
+
+The kernel appends an event before the system call that caused it returns. So a reader that finds the queue empty knows
+that no such call has returned since the queue was read last. Two kinds of writes raise no event: writes through a
+memory mapping, and writes of other machines to a network file system. `watcher.py` handles both.
 """
 
 from __future__ import annotations
@@ -36,14 +42,102 @@ import os
 import re
 import select
 import stat
+import struct
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from serverless_gpu.environment.scan import inotify
 from serverless_gpu.environment.scan.directory_listing import BYTECODE, is_inside
 from serverless_gpu.environment.scan.index import GatePart, Stats
-from serverless_gpu.environment.scan.inotify import Inotify
 from serverless_gpu.environment.scan.recognition import differing
+
+MODIFY = 0x2
+ATTRIB = 0x4
+CLOSE_WRITE = 0x8
+OPEN = 0x20
+MOVED_FROM = 0x40
+MOVED_TO = 0x80
+CREATE = 0x100
+DELETE = 0x200
+DELETE_SELF = 0x400
+MOVE_SELF = 0x800
+UNMOUNT = 0x2000
+OVERFLOW = 0x4000
+_ONLY_DIRECTORY = 0x0100_0000
+_DIRECTORY = ATTRIB | MOVED_FROM | MOVED_TO | CREATE | DELETE | DELETE_SELF | MOVE_SELF | _ONLY_DIRECTORY
+_FILE = MODIFY | ATTRIB | CLOSE_WRITE | OPEN | DELETE_SELF | MOVE_SELF
+_EVENT = struct.Struct("iIII")
+_READ_BYTES = 1 << 16
+
+
+class Event(NamedTuple):
+    """One event: the number of its watch, what happened, and the name in a directory (b"" for the thing itself)."""
+
+    watch: int
+    mask: int
+    name: bytes
+
+
+class Inotify:
+    """One queue with its watches.
+
+    Raises:
+        OSError: this system has no inotify, or the user has no queue left.
+    """
+
+    def __init__(self) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if not hasattr(libc, "inotify_init1"):
+            raise OSError(errno.ENOSYS, "this system has no inotify")
+        self._add = libc.inotify_add_watch
+        self._fd: int = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+        if self._fd < 0:
+            raise _error("inotify_init1")
+
+    def fileno(self) -> int:
+        """Return the descriptor, which is readable when events are queued."""
+        return self._fd
+
+    def watch_directory(self, path: str) -> int:
+        """Watch the names in a directory and return the number of the watch.
+
+        Raises:
+            OSError: it cannot be watched; ENOSPC where the user has no watch left.
+        """
+        return self._watch(path, _DIRECTORY)
+
+    def watch_file(self, path: str) -> int:
+        """Watch a file itself, by whatever name it is written, and return the number of the watch."""
+        return self._watch(path, _FILE)
+
+    def read(self) -> list[Event]:
+        """Return all events that are queued, without waiting."""
+        events: list[Event] = []
+        while True:
+            try:
+                data = os.read(self._fd, _READ_BYTES)
+            except BlockingIOError:
+                return events
+            start = 0
+            while start < len(data):
+                watch, mask, _, length = _EVENT.unpack_from(data, start)
+                start += _EVENT.size + length
+                events.append(Event(watch, mask, data[start - length : start].rstrip(b"\0")))
+
+    def close(self) -> None:
+        """Remove all watches."""
+        os.close(self._fd)
+
+    def _watch(self, path: str, mask: int) -> int:
+        number: int = self._add(self._fd, os.fsencode(path), mask)
+        if number < 0:
+            raise _error(path)
+        return number
+
+
+def _error(what: str) -> OSError:
+    code = ctypes.get_errno()
+    return OSError(code, os.strerror(code), what)
+
 
 COMPARED_MAX = 2_000
 """Files whose stat is compared with each question; with more, a full look is not much slower."""
@@ -132,7 +226,7 @@ class LibraryWatcher:
         """Read the queue and return why the libraries may have changed, or ""."""
         opened = []
         for event in self._queue.read():
-            if event.mask == inotify.OPEN:
+            if event.mask == OPEN:
                 opened.append(event.watch)
             elif reason := _disturbance(event):
                 return reason
@@ -206,11 +300,11 @@ def mounts_about(tops: Iterable[str], table: str) -> frozenset[str]:
     return frozenset(found)
 
 
-def _disturbance(event: inotify.Event) -> str:
+def _disturbance(event: Event) -> str:
     """Return why an event means that something may have changed, or ""."""
-    if event.mask & inotify.OVERFLOW:
+    if event.mask & OVERFLOW:
         return "more happened than the kernel's queue of events holds"
-    if event.mask & inotify.UNMOUNT:
+    if event.mask & UNMOUNT:
         return "the file system was unmounted"
     name = os.fsdecode(event.name)
     if name == "__pycache__" or name.endswith(BYTECODE):

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.environment.scan import watcher
-from serverless_gpu.environment.scan.inotify import Inotify
-from serverless_gpu.environment.scan.watcher import mounts_about
+from serverless_gpu.environment.scan.watcher import Inotify, mounts_about
 from serverless_gpu.environment.watch_process import LOOKS_MAX, Patience
 from tests.support.environment.libraries import Library, write_in_place
 from tests.support.golden import golden
