@@ -66,8 +66,6 @@ def preempt(run: str) -> None:
     say(f"run {handle.id} was asked to make room; {then}")
 
 
-run_group.add_command(show)
-run_group.add_command(cancel)
 
 
 @click.command()
@@ -120,3 +118,7 @@ def describe_gate(handle: Run[object]) -> str:
     if receipt.state != handle.status():  # it waited again: the last receipt is of what it had before
         return f"it had no devices any more; attempt {receipt.fence} gave them back, {receipt.gate}"
     return receipt.gate
+
+
+run_group.add_command(show)
+run_group.add_command(cancel)

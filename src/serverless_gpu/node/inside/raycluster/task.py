@@ -36,7 +36,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from .. import command, linux, protocol
-from . import member, monitor, ray_installation, ray_start
+from . import cluster, monitor, ray_installation, ray_start
 from .cluster import RunCluster
 from .driver import Driver
 from .namespace import Family
@@ -137,13 +137,13 @@ class _Task:
 
         It reports that it runs once it has joined: before that, none of the user's code has begun anywhere.
         """
-        node = member.TaskNode(self.share, self.family, self.environment, self.kept)
+        node = cluster.TaskNode(self.share, self.family, self.environment, self.kept)
 
         def record(found: Ports, leave: Callable[[], None]) -> None:
             self._begin()
             self._record_metrics(found, leave)
 
-        lost = member.until_stopped(lambda: member.take_part(node, self._say, record))
+        lost = cluster.until_stopped(lambda: cluster.take_part(node, self._say, record))
         if lost is None:
             return -signal.SIGTERM
         if lost:
