@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from serverless_gpu.model.hangs.hang_report import ranks_text
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Attempt, Hang, Reason, State
 from serverless_gpu.node.base.protocol import Stopped
-from serverless_gpu.node.devices.borrowed import Borrowed
 from serverless_gpu.node.devices.gpu_gate import GatePolicy, Verdict, verify
-from serverless_gpu.node.devices.reservation import DeviceReservation
+from serverless_gpu.node.devices.reservation import Borrowed, DeviceReservation
 from serverless_gpu.node.output.logs import RankLog, hidden_tails
 from serverless_gpu.node.processes.process_tree import Left
 

@@ -59,10 +59,9 @@ from serverless_gpu.node.attempt.account import AttemptAccount
 from serverless_gpu.node.attempt.claim import first_of, take_attempt
 from serverless_gpu.node.base import protocol
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.devices.borrowed import Borrowed
 from serverless_gpu.node.devices.gpu_gate import Verdict
 from serverless_gpu.node.devices.gpus import Provider
-from serverless_gpu.node.devices.reservation import DeviceReservation
+from serverless_gpu.node.devices.reservation import Borrowed, DeviceReservation
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.output.logs import cut_output
 from serverless_gpu.node.output.watchers import Audience, Watcher
