@@ -34,7 +34,7 @@ from serverless_gpu.server.core.hub import NOTICES, Hub, run_key
 from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.lifecycle import stop_state, transitions
+from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.lifecycle.transitions import Announcer, TransitionResult
 from serverless_gpu.server.records import audit, budgets, notices
 from serverless_gpu.server.records.audit import Action
@@ -183,7 +183,9 @@ def _ask(connection: sa.Connection, due: _Due, currency: str, at_ns: int) -> Tra
         return None
     because = budget_messages.stopped(name, standing, currency, is_open=is_open_to(standing.budget, one.subject))
     try:
-        return stop_state.ask(connection, run.id, who=audit.SERVER, why=StopReason.BUDGET, at_ns=at_ns, because=because)
+        return transitions.ask_to_stop(
+            connection, run.id, who=audit.SERVER, why=StopReason.BUDGET, at_ns=at_ns, because=because
+        )
     except (AlreadyFinished, StaleAttempt):
         return None
 

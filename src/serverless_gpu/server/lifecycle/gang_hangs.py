@@ -41,7 +41,7 @@ from serverless_gpu.model.telemetry.idleness import IdleVerdict
 from serverless_gpu.server.core.hub import Hub, node_key
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.lifecycle import stop_state
+from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.lifecycle.liveness import Looks
 from serverless_gpu.server.lifecycle.transitions import Announcer, TransitionResult
 from serverless_gpu.server.records import audit
@@ -223,7 +223,7 @@ class GangHangs:
             now = runs.find(connection, run.id)
             if now is None or now.fence != run.fence or now.state not in ACTIVE:
                 return None  # it has nothing to do with the devices of the next attempt
-            return stop_state.ask(connection, run.id, who=audit.SERVER, why=StopReason.IDLE, at_ns=at_ns)
+            return transitions.ask_to_stop(connection, run.id, who=audit.SERVER, why=StopReason.IDLE, at_ns=at_ns)
 
         try:
             done = self._database.write(work)

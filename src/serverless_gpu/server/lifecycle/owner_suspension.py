@@ -19,7 +19,7 @@ from serverless_gpu.model.access.roles import ROLES, AccessReach, reach
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, State, StopReason
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.db.tables import principals, runs
-from serverless_gpu.server.lifecycle import stop_state
+from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.lifecycle.transitions import Announcer, TransitionResult
 from serverless_gpu.server.records import audit
 from serverless_gpu.wire.access import OnDisabled, PrincipalView
@@ -105,7 +105,7 @@ class OwnerSuspension:
         def work(connection: sa.Connection) -> TransitionResult | None:
             if owner not in shut_out(connection, owner):
                 return None  # let in again meanwhile
-            return stop_state.ask(
+            return transitions.ask_to_stop(
                 connection, run_id, who=audit.SERVER, why=StopReason.CANCEL, at_ns=at_ns, because=because
             )
 

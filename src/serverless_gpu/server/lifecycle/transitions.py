@@ -9,6 +9,8 @@ The decision is the table's. Here it becomes rows: the run as it was expected to
 is changed and `StaleAttempt` is raised), its attempt and that one's crews, one event for each change, and an order for
 each node when the run is to stop. Orders of a crew that is over are not delivered any more (`orders.py`): a node that
 comes back late finds nothing to start.
+
+The request that a run stops, as a transition: written, audited, and sent to its node by the announcement.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ from functools import partial
 import msgspec
 import sqlalchemy as sa
 
+from serverless_gpu.errors import AlreadyFinished
 from serverless_gpu.model.access.usage_policy import format_span
-from serverless_gpu.model.lifecycle.attempt import ACTIVE, MEANINGS, STOPPED_BY, Reason, State
+from serverless_gpu.model.lifecycle.attempt import ACTIVE, MEANINGS, STOPPED_BY, TERMINAL, Reason, State, StopReason
 from serverless_gpu.model.lifecycle.gang_lifecycle import Fold, Halt
 from serverless_gpu.model.lifecycle.run_lifecycle import (
     INFRA_RETRIES_MAX,
@@ -42,10 +45,13 @@ from serverless_gpu.model.lifecycle.run_lifecycle import (
     over_because,
 )
 from serverless_gpu.server.core import log_file
+from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import LEDGER, SCHEDULER, Hub, node_key, run_key
 from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.lifecycle import gangs
 from serverless_gpu.server.lifecycle.liveness import Looks
+from serverless_gpu.server.records import audit
+from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.runs import attempts, crews, events, orders, runs
 from serverless_gpu.server.records.runs.attempts import NewAttempt, StoredAttempt
 from serverless_gpu.server.records.runs.crews import WITHOUT_REPORT, CrewId, NewCrew, StoredCrew
@@ -521,3 +527,31 @@ def _sentence(event: Event, life: Run, *, node: str, detail: str) -> str:
         case AttemptEnded() | GivenUp() | Forgotten() if life.state is State.QUEUED:
             return f"attempt {life.fence} is over: {told_as(over_because(event), detail)}; it waits for another"
     return told_as(life.reason, detail) if life.reason else ""
+
+
+def ask_to_stop(
+    connection: sa.Connection, run_id: str, *, who: Caller, why: StopReason, at_ns: int, because: str = ""
+) -> TransitionResult | None:
+    """Write that a run is to stop; None when it has stopped for that already.
+
+    Args:
+        run_id: a run that is there.
+        who: asks; `audit.SERVER` when nobody does.
+        why: any reason.
+        at_ns: now, nanoseconds since 1970.
+        because: what people are told beyond that, and the audit.
+
+    Raises:
+        AlreadyFinished: it has ended for something else.
+    """
+    run = runs.find(connection, run_id)
+    if run is None or run.state in TERMINAL:
+        if run is not None and run.stop is why:
+            return None
+        state = "gone" if run is None else run.state
+        raise AlreadyFinished(f"run {run_id} has ended: it is {state}", hint="there is nothing to stop any more")
+    told = tell(connection, run, StopAsked(why), note=Note(at_ns=at_ns, detail=because))
+    if told.changed:
+        detail = {"reason": why.value, "fence": run.fence} | ({"because": because} if because else {})
+        audit.record(connection, who=who, action=Action.RUN_STOP, subject=run_id, now_ns=at_ns, detail=detail)
+    return told

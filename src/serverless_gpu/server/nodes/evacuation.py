@@ -21,7 +21,7 @@ from serverless_gpu.errors import AlreadyFinished, StaleAttempt
 from serverless_gpu.model.lifecycle.attempt import StopReason
 from serverless_gpu.server.core.hub import Hub, run_key
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.lifecycle import stop_state
+from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.lifecycle.liveness import Leases
 from serverless_gpu.server.lifecycle.transitions import Announcer, TransitionResult
 from serverless_gpu.server.nodes import node_rules
@@ -101,6 +101,8 @@ def _ask(connection: sa.Connection, due: _Due, at_ns: int) -> TransitionResult |
     if there is None or there.rules != node.rules or now is None or (now.fence, now.stop) != (run.fence, None):
         return None
     try:
-        return stop_state.ask(connection, run.id, who=audit.SERVER, why=StopReason.DRAIN, at_ns=at_ns, because=because)
+        return transitions.ask_to_stop(
+            connection, run.id, who=audit.SERVER, why=StopReason.DRAIN, at_ns=at_ns, because=because
+        )
     except (AlreadyFinished, StaleAttempt):
         return None

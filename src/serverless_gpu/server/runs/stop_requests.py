@@ -15,7 +15,7 @@ from serverless_gpu.model.access import roles
 from serverless_gpu.model.lifecycle.attempt import StopReason
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.lifecycle import stop_state
+from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.lifecycle.transitions import Announcer, TransitionResult
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.runs import views
@@ -55,7 +55,7 @@ class StopService:
 
         def work(connection: sa.Connection) -> TransitionResult | None:
             _check_reach(connection, who, reach, run_id)
-            return stop_state.ask(connection, run_id, who=who, why=why, at_ns=at_ns)
+            return transitions.ask_to_stop(connection, run_id, who=who, why=why, at_ns=at_ns)
 
         told = self._database.write(work)
         faults.reach("after_stop_before_answer")

@@ -19,7 +19,7 @@ from serverless_gpu.model.lifecycle.attempt import ACTIVE, State, StopReason
 from serverless_gpu.model.scheduling.values import Preemption
 from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.lifecycle import stop_state
+from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.lifecycle.transitions import Announcer, TransitionResult
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.runs import runs
@@ -69,7 +69,7 @@ def _ask(connection: sa.Connection, one: Preemption, at_ns: int) -> TransitionRe
     if other is None or other.state is not State.QUEUED:
         return None
     try:
-        return stop_state.ask(
+        return transitions.ask_to_stop(
             connection, run.id, who=audit.SERVER, why=StopReason.PREEMPT, at_ns=at_ns, because=one.sentence
         )
     except (AlreadyFinished, StaleAttempt):

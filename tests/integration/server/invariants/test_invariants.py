@@ -33,7 +33,7 @@ from serverless_gpu.server.invariants import invariant_inputs
 from serverless_gpu.server.invariants.invariant_inputs import Books
 from serverless_gpu.server.invariants.run_invariants import MOVES, History, LiveState, Stretch, violations
 from serverless_gpu.server.invariants.self_check import check
-from serverless_gpu.server.lifecycle import stop_state, transitions
+from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.runs import attempts, events, facts, files, runs
@@ -59,7 +59,7 @@ def test_nothing_is_wrong_with_what_a_server_wrote(people: Database) -> None:
     whole = finished(people)
     waiting, started, cancelled, lost = (submitted(people) for _ in range(4))
     place(people, started)
-    people.write(lambda c: stop_state.ask(c, cancelled, who=WHO, why=StopReason.CANCEL, at_ns=T0 + S))
+    people.write(lambda c: transitions.ask_to_stop(c, cancelled, who=WHO, why=StopReason.CANCEL, at_ns=T0 + S))
     place(people, lost)
     tell(people, lost, GivenUp(Reason.NODE_GONE))
     history = History(
