@@ -29,10 +29,18 @@ from serverless_gpu.environment.scan.description import Description
 from serverless_gpu.environment.scan.digests import Digest, digest_files, may_be_script
 from serverless_gpu.environment.scan.directory_listing import ListedFile, is_plain
 from serverless_gpu.environment.scan.index_codec import IndexedFile, IndexedUnit
-from serverless_gpu.environment.scan.path_files import Directories, archive_line, take_generated
 from serverless_gpu.environment.scan.stdlib_rescan import own_row_path
 from serverless_gpu.environment.scan.survey import Reused, Survey, SurveyedRoot
-from serverless_gpu.environment.scan.units import Draft, Drafts, draft_units, settle_contested, settle_links
+from serverless_gpu.environment.scan.units import (
+    Directories,
+    Draft,
+    Drafts,
+    archive_line,
+    draft_units,
+    settle_contested,
+    settle_links,
+    take_generated,
+)
 
 _LEFT_OUT_MAX = 1000
 
