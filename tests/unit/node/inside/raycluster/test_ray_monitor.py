@@ -10,7 +10,7 @@ import pytest
 
 from serverless_gpu.model.telemetry.samples import RaySample
 from serverless_gpu.node.inside.raycluster import monitor
-from serverless_gpu.node.inside.raycluster.figures import FIGURES, RayFigures
+from serverless_gpu.node.inside.raycluster.monitor import FIGURES, RayFigures
 from tests.support.node.ray_monitor import KNOWN, TEXT
 
 
