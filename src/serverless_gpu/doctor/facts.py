@@ -12,7 +12,7 @@ import msgspec
 
 from serverless_gpu.model.hardware import Device
 from serverless_gpu.node.base.statuses import ZygoteStatus
-from serverless_gpu.node.base.usages import Unavailable, Usage
+from serverless_gpu.node.devices.nvml import Unavailable, Usage
 
 NO_HOME = "there is no home to look at"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.model.lifecycle import run_lifecycle
-from serverless_gpu.node.base.usages import MIB
+from serverless_gpu.node.devices.nvml import MIB
 from tests.e2e.rows.machines import Machine
 from tests.support.golden import golden
 from tests.support.local.small_environment import SmallEnvironment, with_requirements

@@ -16,7 +16,7 @@ from serverless_gpu.doctor.facts import (
 from serverless_gpu.doctor.findings import CheckOutcome, Finding
 from serverless_gpu.doctor.table import TABLE
 from serverless_gpu.model.hardware import Device, DeviceKind
-from serverless_gpu.node.base.usages import Usage
+from serverless_gpu.node.devices.nvml import Usage
 
 GIB = 2**30
 PYTHON = "/env/bin/python"

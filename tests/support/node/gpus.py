@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from types import SimpleNamespace
 
-from serverless_gpu.node.base.usages import MIB
+from serverless_gpu.node.devices.nvml import MIB
 
 GIB = 1024 * MIB
 

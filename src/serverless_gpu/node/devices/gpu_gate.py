@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.hardware import DeviceKind
-from serverless_gpu.node.base.usages import IDLE_MEMORY_BYTES, MIB, GpuProcess, Usage, unknown_usage
+from serverless_gpu.node.devices.nvml import IDLE_MEMORY_BYTES, MIB, GpuProcess, Usage, unknown_usage
 
 from .gpus import Provider
 

@@ -23,8 +23,20 @@ from msgspec import Struct
 
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.hardware import Device, DeviceKind, GpuType, cpu_slots, parse_fake, recognise
-from serverless_gpu.node.base.usages import MIB, GpuProcess, Unavailable, Usage, unknown_usage
-from serverless_gpu.node.devices.nvml import NO_DRIVER, Bounded, Nvml, NvmlAnswer, NvmlClient, NvmlReader, NvmlTimeout
+from serverless_gpu.node.devices.nvml import (
+    MIB,
+    NO_DRIVER,
+    Bounded,
+    GpuProcess,
+    Nvml,
+    NvmlAnswer,
+    NvmlClient,
+    NvmlReader,
+    NvmlTimeout,
+    Unavailable,
+    Usage,
+    unknown_usage,
+)
 from serverless_gpu.node.devices.nvml_process import NvmlProcess
 
 NVML_LIMIT_S = 5.0

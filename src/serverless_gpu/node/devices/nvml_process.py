@@ -25,8 +25,7 @@ from typing import NoReturn
 import msgspec
 
 from serverless_gpu.ambient import Clock, SystemClock
-from serverless_gpu.node.base.usages import Unavailable, unknown_usage
-from serverless_gpu.node.devices.nvml import NvmlAnswer, NvmlReader, NvmlTimeout, Question
+from serverless_gpu.node.devices.nvml import NvmlAnswer, NvmlReader, NvmlTimeout, Question, Unavailable, unknown_usage
 from serverless_gpu.node.inside import linux
 from serverless_gpu.node.inside.channel import Channel, pair
 from serverless_gpu.node.processes.spawn import clean_process

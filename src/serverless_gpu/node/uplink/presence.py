@@ -29,11 +29,11 @@ from serverless_gpu.model.xid import XidKind
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.lock_files import held_note
 from serverless_gpu.node.base.private_files import write_private
-from serverless_gpu.node.base.usages import Usage, unknown_usage
 from serverless_gpu.node.devices.gpu_gate import foreign
 from serverless_gpu.node.devices.gpus import NvmlProvider
 from serverless_gpu.node.devices.inventory import Inventory, offered
 from serverless_gpu.node.devices.locks import DeviceLocks, Quarantine, holder_run_id, lock_directory
+from serverless_gpu.node.devices.nvml import Usage, unknown_usage
 from serverless_gpu.node.devices.reservation import find_provider, retest_quarantined
 from serverless_gpu.node.supervisor.gpu_faults import NodeFaults
 from serverless_gpu.node.uplink.profile import UplinkProfile

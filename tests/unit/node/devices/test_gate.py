@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.hardware import DeviceKind
-from serverless_gpu.node.base.usages import IDLE_MEMORY_BYTES, MIB, GpuProcess, Usage
 from serverless_gpu.node.devices.gpu_gate import GatePolicy, Verdict, foreign, judge, verify
 from serverless_gpu.node.devices.gpus import Provider
+from serverless_gpu.node.devices.nvml import IDLE_MEMORY_BYTES, MIB, GpuProcess, Usage
 from tests.support.golden import golden
 
 GIB = 1024 * MIB

@@ -11,9 +11,9 @@ import pytest
 
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.hardware import DeviceKind
-from serverless_gpu.node.base.usages import IDLE_MEMORY_BYTES, MIB, GpuProcess, Unavailable, Usage
 from serverless_gpu.node.devices.gpu_gate import Verdict, judge
 from serverless_gpu.node.devices.gpus import CpuProvider, FakeProvider, NvmlProvider, providers
+from serverless_gpu.node.devices.nvml import IDLE_MEMORY_BYTES, MIB, GpuProcess, Unavailable, Usage
 from tests.support.golden import golden
 from tests.support.local.observe import wait_for
 from tests.support.node.gpus import GIB, LOST, Card, FakeNvml, FakeNvmlError
