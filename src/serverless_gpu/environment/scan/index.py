@@ -32,8 +32,7 @@ from blake3 import blake3
 from serverless_gpu.environment.documents import Snapshot, UnitKind
 from serverless_gpu.environment.scan.directory_listing import Directory, ListedFile
 from serverless_gpu.environment.scan.distributions import flat_path
-from serverless_gpu.environment.scan.roots import Spot
-from serverless_gpu.environment.scan.survey import Area, KeptDistribution
+from serverless_gpu.environment.scan.roots import Area, KeptDistribution, Spot
 from serverless_gpu.json_codec import from_msgpack
 
 _PartT = TypeVar("_PartT")

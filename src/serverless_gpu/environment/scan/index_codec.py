@@ -28,9 +28,8 @@ from serverless_gpu.environment.scan.index import (
     pack_directories,
     pack_stats,
 )
-from serverless_gpu.environment.scan.roots import Spot
+from serverless_gpu.environment.scan.roots import Spot, Survey
 from serverless_gpu.environment.scan.stdlib_rescan import IndexParts, directory_inodes, reusable
-from serverless_gpu.environment.scan.survey import Survey
 from serverless_gpu.errors import EnvironmentUnsupported
 
 Place = tuple[str, str, str]

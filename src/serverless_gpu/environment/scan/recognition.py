@@ -27,7 +27,7 @@ from serverless_gpu.environment.scan.description import Description
 from serverless_gpu.environment.scan.digests import digest_file
 from serverless_gpu.environment.scan.directory_listing import look
 from serverless_gpu.environment.scan.index import GatePart, Stats, known_mtime
-from serverless_gpu.environment.scan.survey import keep_for
+from serverless_gpu.environment.scan.roots import keep_for
 from serverless_gpu.errors import EnvironmentProblem
 
 _FORK_FROM_FILES = 4000

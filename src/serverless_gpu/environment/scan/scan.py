@@ -30,9 +30,9 @@ from serverless_gpu.environment.scan.description import Description
 from serverless_gpu.environment.scan.index import FilesPart, GatePart, IndexFile
 from serverless_gpu.environment.scan.index_codec import known_of, make_parts, read_memory
 from serverless_gpu.environment.scan.recognition import find_edits, recognise
+from serverless_gpu.environment.scan.roots import Survey, survey
 from serverless_gpu.environment.scan.snapshot_composition import Composed, LocalUnit, compose
 from serverless_gpu.environment.scan.stdlib_rescan import look_again
-from serverless_gpu.environment.scan.survey import Survey, survey
 from serverless_gpu.environment.scan.watcher import LibraryWatcher, Unwatchable
 
 __all__ = ["LocalUnit", "Recogniser", "Scan"]

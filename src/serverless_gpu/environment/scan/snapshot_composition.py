@@ -29,8 +29,8 @@ from serverless_gpu.environment.scan.description import Description
 from serverless_gpu.environment.scan.digests import Digest, digest_files, may_be_script
 from serverless_gpu.environment.scan.directory_listing import ListedFile, is_plain
 from serverless_gpu.environment.scan.index_codec import IndexedFile, IndexedUnit
+from serverless_gpu.environment.scan.roots import Reused, Survey, SurveyedRoot
 from serverless_gpu.environment.scan.stdlib_rescan import own_row_path
-from serverless_gpu.environment.scan.survey import Reused, Survey, SurveyedRoot
 from serverless_gpu.environment.scan.units import (
     Directories,
     Draft,

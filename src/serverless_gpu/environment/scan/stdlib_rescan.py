@@ -24,8 +24,15 @@ from serverless_gpu.environment.scan.digests import may_be_script
 from serverless_gpu.environment.scan.directory_listing import Directory, DirectoryListing, ListedFile, Listing, look
 from serverless_gpu.environment.scan.distributions import Distribution, read_distributions, row_path
 from serverless_gpu.environment.scan.index import NOBODY, FilesPart, GatePart, KeptPart, Stats
-from serverless_gpu.environment.scan.roots import Spot
-from serverless_gpu.environment.scan.survey import Area, KeptDistribution, Reused, SurveyedRoot, check_names, keep_for
+from serverless_gpu.environment.scan.roots import (
+    Area,
+    KeptDistribution,
+    Reused,
+    Spot,
+    SurveyedRoot,
+    check_names,
+    keep_for,
+)
 from serverless_gpu.environment.scan.units import may_name_directories
 from serverless_gpu.errors import EnvironmentUnsupported
 

@@ -34,8 +34,7 @@ from serverless_gpu.environment.scan.distributions import (
     read_text,
     row_path,
 )
-from serverless_gpu.environment.scan.roots import FINDER, Spot
-from serverless_gpu.environment.scan.survey import SurveyedRoot
+from serverless_gpu.environment.scan.roots import FINDER, Spot, SurveyedRoot
 from serverless_gpu.errors import EnvironmentUnsupported
 
 # Made by venv, virtualenv and uv for the environment itself; `𝜋thon` is Python 3.14's joke.
