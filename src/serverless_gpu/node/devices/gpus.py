@@ -31,13 +31,13 @@ from serverless_gpu.node.devices.nvml import (
     Nvml,
     NvmlAnswer,
     NvmlClient,
+    NvmlProcess,
     NvmlReader,
     NvmlTimeout,
     Unavailable,
     Usage,
     unknown_usage,
 )
-from serverless_gpu.node.devices.nvml_process import NvmlProcess
 
 NVML_LIMIT_S = 5.0
 FAKE_VARIABLE = "SERVERLESS_GPU_FAKE"

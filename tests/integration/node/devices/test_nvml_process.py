@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.node.devices.nvml import NO_DRIVER, NvmlTimeout
-from serverless_gpu.node.devices.nvml_process import NvmlProcess
+from serverless_gpu.node.devices.nvml import NO_DRIVER, NvmlProcess, NvmlTimeout
 from serverless_gpu.testing import FakeClock
 from tests.support.golden import golden
 from tests.support.local.observe import wait_for
