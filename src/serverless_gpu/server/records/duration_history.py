@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 import sqlalchemy as sa
 
-from serverless_gpu.model.access.teams import share_team
+from serverless_gpu.model.billing.budget import share_team
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.scheduling import duration_estimates
 from serverless_gpu.model.scheduling.fairness import charged

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from serverless_gpu.ambient import format_clock
-from serverless_gpu.model.access.teams import share_team
+from serverless_gpu.model.billing.budget import share_team
 from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.lifecycle.run_lifecycle import pause_s
 from serverless_gpu.model.scheduling.duration_estimates import LEAVING_S, START_S, limit_s

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serverless_gpu.model.access.teams import share_team, teams_charged
-from serverless_gpu.model.billing.budget import Subject, keys
+from serverless_gpu.model.billing.budget import Subject, keys, share_team, teams_charged
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
         unsaved: attempts in a row, up to the last that is over, that saved none.
         ran: attempts that are over and count for the most that its policy allows.
         ran_ms: how long user code of the attempts before the current one ran.
-        member_of: teams of its owner when it was submitted, where it names none (`model/access/teams.py`).
+        member_of: teams of its owner when it was submitted, where it names none (`model/billing/budget.py`).
         attempt: the current attempt, or the last.
     """
 
