@@ -25,7 +25,7 @@ from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.progress import ProgressPoint, Report
 from serverless_gpu.environment.scan.changes import Change, compare
-from serverless_gpu.environment.scan.code.git_settings import user_patterns
+from serverless_gpu.environment.scan.code.gitignore import user_patterns
 from serverless_gpu.environment.scan.description import Description
 from serverless_gpu.environment.scan.index import FilesPart, GatePart, IndexFile
 from serverless_gpu.environment.scan.index_codec import known_of, make_parts, read_memory
