@@ -11,12 +11,15 @@
 The agent gives the client's connection away. The supervisor's own socket takes the same messages: `attach`, and a new
 agent after the old one died, find an attempt by it. Messages are JSON objects, one per packet (`inside/channel.py`). A
 peer of another `PROTOCOL` is refused by name.
+
+Decoding of packets: an invalid packet leaves no descriptor open.
 """
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -32,11 +35,22 @@ from serverless_gpu.model.secrets import DeliveredSecrets
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.model.telemetry.idleness import IdleVerdict
 from serverless_gpu.model.tracking_context import Tracking
-from serverless_gpu.node.base.packets import decoded
 from serverless_gpu.node.base.statuses import AttemptStatus, EnvironmentStatus, Kind, Mode, ZygoteStatus
 from serverless_gpu.node.base.stop_message import Stopped as Stopped
-from serverless_gpu.node.inside.channel import Channel
+from serverless_gpu.node.inside.channel import Channel, close_all
 from serverless_gpu.version import __version__
+
+T = TypeVar("T")
+
+
+def decoded(decoder: msgspec.json.Decoder[T], received: tuple[bytes, tuple[int, ...]]) -> T:
+    """Return the message in a packet; on MsgspecError its descriptors are closed."""
+    try:
+        return decoder.decode(received[0])
+    except (msgspec.MsgspecError, RecursionError) as error:
+        close_all(received[1])
+        raise msgspec.DecodeError(str(error)) from None
+
 
 PROTOCOL = 8
 UNKNOWN_OWNER = "?"

@@ -26,8 +26,7 @@ from serverless_gpu.model.receipt import DeviceUse
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.model.telemetry.samples import Sample
 from serverless_gpu.model.tracking_context import Tracking
-from serverless_gpu.node.base.packets import decoded
-from serverless_gpu.node.base.protocol import PROTOCOL
+from serverless_gpu.node.base.protocol import PROTOCOL, decoded
 from serverless_gpu.node.inside.channel import Channel, close_all
 from serverless_gpu.version import __version__
 
