@@ -25,9 +25,9 @@ import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.json_codec import from_json
+from serverless_gpu.model import gang_receipt
 from serverless_gpu.model.billing.ledger import Charge, sum_of
-from serverless_gpu.model.gangs import gang_receipt
-from serverless_gpu.model.gangs.gang_receipt import CrewAccount, Whole
+from serverless_gpu.model.gang_receipt import CrewAccount, Whole
 from serverless_gpu.model.lifecycle import gang_lifecycle
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, MEANINGS, Fact, Failure, Reason, State
 from serverless_gpu.model.lifecycle.gang_lifecycle import Cause, Halt

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serverless_gpu.model.billing.ledger import Charge
-from serverless_gpu.model.gangs.gang_receipt import CrewAccount, Whole, restated, together
+from serverless_gpu.model.gang_receipt import CrewAccount, Whole, restated, together
 from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.receipt import DeviceUse, Receipt, Segments, nodes_text
