@@ -26,8 +26,15 @@ from collections.abc import Collection
 
 import msgspec
 
-from serverless_gpu.environment.scan.code.git_index import index_mtime, tracked_files
-from serverless_gpu.environment.scan.code.gitignore import GIT, OURS, Ignoring, git_index, outer_ignoring
+from serverless_gpu.environment.scan.code.gitignore import (
+    GIT,
+    OURS,
+    Ignoring,
+    git_index,
+    index_mtime,
+    outer_ignoring,
+    tracked_files,
+)
 from serverless_gpu.environment.scan.code.ignored_files import Staying
 from serverless_gpu.environment.scan.code.portability import leave_out_misfits
 from serverless_gpu.environment.scan.directory_listing import BYTECODE, ListedFile, Listing, look, read_file, show
