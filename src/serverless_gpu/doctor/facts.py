@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import msgspec
 
 from serverless_gpu.model.hardware import Device
-from serverless_gpu.node.base.statuses import ZygoteStatus
+from serverless_gpu.node.base.protocol import ZygoteStatus
 from serverless_gpu.node.devices.nvml import Unavailable, Usage
 
 NO_HOME = "there is no home to look at"

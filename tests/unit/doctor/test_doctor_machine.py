@@ -17,7 +17,7 @@ from serverless_gpu.doctor.facts import (
     RunsFacts,
 )
 from serverless_gpu.doctor.findings import CheckOutcome
-from serverless_gpu.node.base.statuses import ZygoteStatus
+from serverless_gpu.node.base.protocol import ZygoteStatus
 from tests.support.doctor.diagnosed import FAILED, GIB, OK, PYTHON, UNKNOWN, WARNING, found, one
 from tests.support.golden import golden
 

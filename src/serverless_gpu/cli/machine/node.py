@@ -28,8 +28,7 @@ from serverless_gpu.model.hardware import DeviceKind, parse_fake
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, State
 from serverless_gpu.node.agent.connection import connect
 from serverless_gpu.node.base.home import find_home
-from serverless_gpu.node.base.protocol import Status
-from serverless_gpu.node.base.statuses import AttemptStatus
+from serverless_gpu.node.base.protocol import AttemptStatus, Status
 from serverless_gpu.node.devices.locks import DeviceLocks, lock_directory
 from serverless_gpu.node.supervisor.gpu_faults import suspects
 from serverless_gpu.units import format_bytes

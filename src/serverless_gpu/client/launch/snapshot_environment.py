@@ -29,8 +29,7 @@ from serverless_gpu.environment.scan.interpreter import describe
 from serverless_gpu.environment.service_messages import Where
 from serverless_gpu.errors import EnvironmentProblem, InvalidValue, error_class
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.base.protocol import EnvironmentRequest
-from serverless_gpu.node.base.statuses import Mode
+from serverless_gpu.node.base.protocol import EnvironmentRequest, Mode
 from serverless_gpu.node.inside.channel import pair
 from serverless_gpu.node.processes.spawn import clean_process, open_log
 from serverless_gpu.units import format_bytes, format_duration_ms

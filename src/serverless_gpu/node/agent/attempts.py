@@ -40,8 +40,7 @@ from serverless_gpu.node.attempt.server_attempt import has_remote
 from serverless_gpu.node.attempt.supervisor_loss import has_used_devices, lost_ending, note_life, settle_loss
 from serverless_gpu.node.base import protocol
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.base.protocol import UNKNOWN_OWNER
-from serverless_gpu.node.base.statuses import AttemptStatus, Kind
+from serverless_gpu.node.base.protocol import UNKNOWN_OWNER, AttemptStatus, Kind
 from serverless_gpu.node.inside.channel import Channel, pair
 from serverless_gpu.node.processes.process_tree import Left, look_at
 from serverless_gpu.node.processes.spawn import clean_process

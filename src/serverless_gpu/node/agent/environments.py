@@ -44,8 +44,7 @@ from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentMissing, Storag
 from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.node.agent.restore_process import Done, Finish, Getting, RestoreFailed, Want, receive_answer, send
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.base.protocol import Context, EnvironmentRequest, original, portable
-from serverless_gpu.node.base.statuses import EnvironmentStatus
+from serverless_gpu.node.base.protocol import Context, EnvironmentRequest, EnvironmentStatus, original, portable
 from serverless_gpu.node.inside.channel import Channel, pair
 from serverless_gpu.node.processes.spawn import clean_process
 from serverless_gpu.units import format_bytes

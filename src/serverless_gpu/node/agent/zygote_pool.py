@@ -24,8 +24,7 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.node.agent.environments import RestoredEnvironment
 from serverless_gpu.node.agent.zygotes import Containment, Key, ProblemTaker, Zygote, ZygoteRequest, first_run
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.base.protocol import UNKNOWN_OWNER, Stem
-from serverless_gpu.node.base.statuses import ZygoteStatus
+from serverless_gpu.node.base.protocol import UNKNOWN_OWNER, Stem, ZygoteStatus
 from serverless_gpu.node.processes.process_tree import CgroupRoot
 from serverless_gpu.node.processes.spawn import preload
 

@@ -12,7 +12,7 @@ from serverless_gpu.model.spec import Function, RunSpec
 from serverless_gpu.node.base import protocol
 from serverless_gpu.node.base.entrypoint import air_program
 from serverless_gpu.node.base.home import storage_error
-from serverless_gpu.node.base.statuses import Kind
+from serverless_gpu.node.base.protocol import Kind
 
 
 class Submission(msgspec.Struct, frozen=True, kw_only=True):
