@@ -35,9 +35,9 @@ from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.repair import read_snapshot
 from serverless_gpu.environment.stores.store_urls import open_store
 from serverless_gpu.errors import EnvironmentProblem, EnvironmentUnsupported, ServerlessGpuError, StorageError
-from serverless_gpu.node.base.filesystems import is_noexec, require_symlinks
 from serverless_gpu.node.base.home import storage_error
 from serverless_gpu.node.base.protocol import EnvironmentRequest, Mode
+from serverless_gpu.node.base.requirements import is_noexec, require_symlinks
 from serverless_gpu.node.inside import linux, namespaces
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.units import format_bytes

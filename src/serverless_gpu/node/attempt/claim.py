@@ -23,8 +23,8 @@ from pathlib import Path
 from serverless_gpu.model.lifecycle.attempt import SUPERVISOR_GONE, Attempt, Fact, FactKind
 from serverless_gpu.node.attempt.history import first_facts, read_ending
 from serverless_gpu.node.attempt.server_attempt import FILE as REMOTE
-from serverless_gpu.node.base.filesystems import REFUSED, lock_error
 from serverless_gpu.node.base.protocol import Launch
+from serverless_gpu.node.base.requirements import REFUSED, lock_error
 
 LOCK = "supervisor.lock"
 _BEFORE_STARTING = frozenset({FactKind.RESERVED, FactKind.HYDRATING, FactKind.ALIVE, FactKind.FREED})

@@ -25,9 +25,9 @@ from pathlib import Path
 from serverless_gpu import faults
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import StorageError
-from serverless_gpu.node.base.filesystems import symlink_error
 from serverless_gpu.node.base.home import storage_error
 from serverless_gpu.node.base.lock_files import is_taken
+from serverless_gpu.node.base.requirements import symlink_error
 
 LINK = "secrets"
 LOOK_S = 60.0

@@ -53,7 +53,7 @@ import sqlalchemy as sa
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import ServerProblem, ServerUnavailable
 from serverless_gpu.model.high_water_mark import DatabasePosition
-from serverless_gpu.node.base.filesystems import lock_error, require_record_locks
+from serverless_gpu.node.base.requirements import lock_error, require_record_locks
 from serverless_gpu.server.db import migrations
 from serverless_gpu.server.db.tables import audit, server_identity
 

@@ -32,7 +32,7 @@ from typing import NamedTuple
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from serverless_gpu.errors import InvalidValue, ServerProblem
-from serverless_gpu.node.base.filesystems import lock_error
+from serverless_gpu.node.base.requirements import lock_error
 from serverless_gpu.server.core.settings import PORT, Settings
 
 BACKLOG = 2048

@@ -36,7 +36,7 @@ from serverless_gpu import faults
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, ServerProblem, StorageError
 from serverless_gpu.json_codec import from_json
-from serverless_gpu.node.base.filesystems import lock_error
+from serverless_gpu.node.base.requirements import lock_error
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.version import __version__
 

@@ -154,7 +154,7 @@ def test_more_attempts_than_are_looked_at_are_said(services: Services, database:
     for _ in range(3):
         run_id = begun(database)
         write_facts(database, run_id, used(run_id, seconds=HOUR_S, until=FactKind.ALIVE))
-    found = database.read(lambda connection: usage_reports.find(connection, Now(wall_ns=T0), currency="USD", limit=2))
+    found = database.read(lambda connection: usage_reports.find_unposted(connection, Now(wall_ns=T0), currency="USD", limit=2))
     assert (found.attempts, found.is_cut, len(found.lines)) == (2, True, 2)
 
 

@@ -11,7 +11,12 @@ import pytest
 
 from serverless_gpu.errors import StorageError
 from serverless_gpu.node.attempt.claim import take_attempt
-from serverless_gpu.node.base.filesystems import flock_refusal, record_lock_refusal, require_flock, require_record_locks
+from serverless_gpu.node.base.requirements import (
+    flock_refusal,
+    record_lock_refusal,
+    require_flock,
+    require_record_locks,
+)
 from tests.support.golden import golden
 
 
