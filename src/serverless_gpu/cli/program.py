@@ -144,7 +144,7 @@ COMMANDS = {
         "End the agent of this node and what it keeps warm, and the Ray of a server here; running attempts go on.",
     ),
     "submit": CommandEntry(
-        "submit.submit:submit",
+        "submit:submit",
         "Run a Python script (PROGRAM ends in .py), a module (-m) or any program; show its output to the end.",
     ),
     "team": CommandEntry("access.principals:team", "List, make and fill teams; a member may read the runs of a team."),

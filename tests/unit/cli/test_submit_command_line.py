@@ -9,8 +9,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from serverless_gpu.cli.submit import submit as submitting
-from serverless_gpu.cli.submit.submit import command_of
+from serverless_gpu.cli import submit as submitting
+from serverless_gpu.cli.submit import command_of
 from serverless_gpu.client.caller.calling_program import Program, submitted_program
 from serverless_gpu.model.spec import Command, RunSpec
 from tests.support.golden import golden

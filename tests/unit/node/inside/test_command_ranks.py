@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from serverless_gpu.cli.submit import submit
+from serverless_gpu.cli import submit
 from serverless_gpu.model.spec import Command, RunSpec
 from serverless_gpu.node.attempt.account import AttemptAccount
 from serverless_gpu.node.inside.channel import pair

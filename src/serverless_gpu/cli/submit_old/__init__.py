@@ -1,1 +1,0 @@
-"""`sgpu submit`: a script or a program as a run, and its dry run. Start with `submit.py`."""
