@@ -18,7 +18,7 @@ from typing import Any
 from serverless_gpu.node.inside import linux, payload, protocol
 from serverless_gpu.node.inside.call import dump_call
 from serverless_gpu.node.inside.channel import Channel, pair
-from serverless_gpu.node.inside.raycluster.words import ClusterShare
+from serverless_gpu.node.inside.raycluster.share import ClusterShare
 from tests.support.local.observe import Process
 from tests.support.node.rank_process import INSIDE
 from tests.support.paths import REPOSITORY

@@ -39,7 +39,7 @@ from serverless_gpu.model.telemetry import idleness
 from serverless_gpu.node.base.entrypoint import INSIDE
 from serverless_gpu.node.base.protocol import Stopped
 from serverless_gpu.node.inside import payload
-from serverless_gpu.node.inside.raycluster.words import files_of
+from serverless_gpu.node.inside.raycluster.share import files_of
 from serverless_gpu.units import format_bytes
 
 _RAISED = frozenset(

@@ -61,7 +61,7 @@ from .payload import (
 )
 from .process_group import pass_gate, trained_alone
 from .raycluster import task
-from .raycluster.words import read_share
+from .raycluster.share import read_share
 
 _STAY_S = 5.0  # how long a rank other than 0 waits for the others after it returned
 _SETTLE_FAILED_S = 1.0  # for the last points before a failure; the end of the other ranks waits for that

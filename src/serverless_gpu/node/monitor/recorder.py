@@ -38,7 +38,7 @@ from serverless_gpu.model.telemetry.samples import (
     works,
 )
 from serverless_gpu.node.attempt.history import is_live, read_ending
-from serverless_gpu.node.inside.raycluster.words import metrics_file
+from serverless_gpu.node.inside.raycluster.share import metrics_file
 from serverless_gpu.node.monitor import messages
 from serverless_gpu.node.monitor.backlog import key_of
 from serverless_gpu.node.monitor.delivery import Delivering

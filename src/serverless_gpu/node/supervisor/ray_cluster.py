@@ -35,8 +35,8 @@ from serverless_gpu.node.attempt.ray_logs import save_logs
 from serverless_gpu.node.base.lock_files import is_taken
 from serverless_gpu.node.base.protocol import Launch
 from serverless_gpu.node.inside import linux
-from serverless_gpu.node.inside.raycluster import words
-from serverless_gpu.node.inside.raycluster.words import ClusterShare, files_of, logs_of
+from serverless_gpu.node.inside.raycluster import share
+from serverless_gpu.node.inside.raycluster.share import ClusterShare, files_of, logs_of
 from serverless_gpu.node.processes.process_tree import memory_limit_bytes
 from serverless_gpu.node.supervisor.rank_environment import Network
 
@@ -105,7 +105,7 @@ class AttemptCluster:
     def close(self) -> str:
         """Keep Ray's logs and remove the directory, no process being left; return the receipt's note, or ""."""
         note = save_logs(self.path, logs_of(self._launch.directory, self._launch.crew), self._clock)
-        words.remove_directory(self.path)
+        share.remove_directory(self.path)
         os.close(self.fd)
         return note
 
@@ -156,7 +156,7 @@ def sweep() -> None:
             continue
         with contextlib.suppress(OSError):  # it is held
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            words.remove_directory(path)
+            share.remove_directory(path)
         os.close(fd)
 
 
@@ -188,14 +188,14 @@ def memory_bytes() -> tuple[int, int]:
 def _make() -> tuple[str, int]:
     """Make a directory of a free name, and take its lock; raises NoDirectory."""
     for _ in range(_NAMES_TRIED):
-        path = f"{words.DIRECTORY_PARENT}/{words.DIRECTORY_PREFIX}{secrets.token_hex(4)}"
+        path = f"{share.DIRECTORY_PARENT}/{share.DIRECTORY_PREFIX}{secrets.token_hex(4)}"
         try:
             os.mkdir(path, 0o700)
         except FileExistsError:
             continue
         except OSError as error:
             problem = (
-                f"no directory can be made in {words.DIRECTORY_PARENT} for the run's Ray cluster: {error.strerror}"
+                f"no directory can be made in {share.DIRECTORY_PARENT} for the run's Ray cluster: {error.strerror}"
             )
             raise NoDirectory(problem) from error
         fd = _taken(path)
@@ -208,7 +208,7 @@ def _make() -> tuple[str, int]:
 
 def _make_spill(path: str, files: Path) -> None:
     """Make the directory for Ray's spilled objects: in `path`, or on the home's disk if roomier."""
-    spill = os.path.join(path, words.SPILL)
+    spill = os.path.join(path, share.SPILL)
     elsewhere = files / os.path.basename(path)
     with contextlib.suppress(OSError):
         if os.stat(files).st_dev != os.stat(path).st_dev and free_bytes(files) > free_bytes(path):
@@ -247,9 +247,9 @@ def _open(path: str) -> int | None:
 def _directories() -> list[str]:
     with contextlib.suppress(OSError):
         return [
-            f"{words.DIRECTORY_PARENT}/{name}"
-            for name in os.listdir(words.DIRECTORY_PARENT)
-            if words.is_directory_name(name)
+            f"{share.DIRECTORY_PARENT}/{name}"
+            for name in os.listdir(share.DIRECTORY_PARENT)
+            if share.is_directory_name(name)
         ]
     return []
 

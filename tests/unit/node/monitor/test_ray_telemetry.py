@@ -26,7 +26,7 @@ from serverless_gpu.model.telemetry.samples import (
     series,
 )
 from serverless_gpu.model.telemetry.tracking_rules import valid_key
-from serverless_gpu.node.inside.raycluster.words import metrics_file
+from serverless_gpu.node.inside.raycluster.share import metrics_file
 from serverless_gpu.node.monitor.messages import Observe, Ranks
 from serverless_gpu.node.monitor.recorder import RayFile, Recorder
 from serverless_gpu.node.monitor.sampler import NodeSample

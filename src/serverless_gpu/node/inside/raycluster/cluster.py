@@ -32,7 +32,7 @@ from .. import linux
 from . import link, ray_start
 from .namespace import Family
 from .ray_start import Ports, RayProcesses
-from .words import ClusterShare
+from .share import ClusterShare
 
 
 class RunCluster:

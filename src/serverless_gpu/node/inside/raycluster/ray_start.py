@@ -50,7 +50,7 @@ from typing import NamedTuple
 from .. import linux
 from . import ray_installation
 from .namespace import Family
-from .words import SPILL, ClusterShare
+from .share import SPILL, ClusterShare
 
 
 def head_arguments(share: ClusterShare, ports: Ports, temporary: str, *, client: bool) -> list[str]:

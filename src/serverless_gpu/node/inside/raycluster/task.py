@@ -41,7 +41,7 @@ from .cluster import RunCluster
 from .driver import Driver
 from .namespace import Family
 from .ray_start import Ports, RayProcesses
-from .words import ClusterShare, logs_of, metrics_file
+from .share import ClusterShare, logs_of, metrics_file
 
 _KIND = "engine_head_lost"
 _NOT_STARTED = "start_failed"  # the driver has not begun

@@ -17,8 +17,8 @@ from serverless_gpu.model.hardware import CPU, Device, DeviceKind
 from serverless_gpu.model.ray_cluster import OBJECT_STORE_BYTES_MIN, RayCluster, store_note
 from serverless_gpu.model.spec import Resources, RunSpec
 from serverless_gpu.node.base.protocol import Context, Launch
-from serverless_gpu.node.inside.raycluster import words
-from serverless_gpu.node.inside.raycluster.words import read_share
+from serverless_gpu.node.inside.raycluster import share
+from serverless_gpu.node.inside.raycluster.share import read_share
 from serverless_gpu.node.supervisor import ray_cluster
 from serverless_gpu.node.supervisor.ray_cluster import AttemptCluster, ClusterSweeper, NoDirectory, is_left, sweep
 from serverless_gpu.testing import FakeClock
@@ -31,7 +31,7 @@ CONTEXT = Context(python="python3", flags=(), environ={}, cwd="/", umask=0o022, 
 @pytest.fixture(autouse=True)
 def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Have directories of clusters made here, where no other's are."""
-    monkeypatch.setattr(words, "PARENT", str(tmp_path / "tmp"))
+    monkeypatch.setattr(share, "PARENT", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
     return tmp_path / "tmp"
 
@@ -87,7 +87,7 @@ def test_only_its_owner_can_enter_it_its_path_is_short_and_the_attempt_names_it(
     assert (stat.S_IMODE(status.st_mode), status.st_uid) == (0o700, os.getuid())
     assert (tmp_path / "ray" / "directory").read_text() == f"{cluster.path}\n"
     monkeypatch.undo()
-    assert len(f"{words.DIRECTORY_PARENT}/{os.path.basename(cluster.path)}") <= 107 - 62 - len("/1/")
+    assert len(f"{share.DIRECTORY_PARENT}/{os.path.basename(cluster.path)}") <= 107 - 62 - len("/1/")
 
 
 def test_it_goes_with_everything_in_it_and_nothing_beside_it(tmp_path: Path, parent: Path) -> None:
@@ -103,7 +103,7 @@ def test_it_goes_with_everything_in_it_and_nothing_beside_it(tmp_path: Path, par
 def test_a_directory_that_may_not_be_written_to_goes_too(parent: Path) -> None:
     (parent / "sgpu-ray-0123abcd").mkdir()
     filled(str(parent / "sgpu-ray-0123abcd"))
-    assert words.remove_directory(str(parent / "sgpu-ray-0123abcd"))
+    assert share.remove_directory(str(parent / "sgpu-ray-0123abcd"))
 
 
 @pytest.mark.parametrize(
@@ -112,8 +112,8 @@ def test_a_directory_that_may_not_be_written_to_goes_too(parent: Path) -> None:
 def test_what_is_not_called_as_one_is_left_alone(parent: Path, name: str) -> None:
     (parent / "sgpu-ray-0123abcd").mkdir()
     (parent / "x").mkdir()
-    assert not words.remove_directory(f"{parent}/{name}")
-    assert not words.remove_directory("")
+    assert not share.remove_directory(f"{parent}/{name}")
+    assert not share.remove_directory("")
     assert sorted(os.listdir(parent)) == ["sgpu-ray-0123abcd", "x"]
 
 
@@ -147,7 +147,7 @@ def test_what_spill_leads_to_goes_only_by_the_name_of_its_cluster(parent: Path, 
     for path in (cluster, led):
         path.mkdir()
     (cluster / "spill").symlink_to(led)
-    assert words.remove_directory(str(cluster))
+    assert share.remove_directory(str(cluster))
     assert led.exists() is (name == "mine")
 
 
@@ -159,27 +159,27 @@ def test_what_leads_to_spilled_objects_stays_as_long_as_they_do(
         path.mkdir()
     (cluster / "spill").symlink_to(led)
     rmtree = shutil.rmtree
-    monkeypatch.setattr(words, "PAUSE_MS", 0)
+    monkeypatch.setattr(share, "PAUSE_MS", 0)
     monkeypatch.setattr(shutil, "rmtree", lambda path, **how: None if str(path) == str(led) else rmtree(path, **how))
-    assert not words.remove_directory(str(cluster))
+    assert not share.remove_directory(str(cluster))
     assert (cluster / "spill").exists()
     monkeypatch.undo()
-    monkeypatch.setattr(words, "PARENT", str(parent))
-    assert words.remove_directory(str(cluster)) and not led.exists()
+    monkeypatch.setattr(share, "PARENT", str(parent))
+    assert share.remove_directory(str(cluster)) and not led.exists()
 
 
 def test_a_link_of_its_name_is_left_alone(parent: Path, tmp_path: Path) -> None:
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "file").touch()
     (parent / "sgpu-ray-0123abcd").symlink_to(tmp_path / "own")
-    assert not words.remove_directory(str(parent / "sgpu-ray-0123abcd"))
+    assert not share.remove_directory(str(parent / "sgpu-ray-0123abcd"))
     assert not is_left(str(parent / "sgpu-ray-0123abcd"))
     sweep()
     assert (tmp_path / "own" / "file").exists()
 
 
 def test_what_is_gone_is_gone(parent: Path) -> None:
-    assert words.remove_directory(str(parent / "sgpu-ray-0123abcd"))
+    assert share.remove_directory(str(parent / "sgpu-ray-0123abcd"))
 
 
 def test_somebody_who_still_writes_there_is_waited_for(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,14 +193,14 @@ def test_somebody_who_still_writes_there_is_waited_for(parent: Path, monkeypatch
             filled(where)
 
     monkeypatch.setattr(shutil, "rmtree", written_to_again)
-    assert words.remove_directory(str(path))
+    assert share.remove_directory(str(path))
     assert tried == [str(path)] * 3
 
 
 def test_a_name_that_is_taken_is_not_used(
     cluster: AttemptCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = iter([os.path.basename(cluster.path).removeprefix(words.DIRECTORY_PREFIX), "89abcdef"])
+    names = iter([os.path.basename(cluster.path).removeprefix(share.DIRECTORY_PREFIX), "89abcdef"])
     monkeypatch.setattr(secrets, "token_hex", lambda _: next(names))
     other = AttemptCluster(launched(tmp_path, RunSpec(ray=RayCluster()), devices(1), 1), devices(1))
     assert os.path.basename(other.path) == "sgpu-ray-89abcdef"
@@ -218,7 +218,7 @@ def test_where_no_name_is_free_the_run_cannot_start(
 
 
 def test_no_room_for_it_is_said_as_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parent: Path) -> None:
-    monkeypatch.setattr(words, "PARENT", "/proc")
+    monkeypatch.setattr(share, "PARENT", "/proc")
     with pytest.raises(NoDirectory, match=re.escape(golden("node.ray_directory.directory-can-made"))):
         AttemptCluster(launched(tmp_path, RunSpec(ray=RayCluster()), devices(1), 1), devices(1))
 
