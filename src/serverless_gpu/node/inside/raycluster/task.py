@@ -36,7 +36,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from .. import command, linux, protocol
-from . import cluster, monitor, ray_installation, ray_start
+from . import cluster, metrics, ray_installation, ray_start
 from .cluster import RunCluster
 from .driver import Driver
 from .namespace import Family
@@ -99,7 +99,7 @@ class _Task:
         self.cluster = RunCluster(share, self.kept)
         kept = {**ray_start.default_variables(share), **ray_start.stripped_variables(work.environment)}
         self.environment = {**kept, **ray_start.cluster_variables(share, token=self.tokens)}
-        self.without_metrics = monitor.missing()
+        self.without_metrics = metrics.missing()
         self.outcome = False  # whether how the driver ended has been said
         self.begun = False  # whether a node without a driver has said that it runs
         self.family = Family()  # last: what can fail comes before there is anything to end
@@ -192,7 +192,7 @@ class _Task:
 
         def read() -> int:
             leave()
-            return monitor.run(self.share.address, found.metrics, path)
+            return metrics.run(self.share.address, found.metrics, path)
 
         if not self.without_metrics:
             with contextlib.suppress(OSError):  # no process can be had: the run goes on without

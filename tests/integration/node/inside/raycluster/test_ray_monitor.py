@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.node.inside.raycluster import monitor
+from serverless_gpu.node.inside.raycluster import metrics
 from tests.support.local.observe import LIMIT_S, wait_for
 from tests.support.node.ray_agents import agent, answer
 from tests.support.node.ray_monitor import KNOWN, TEXT
@@ -23,14 +23,14 @@ from tests.support.node.ray_monitor import KNOWN, TEXT
 def test_a_text_that_comes_in_pieces_is_read_like_a_whole_one() -> None:
     whole = answer(TEXT, f"Content-Length: {len(TEXT)}")
     with agent(*[whole[at : at + 777] for at in range(0, len(whole), 777)]) as ray:
-        assert monitor.scrape("127.0.0.1", ray.port) == KNOWN
+        assert metrics.scrape("127.0.0.1", ray.port) == KNOWN
     assert ray.asked[0].startswith(b"GET /metrics HTTP/1.0\r\n")
 
 
 def test_no_proxy_of_the_environment_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     with agent(answer(TEXT)) as ray, agent(answer(b"ray_node_mem_used 1\n")) as proxy:
         monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.port}")
-        assert monitor.scrape("127.0.0.1", ray.port) == KNOWN
+        assert metrics.scrape("127.0.0.1", ray.port) == KNOWN
         assert proxy.asked == []
 
 
@@ -56,31 +56,31 @@ def test_no_proxy_of_the_environment_is_asked(monkeypatch: pytest.MonkeyPatch) -
 )  # fmt: skip
 def test_an_answer_that_is_not_whole_says_nothing(whole: bytes) -> None:
     with agent(whole) as ray:
-        assert monitor.scrape("127.0.0.1", ray.port) == {}
+        assert metrics.scrape("127.0.0.1", ray.port) == {}
 
 
 def test_a_line_longer_than_any_is_left_out() -> None:
     long = b'ray_tasks{State="RUNNING",Name="' + b"n" * 200_000 + b'"} 9\n'
     with agent(answer(long + b"ray_node_mem_used 1\n" + long)) as ray:
-        assert monitor.scrape("127.0.0.1", ray.port) == {"memory_bytes": 1.0}
+        assert metrics.scrape("127.0.0.1", ray.port) == {"memory_bytes": 1.0}
 
 
 def test_a_text_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(monitor, "BODY_BYTES_MAX", 1000)
+    monkeypatch.setattr(metrics, "BODY_BYTES_MAX", 1000)
     with agent(answer(TEXT)) as ray:
-        assert monitor.scrape("127.0.0.1", ray.port) == {}
+        assert metrics.scrape("127.0.0.1", ray.port) == {}
 
 
 @pytest.mark.parametrize("said", [b"", answer(b"ray_node_mem_used 1\n")[:25], answer(b"ray_node_mem_used 1\n")])
 def test_one_that_hangs_is_left(said: bytes) -> None:
     with agent(said, hang=True) as ray:
-        assert monitor.scrape("127.0.0.1", ray.port, 0.1) == {}
+        assert metrics.scrape("127.0.0.1", ray.port, 0.1) == {}
 
 
 def test_one_that_is_not_there_says_nothing() -> None:
     with agent() as ray:
         port = ray.port
-    assert monitor.scrape("127.0.0.1", port) == {}
+    assert metrics.scrape("127.0.0.1", port) == {}
 
 
 @contextlib.contextmanager

@@ -9,8 +9,8 @@ import types
 import pytest
 
 from serverless_gpu.model.telemetry.samples import RaySample
-from serverless_gpu.node.inside.raycluster import monitor
-from serverless_gpu.node.inside.raycluster.monitor import FIGURES, RayFigures
+from serverless_gpu.node.inside.raycluster import metrics
+from serverless_gpu.node.inside.raycluster.metrics import FIGURES, RayFigures
 from tests.support.node.ray_monitor import KNOWN, TEXT
 
 
@@ -95,12 +95,12 @@ def test_an_environment_whose_ray_has_no_metrics_is_told_what_to_install(monkeyp
     absent = {"grpc"}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in absent else object())
     sentence = "Ray's own metrics are not recorded: grpc is missing (pip install 'ray[default]')"
-    assert monitor.missing() == sentence
+    assert metrics.missing() == sentence
     absent.clear()
-    assert monitor.missing() == ""
+    assert metrics.missing() == ""
 
 
 def test_a_module_that_does_not_know_where_it_is_from_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("aiohttp", "aiohttp_cors", "grpc", "prometheus_client"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    assert monitor.missing() == ""
+    assert metrics.missing() == ""
