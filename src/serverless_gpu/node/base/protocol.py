@@ -28,6 +28,7 @@ import msgspec
 from serverless_gpu.model.billing.pricing import UNPRICED, Tariff
 from serverless_gpu.model.gangs.rendezvous import Chosen, CrewReach, Offer
 from serverless_gpu.model.hangs.gang_hang_detection import CrewObservation, InspectionRequest, Judgement
+from serverless_gpu.model.hangs.idleness import IdleVerdict
 from serverless_gpu.model.hardware import Device, GpuType
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.lifecycle.gang_lifecycle import Halt
@@ -35,7 +36,6 @@ from serverless_gpu.model.placement import CrewPlace, numbered
 from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.model.secrets import DeliveredSecrets
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.model.telemetry.idleness import IdleVerdict
 from serverless_gpu.model.tracking_context import Tracking
 from serverless_gpu.node.base.stop_message import Stopped as Stopped
 from serverless_gpu.node.inside.channel import Channel, close_all

@@ -1,4 +1,4 @@
-"""The watchdog of idle devices: asks `model/telemetry/idleness.py` what to do, and does it.
+"""The watchdog of idle devices: asks `model/hangs/idleness.py` what to do, and does it.
 
     telemetry ───────seen──▶ IdleWatch ──tell──▶ watchers          at four fifths of the limit
     output, events ─heard──▶     └────────────▶ StopRequested      at the limit: ranks may save first, as at any stop
@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from serverless_gpu.ambient import Clock
+from serverless_gpu.model.hangs import idleness
+from serverless_gpu.model.hangs.idleness import IdleVerdict
 from serverless_gpu.model.lifecycle.attempt import Attempt, Phase, State, StopReason, StopRequested
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.model.telemetry import idleness
-from serverless_gpu.model.telemetry.idleness import IdleVerdict
 from serverless_gpu.units import format_duration_ms
 
 

@@ -31,13 +31,12 @@ import sqlalchemy as sa
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, StaleAttempt
-from serverless_gpu.model.hangs import gang_hang_detection
+from serverless_gpu.model.hangs import gang_hang_detection, idleness
 from serverless_gpu.model.hangs.gang_hang_detection import CrewObservation, GangWatch, InspectionRequest, Judgement
 from serverless_gpu.model.hangs.hang_detection import PLACES_MAX, WHERE_CHARACTERS_MAX
 from serverless_gpu.model.hangs.hang_report import STACK_CHARACTERS_MAX, STACKS_TOLD
+from serverless_gpu.model.hangs.idleness import IdleVerdict
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, StopReason
-from serverless_gpu.model.telemetry import idleness
-from serverless_gpu.model.telemetry.idleness import IdleVerdict
 from serverless_gpu.server.core.hub import Hub, node_key
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serverless_gpu.model.hangs.idleness import Idle, IdleVerdict, begin, decide, limit_s, seen, used
 from serverless_gpu.model.spec import Command, Function, Kernel, Payload, RunSpec
-from serverless_gpu.model.telemetry.idleness import Idle, IdleVerdict, begin, decide, limit_s, seen, used
 
 SECOND = 1_000_000_000
 
