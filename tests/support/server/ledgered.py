@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from serverless_gpu.model.billing.metering import SEGMENTS
 from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.server.db import tables
-from serverless_gpu.server.records import accounts
+from serverless_gpu.server.records import charges
 
 HOUR_MS = 3_600_000
 NOTHING = dict.fromkeys(
@@ -31,7 +31,7 @@ def account(connection: sa.Connection, **fields: Any) -> int:
         "environment": "",
         "currency": "USD",
     } | fields
-    return accounts.ensure(connection, accounts.Account(**row))
+    return charges.ensure_account(connection, charges.Account(**row))
 
 
 def charge(
@@ -51,5 +51,5 @@ def seen(connection: sa.Connection, run_id: str, account_id: int, *, day: int, o
     """Write what telemetry saw of an attempt."""
     row = {"run_id": run_id, "fence": 1, "account_id": account_id, "day": day, "gpus": 1, "gpu_ms": observed_ms}
     row |= {"observed_ms": observed_ms, "busy_ms": busy_ms, "peak_memory_bytes": None}
-    row["plain_id"] = accounts.plain_ids(connection, [account_id])[account_id]
+    row["plain_id"] = charges.plain_ids(connection, [account_id])[account_id]
     connection.execute(tables.utilisations.insert(), row)

@@ -41,7 +41,7 @@ from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.lifecycle import metering
-from serverless_gpu.server.records import accounts, charges, nodes
+from serverless_gpu.server.records import charges, nodes
 from serverless_gpu.server.records.charges import New, Posted, Utilisation
 from serverless_gpu.server.records.runs import attempts, crews, facts, runs, uncharged_crews
 from serverless_gpu.server.records.runs.attempts import StoredAttempt
@@ -336,8 +336,8 @@ def _account_id(connection: sa.Connection, attempt: StoredAttempt, *, currency: 
         return attempt.account_id
     run, pool = runs.find(connection, attempt.run_id), nodes.pool_of(connection, attempt.crews[0].node_id)
     assert run is not None
-    account = accounts.of_run(connection, run, gpu_type=attempt.gpu_type, pool=pool, currency=currency)
-    number = accounts.ensure(connection, account)
+    account = charges.account_of_run(connection, run, gpu_type=attempt.gpu_type, pool=pool, currency=currency)
+    number = charges.ensure_account(connection, account)
     attempts.note(connection, attempt.run_id, attempt.fence, account_id=number)
     return number
 

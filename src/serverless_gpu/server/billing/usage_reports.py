@@ -39,9 +39,8 @@ from serverless_gpu.server.http.routing import Call, Query, Routes, reading
 from serverless_gpu.server.lifecycle import metering
 from serverless_gpu.server.lifecycle.liveness import Leases
 from serverless_gpu.server.lifecycle.metering import Now
-from serverless_gpu.server.records import accounts, charges, nodes, prices, usage_rows, usage_sums
-from serverless_gpu.server.records.accounts import Account
-from serverless_gpu.server.records.charges import Posted
+from serverless_gpu.server.records import charges, nodes, prices, usage_rows, usage_sums
+from serverless_gpu.server.records.charges import Account, Posted
 from serverless_gpu.server.records.prices import StoredPrice
 from serverless_gpu.server.records.runs import attempts, facts, runs, uncharged_crews
 from serverless_gpu.server.records.runs.attempts import StoredAttempt
@@ -302,7 +301,7 @@ def find_unposted(connection: sa.Connection, at: Now, *, currency: str, limit: i
     shown = ids[:limit]
     tries = attempts.of_runs(connection, sorted({run_id for run_id, _, _ in shown}))
     found = [(tries[run_id, fence], number) for run_id, fence, number in shown if (run_id, fence) in tries]
-    known = accounts.find_many(connection, [one.account_id for one, _ in found if one.account_id is not None])
+    known = charges.find_accounts(connection, [one.account_id for one, _ in found if one.account_id is not None])
     posted, told = charges.of_crews(connection, shown), facts.ends_of_crews(connection, shown)
     lines: list[UnpostedDay] = []
     for attempt, number in found:
@@ -332,7 +331,7 @@ def _counted_as(connection: sa.Connection, attempt: StoredAttempt, currency: str
     run, pool = runs.find(connection, attempt.run_id), nodes.pool_of(connection, attempt.crews[0].node_id)
     if run is None:
         return None
-    return accounts.of_run(connection, run, gpu_type=attempt.gpu_type, pool=pool, currency=currency)
+    return charges.account_of_run(connection, run, gpu_type=attempt.gpu_type, pool=pool, currency=currency)
 
 
 def _used(attempt: StoredAttempt, crew: StoredCrew, told: Sequence[Fact], at: Now) -> Sequence[LedgerLine]:

@@ -34,7 +34,7 @@ from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.lifecycle import transitions
-from serverless_gpu.server.records import accounts, audit, budgets, charges, notices
+from serverless_gpu.server.records import audit, budgets, charges, notices
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.duration_history import latest_of_name
 from serverless_gpu.server.records.notices import Kind
@@ -125,7 +125,7 @@ class Alarms:
             if not page:
                 break
             self._seq = page[-1].seq
-            known = accounts.find_many(connection, {one.account_id for one in page})
+            known = charges.find_accounts(connection, {one.account_id for one in page})
             for one in page:
                 teams, line = known[one.account_id].subject.teams, one.entry.line
                 if not teams or line.end_ns // HOUR_NS < oldest:

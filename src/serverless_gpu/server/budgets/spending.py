@@ -67,8 +67,8 @@ from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.server.budgets.budget_index import BudgetIndex, BudgetsLeft, subject_of_run, with_hold
 from serverless_gpu.server.lifecycle.liveness import Leases
 from serverless_gpu.server.lifecycle.metering import ClockPair, Lifetime
-from serverless_gpu.server.records import accounts, budgets, charges, pools
-from serverless_gpu.server.records.accounts import Account
+from serverless_gpu.server.records import budgets, charges, pools
+from serverless_gpu.server.records.charges import Account
 from serverless_gpu.server.records.learned_durations import LearnedDurations
 from serverless_gpu.server.records.runs import runs, uncharged_crews
 from serverless_gpu.server.records.runs.crews import CrewId, Gang
@@ -197,7 +197,7 @@ class Sums:
     def _get_to_know(self, connection: sa.Connection, wanted: AbstractSet[int]) -> None:
         if len(self._accounts) > _KNOWN_MAX:
             self._accounts = {}
-        for number, account in accounts.find_many(connection, wanted - self._accounts.keys()).items():
+        for number, account in charges.find_accounts(connection, wanted - self._accounts.keys()).items():
             is_foreign = account.currency != self._currency
             self._accounts[number] = (account.subject, self._index.names(account.subject), is_foreign)
 

@@ -11,8 +11,7 @@ from serverless_gpu.model.billing.ledger import EntryKind
 from serverless_gpu.model.billing.metering import SEGMENTS
 from serverless_gpu.model.billing.usage_report import DayRange
 from serverless_gpu.server.db.tables import accounts, charges, utilisations
-from serverless_gpu.server.records.accounts import Account, find_many
-from serverless_gpu.server.records.charges import Posted, from_row
+from serverless_gpu.server.records.charges import Account, Posted, find_accounts, from_row
 from serverless_gpu.wire.billing import DemandRow
 
 _SEEN = ("observed_ms", "busy_ms", "peak_memory_bytes")
@@ -51,7 +50,7 @@ def page(
         .limit(limit)
     )
     posted = [from_row(row) for row in connection.execute(query)]
-    known = find_many(connection, {one.account_id for one in posted})
+    known = find_accounts(connection, {one.account_id for one in posted})
     return [Row(posted=one, account=known[one.account_id]) for one in posted]
 
 

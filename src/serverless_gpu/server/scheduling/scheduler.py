@@ -41,7 +41,7 @@ from serverless_gpu.server.lifecycle import owner_suspension, transitions
 from serverless_gpu.server.lifecycle.liveness import Deliveries, Leases
 from serverless_gpu.server.lifecycle.transitions import Announcer, Note, TransitionResult
 from serverless_gpu.server.nodes import drain
-from serverless_gpu.server.records import accounts, nodes, prices, stored_secrets
+from serverless_gpu.server.records import charges, nodes, prices, stored_secrets
 from serverless_gpu.server.records.nodes import StoredNode, by_id
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.records.runs.attempts import NewAttempt
@@ -262,10 +262,13 @@ class Scheduler:
         """
         currency = self._settings.currency
         tariff = prices.tariff(connection, new.gpu_type, pool, at_ns, currency)
-        account = accounts.of_run(connection, run, gpu_type=new.gpu_type, pool=pool, currency=currency)
+        account = charges.account_of_run(connection, run, gpu_type=new.gpu_type, pool=pool, currency=currency)
         if self._spending.enter(connection, run, account, tariff, gpus=new.world_size, now_ns=at_ns):
             return None
-        said = {"tariff_json": msgspec.json.encode(tariff).decode(), "account_id": accounts.ensure(connection, account)}
+        said = {
+            "tariff_json": msgspec.json.encode(tariff).decode(),
+            "account_id": charges.ensure_account(connection, account),
+        }
         return msgspec.structs.replace(new, **said)
 
     def give_back(self, run_id: str, fence: int, why: str) -> bool:

@@ -23,8 +23,8 @@ from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.invariants.self_check import check
 from serverless_gpu.server.lifecycle import metering
-from serverless_gpu.server.records import accounts, charges
-from serverless_gpu.server.records.accounts import Account
+from serverless_gpu.server.records import charges
+from serverless_gpu.server.records.charges import Account
 from serverless_gpu.server.records.runs import attempts, facts, uncharged_crews
 from serverless_gpu.server.runs.retention import EVERY_S
 from serverless_gpu.testing import FakeClock
@@ -280,7 +280,7 @@ def test_everything_of_an_attempt_is_in_its_account(services: Services, database
     end(database, run_id, at_ns=T0 + 60 * S)
     charge_all(services)
     (posted,) = database.read(lambda connection: charges.after(connection, 0, limit=10))
-    found = database.read(lambda connection: accounts.find_many(connection, [posted.account_id]))
+    found = database.read(lambda connection: charges.find_accounts(connection, [posted.account_id]))
     assert found[posted.account_id] == Account(
         owner="alice",
         gpu_type="H100",
@@ -290,7 +290,7 @@ def test_everything_of_an_attempt_is_in_its_account(services: Services, database
         name="train",
         tags={"team": "a"},
     )
-    again = database.write(lambda connection: accounts.ensure(connection, found[posted.account_id]))
+    again = database.write(lambda connection: charges.ensure_account(connection, found[posted.account_id]))
     assert again == posted.account_id
 
 
@@ -363,7 +363,9 @@ def test_a_wait_goes_with_the_day_that_holds_when_another_one_vanishes(services:
 
 
 def _account(database: Database) -> int:
-    return database.write(lambda connection: accounts.ensure(connection, Account(owner="alice", gpu_type="H100")))
+    return database.write(
+        lambda connection: charges.ensure_account(connection, Account(owner="alice", gpu_type="H100"))
+    )
 
 
 def test_facts_of_some_attempts_are_looked_up_and_not_searched_for(database: Database) -> None:

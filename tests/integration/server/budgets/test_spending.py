@@ -16,7 +16,7 @@ from serverless_gpu.model.billing.pricing import Price, Tariff
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.spec import Resources
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.records import accounts, prices
+from serverless_gpu.server.records import charges, prices
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import PoolRequest
@@ -121,7 +121,7 @@ def test_two_that_are_placed_together_do_not_both_get_the_last_of_a_budget(spent
         for run_id in asked:
             run = runs.find(connection, run_id)
             assert run is not None
-            account = accounts.of_run(connection, run, gpu_type="H100", pool="", currency="USD")
+            account = charges.account_of_run(connection, run, gpu_type="H100", pool="", currency="USD")
             tariff = Tariff(gpu_micros_per_hour=PER_SECOND)
             now_ns = spent.clock.wall_ns()
             said.append(spent.services.spending.enter(connection, run, account, tariff, gpus=1, now_ns=now_ns))
