@@ -48,11 +48,11 @@ from serverless_gpu.server.lifecycle.requeue import Requeue
 from serverless_gpu.server.lifecycle.transitions import Announcer
 from serverless_gpu.server.nodes.agent_service import Agents
 from serverless_gpu.server.nodes.drain import DrainService
-from serverless_gpu.server.nodes.evacuation import Evacuation
 from serverless_gpu.server.nodes.join import JoinService
 from serverless_gpu.server.nodes.node_admin import NodeRuleService
 from serverless_gpu.server.nodes.node_admission import NodeAdmission
 from serverless_gpu.server.nodes.node_queries import NodeService
+from serverless_gpu.server.nodes.node_rules import Evacuation
 from serverless_gpu.server.operations.state_metrics import Sampling
 from serverless_gpu.server.policies import PolicyAdmission, PolicyService
 from serverless_gpu.server.pools.pool_service import PoolService

@@ -42,7 +42,7 @@ from serverless_gpu.server.lifecycle.liveness import Deliveries, Leases, Looks, 
 from serverless_gpu.server.lifecycle.owner_suspension import OwnerSuspension
 from serverless_gpu.server.lifecycle.rendezvous import RendezvousService
 from serverless_gpu.server.lifecycle.transitions import Announcer, Note, TransitionResult
-from serverless_gpu.server.nodes.evacuation import Evacuation
+from serverless_gpu.server.nodes.node_rules import Evacuation
 from serverless_gpu.server.records import nodes
 from serverless_gpu.server.records.runs import active_runs, crews, runs
 from serverless_gpu.server.records.runs.active_runs import Active, ActiveCrew

@@ -16,7 +16,7 @@ from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, StopAsked
 from serverless_gpu.model.spec import Resources
 from serverless_gpu.server.composition import Services, make_reconciler, make_scheduler
 from serverless_gpu.server.core.caller import Caller
-from serverless_gpu.server.nodes import evacuation, node_admin
+from serverless_gpu.server.nodes import node_admin, node_rules
 from serverless_gpu.server.nodes.node_admin import NodeCommand
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.runs import active_runs, events, runs
@@ -233,7 +233,7 @@ def test_those_who_leave_are_asked_a_few_at_a_time(
 ) -> None:
     leave = [placed(services) for _ in range(3)]
     services.node_rules.drain(by(ROOT), NodeDrainRequest(on=True, stop=True))
-    monkeypatch.setattr(evacuation, "TOGETHER", 2)
+    monkeypatch.setattr(node_rules, "TOGETHER", 2)
     write, writes = services.database.write, list[int]()
 
     def counted(work: Callable[[sa.Connection], object]) -> object:
