@@ -16,7 +16,7 @@ from serverless_gpu.doctor.facts import (
     UnknownFact,
 )
 from serverless_gpu.doctor.findings import Check, CheckGroup, CheckOutcome, Finding, about, failed, ok, unknown, warning
-from serverless_gpu.node.base.kernel import OLDEST
+from serverless_gpu.node.base.requirements import OLDEST
 from serverless_gpu.units import format_bytes
 
 GIB = 2**30

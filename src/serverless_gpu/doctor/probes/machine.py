@@ -18,8 +18,7 @@ from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.node.attempt.history import read_run, run_ids, size_on_disk
 from serverless_gpu.node.base.configuration import read_configuration
 from serverless_gpu.node.base.home import Home, find_home, storage_error
-from serverless_gpu.node.base.kernel import pidfd_refusal
-from serverless_gpu.node.base.requirements import flock_refusal, is_noexec, record_lock_refusal
+from serverless_gpu.node.base.requirements import flock_refusal, is_noexec, pidfd_refusal, record_lock_refusal
 from serverless_gpu.node.processes.rendezvous_port import NoPort, reserve_port
 
 _PROBE_BYTES = 1 << 16
