@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 from .. import linux
 from . import link, ray_start
-from .namespace import Family
+from .pid_namespace import Family
 from .ray_start import Ports, RayProcesses
 from .share import ClusterShare
 

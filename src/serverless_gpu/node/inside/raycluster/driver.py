@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 
 from .. import linux, protocol
 from ..channel import Channel, pair
-from .namespace import Family
+from .pid_namespace import Family
 
 # Ray connects by itself at the first task, actor or object, but not when it is asked for what a cluster has. A function
 # of `ray_launch` needs no `ray.init()`, whatever it does first.

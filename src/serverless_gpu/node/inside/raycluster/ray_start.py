@@ -49,7 +49,7 @@ from typing import NamedTuple
 
 from .. import linux
 from . import ray_installation
-from .namespace import Family
+from .pid_namespace import Family
 from .share import SPILL, ClusterShare
 
 

@@ -39,7 +39,7 @@ from .. import command, linux, protocol
 from . import cluster, metrics, ray_installation, ray_start
 from .cluster import RunCluster
 from .driver import Driver
-from .namespace import Family
+from .pid_namespace import Family
 from .ray_start import Ports, RayProcesses
 from .share import ClusterShare, logs_of, metrics_file
 
