@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.json_codec import from_json
-from serverless_gpu.model.telemetry.tracking_rules import cut
+from serverless_gpu.model.tracking_rules import cut
 
 FILE_BYTES_MAX = 1 << 20
 LOG_BYTES_MAX = 64 << 10

@@ -16,8 +16,8 @@ from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
 
-from serverless_gpu.model.telemetry.tracking_rules import Status
 from serverless_gpu.model.tracking_context import Tracking
+from serverless_gpu.model.tracking_rules import Status
 
 
 class TrackerAway(Exception):

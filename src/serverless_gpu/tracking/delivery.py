@@ -41,7 +41,8 @@ from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.model.telemetry.tracking_rules import (
+from serverless_gpu.model.tracking_context import Tracking
+from serverless_gpu.model.tracking_rules import (
     ATTEMPT_TAG,
     GIVE_UP_S,
     RUN_TAG,
@@ -60,7 +61,6 @@ from serverless_gpu.model.telemetry.tracking_rules import (
     status_of,
     valid_key,
 )
-from serverless_gpu.model.tracking_context import Tracking
 from serverless_gpu.tracking import attempt_files
 from serverless_gpu.tracking.base import Tracker, TrackerAway, TrackerRefused, TrackerRun
 from serverless_gpu.tracking.metric_points import BACKLOG_BYTES_MAX, Points, SampleCursor, telemetry_path

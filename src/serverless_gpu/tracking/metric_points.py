@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from serverless_gpu.model.telemetry.samples import SECOND_NS, Header, Sample, merged, series, step
-from serverless_gpu.model.telemetry.tracking_rules import send_interval_s
+from serverless_gpu.model.tracking_rules import send_interval_s
 from serverless_gpu.tracking.base import Metric
 from serverless_gpu.tracking.samples import Samples
 

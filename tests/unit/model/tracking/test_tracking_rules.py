@@ -10,7 +10,8 @@ from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, Reason, State
 from serverless_gpu.model.receipt import Receipt, Segments
 from serverless_gpu.model.spec import Command, Resources, RunSpec
-from serverless_gpu.model.telemetry.tracking_rules import (
+from serverless_gpu.model.tracking_context import Tracking
+from serverless_gpu.model.tracking_rules import (
     POINTS_MAX,
     cut,
     first_tags,
@@ -25,7 +26,6 @@ from serverless_gpu.model.telemetry.tracking_rules import (
     valid_key,
     variables,
 )
-from serverless_gpu.model.tracking_context import Tracking
 from serverless_gpu.testing.mlflow import Refusal, check
 from tests.support.golden import golden
 

@@ -25,7 +25,7 @@ from serverless_gpu.model.telemetry.samples import (
     read_ray,
     series,
 )
-from serverless_gpu.model.telemetry.tracking_rules import valid_key
+from serverless_gpu.model.tracking_rules import valid_key
 from serverless_gpu.node.inside.raycluster.share import metrics_file
 from serverless_gpu.node.monitor.messages import Observe, Ranks
 from serverless_gpu.node.monitor.recorder import RayFile, Recorder
