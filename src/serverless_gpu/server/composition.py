@@ -49,9 +49,8 @@ from serverless_gpu.server.lifecycle.transitions import Announcer
 from serverless_gpu.server.nodes.agent_service import Agents
 from serverless_gpu.server.nodes.drain import DrainService
 from serverless_gpu.server.nodes.join import JoinService
-from serverless_gpu.server.nodes.node_admin import NodeRuleService
 from serverless_gpu.server.nodes.node_admission import NodeAdmission
-from serverless_gpu.server.nodes.node_queries import NodeService
+from serverless_gpu.server.nodes.node_queries import NodeRuleService, NodeService
 from serverless_gpu.server.nodes.node_rules import Evacuation
 from serverless_gpu.server.operations.state_metrics import Sampling
 from serverless_gpu.server.policies import PolicyAdmission, PolicyService

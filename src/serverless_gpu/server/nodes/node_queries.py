@@ -1,28 +1,49 @@
-"""What operators do with nodes and pools, and what everybody may see of them."""
+"""What operators do with nodes and pools, and what everybody may see of them.
+
+People decide about a node: drained or not, whose it is and when others may use it, devices that are left out.
+
+Operators decide about every node; whoever is a node's owner by its calendar about theirs, its calendar whoever set
+it. A drain or a quarantine of somebody else's an owner does not change. Each decision is a value in the node's row, and
+an entry of the audit.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
+import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.errors import InvalidValue, NotFound
+from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
+from serverless_gpu.model.access import roles
+from serverless_gpu.model.access.roles import AccessReach
 from serverless_gpu.model.lifecycle.run_lifecycle import Forgotten
 from serverless_gpu.server.core.caller import Caller
-from serverless_gpu.server.core.hub import SCHEDULER, Hub
+from serverless_gpu.server.core.hub import RECONCILER, SCHEDULER, Hub, run_key
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.lifecycle.liveness import Leases, Presence
 from serverless_gpu.server.lifecycle.transitions import Announcer, Note, TransitionResult
-from serverless_gpu.server.nodes import capacity
+from serverless_gpu.server.nodes import capacity, node_rules
 from serverless_gpu.server.nodes.capacity import GONE, Floor
-from serverless_gpu.server.records import audit, nodes
+from serverless_gpu.server.records import audit, nodes, principals
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.nodes import StoredNode
 from serverless_gpu.server.records.runs import crews, runs
 from serverless_gpu.wire.agents import NodeView, PoolView
+from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX, NAME_CHARACTERS_MAX
+from serverless_gpu.wire.nodes import (
+    CalendarRequest,
+    LeftOut,
+    NodeCalendar,
+    NodeDrain,
+    NodeDrainRequest,
+    NodeRules,
+    QuarantineRequest,
+)
 
 
 class NodeService:
@@ -123,3 +144,155 @@ def find_node(connection: sa.Connection, name: str) -> StoredNode:
     if node is None or node.forgotten_ns is not None:
         raise NotFound(f"there is no node {name[:64]!r}", hint="sgpu nodes lists them")
     return node
+
+
+WITHOUT = "without"
+"""What a node says that it takes, or no device of it can be left out."""
+
+
+class _Change(msgspec.Struct, frozen=True, kw_only=True):
+    rules: NodeRules
+    action: Action
+    detail: dict[str, object]
+
+
+class NodeCommand(msgspec.Struct, frozen=True, kw_only=True):
+    """Who decides about which node.
+
+    Attributes:
+        reach: how far they may change rules.
+        node: its name or identifier.
+    """
+
+    who: Caller
+    reach: str
+    node: str
+
+
+class NodeRuleService:
+    """Drains nodes, and sets their calendars and quarantined devices."""
+
+    def __init__(self, *, clock: Clock, database: Transactions, hub: Hub, nodes: NodeService) -> None:
+        self._clock = clock
+        self._database = database
+        self._hub = hub
+        self._nodes = nodes
+
+    def drain(self, asked: NodeCommand, said: NodeDrainRequest) -> NodeView:
+        """Give a node nothing new, or end that; what is so already stays, and `stop` can be said later.
+
+        Raises:
+            NotFound: there is no such node.
+            NotAllowed: it is not theirs, or somebody else drains it.
+            InvalidValue: the note is too long, or has control characters.
+        """
+        _check_note(said.note)
+        at_ns = self._clock.wall_ns()
+
+        def decide(_: sa.Connection, node: StoredNode) -> _Change:
+            before = node.rules.drain
+            if not said.on:
+                _check_own(asked, before.by if before is not None else "", f"drains {node.name}")
+                rules = msgspec.structs.replace(node.rules, drain=None)
+                return _Change(rules=rules, action=Action.NODE_RESUME, detail={})
+            drain = before or NodeDrain(by=asked.who.name, since_ns=at_ns)
+            drain = msgspec.structs.replace(drain, note=said.note or drain.note, stop=said.stop or drain.stop)
+            if before is not None and drain != before:
+                _check_own(asked, before.by, f"drains {node.name}")
+                if drain.note != before.note:  # who waits reads it as the words of who drains
+                    drain = msgspec.structs.replace(drain, by=asked.who.name)
+            rules = msgspec.structs.replace(node.rules, drain=drain)
+            return _Change(rules=rules, action=Action.NODE_DRAIN, detail={"note": drain.note, "stop": drain.stop})
+
+        return self._decided(asked, decide, at_ns=at_ns)
+
+    def put_calendar(self, asked: NodeCommand, said: CalendarRequest) -> NodeView:
+        """Say whose a node is and when others may use it, in place of what was said before.
+
+        Raises:
+            NotFound: there is no such node, or nobody of the owner's name.
+            NotAllowed: it is not theirs; only an operator says whose it is.
+            InvalidValue: a window is none, or nobody knows the zone.
+        """
+        calendar = NodeCalendar(**msgspec.structs.asdict(said))
+        if len(calendar.owner) > NAME_CHARACTERS_MAX or len(calendar.zone) > NAME_CHARACTERS_MAX:
+            raise InvalidValue(f"an owner and a zone have {NAME_CHARACTERS_MAX} characters at most")
+        node_rules.check_calendar(calendar)
+
+        def decide(connection: sa.Connection, node: StoredNode) -> _Change:
+            if calendar.owner != node.rules.calendar.owner and asked.reach != AccessReach.ALL:
+                raise NotAllowed(f"an operator says whose {node.name} is", hint=f"--owner {node.rules.calendar.owner}")
+            if calendar.owner:
+                principals.principal(connection, calendar.owner)
+            rules = msgspec.structs.replace(node.rules, calendar=calendar)
+            return _Change(rules=rules, action=Action.NODE_CALENDAR, detail=msgspec.to_builtins(calendar))
+
+        return self._decided(asked, decide, at_ns=self._clock.wall_ns())
+
+    def quarantine(self, asked: NodeCommand, said: QuarantineRequest) -> NodeView:
+        """Leave a device out of what runs of the server get, or take that back; what has it goes on.
+
+        Raises:
+            NotFound: there is no such node, or it has no such device.
+            NotAllowed: it is not theirs, or somebody else has left the device out.
+            InvalidValue: the node is of a version that leaves none out; or the note is none.
+        """
+        _check_note(said.note)
+        at_ns = self._clock.wall_ns()
+
+        def decide(_: sa.Connection, node: StoredNode) -> _Change:
+            before = next((one for one in node.rules.quarantined if one.uuid == said.uuid), None)
+            others = [one for one in node.rules.quarantined if one.uuid != said.uuid]
+            if before is not None:
+                _check_own(asked, before.by, f"has put {said.uuid[:64]} into quarantine")
+            if said.on:
+                _check_device(node, said.uuid)
+                mark = before or LeftOut(uuid=said.uuid, by=asked.who.name, since_ns=at_ns)
+                others.append(msgspec.structs.replace(mark, note=said.note or mark.note))
+            rules = msgspec.structs.replace(node.rules, quarantined=tuple(sorted(others, key=lambda one: one.uuid)))
+            action = Action.NODE_QUARANTINE if said.on else Action.NODE_RELEASE
+            return _Change(rules=rules, action=action, detail={"device": said.uuid[:64], "note": said.note})
+
+        return self._decided(asked, decide, at_ns=at_ns)
+
+    def _decided(
+        self, asked: NodeCommand, decide: Callable[[sa.Connection, StoredNode], _Change], *, at_ns: int
+    ) -> NodeView:
+        """Write what was decided, have everybody look at it, and return the node."""
+
+        def work(connection: sa.Connection) -> tuple[str, list[str]]:
+            node = find_node(connection, asked.node)
+            owner = node.rules.calendar.owner
+            if not roles.covers(asked.reach, name=asked.who.name, teams=(), owner=owner):
+                raise NotAllowed(f"{node.name} is not {asked.who.name}'s", hint="its owner can, or an operator")
+            change = decide(connection, node)
+            if change.rules == node.rules:
+                return node.id, []
+            nodes.rule(connection, node.id, change.rules)
+            detail = {"name": node.name, **change.detail}
+            audit.record(connection, who=asked.who, action=change.action, subject=node.id, now_ns=at_ns, detail=detail)
+            return node.id, crews.stay(connection, node.id) if change.action is Action.NODE_CALENDAR else []
+
+        node_id, told = self._database.write(work)
+        for key in (SCHEDULER, RECONCILER, *map(run_key, told)):
+            self._hub.touch(key)
+        return next(view for view in self._nodes.view_nodes() if view.id == node_id)
+
+
+def _check_own(asked: NodeCommand, by: str, what: str) -> None:
+    if asked.reach != AccessReach.ALL and by not in ("", asked.who.name):
+        raise NotAllowed(f"{by} {what}", hint="they can take that back, or an operator")
+
+
+def _check_device(node: StoredNode, uuid: str) -> None:
+    if uuid not in {device.uuid for device in node.hello.devices}:
+        raise NotFound(f"{node.name} has no device {uuid[:64]!r}", hint="`sgpu nodes --json` has their uuids")
+    if WITHOUT not in node.hello.takes:
+        raise InvalidValue(
+            f"{node.name} is of a version that leaves no device out", hint="upgrade it, or `sgpu node drain` it"
+        )
+
+
+def _check_note(note: str) -> None:
+    if len(note) > LABEL_CHARACTERS_MAX or not (note.isprintable() or not note):
+        raise InvalidValue(f"a note has at most {LABEL_CHARACTERS_MAX} printable characters")
