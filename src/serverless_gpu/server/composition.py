@@ -48,8 +48,7 @@ from serverless_gpu.server.lifecycle.requeue import Requeue
 from serverless_gpu.server.lifecycle.transitions import Announcer
 from serverless_gpu.server.nodes.agent_service import Agents
 from serverless_gpu.server.nodes.drain import DrainService
-from serverless_gpu.server.nodes.join import JoinService
-from serverless_gpu.server.nodes.node_admission import NodeAdmission
+from serverless_gpu.server.nodes.node_admission import JoinService, NodeAdmission
 from serverless_gpu.server.nodes.node_queries import NodeRuleService, NodeService
 from serverless_gpu.server.nodes.node_rules import Evacuation
 from serverless_gpu.server.operations.state_metrics import Sampling

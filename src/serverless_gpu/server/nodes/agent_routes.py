@@ -9,7 +9,7 @@ import msgspec
 from serverless_gpu.errors import TooLarge
 from serverless_gpu.server.http.routing import Call, Query, Routes, Stream, writing
 from serverless_gpu.server.nodes.agent_service import Agents
-from serverless_gpu.server.nodes.join import JoinService
+from serverless_gpu.server.nodes.node_admission import JoinService
 from serverless_gpu.server.records.runs.orders import OPEN_MAX
 from serverless_gpu.wire.agents import AgentHello, AgentWelcome, Heartbeat, HeartbeatAnswer, Order, OrdersTaken
 from serverless_gpu.wire.nodes import JoinAnswer, JoinRequest, RayPool
