@@ -20,9 +20,9 @@ from typing import Annotated
 import msgspec
 
 from serverless_gpu.model.billing.pricing import Tariff
-from serverless_gpu.model.gangs.rendezvous import Chosen, Offer
 from serverless_gpu.model.hardware import Device, GpuType
 from serverless_gpu.model.lifecycle.attempt import State, StopReason
+from serverless_gpu.model.lifecycle.rendezvous import Chosen, Offer
 from serverless_gpu.model.placement import CrewPlace
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.units import format_duration_ms

@@ -15,11 +15,11 @@ from typing import Literal
 
 import msgspec
 
-from serverless_gpu.model.gangs.rendezvous import Chosen, CrewReach, Offer
 from serverless_gpu.model.hangs.gang_hang_detection import CrewObservation, InspectionRequest, Judgement, Silence
 from serverless_gpu.model.hangs.idleness import IdleVerdict
 from serverless_gpu.model.lifecycle.attempt import Fact, Reason, State, StopReason
 from serverless_gpu.model.lifecycle.gang_lifecycle import Halt
+from serverless_gpu.model.lifecycle.rendezvous import Chosen, CrewReach, Offer
 from serverless_gpu.model.spec import BlobReference
 from serverless_gpu.wire.base import Answer, Json, Request
 

@@ -18,9 +18,9 @@ import msgspec
 from serverless_gpu.ambient import SystemClock, new_run_id
 from serverless_gpu.client.caller.caller_context import caller_context
 from serverless_gpu.client.launch.preflight import pack
-from serverless_gpu.model.gangs.rendezvous import Address, Apart, Chosen, CrewReach, Offer, choose
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.lifecycle.gang_lifecycle import Cause, Crew, Fold, Halt, Over, fold, told_to_stop
+from serverless_gpu.model.lifecycle.rendezvous import Address, Apart, Chosen, CrewReach, Offer, choose
 from serverless_gpu.model.placement import laid_out
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.wire.agents import ReportNow, Start

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import msgspec
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.model.gangs.rendezvous import Address, Chosen, CrewReach, Offer, choose, word
+from serverless_gpu.model.lifecycle.rendezvous import Address, Chosen, CrewReach, Offer, choose, word
 from serverless_gpu.node.processes.rendezvous_port import reserve_port
 from serverless_gpu.node.supervisor import rendezvous
 from serverless_gpu.node.supervisor.rendezvous import FILL_BYTES, Meeting

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from serverless_gpu.model.gangs.rendezvous import Address, Chosen, CrewReach, Offer, Tried
 from serverless_gpu.model.lifecycle.attempt import State
+from serverless_gpu.model.lifecycle.rendezvous import Address, Chosen, CrewReach, Offer, Tried
 from serverless_gpu.server.composition import Services
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.records.runs import active_runs, attempts

@@ -19,7 +19,7 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-from serverless_gpu.model.gangs.rendezvous import ADDRESSES_MAX, Address, is_interface, kind_of
+from serverless_gpu.model.lifecycle.rendezvous import ADDRESSES_MAX, Address, is_interface, kind_of
 
 _SIOCGIFCONF, _SIOCGIFFLAGS = 0x8912, 0x8913
 _IFF_UP = 0x1

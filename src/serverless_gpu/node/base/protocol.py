@@ -26,12 +26,12 @@ from typing import Literal, TypeVar
 import msgspec
 
 from serverless_gpu.model.billing.pricing import UNPRICED, Tariff
-from serverless_gpu.model.gangs.rendezvous import Chosen, CrewReach, Offer
 from serverless_gpu.model.hangs.gang_hang_detection import CrewObservation, InspectionRequest, Judgement
 from serverless_gpu.model.hangs.idleness import IdleVerdict
 from serverless_gpu.model.hardware import Device, GpuType
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.lifecycle.gang_lifecycle import Halt
+from serverless_gpu.model.lifecycle.rendezvous import Chosen, CrewReach, Offer
 from serverless_gpu.model.placement import CrewPlace, numbered
 from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.model.secrets import DeliveredSecrets

@@ -20,9 +20,9 @@ from collections.abc import Callable
 import msgspec
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.model.gangs.rendezvous import SAVED_MAX, Chosen, variables
 from serverless_gpu.model.lifecycle.attempt import Attempt, Event, PeerFailed, Phase, Reason, Released, State
 from serverless_gpu.model.lifecycle.gang_lifecycle import Halt
+from serverless_gpu.model.lifecycle.rendezvous import SAVED_MAX, Chosen, variables
 from serverless_gpu.node.base import protocol
 from serverless_gpu.node.inside.checkpoints import saved_before
 from serverless_gpu.node.processes.rendezvous_port import NoPort, reserve_port

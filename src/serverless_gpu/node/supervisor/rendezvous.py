@@ -4,7 +4,7 @@
                 ◀─ word(other, this) ─┘          who it is, and how long that took
                 ── FILL_BYTES ─▶ ◀─ FILL_BYTES ──  full packets get through, both ways
 
-`model/gangs/rendezvous.py` decides. The connections are those that ranks will make: any crew to any other, as NCCL and
+`model/lifecycle/rendezvous.py` decides. The connections are those that ranks will make: any crew to any other, as NCCL and
 Gloo do, on ports that the kernel gave, with packets as large as the network takes; and to the very port of the
 rendezvous on rank 0's node. So a pair that could not work together is named before user code begins.
 
@@ -27,7 +27,7 @@ import socket
 from collections.abc import Callable, Sequence
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.model.gangs.rendezvous import ADDRESSES_MAX, PROBE_S, Address, CrewReach, Offer, Tried, word
+from serverless_gpu.model.lifecycle.rendezvous import ADDRESSES_MAX, PROBE_S, Address, CrewReach, Offer, Tried, word
 from serverless_gpu.node.base.addresses import is_loopback, own_addresses
 
 FILL_BYTES = 16 << 10

@@ -36,9 +36,9 @@ import sqlalchemy as sa
 from serverless_gpu import faults
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import StaleAttempt
-from serverless_gpu.model.gangs.rendezvous import Apart, Chosen
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, Reason, State
 from serverless_gpu.model.lifecycle.gang_lifecycle import Cause
+from serverless_gpu.model.lifecycle.rendezvous import Apart, Chosen
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, IllegalRunTransition
 from serverless_gpu.server.core.hub import Hub, node_key
 from serverless_gpu.server.core.settings import Settings

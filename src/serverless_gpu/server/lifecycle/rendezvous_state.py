@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 import msgspec
 
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.gangs.rendezvous import (
+from serverless_gpu.model.lifecycle.rendezvous import (
     ADDRESSES_MAX,
     PROBLEM_CHARACTERS_MAX,
     SAVED_MAX,

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from typing import Any
 
-from serverless_gpu.model.gangs.rendezvous import PROBE_S
+from serverless_gpu.model.lifecycle.rendezvous import PROBE_S
 from serverless_gpu.node.supervisor.rendezvous import GUESTS_MAX, SETTLE_S
 from tests.support.golden import golden
 from tests.support.paths import REPOSITORY

@@ -12,9 +12,9 @@ import pytest
 import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.gangs.rendezvous import Address, CrewReach, Tried
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.lifecycle.gang_lifecycle import Cause, Halt
+from serverless_gpu.model.lifecycle.rendezvous import Address, CrewReach, Tried
 from serverless_gpu.model.lifecycle.run_lifecycle import StopAsked
 from serverless_gpu.model.ray_cluster import RayCluster
 from serverless_gpu.server.composition import Services, make_roster

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from hypothesis import given
 
-from serverless_gpu.model.gangs.rendezvous import (
+from serverless_gpu.model.lifecycle.rendezvous import (
     Address,
     Apart,
     Chosen,

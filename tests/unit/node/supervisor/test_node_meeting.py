@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.model.gangs.rendezvous import ADDRESSES_MAX, Address
+from serverless_gpu.model.lifecycle.rendezvous import ADDRESSES_MAX, Address
 from serverless_gpu.node.base import addresses
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serverless_gpu.model.gangs.rendezvous import Chosen, variables
+from serverless_gpu.model.lifecycle.rendezvous import Chosen, variables
 from serverless_gpu.model.placement import laid_out
 from serverless_gpu.model.ray_cluster import RayCluster
 from serverless_gpu.model.spec import Command, RunSpec

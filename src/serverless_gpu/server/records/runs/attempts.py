@@ -18,9 +18,9 @@ import sqlalchemy as sa
 from serverless_gpu.errors import StaleAttempt
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.billing.pricing import Tariff
-from serverless_gpu.model.gangs.rendezvous import Chosen
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.lifecycle.gang_lifecycle import Cause
+from serverless_gpu.model.lifecycle.rendezvous import Chosen
 from serverless_gpu.model.secrets import Pinned
 from serverless_gpu.server.db.database import portions
 from serverless_gpu.server.db.tables import attempts, nodes
