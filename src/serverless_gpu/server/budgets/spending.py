@@ -69,7 +69,7 @@ from serverless_gpu.server.lifecycle.liveness import Leases
 from serverless_gpu.server.lifecycle.metering import ClockPair, Lifetime
 from serverless_gpu.server.records import budgets, charges, pools
 from serverless_gpu.server.records.charges import Account
-from serverless_gpu.server.records.learned_durations import LearnedDurations
+from serverless_gpu.server.records.duration_history import LearnedDurations
 from serverless_gpu.server.records.runs import runs, uncharged_crews
 from serverless_gpu.server.records.runs.crews import CrewId, Gang
 from serverless_gpu.server.records.runs.runs import StoredRun
