@@ -1,0 +1,454 @@
+"""The project's code: what of a directory travels, as git would have it.
+
+Left out: what git ignores (`.gitignore`, `.git/info/exclude`, the user's own file) or `.sgpuignore` names; always
+`.git .hg .svn __pycache__ *.pyc .ipynb_checkpoints`, virtual environments, directories of distributions (they are roots
+of their own) and our home. Kept although ignored, unless `.sgpuignore` names it:
+
+    tracked    what git tracks (`git add -f`), also in an ignored directory
+    imported   files of modules that were imported
+    beside     Python files and extension modules that lie in a package, or where something was imported from: a
+               generated `_version.py`, an extension module built in place. Not in an ignored directory
+    egg-info   without which an old editable install has no metadata
+
+A directory that is nobody's project (the home directory, `/`, `/tmp`: a script may lie there) is not walked: only
+Python files in it, and packages in it, count.
+
+Left out, too, and said: what no restore would accept (`portability.py`).
+
+Failures, `EnvironmentTooLarge`: more than 1 GiB or 100,000 files, naming the ten largest.
+
+Code that cannot travel: two names that are one on some machines, names that are too long, and control characters.
+
+A restore refuses such trees, wherever they come from. In a library they are refused at the capture, too: nobody
+installed them. A project may hold a data set with `a.png` and `A.png`, and its code must run nevertheless: of two names
+that differ only in case or Unicode form the one that was imported travels, else the first in order, and the other is
+left out and said.
+
+What of a directory of code stays behind because git ignores it: counted during the walk, told in one sentence.
+
+Ignored directories are not looked into, so their size is unknown; they are named first, as they hold the most. Caches
+of tools, which are hidden, come after what a person made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import Counter
+from collections.abc import Collection
+
+import msgspec
+
+from serverless_gpu.environment.rules.limits import DEPTH_MAX, PATH_BYTES_MAX
+from serverless_gpu.environment.rules.rows import fold_name
+from serverless_gpu.environment.scan.code.gitignore import (
+    GIT,
+    OURS,
+    Ignoring,
+    git_index,
+    index_mtime,
+    outer_ignoring,
+    tracked_files,
+)
+from serverless_gpu.environment.scan.directory_listing import (
+    BYTECODE,
+    ListedFile,
+    Listing,
+    is_plain,
+    look,
+    read_file,
+    show,
+)
+from serverless_gpu.errors import EnvironmentTooLarge
+
+MARK = " that git ignores ("
+UNASKED = "; which of them it tracks is not known: "
+_NAMED_MAX = 5
+_NAME_CHARACTERS_MAX = 60
+_CANDIDATES_MAX = 1000
+
+
+class Staying:
+    """What git ignores below a directory, as far as the walk met it."""
+
+    def __init__(self) -> None:
+        self._files = 0
+        self._directories = 0
+        self._candidates: list[str] = []
+
+    def add(self, path: str) -> None:
+        """Count an ignored entry; a directory's path ends in ``/``."""
+        if path.endswith("/"):
+            self._directories += 1
+        else:
+            self._files += 1
+        if len(self._candidates) < _CANDIDATES_MAX:
+            self._candidates.append(path)
+
+    def sentence(self, top: str, problem: str = "") -> str:
+        """Return what is to be said, or "" when nothing was ignored.
+
+        Args:
+            top: the directory that was walked.
+            problem: why it is not known which files git tracks.
+        """
+        if not self._candidates:
+            return ""
+        counts = [(self._files, "file", "files"), (self._directories, "directory", "directories")]
+        said = " and ".join(f"{count:,} {one if count == 1 else many}" for count, one, many in counts if count)
+        largest = sorted(self._candidates, key=lambda path: _weight(top, path))[:_NAMED_MAX]
+        named = ", ".join(show(_cut(path)) for path in largest)
+        more = ", …" if self._files + self._directories > len(largest) else ""
+        unasked = f"{UNASKED}{problem}" if problem else ""
+        return f"{said}{MARK}{named}{more}){unasked}"
+
+
+def same_matter(sentence: str) -> str:
+    """Return what of a sentence under "left out" is the same as long as it need not be said again: not the counts."""
+    head, mark, rest = sentence.partition(MARK)
+    return f"{head.partition(': ')[0]}{mark}{rest.partition(UNASKED)[2]}" if mark else sentence
+
+
+def _weight(top: str, path: str) -> tuple[int, bool, bool, int, str]:
+    is_directory = path.endswith("/")
+    name = path.rstrip("/").rpartition("/")[2]
+    size = 0
+    if not is_directory:
+        with contextlib.suppress(OSError):  # gone meanwhile
+            size = os.lstat(f"{top}/{path}").st_size
+    return path.rstrip("/").count("/"), is_directory and name.startswith("."), not is_directory, -size, path
+
+
+def _cut(path: str) -> str:
+    return path if len(path) <= _NAME_CHARACTERS_MAX else f"…{path[-_NAME_CHARACTERS_MAX:]}"
+
+
+_AREA = "site/"
+
+
+def leave_out_misfits(listing: Listing, imported: Collection[str]) -> None:
+    """Take out of a listing of code what no restore would accept, and say why under `odd`.
+
+    Args:
+        listing: is altered.
+        imported: files that go before others.
+    """
+    misfits = _Misfits()
+    for path in sorted(listing.files, key=lambda path: (path not in imported, path)):
+        found = misfits.find(path)
+        if found is not None:
+            odd, reason = found
+            del listing.files[path]
+            listing.odd[odd] = reason
+
+
+class _Misfits:
+    """Names that were taken so far, as machines see them that do not tell case."""
+
+    def __init__(self) -> None:
+        self._folded: dict[str, str] = {"": ""}  # directory → its form that must be unique
+        self._taken: dict[str, str] = {}  # and back, for files, too
+        self._odd: dict[str, tuple[str, str]] = {}  # directory → the one that is odd, and why
+
+    def find(self, path: str) -> tuple[str, str] | None:
+        """Return which part of a path is odd, and why; None where nothing is."""
+        if not is_plain(path):
+            return path, "its name has control characters, or bytes that are not UTF-8"
+        if path.count("/") + 2 > DEPTH_MAX or len(os.fsencode(_AREA + path)) > PATH_BYTES_MAX:
+            return path, f"its path is too long: at most {PATH_BYTES_MAX} bytes and {DEPTH_MAX} names travel"
+        directory, separator, name = path.rpartition("/")
+        if separator and (found := self._enter(directory)) is not None:
+            return found
+        return self._take(path, f"{self._folded[directory]}/{fold_name(name)}")
+
+    def _enter(self, directory: str) -> tuple[str, str] | None:
+        if directory in self._odd:
+            return self._odd[directory]
+        if directory in self._folded:
+            return None
+        above, separator, name = directory.rpartition("/")
+        found = self._enter(above) if separator else None
+        if found is None:
+            folded = f"{self._folded[above]}/{fold_name(name)}"
+            found = self._take(directory, folded)
+        if found is None:
+            self._folded[directory] = folded
+        else:
+            self._odd[directory] = found
+        return found
+
+    def _take(self, path: str, folded: str) -> tuple[str, str] | None:
+        other = self._taken.setdefault(folded, path)
+        if other == path:
+            return None
+        return path, f"where case or Unicode forms do not count it is the same name as {show(os.path.basename(other))}"
+
+
+CODE_BYTES_MAX = 1024**3
+CODE_FILES_MAX = 100_000
+_COUNTED_FILES_MAX = 4 * CODE_FILES_MAX
+"""So far a directory that is too large is walked, to say what is large in it."""
+
+ALWAYS_OUT = frozenset({".git", ".hg", ".svn", "__pycache__", ".ipynb_checkpoints"})
+_IMPORTABLE = (".py", ".so")
+_VENV_NAMES = frozenset({"bin", "lib", "lib64", "include", "share", "etc", "pyvenv.cfg"})
+
+
+class CodePlace(msgspec.Struct, frozen=True, kw_only=True):
+    """A directory of code, and what decides what of it counts."""
+
+    directory: str  # absolute path
+    shallow: bool = False  # whether only Python files and packages in it count
+    out: tuple[str, ...] = ()  # absolute paths of directories below it that are never part of it
+    wanted: tuple[str, ...] = ()  # files below it, relative, that count although git ignores them
+    unwanted: tuple[str, ...] = ()
+    tracked: tuple[str, ...] = ()  # files below it, relative, that git ignores and tracks
+    index: str = ""  # the file in which git keeps what it tracks, or ""
+    index_ns: int = 0  # when that was written
+
+    def is_stale(self) -> bool:
+        """Return whether git has tracked or forgotten something since this was found."""
+        return bool(self.index) and index_mtime(self.index) != self.index_ns
+
+
+class Code(msgspec.Struct, frozen=True, kw_only=True):
+    """What of a directory of code travels."""
+
+    listing: Listing
+    watched: tuple[str, ...]  # files of patterns that decided, or would if they were there
+    place: CodePlace
+
+
+def list_code(place: CodePlace, *, ask: bool = False) -> Code:
+    """Return what of a directory of code travels.
+
+    Args:
+        place: the directory.
+        ask: whether it is read what git tracks; otherwise what the place says stands.
+
+    Raises:
+        EnvironmentTooLarge: it is more than a project may be.
+        EnvironmentUnsupported: a directory cannot be read.
+    """
+    outer, watched = outer_ignoring(place.directory)
+    walk = _CodeWalk(place, outer, ask=ask)
+    walk.run()
+    walk.add_wanted()
+    leave_out_misfits(walk.listing, frozenset(place.wanted))
+    _check_size(walk.listing)
+    if ask and (said := walk.staying.sentence(place.directory, walk.problem)):
+        walk.listing.odd = {"": said} | walk.listing.odd
+    inner = (f"{directory.path}/{name}" for directory in walk.listing.directories.values() for name in (GIT, OURS))
+    return Code(
+        listing=walk.listing,
+        watched=(*watched, *(path for path in inner if os.path.lexists(path))),
+        place=walk.place,
+    )
+
+
+class _CodeWalk:
+    """One walk: which directories are still to be looked at, with what is ignored in each."""
+
+    def __init__(self, place: CodePlace, outer: Ignoring, *, ask: bool) -> None:
+        self._ask = ask
+        self._out = frozenset(place.out)
+        self._waiting: list[tuple[str, Ignoring]] = [("", outer)]
+        self._chains: dict[str, Ignoring] = {}
+        self._ignoring = outer
+        self._is_venv = os.path.lexists(f"{place.directory}/pyvenv.cfg")
+        self._tracked: set[str] = set()
+        self._ignored_and_tracked: list[str] = []
+        self._above_tracked: set[str] = set()
+        self._imported_from = {path.rpartition("/")[0] for path in (*place.wanted, *place.unwanted)}
+        self._packages: dict[str, bool] = {}
+        self.listing = Listing(top=place.directory, files={}, directories={}, odd={})
+        self.staying = Staying()
+        self.problem = ""
+        self.place = place
+        if ask:
+            self.place = self._ask_first(place)
+        else:
+            self._track("", place.tracked)
+
+    def run(self) -> None:
+        top, listing = self.place.directory, self.listing
+        while self._waiting and len(listing.files) <= _COUNTED_FILES_MAX:
+            base, above = self._waiting.pop()
+            directory = f"{top}/{base}".rstrip("/") or "/"
+            begins = bool(base) and os.path.lexists(f"{directory}/.git")
+            self._ignoring = self._chains[base] = above.below(directory, base, begins=begins)
+            if begins and self._ask:
+                self._read_tracked(directory, base)
+            seen = look(directory, top, self._keep)
+            listing.directories[base.rstrip("/")] = seen.directory
+            for name, file in seen.files.items():
+                listing.files[base + name] = file
+            for name, reason in seen.odd.items():
+                listing.odd[base + name] = reason
+            self._waiting += [(f"{base}{name}/", self._holds_in(f"{base}{name}/")) for name in seen.directories]
+        if self._ask:
+            self.place = msgspec.structs.replace(self.place, tracked=tuple(self._ignored_and_tracked))
+
+    def add_wanted(self) -> None:
+        """Add files that are ignored and were imported, where nothing but git's patterns kept them out."""
+        unwanted = []
+        for path in self.place.wanted:
+            file = f"{self.place.directory}/{path}"
+            if path in self.listing.files or self._is_out(path):
+                continue
+            if self._is_ours(path):
+                unwanted.append(path)
+            elif (found := read_file(file)) is not None:
+                self.listing.files[path] = found
+        self.place = msgspec.structs.replace(self.place, unwanted=(*self.place.unwanted, *unwanted))
+
+    def _ask_first(self, place: CodePlace) -> CodePlace:
+        found = git_index(place.directory)
+        index = found[0] if found else ""
+        index_ns = index_mtime(index)  # before it is read: what comes later is seen
+        self._read_tracked(place.directory, "")
+        return msgspec.structs.replace(place, index=index, index_ns=index_ns)
+
+    def _read_tracked(self, directory: str, base: str) -> None:
+        found = git_index(directory)
+        paths = tracked_files(*found) if found else []
+        if paths is None:
+            self.problem = self.problem or f"cannot read {show(found[0]) if found else ''}"
+        self._track(base, paths or ())
+
+    def _track(self, base: str, paths: Collection[str]) -> None:
+        for path in paths:
+            self._tracked.add(base + path)
+            above = base + path + "/"  # its own path is among them: of a submodule, git tracks the directory
+            while above and above not in self._above_tracked:
+                self._above_tracked.add(above)
+                above = above[: above.rfind("/", 0, -1) + 1]
+
+    def _holds_in(self, path: str) -> Ignoring:
+        """Return what holds in a directory that is kept: only what is tracked, where the directory itself is not."""
+        ignoring = self._ignoring
+        if path in self._above_tracked and ignoring.by_ours(path) is None and ignoring.by_git(path):
+            return msgspec.structs.replace(ignoring, all=True)
+        return ignoring
+
+    def _is_ignored(self, above: str, path: str) -> bool:
+        """Return whether an entry stays behind, and count it when git says so; directories end in ``/``."""
+        ours = self._ignoring.by_ours(path)
+        if ours:
+            return True
+        if path in (self._above_tracked if path.endswith("/") else self._tracked):
+            if self._ask and self._ignoring.by_git(path):
+                self._ignored_and_tracked.append(path.rstrip("/"))
+            return False
+        # As in git, nothing in an ignored directory is taken back.
+        ignored = self._ignoring.by_git(path) if ours is None or self._ignoring.all else False
+        if not ignored or (path.endswith(_IMPORTABLE) and not self._ignoring.all and self._is_imported_from(above)):
+            return False
+        self.staying.add(path)
+        return True
+
+    def _is_imported_from(self, above: str) -> bool:
+        """Return whether modules come from a directory: something was imported, or it is a package that travels."""
+        known = self._packages.get(above)
+        if known is None:
+            own = above + "__init__.py"
+            known = self._packages[above] = above.rstrip("/") in self._imported_from or (
+                os.path.isfile(f"{self.place.directory}/{own}")
+                and not self._ignoring.by_ours(own)
+                and (own in self._tracked or not self._ignoring.by_git(own))
+            )
+        return known
+
+    def _is_ours(self, path: str) -> bool:
+        """Return whether `.sgpuignore` keeps out a file, or a directory that it lies in."""
+        names = path.split("/")
+        ignoring = self._chains[""]
+        for depth in range(1, len(names) + 1):
+            part = "/".join(names[:depth]) + ("/" if depth < len(names) else "")
+            if ignoring.by_ours(part):
+                return True
+            ignoring = self._chains.get(part, ignoring)
+        return False
+
+    def _keep(self, above: str, name: str, is_directory: bool) -> bool:
+        if name in ALWAYS_OUT or name.endswith(BYTECODE):
+            return False
+        top = self.place.directory.rstrip("/")
+        if is_directory and self._is_foreign(f"{top}/{above}{name}"):
+            return False
+        if not above:
+            if self._is_venv and name in _VENV_NAMES:
+                return False
+            if self.place.shallow and not _is_python(f"{top}/{name}", is_directory):
+                return False
+            if is_directory and name.endswith(".egg-info"):
+                return True
+        elif above.endswith(".egg-info/") and above.count("/") == 1:
+            return True
+        return not self._is_ignored(above, f"{above}{name}/" if is_directory else above + name)
+
+    def _is_foreign(self, directory: str) -> bool:
+        return directory in self._out or os.path.lexists(f"{directory}/pyvenv.cfg")
+
+    def _is_out(self, path: str) -> bool:
+        names = path.split("/")
+        directories = ("/".join(names[:depth]) for depth in range(1, len(names)))
+        return (
+            not ALWAYS_OUT.isdisjoint(names)
+            or path.endswith(BYTECODE)
+            or any(self._is_foreign(f"{self.place.directory}/{directory}") for directory in directories)
+            or (self._is_venv and names[0] in _VENV_NAMES)
+        )
+
+
+def wanted_files(directory: str, loaded: Collection[str], deeper: Collection[str]) -> tuple[str, ...]:
+    """Return the loaded files that lie below a directory and below none of the roots deeper in it, relative to it.
+
+    Args:
+        directory: of code.
+        loaded: absolute paths.
+        deeper: directories of other roots; only those below it count.
+    """
+    start = directory.rstrip("/") + "/"
+    others = tuple(other.rstrip("/") + "/" for other in deeper if other.startswith(start))
+    return tuple(
+        file[len(start) :] for file in loaded if file.startswith(start) and not (others and file.startswith(others))
+    )
+
+
+def _is_python(path: str, is_directory: bool) -> bool:
+    if is_directory:
+        return os.path.lexists(f"{path}/__init__.py")
+    return path.endswith(_IMPORTABLE)
+
+
+def _check_size(listing: Listing) -> None:
+    files = listing.files
+    size = sum(file.size for file in files.values())
+    if size <= CODE_BYTES_MAX and len(files) <= CODE_FILES_MAX:
+        return
+    many = len(files) > CODE_FILES_MAX
+    count = f"{len(files):,}{' or more' if len(files) > _COUNTED_FILES_MAX else ''} files"
+    raise EnvironmentTooLarge(
+        f"the project directory {show(listing.top)} has {count} and {_gigabytes(size)}; at most "
+        f"{CODE_FILES_MAX:,} files and {_gigabytes(CODE_BYTES_MAX)} travel as code. Largest: "
+        f"{_name_largest(files, by_count=many)}",
+        hint="name what the code does not need in .gitignore or .sgpuignore, for example data/ or *.ckpt",
+    )
+
+
+def _name_largest(files: dict[str, ListedFile], *, by_count: bool) -> str:
+    weights: Counter[str] = Counter()
+    for path, file in files.items():
+        first, separator, _ = path.partition("/")
+        # A large file deep down is named itself, many small ones by their directory.
+        name = path if not by_count and file.size > CODE_BYTES_MAX // 20 else first + separator
+        weights[name] += 1 if by_count else file.size
+    largest = weights.most_common(10)
+    if by_count:
+        return ", ".join(f"{show(name)} ({count:,} files)" for name, count in largest)
+    return ", ".join(f"{show(name)} ({_gigabytes(size)})" for name, size in largest)
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1024**3:.2f} GiB" if size >= 1024**3 // 100 else f"{size / 1024**2:.2f} MiB"

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from serverless_gpu.environment.scan.code import project
+from serverless_gpu.environment.scan import project_files
 from serverless_gpu.environment.scan.code.gitignore import excludes_file, outer_ignoring, tracked_files
-from serverless_gpu.environment.scan.code.project import CodePlace, list_code, wanted_files
+from serverless_gpu.environment.scan.project_files import CodePlace, list_code, wanted_files
 from serverless_gpu.errors import EnvironmentTooLarge
 from tests.support.golden import golden
 
@@ -251,7 +251,7 @@ def test_a_project_with_too_many_bytes_names_the_largest(tmp_path: Path) -> None
 
 
 def test_a_project_with_too_many_files_names_the_largest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(project, "CODE_FILES_MAX", 5)
+    monkeypatch.setattr(project_files, "CODE_FILES_MAX", 5)
     write(tmp_path, {f"images/{number}.png": "" for number in range(6)} | {"a.py": ""})
 
     with pytest.raises(EnvironmentTooLarge, match=golden("environment.project.files-00-mib")):

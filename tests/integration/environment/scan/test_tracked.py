@@ -10,10 +10,9 @@ import msgspec
 import pytest
 
 from serverless_gpu.environment.progress import nobody
-from serverless_gpu.environment.scan import recognition
-from serverless_gpu.environment.scan.code import project
-from serverless_gpu.environment.scan.code.project import Code, CodePlace, list_code
+from serverless_gpu.environment.scan import project_files, recognition
 from serverless_gpu.environment.scan.description import Description
+from serverless_gpu.environment.scan.project_files import Code, CodePlace, list_code
 from serverless_gpu.environment.scan.scan import Recogniser
 from tests.support.environment.wheels import Venv
 from tests.support.golden import golden
@@ -172,7 +171,7 @@ def test_the_gate_finds_tracked_files_that_come_and_go_and_reads_no_index(
 
     def at_the_gate(described: Description = description) -> bool:
         with monkeypatch.context() as patch:
-            patch.setattr(project, "tracked_files", None)
+            patch.setattr(project_files, "tracked_files", None)
             return recogniser.gate(described) is not None
 
     assert captured() == sorted(FLAT)
