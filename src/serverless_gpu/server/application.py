@@ -23,7 +23,7 @@ from serverless_gpu.server.http.proxy_middleware import Door
 from serverless_gpu.server.http.routing import Route
 from serverless_gpu.server.identity import principal_routes
 from serverless_gpu.server.lifecycle import attempt_routes
-from serverless_gpu.server.nodes import agent_routes, drain_routes
+from serverless_gpu.server.nodes import agent_routes, drain
 from serverless_gpu.server.operations import state_routes
 from serverless_gpu.server.pools import node_routes
 from serverless_gpu.server.runs import estimate_routes, queue_routes, run_routes
@@ -36,7 +36,7 @@ MODULES = (
     audit,
     blob_routes,
     budget_service,
-    drain_routes,
+    drain,
     environments,
     estimate_routes,
     node_routes,

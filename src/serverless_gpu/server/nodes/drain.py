@@ -5,6 +5,8 @@
 
 The row outlives the server: one that is started again in the middle of the work starts nothing either. Runs are taken
 as ever, and wait.
+
+Routes of `wire/state.py` that operators use: whether anything new is started.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import SCHEDULER, Hub
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.db.tables import drains
+from serverless_gpu.server.http.routing import Call, Routes, reading, writing
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.runs import runs
@@ -93,3 +96,18 @@ class DrainService:
         self._database.write(work)
         self._hub.touch(SCHEDULER)
         return self.view()
+
+
+routes = Routes("drain")
+
+
+@routes.get("/drain", needs=reading("nodes"))
+def show_drain(call: Call, drain: DrainService) -> DrainView:
+    """Return whether anything new is started, and what goes on."""
+    return drain.view()
+
+
+@routes.put("/drain", needs=writing("nodes"))
+def put_drain(call: Call, drain: DrainService, body: DrainRequest) -> DrainView:
+    """Start nothing new from now on, or again."""
+    return drain.put(call.who, body)
