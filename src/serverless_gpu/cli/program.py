@@ -65,7 +65,7 @@ COMMANDS = {
         "Say how many GPUs to reserve, and which runs had more GPU than they used.",
     ),
     "attach": CommandEntry(
-        "runs.attach:attach",
+        "runs.run_actions:attach",
         "Show a run until it ends, as the call itself does; Ctrl-C leaves it to itself.",
     ),
     "audit": CommandEntry(
@@ -76,7 +76,7 @@ COMMANDS = {
         "money.budgets:budget",
         "List, make and delete budgets: money or GPU-hours per day, week or month.",
     ),
-    "cancel": CommandEntry("runs.cancel:cancel", "Stop a run and wait until its devices were handed back."),
+    "cancel": CommandEntry("runs.run_actions:cancel", "Stop a run and wait until its devices were handed back."),
     "clean": CommandEntry(
         "runs.clean:clean",
         "Delete directories of ended runs, with their results and logs, and copies of results of a server's runs.",
@@ -92,12 +92,12 @@ COMMANDS = {
         "Use a server for remote calls from now on: its address and a token that it knows.",
     ),
     "logs": CommandEntry("runs.logs:logs", "Show what a run wrote: stdout on stdout, stderr on stderr."),
-    "metrics": CommandEntry("runs.metrics:metrics", "Show what was sampled of a run's nodes, GPUs and ranks."),
+    "metrics": CommandEntry("runs.run_details:metrics", "Show what was sampled of a run's nodes, GPUs and ranks."),
     "mlflow": CommandEntry(
         "machine.mlflow_server:mlflow",
         "Print the address of the MLflow server in front of this home's runs; start it if it is not running.",
     ),
-    "node": CommandEntry("nodes.node_rules:node", "Act on one machine of the server."),
+    "node": CommandEntry("nodes.nodes:node", "Act on one machine of the server."),
     "nodes": CommandEntry(
         "nodes.nodes:nodes",
         "List the machines of the server: whether they answer, and what they have.",
@@ -116,7 +116,7 @@ COMMANDS = {
     "result": CommandEntry(
         "runs.results:result", "Copy what ranks returned to <rank>.pkl in a directory; prints the paths."
     ),
-    "run": CommandEntry("runs.attach:run_group", "Look at one run, or act on it."),
+    "run": CommandEntry("runs.run_actions:run_group", "Look at one run, or act on it."),
     "runs": CommandEntry(
         "runs.run_table:runs", "List runs, newest first: those of this home, and those of the server if there is one."
     ),
@@ -148,9 +148,9 @@ COMMANDS = {
         "Run a Python script (PROGRAM ends in .py), a module (-m) or any program; show its output to the end.",
     ),
     "team": CommandEntry("access.principals:team", "List, make and fill teams; a member may read the runs of a team."),
-    "token": CommandEntry("access.tokens:token", "Make, list and revoke tokens of a server."),
+    "token": CommandEntry("access.principals:token", "Make, list and revoke tokens of a server."),
     "top": CommandEntry(
-        "top.command:top",
+        "machine.top:top",
         "Show what this node does now: each GPU, who has it, each run and its ranks; once a second.",
     ),
     "up": CommandEntry("server.up:up", "Start a server: a queue in front of this machine's GPUs, or a team's."),
