@@ -16,7 +16,7 @@ from serverless_gpu.server.core.server_key import sha256
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.lifecycle.transitions import Note, TransitionResult
-from serverless_gpu.server.records import node_tokens
+from serverless_gpu.server.records import nodes
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.records.runs.runs import NewRun, StoredRun
 from serverless_gpu.wire.agents import AgentHello
@@ -87,7 +87,7 @@ def token_of(services: Services, identifier: str) -> Caller:
 
     def work(connection: sa.Connection) -> None:
         connection.execute(tables.tokens.insert(), row)
-        node_tokens.bind(connection, identifier, Identity(name="", machine=""), by="server", at_ns=at_ns)
+        nodes.bind(connection, identifier, Identity(name="", machine=""), by="server", at_ns=at_ns)
 
     services.database.write(work)
     return msgspec.structs.replace(NODE, token_id=identifier)

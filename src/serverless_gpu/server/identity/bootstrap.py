@@ -37,9 +37,9 @@ from serverless_gpu.node.base.private_files import write_private
 from serverless_gpu.server.core.server_key import sha256
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.records import audit, node_tokens, principals
+from serverless_gpu.server.records import audit, nodes, principals
 from serverless_gpu.server.records.audit import SERVER, Action
-from serverless_gpu.server.records.node_tokens import Invitation
+from serverless_gpu.server.records.nodes import Invitation
 from serverless_gpu.server.records.principals import NewToken
 from serverless_gpu.wire.access import PrincipalRequest
 from serverless_gpu.wire.nodes import INVITED_S
@@ -138,8 +138,8 @@ def join_token(database: Transactions, directory: Path, *, now_ns: int) -> str:
     token_id = principals.token_id(secret)
 
     def work(connection: sa.Connection) -> None:
-        if node_tokens.invitation(connection, token_id) is None:
-            node_tokens.invite(connection, Invitation(token=token_id, node="", uses_left=1))
+        if nodes.invitation(connection, token_id) is None:
+            nodes.invite(connection, Invitation(token=token_id, node="", uses_left=1))
 
     database.write(work)
     return secret
@@ -204,11 +204,11 @@ def _make_principal(connection: sa.Connection, wanted: PrincipalRequest, *, now_
 
 def _bind(connection: sa.Connection, token_id: str, node: Identity | None, *, now_ns: int) -> None:
     """Bind the node's token to this home, which may have moved or been renamed, or else to the first that comes."""
-    found = node_tokens.find(connection, token_id)
+    found = nodes.find(connection, token_id)
     if node is None and found is None:
-        node_tokens.bind(connection, token_id, _ANY, by=SERVER.name, at_ns=now_ns)
+        nodes.bind(connection, token_id, _ANY, by=SERVER.name, at_ns=now_ns)
     elif node is not None and (found is None or found.node != node):
-        node_tokens.bind(connection, token_id, node, by=SERVER.name, at_ns=now_ns)
+        nodes.bind(connection, token_id, node, by=SERVER.name, at_ns=now_ns)
         detail: dict[str, object] = {"name": node.name, "machine": node.machine[:16], "token": token_id}
         audit.record(
             connection, who=SERVER, action=Action.NODE_BIND, subject=node.name[:64], now_ns=now_ns, detail=detail
@@ -219,7 +219,7 @@ def _is_spent(connection: sa.Connection, token_id: str, *, now_ns: int) -> bool:
     """Return whether a join token lets in nothing more. One that was revoked stays: it does not come back by itself."""
     with contextlib.suppress(NotFound):
         token = principals.token(connection, token_id)
-        invitation = node_tokens.invitation(connection, token_id)
+        invitation = nodes.invitation(connection, token_id)
         expired = token.expires_ns is not None and token.expires_ns <= now_ns
         return token.revoked_ns is None and (invitation is None or not invitation.uses_left or expired)
     return False

@@ -34,9 +34,9 @@ from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.identity import bootstrap
 from serverless_gpu.server.lifecycle.liveness import Presence
-from serverless_gpu.server.records import audit, node_tokens, nodes, principals
+from serverless_gpu.server.records import audit, nodes, principals
 from serverless_gpu.server.records.audit import Action
-from serverless_gpu.server.records.node_tokens import Invitation, StoredBinding
+from serverless_gpu.server.records.nodes import Invitation, StoredBinding
 from serverless_gpu.server.records.principals import NewToken
 from serverless_gpu.wire.agents import AgentHello, NodeView
 from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX, NAME_CHARACTERS_MAX
@@ -64,7 +64,7 @@ def check(connection: sa.Connection, who: Caller, said: AgentHello) -> HelloDeci
     """
     if not who.token_id:
         return HelloDecision.ADMITTED
-    found = node_tokens.find(connection, who.token_id)
+    found = nodes.find(connection, who.token_id)
     answer = node_identity.judge(None if found is None else found.binding, identity_of(said))
     if isinstance(answer, HelloRefused):
         raise NotAllowed(answer.why, hint=answer.hint)
@@ -86,10 +86,10 @@ class NodeAdmission:
         hint = f"an administrator of the server: sgpu node approve {said.name}"
 
         def work(connection: sa.Connection) -> NotAllowed:
-            if node_tokens.find(connection, who.token_id) is not None:
+            if nodes.find(connection, who.token_id) is not None:
                 return NotAllowed(waits, hint=hint)
-            if not node_tokens.ask(connection, who.token_id, node, at_ns=at_ns):
-                limit = f"{node_tokens.PENDING_MAX} nodes wait for an administrator already"
+            if not nodes.ask(connection, who.token_id, node, at_ns=at_ns):
+                limit = f"{nodes.PENDING_MAX} nodes wait for an administrator already"
                 return NotAllowed(f"the node {said.name!r} cannot join: {limit}", hint="`sgpu nodes` lists them")
             _record(connection, who, Action.NODE_PENDING, node, who.token_id, at_ns)
             return NotAllowed(waits, hint=hint)
@@ -118,7 +118,7 @@ class NodeAdmission:
     def view_pending(self) -> list[NodeView]:
         """Return the nodes that wait for an administrator."""
         now_ns = self._clock.wall_ns()
-        found = self._database.read(lambda connection: node_tokens.pending(connection, now_ns=now_ns))
+        found = self._database.read(lambda connection: nodes.pending(connection, now_ns=now_ns))
         return [_view(one) for one in found]
 
     def approve(self, who: Caller, request: ApproveRequest) -> NodeView:
@@ -131,7 +131,7 @@ class NodeAdmission:
         at_ns = self._clock.wall_ns()
 
         def work(connection: sa.Connection) -> StoredBinding:
-            waiting = node_tokens.pending(connection, now_ns=at_ns)
+            waiting = nodes.pending(connection, now_ns=at_ns)
             named = [one for one in waiting if request.name in (one.node.name, one.token)]
             if not named:
                 names = ", ".join(one.node.name for one in waiting[:8]) or "none"
@@ -143,7 +143,7 @@ class NodeAdmission:
                     hint=f"name the token of the one: {tokens}; revoke the others: sgpu token revoke ID",
                 )
             one = named[0]
-            node_tokens.bind(connection, one.token, one.node, by=who.name, at_ns=at_ns)
+            nodes.bind(connection, one.token, one.node, by=who.name, at_ns=at_ns)
             _record(connection, who, Action.NODE_APPROVE, one.node, one.token, at_ns)
             return one
 
@@ -175,7 +175,7 @@ class NodeAdmission:
             bootstrap.ensure_node_service(connection, now_ns=now_ns)
             new = NewToken(principal=bootstrap.NODE, label=label, scopes=(Resource.JOINING,), expires_ns=expires_ns)
             made = principals.create_token(connection, new, secret=secret, now_ns=now_ns)
-            node_tokens.invite(connection, Invitation(token=made.token.id, node=request.name, uses_left=request.uses))
+            nodes.invite(connection, Invitation(token=made.token.id, node=request.name, uses_left=request.uses))
             detail: dict[str, object] = {"name": request.name, "uses": request.uses, "expires_ns": expires_ns}
             audit.record(
                 connection, who=who, action=Action.NODE_INVITE, subject=made.token.id, now_ns=now_ns, detail=detail
@@ -208,10 +208,10 @@ def settle(connection: sa.Connection, who: Caller, said: AgentHello, answer: Hel
     """
     if answer is HelloDecision.ADMITTED:
         return
-    found, node = node_tokens.find(connection, who.token_id), identity_of(said)
+    found, node = nodes.find(connection, who.token_id), identity_of(said)
     if found is None or answer is HelloDecision.PENDING:
         raise NotAllowed(f"the node {said.name!r} waits for an administrator to approve it")
-    node_tokens.rebind(connection, found, node)
+    nodes.rebind(connection, found, node)
     action = Action.NODE_MOVE if answer is HelloDecision.MOVED else Action.NODE_BIND
     _record(connection, who, action, node, who.token_id, at_ns)
 
@@ -274,14 +274,14 @@ class JoinService:
 
         def work(connection: sa.Connection) -> None:
             self._refuse_taken(connection, request)
-            if not node_tokens.of_home(connection, node, by=who.token_id):
+            if not nodes.of_home(connection, node, by=who.token_id):
                 _use_join_token(connection, who, request)
             for before in principals.tokens_of(connection, who.name):
                 if before.label == new.label and before.revoked_ns is None:
                     principals.revoke_token(connection, before.id, now_ns=now_ns)
                     audit.record(connection, who=who, action=Action.TOKEN_REVOKE, subject=before.id, now_ns=now_ns)
             made = principals.create_token(connection, new, secret=secret, now_ns=now_ns)
-            node_tokens.bind(connection, made.token.id, node, by=who.token_id, at_ns=now_ns)
+            nodes.bind(connection, made.token.id, node, by=who.token_id, at_ns=now_ns)
             detail: dict[str, object] = {"principal": who.name, "scopes": new.scopes, "node": request.name}
             audit.record(
                 connection, who=who, action=Action.TOKEN_CREATE, subject=made.token.id, now_ns=now_ns, detail=detail
@@ -297,7 +297,7 @@ class JoinService:
             NotFound: the token belongs to no node that was let in.
             NotAllowed: this server makes no pool of several machines.
         """
-        found = self._database.read(lambda connection: node_tokens.find(connection, who.token_id))
+        found = self._database.read(lambda connection: nodes.find(connection, who.token_id))
         if found is None or found.approved_ns is None or not found.node.name:
             raise NotFound("the token belongs to no node of this server", hint=_INVITE)
         return self._ray_pool()
@@ -329,13 +329,13 @@ def _use_join_token(connection: sa.Connection, who: Caller, request: JoinRequest
     Raises:
         NotAllowed: it is used up, or for another name.
     """
-    invitation = node_tokens.invitation(connection, who.token_id)
+    invitation = nodes.invitation(connection, who.token_id)
     if invitation is not None and invitation.node not in ("", request.name):
         raise NotAllowed(
             f"the join token is for a node named {invitation.node!r}, not {request.name[:64]!r}",
             hint=f"--name {invitation.node}",
         )
-    if not node_tokens.use(connection, who.token_id):
+    if not nodes.use(connection, who.token_id):
         raise NotAllowed("the join token is used up", hint=_INVITE)
 
 

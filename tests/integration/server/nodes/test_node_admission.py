@@ -29,7 +29,7 @@ from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.identity.bootstrap import first_tokens
 from serverless_gpu.server.lifecycle.liveness import PRESENT_S
 from serverless_gpu.server.nodes.agent_service import Agents
-from serverless_gpu.server.records import node_tokens, nodes
+from serverless_gpu.server.records import nodes
 from serverless_gpu.server.records.principals import token_id
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import Heartbeat
@@ -243,7 +243,7 @@ def test_22A3_two_that_wait_under_one_name_are_told_apart_by_their_tokens(api: A
 
 
 def test_22A3_so_many_nodes_may_wait(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_tokens, "PENDING_MAX", 1)
+    monkeypatch.setattr(nodes, "PENDING_MAX", 1)
     for name in ("one", "two"):
         secret = api.do(api.admin, "POST", "/tokens", {"principal": "node", "scopes": ["agent"]})["secret"]
         status, refused = api.ask(secret, "POST", "/agents", said(name))
@@ -269,7 +269,7 @@ def test_22A3_the_servers_own_token_is_its_machines_and_follows_its_home(
     moved = Identity(name="renamed", machine="m2", instance="i1")
     assert start(moved) == start(moved) == start(None) == secret  # another machine, or a backup that was restored there
     agents.hello(who, hello("renamed", machine="m2", instance="i1"))
-    assert database.read(lambda connection: node_tokens.find(connection, token_id(secret))) is not None
+    assert database.read(lambda connection: nodes.find(connection, token_id(secret))) is not None
     bound = [
         row for row in database.read(lambda connection: connection.execute(sa.select(tables.audit.c.action)).all())
     ]
