@@ -19,9 +19,9 @@ from serverless_gpu.model.telemetry.samples import SECOND_NS, THROTTLED, GpuSamp
 from serverless_gpu.node.devices.gpus import FAKE_STATE_FILE, NvmlProvider
 from serverless_gpu.node.monitor import devices
 from serverless_gpu.node.monitor.devices import NvmlSampler
-from serverless_gpu.node.monitor.host import Host
 from serverless_gpu.node.monitor.machine import ThisMachine
 from serverless_gpu.node.monitor.ranks import RankLook, RankProcesses
+from serverless_gpu.node.monitor.sampler import Host
 from serverless_gpu.testing import FakeClock, FakeGpus
 from tests.support.golden import golden
 from tests.support.local.observe import wait_for
