@@ -1,0 +1,356 @@
+"""What git would ignore: the nesting of `.gitignore` files, with the patterns themselves read by `pathspec`.
+
+Git asks of each entry by itself, from the top down: the last pattern that matches *this* path decides, the deepest
+`.gitignore` first, and what lies in an ignored directory is never asked. `pathspec` answers for a path and all above it
+at once, which differs when a directory is ignored and taken back; so its expressions are cut down to the path itself.
+`.sgpuignore` has the same syntax and goes before all `.gitignore`: with `!name` it takes back what git ignores.
+
+Where git finds the patterns that hold for all repositories of a user: `core.excludesFile`, or else its own place.
+
+Read here: the settings of the system and of the user. A repository's own settings, files that they include and
+`GIT_CONFIG_*` variables are not: git itself is never run.
+
+Which files git tracks: those it never ignores, whatever its patterns say (`git add -f`).
+
+They are read from `.git/index`, versions 2 to 4: git may not be installed, or refuse a repository of another user. What
+cannot be read that way (another version, SHA-256 names, an index in parts) is said, and patterns alone decide.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+from pathspec.patterns.gitignore import GitIgnorePatternError
+from pathspec.patterns.gitignore.spec import GitIgnoreSpecPattern
+
+SYSTEM = "/etc/gitconfig"
+_SETTINGS_BYTES_MAX = 1024 * 1024
+_SECTION = re.compile(r'\s*\[\s*([A-Za-z0-9.-]+)\s*("(?:[^"\\]|\\.)*")?\s*\]')
+_EXCLUDES = re.compile(r"\s*excludesfile\s*=(.*)", re.IGNORECASE)
+_PIECE = re.compile(r'\\(.)|(")|([#;])|([^\\"#;]+)')
+_ESCAPED = {"n": "\n", "t": "\t", "b": "\b"}
+
+
+def user_patterns() -> tuple[str, tuple[str, ...]]:
+    """Return the user's file of patterns ("" when there is to be none), and the files that say which one it is."""
+    configured = os.environ.get("XDG_CONFIG_HOME") or os.path.join(os.path.expanduser("~"), ".config")
+    settings = (SYSTEM, os.path.join(configured, "git", "config"), os.path.join(os.path.expanduser("~"), ".gitconfig"))
+    found = os.path.join(configured, "git", "ignore")
+    for file in settings:
+        try:
+            with open(file, "rb") as opened:
+                said = excludes_file(opened.read(_SETTINGS_BYTES_MAX).decode(errors="surrogateescape"))
+        except OSError:  # most are not there
+            continue
+        found = found if said is None else said
+    return found, settings
+
+
+def excludes_file(text: str) -> str | None:
+    """Return `core.excludesFile` of one file of git's settings, or None; of several the last counts."""
+    found, in_core = None, False
+    for line in text.replace("\r\n", "\n").replace("\\\n", "").split("\n"):
+        section = _SECTION.match(line)
+        if section is not None:
+            in_core = section[1].lower() == "core" and section[2] is None
+            line = line[section.end() :]
+        setting = _EXCLUDES.match(line) if in_core else None
+        if setting is not None:
+            found = os.path.expanduser(_value(setting[1]))
+    return found
+
+
+def _value(text: str) -> str:
+    """Return a value without quotes, escapes and the comment after it."""
+    value, quoted = "", False
+    for escaped, quote, comment, plain in _PIECE.findall(text.strip()):
+        if quote:
+            quoted = not quoted
+        elif comment and not quoted:
+            return value.rstrip()
+        else:
+            value += _ESCAPED.get(escaped, escaped) or comment or plain
+    return value
+
+
+GIT = ".gitignore"
+OURS = ".sgpuignore"
+_PATTERNS_BYTES_MAX = 1024 * 1024
+
+
+class Patterns(msgspec.Struct, frozen=True):
+    """One file of patterns.
+
+    Attributes:
+        base: the directory its paths start from, relative to the top: "" or ending in ``/``. May lie above the top;
+            then `above` says what comes before a path.
+        above: for example ``src/`` when the file lies one directory above the top, which is called src.
+        rules: expression and whether it ignores, the last first.
+        any: matches when one of the rules may.
+    """
+
+    base: str
+    above: str
+    rules: tuple[tuple[re.Pattern[str], bool], ...]
+    any: re.Pattern[str]
+
+    def decide(self, path: str) -> bool | None:
+        """Return whether a path (directories end in ``/``) is ignored, or None when this file says nothing of it."""
+        return self.match(self.above + path[len(self.base) :])
+
+    def match(self, own: str) -> bool | None:
+        """Return the same for a path relative to the directory the file lies in."""
+        if self.any.match(own) is None:
+            return None
+        for expression, ignores in self.rules:
+            if expression.match(own) is not None:
+                return ignores
+        return None
+
+
+class Ignoring(msgspec.Struct, frozen=True):
+    """What holds in a directory: files of patterns from the outermost to its own."""
+
+    git: tuple[Patterns, ...] = ()
+    ours: tuple[Patterns, ...] = ()
+    all: bool = False  # whether git ignores the directory itself, and so everything in it that it does not track
+
+    def by_ours(self, path: str) -> bool | None:
+        """Return what `.sgpuignore` says of an entry of this directory, if anything; directories end in ``/``."""
+        return _decide(self.ours, path)
+
+    def by_git(self, path: str) -> bool:
+        """Return whether git's patterns ignore an entry of this directory."""
+        return self.all or bool(_decide(self.git, path))
+
+    def below(self, directory: str, base: str, *, begins: bool = False) -> Ignoring:
+        """Return what holds in a subdirectory: its own files added, git's forgotten where another repository begins.
+
+        Args:
+            directory: absolute path.
+            base: its path relative to the top, ending in ``/``, or "".
+            begins: whether another repository begins there.
+        """
+        own, ours = read_patterns(f"{directory}/{GIT}", base), read_patterns(f"{directory}/{OURS}", base)
+        if own is None and ours is None and not begins:
+            return self
+        git = () if begins else self.git
+        git, mine = git + ((own,) if own else ()), self.ours + ((ours,) if ours else ())
+        return Ignoring(git, mine, self.all and not begins)
+
+
+def _decide(chain: Sequence[Patterns], path: str) -> bool | None:
+    for patterns in reversed(chain):
+        decided = patterns.decide(path)
+        if decided is not None:
+            return decided
+    return None
+
+
+def read_patterns(file: str, base: str = "", above: str = "") -> Patterns | None:
+    """Return a file of patterns, or None where there is none that says anything."""
+    try:
+        with open(file, "rb") as opened:
+            text = opened.read(_PATTERNS_BYTES_MAX).decode("utf-8-sig", errors="surrogateescape")
+    except OSError:  # most directories have none; what cannot be read is no pattern for git either
+        return None
+    return parse_patterns(text, base, above)
+
+
+def parse_patterns(text: str, base: str = "", above: str = "") -> Patterns | None:
+    """Return patterns as git reads them, or None when there are none."""
+    rules = []
+    for line in text.split("\n"):
+        line = line.removesuffix("\r")
+        try:
+            expression, ignores = GitIgnoreSpecPattern.pattern_to_regex(line)
+        except GitIgnorePatternError:
+            continue
+        if expression is not None and ignores is not None:
+            rules.append((_own(expression, line), ignores))
+    if not rules:
+        return None
+    rules.reverse()
+    anything = re.compile("|".join(f"(?:{expression})" for expression, _ in rules), re.DOTALL)
+    return Patterns(base, above, tuple((re.compile(text, re.DOTALL), ignores) for text, ignores in rules), anything)
+
+
+def git_index(top: str) -> tuple[str, str] | None:
+    """Return where git keeps what it tracks in a directory, and what its paths put before those of the directory."""
+    repository = next((path for path in (top, *map(str, Path(top).parents)) if os.path.lexists(f"{path}/.git")), None)
+    if repository is None:
+        return None
+    return os.path.join(_own_git_directory(repository), "index"), _relative(top, repository)
+
+
+def outer_ignoring(top: str) -> tuple[Ignoring, tuple[str, ...]]:
+    """Return what holds above a directory, in its repository, and the files that say so or would if they were there.
+
+    When the repository ignores the directory itself, nothing above it counts: somebody runs code in it.
+    """
+    repository = next((path for path in (top, *map(str, Path(top).parents)) if os.path.lexists(f"{path}/.git")), None)
+    places = list(_outer_files(top, repository))
+    git = [found for file, above in places if (found := read_patterns(file, above=above)) is not None]
+    ours = [
+        found for above in _parents(top, repository) if (found := read_patterns(f"{above[0]}/{OURS}", above=above[1]))
+    ]
+    settings = user_patterns()[1] if repository is not None else ()
+    watched = (*settings, *(file for file, _ in places))
+    watched += tuple(f"{above}/{OURS}" for above, _ in _parents(top, repository))
+    if repository is not None and _is_ignored(_relative(top, repository), git):
+        return Ignoring(), watched
+    return Ignoring(tuple(git), tuple(ours)), watched
+
+
+def _own(expression: str, line: str) -> str:
+    """Return an expression of pathspec for a path itself, where it also matches what lies below."""
+    expression = expression.replace("(?P<ps_d>/)", "/")
+    if expression == ".":
+        return ""
+    if expression == "/":
+        return r".*/\Z"
+    if line.rstrip().endswith("/**"):
+        return expression + "."
+    if line.rstrip().endswith("/**/"):
+        return expression + r".*/\Z"
+    return expression + r"\Z"
+
+
+def _outer_files(top: str, repository: str | None) -> Iterator[tuple[str, str]]:
+    """Yield git's files that hold above a directory, the weakest first, and what they put before its paths."""
+    if repository is None:
+        return
+    inside = _relative(top, repository)
+    mine, _ = user_patterns()
+    if mine:
+        yield mine, inside
+    yield os.path.join(_git_directory(repository), "info", "exclude"), inside
+    for directory, above in _parents(top, repository):
+        yield f"{directory}/{GIT}", above
+
+
+def _parents(top: str, repository: str | None) -> list[tuple[str, str]]:
+    """Return the directories above one in its repository, the outermost first, each with the path between."""
+    if repository is None:
+        return []
+    between = [str(path) for path in Path(top).parents if str(path) == repository or _relative(str(path), repository)]
+    return [(path, _relative(top, path)) for path in reversed(between)]
+
+
+def _is_ignored(inside: str, git: Sequence[Patterns]) -> bool:
+    """Return whether a repository ignores a directory, or one above it; its path in the repository ends in ``/``."""
+    for end in (index + 1 for index, letter in enumerate(inside) if letter == "/"):
+        for patterns in reversed(git):
+            start = len(inside) - len(patterns.above)
+            decided = patterns.match(inside[start:end]) if start < end else None
+            if decided:
+                return True
+            if decided is not None:
+                break
+    return False
+
+
+def _relative(path: str, above: str) -> str:
+    """Return the path from a directory above, ending in ``/``; "" for itself, and for what does not lie below it."""
+    start = above.rstrip("/") + "/"
+    return path[len(start) :].rstrip("/") + "/" if path.startswith(start) and path != above else ""
+
+
+def _git_directory(repository: str) -> str:
+    """Return where a repository keeps what all its worktrees have in common."""
+    own = _own_git_directory(repository)
+    common = os.path.join(own, "commondir")
+    try:
+        with open(common, encoding="utf-8", errors="surrogateescape") as file:
+            return os.path.normpath(os.path.join(own, file.read(4096).strip()))
+    except OSError:
+        return own
+
+
+def _own_git_directory(repository: str) -> str:
+    """Return where a repository, or one worktree of it, keeps its files; a worktree has a file there that says it."""
+    git = f"{repository}/.git"
+    try:
+        with open(git, encoding="utf-8", errors="surrogateescape") as file:
+            return os.path.join(repository, file.read(4096).strip().removeprefix("gitdir:").strip())
+    except OSError:
+        return git
+
+
+_HEADER = struct.Struct(">4sII")
+_INDEX_BYTES_MAX = 256 * 1024 * 1024
+_FIXED = 62  # of an entry: times, ids, mode, size, SHA-1, flags; then its path
+_MODE = 24
+_EXTENDED = 0x40
+
+
+def tracked_files(index: str, inside: str) -> list[str] | None:
+    """Return the files and submodules below a directory that git tracks; None when the index cannot be read.
+
+    Args:
+        index: path of git's index.
+        inside: the directory relative to the repository, ending in ``/``, or "".
+
+    Returns:
+        Paths relative to the directory.
+    """
+    start = os.fsencode(inside)
+    try:
+        with open(index, "rb") as file:
+            data = file.read(_INDEX_BYTES_MAX)
+        return [os.fsdecode(path[len(start) :]) for path in _paths(data) if path.startswith(start)]
+    except FileNotFoundError:
+        return []
+    except (OSError, struct.error, ValueError, IndexError):
+        return None
+
+
+def index_mtime(index: str) -> int:
+    """Return when git's index was last written, or 0 if missing."""
+    try:
+        return os.stat(index).st_mtime_ns
+    except OSError:
+        return 0
+
+
+def _paths(data: bytes) -> Iterator[bytes]:
+    """Yield the paths of all files, links and submodules.
+
+    Raises:
+        ValueError: it is no index of a known version.
+        IndexError: likewise.
+    """
+    magic, version, count = _HEADER.unpack_from(data)
+    if magic != b"DIRC" or version not in (2, 3, 4):
+        raise ValueError("no index")
+    at, path = _HEADER.size, b""
+    for _ in range(count):
+        name = at + _FIXED + (2 if data[at + _FIXED - 2] & _EXTENDED else 0)
+        kept = 0
+        if version == 4:
+            cut, name = _number(data, name)
+            kept = len(path) - cut
+        end = data.index(b"\0", name)
+        path = path[:kept] + data[name:end]
+        kind = data[at + _MODE + 2] >> 4
+        at = end + 1 if version == 4 else end + 8 - (end - at) % 8
+        if kind in (0b1000, 0b1010, 0b1110):  # not a directory of a sparse index
+            yield path
+    if data[at : at + 4] == b"link":
+        raise ValueError("the rest is in another file")
+
+
+def _number(data: bytes, at: int) -> tuple[int, int]:
+    """Return a number of variable length, and where it ends."""
+    byte = data[at]
+    value = byte & 127
+    while byte & 128:
+        at += 1
+        byte = data[at]
+        value = ((value + 1) << 7) | (byte & 127)
+    return value, at + 1

@@ -41,15 +41,6 @@ import msgspec
 
 from serverless_gpu.environment.rules.limits import DEPTH_MAX, PATH_BYTES_MAX
 from serverless_gpu.environment.rules.rows import fold_name
-from serverless_gpu.environment.scan.code.gitignore import (
-    GIT,
-    OURS,
-    Ignoring,
-    git_index,
-    index_mtime,
-    outer_ignoring,
-    tracked_files,
-)
 from serverless_gpu.environment.scan.directory_listing import (
     BYTECODE,
     ListedFile,
@@ -58,6 +49,15 @@ from serverless_gpu.environment.scan.directory_listing import (
     look,
     read_file,
     show,
+)
+from serverless_gpu.environment.scan.gitignore import (
+    GIT,
+    OURS,
+    Ignoring,
+    git_index,
+    index_mtime,
+    outer_ignoring,
+    tracked_files,
 )
 from serverless_gpu.errors import EnvironmentTooLarge
 

@@ -25,8 +25,8 @@ from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.progress import ProgressPoint, Report
 from serverless_gpu.environment.scan.changes import Change, compare
-from serverless_gpu.environment.scan.code.gitignore import user_patterns
 from serverless_gpu.environment.scan.description import Description
+from serverless_gpu.environment.scan.gitignore import user_patterns
 from serverless_gpu.environment.scan.index import FilesPart, GatePart, IndexFile
 from serverless_gpu.environment.scan.index_codec import known_of, make_parts, read_memory
 from serverless_gpu.environment.scan.recognition import find_edits, recognise

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from serverless_gpu.environment.scan import project_files
-from serverless_gpu.environment.scan.code.gitignore import excludes_file, outer_ignoring, tracked_files
+from serverless_gpu.environment.scan.gitignore import excludes_file, outer_ignoring, tracked_files
 from serverless_gpu.environment.scan.project_files import CodePlace, list_code, wanted_files
 from serverless_gpu.errors import EnvironmentTooLarge
 from tests.support.golden import golden

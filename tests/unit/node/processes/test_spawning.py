@@ -12,7 +12,7 @@ import pytest
 from serverless_gpu.environment.documents import Interpreter
 from serverless_gpu.environment.restore.pythons import candidates
 from serverless_gpu.environment.scan import interpreter
-from serverless_gpu.environment.scan.code.gitignore import outer_ignoring
+from serverless_gpu.environment.scan.gitignore import outer_ignoring
 from serverless_gpu.node.processes import spawn
 from serverless_gpu.node.processes.spawn import (
     PRELOAD,
