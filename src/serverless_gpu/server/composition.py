@@ -49,8 +49,8 @@ from serverless_gpu.server.lifecycle.transitions import Announcer
 from serverless_gpu.server.nodes.agent_service import Agents
 from serverless_gpu.server.nodes.drain import DrainService
 from serverless_gpu.server.nodes.node_admission import JoinService, NodeAdmission
-from serverless_gpu.server.nodes.node_queries import NodeRuleService, NodeService
 from serverless_gpu.server.nodes.node_rules import Evacuation
+from serverless_gpu.server.nodes.node_service import NodeRuleService, NodeService
 from serverless_gpu.server.operations.state_metrics import Sampling
 from serverless_gpu.server.policies import PolicyAdmission, PolicyService
 from serverless_gpu.server.pools.pool_service import PoolService

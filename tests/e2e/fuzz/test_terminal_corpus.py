@@ -35,7 +35,7 @@ CLI = Path(output.__file__).parent
 MAY_ECHO = {
     "output.py",  # the door itself, and JSON, which escapes
     "logs.py",  # what ranks print: `safe`, by the screen that it goes through
-    "server/nodes/node_queries.py",  # a unit file, of paths of this machine
+    "server/nodes/node_service.py",  # a unit file, of paths of this machine
     "simulate.py",  # a line of progress that is replaced: our own words and numbers
 }
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from serverless_gpu.engines.base import Impossible, Waiting
 from serverless_gpu.errors import NotFound
 from serverless_gpu.model.lifecycle.attempt import StopReason
-from serverless_gpu.server.nodes.node_queries import NodeCommand
+from serverless_gpu.server.nodes.node_service import NodeCommand
 from serverless_gpu.wire.nodes import NodeDrainRequest
 from tests.e2e.simulation.client import Client
 from tests.e2e.simulation.network import Link

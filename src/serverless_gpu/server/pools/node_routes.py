@@ -6,7 +6,7 @@ from serverless_gpu.errors import NotAllowed
 from serverless_gpu.model.access.roles import AccessReach
 from serverless_gpu.server.http.routing import Call, Routes, reading, writing
 from serverless_gpu.server.nodes.node_admission import NodeAdmission
-from serverless_gpu.server.nodes.node_queries import NodeCommand, NodeRuleService, NodeService
+from serverless_gpu.server.nodes.node_service import NodeCommand, NodeRuleService, NodeService
 from serverless_gpu.server.pools.pool_service import PoolService
 from serverless_gpu.wire.agents import ForgetRequest, NodeList, NodeView, PoolList, PoolRequest, PoolView
 from serverless_gpu.wire.nodes import (

@@ -16,8 +16,8 @@ from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, StopAsked
 from serverless_gpu.model.spec import Resources
 from serverless_gpu.server.composition import Services, make_reconciler, make_scheduler
 from serverless_gpu.server.core.caller import Caller
-from serverless_gpu.server.nodes import node_queries, node_rules
-from serverless_gpu.server.nodes.node_queries import NodeCommand
+from serverless_gpu.server.nodes import node_rules, node_service
+from serverless_gpu.server.nodes.node_service import NodeCommand
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.runs import active_runs, events, runs
 from serverless_gpu.server.records.runs.runs import StoredRun
@@ -44,7 +44,7 @@ def node_id(services: Services) -> str:
 
 
 def join(services: Services, name: str = "n1") -> str:
-    said = hello(name, machine=f"machine of {name}", takes=(node_queries.WITHOUT,))
+    said = hello(name, machine=f"machine of {name}", takes=(node_service.WITHOUT,))
     return services.agents.hello(NODE, said).node
 
 
@@ -124,7 +124,7 @@ def test_a_drained_node_gets_nothing_new_and_keeps_what_runs_there(services: Ser
     tick(services)
     assert (find(services, going).state, find(services, waiting).state) == (State.STARTING, State.QUEUED)
     assert "root drains it" in services.sentences.of(waiting)
-    services.agents.hello(NODE, hello("n1", machine="machine of n1", boot="b1", takes=(node_queries.WITHOUT,)))
+    services.agents.hello(NODE, hello("n1", machine="machine of n1", boot="b1", takes=(node_service.WITHOUT,)))
     tick(services)  # the node has said hello again, which changes nothing about it
     assert find(services, waiting).state is State.QUEUED
     assert services.node_rules.drain(by(ROOT), NodeDrainRequest(on=False)).state == "UP"
