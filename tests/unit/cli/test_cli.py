@@ -15,8 +15,8 @@ import pytest
 from serverless_gpu import Run
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli.output import columns
-from serverless_gpu.cli.runs.attach import describe_gate
 from serverless_gpu.cli.runs.logs import tail_start
+from serverless_gpu.cli.runs.run_actions import describe_gate
 from serverless_gpu.cli.runs.run_location import choose
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError
 from serverless_gpu.node.base.home import Home
