@@ -23,8 +23,7 @@ from serverless_gpu.node.base.configuration import read_configuration
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.devices.gpus import FAKE_VARIABLE, Provider, providers
 from serverless_gpu.node.monitor.devices import FakeGpu, GpuReading, NvmlSampler, fake_state, from_rank
-from serverless_gpu.node.monitor.ranks import Key, RankLook, RankProcesses
-from serverless_gpu.node.monitor.sampler import Host, NodeSample, SampleRequest
+from serverless_gpu.node.monitor.sampler import Host, Key, NodeSample, RankLook, RankProcesses, SampleRequest
 
 _LIST_EVERY_NS = 30 * SECOND_NS
 

@@ -14,9 +14,8 @@ import pytest
 
 from serverless_gpu.model.hardware import Device, DeviceKind, cpu_slots
 from serverless_gpu.model.telemetry.samples import SECOND_NS, GpuSample, RankSample
-from serverless_gpu.node.monitor import ranks
 from serverless_gpu.node.monitor.machine import ThisMachine
-from serverless_gpu.node.monitor.ranks import RankProcesses
+from serverless_gpu.node.monitor.sampler import RankProcesses, read_stat
 from serverless_gpu.testing import FakeClock
 from tests.support.local.observe import wait_for
 from tests.support.node.gpus import GIB
@@ -90,7 +89,7 @@ def test_a_child_whose_parent_ended_stays_its_ranks(family: subprocess.Popen[str
 
 def test_processes_of_others_are_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    stat = ranks.read_stat
+    stat = read_stat
 
     def counting(pid: int) -> Any:
         asked.append(pid)

@@ -20,8 +20,7 @@ from serverless_gpu.node.devices.gpus import FAKE_STATE_FILE, NvmlProvider
 from serverless_gpu.node.monitor import devices
 from serverless_gpu.node.monitor.devices import NvmlSampler
 from serverless_gpu.node.monitor.machine import ThisMachine
-from serverless_gpu.node.monitor.ranks import RankLook, RankProcesses
-from serverless_gpu.node.monitor.sampler import Host
+from serverless_gpu.node.monitor.sampler import Host, RankLook, RankProcesses
 from serverless_gpu.testing import FakeClock, FakeGpus
 from tests.support.golden import golden
 from tests.support.local.observe import wait_for
