@@ -23,7 +23,7 @@ from serverless_gpu.server.lifecycle import liveness, reports
 from serverless_gpu.server.nodes import agent_service
 from serverless_gpu.server.policies import Brought
 from serverless_gpu.server.records import audit, policies
-from serverless_gpu.server.records.runs import attempts, crews, events, facts, files, orders, purgeable_runs, runs
+from serverless_gpu.server.records.runs import attempts, crews, events, facts, files, orders, runs
 from serverless_gpu.server.records.runs.active_runs import Active, ActiveCrew
 from serverless_gpu.server.records.runs.runs import NewRun, StoredRun
 from serverless_gpu.server.runs import retention, views
@@ -173,7 +173,7 @@ def _removed_without_a_word() -> AbstractContextManager[Any]:
     def silent(connection: sa.Connection, run_id: str, *, at_ns: int) -> None:
         for room in (events, files, facts, orders, attempts):
             room.remove(connection, run_id)
-        purgeable_runs.remove(connection, run_id)
+        runs.remove(connection, run_id)
 
     return mock.patch.object(retention, "_remove_rows", silent)
 

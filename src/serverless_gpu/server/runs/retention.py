@@ -33,16 +33,7 @@ from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.records import audit, charges
 from serverless_gpu.server.records.audit import Action
-from serverless_gpu.server.records.runs import (
-    attempts,
-    events,
-    facts,
-    files,
-    orders,
-    purgeable_runs,
-    runs,
-    uncharged_crews,
-)
+from serverless_gpu.server.records.runs import attempts, events, facts, files, orders, runs, uncharged_crews
 from serverless_gpu.server.secrets import SecretService
 from serverless_gpu.server.storage.logs import Logs
 from serverless_gpu.units import format_bytes
@@ -99,9 +90,7 @@ class Retention:
     def _remove_old(self) -> int:
         """Remove runs that ended longer ago than they are kept; return how many there were."""
         before_ns = self._clock.wall_ns() - round(self._settings.retention_s * 1e9)
-        old = self._database.read(
-            lambda connection: purgeable_runs.over(connection, ended_before_ns=before_ns, limit=AT_ONCE)
-        )
+        old = self._database.read(lambda connection: runs.over(connection, ended_before_ns=before_ns, limit=AT_ONCE))
         for run_id in old:
             self._remove(run_id)
         if old:
@@ -117,9 +106,9 @@ class Retention:
     def _trim_output(self) -> None:
         """Remove output without a run, and the oldest until the rest fits."""
         sizes = self._logs.run_sizes()  # before the database is asked: a run is there before its output
-        ended = self._database.read(lambda connection: purgeable_runs.endings(connection, list(sizes)))
+        ended = self._database.read(lambda connection: runs.endings(connection, list(sizes)))
         gone = sizes.keys() - ended.keys()
-        for run_id in self._database.read(lambda connection: purgeable_runs.removed(connection, sorted(gone))):
+        for run_id in self._database.read(lambda connection: runs.removed(connection, sorted(gone))):
             self._logs.remove(run_id)
         entries = [RunDirectory(run_id=run_id, ended_ns=ended[run_id], size_bytes=sizes[run_id]) for run_id in ended]
         policy = Policy(age_ns=None, size_bytes_max=self._settings.logs_bytes_max, spared_ns=HOUR_NS)
@@ -154,7 +143,7 @@ def _remove_rows(connection: sa.Connection, run_id: str, *, at_ns: int) -> None:
         return
     for room in (events, files, facts, orders, attempts):
         room.remove(connection, run_id)
-    if purgeable_runs.remove(connection, run_id):
+    if runs.remove(connection, run_id):
         detail = {"owner": run.owner, "name": run.name, "state": run.state, "ended_ns": run.ended_ns}
         audit.record(
             connection, who=audit.SERVER, action=Action.RUN_EXPIRE, subject=run_id, now_ns=at_ns, detail=detail

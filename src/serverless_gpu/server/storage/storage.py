@@ -35,7 +35,7 @@ from serverless_gpu.environment.stores.store_urls import is_remote, open_store
 from serverless_gpu.errors import EnvironmentProblem, StorageError
 from serverless_gpu.server.core.disk_space import KEPT_FREE_BYTES
 from serverless_gpu.server.core.server_metrics import Measures
-from serverless_gpu.server.records.runs import purgeable_runs
+from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.storage import object_cache
 from serverless_gpu.server.storage.blobs import Blobs
 from serverless_gpu.server.storage.environment_store import Environments
@@ -182,8 +182,8 @@ def orphan_runs(directory: Path, read: Read, *, limit: int | None = None) -> lis
     newest = sorted({match[1] for match in map(_RUN.fullmatch, names) if match}, reverse=True)[:limit]
 
     def known(connection: sa.Connection) -> set[str]:
-        found = set(purgeable_runs.endings(connection, newest))
-        return found | purgeable_runs.removed(connection, sorted(set(newest) - found))
+        found = set(runs.endings(connection, newest))
+        return found | runs.removed(connection, sorted(set(newest) - found))
 
     return sorted(set(newest) - read(known)) if newest else []
 

@@ -13,7 +13,7 @@ from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.records import audit
-from serverless_gpu.server.records.runs import facts, files, purgeable_runs
+from serverless_gpu.server.records.runs import facts, files, runs
 from serverless_gpu.server.records.runs.files import StoredFile
 from serverless_gpu.server.runs import retention
 from serverless_gpu.server.runs.retention import EVERY_S, FIRST_S, Retention
@@ -106,9 +106,7 @@ def test_what_waits_runs_or_is_not_settled_stays_however_old_it_is(
     unsettled = add_ended(services, database, days_ago=900, settled=False)
     looking.tick(clock.boottime_ns())
     assert left(database) == {waits, runs_on, unsettled}
-    assert database.read(
-        lambda connection: purgeable_runs.endings(connection, [waits, runs_on, unsettled, "none"])
-    ) == {
+    assert database.read(lambda connection: runs.endings(connection, [waits, runs_on, unsettled, "none"])) == {
         waits: None,
         runs_on: None,
         unsettled: None,
