@@ -44,10 +44,9 @@ from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.monitor import messages
 from serverless_gpu.node.monitor.backlog import origin_of
 from serverless_gpu.node.monitor.deliveries import MlflowDeliveries
-from serverless_gpu.node.monitor.machine import ThisMachine
 from serverless_gpu.node.monitor.messages import Peer
 from serverless_gpu.node.monitor.recorder import Recorder, sample_of
-from serverless_gpu.node.monitor.sampler import Bell, NodeSample, Sampler, SampleRequest
+from serverless_gpu.node.monitor.sampler import Bell, NodeSample, Sampler, SampleRequest, ThisMachine
 from serverless_gpu.node.processes.spawn import bound_log
 from serverless_gpu.tracking.rest import make_ready
 

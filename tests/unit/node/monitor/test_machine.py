@@ -19,8 +19,7 @@ from serverless_gpu.model.telemetry.samples import SECOND_NS, THROTTLED, GpuSamp
 from serverless_gpu.node.devices.gpus import FAKE_STATE_FILE, NvmlProvider
 from serverless_gpu.node.monitor import devices
 from serverless_gpu.node.monitor.devices import NvmlSampler
-from serverless_gpu.node.monitor.machine import ThisMachine
-from serverless_gpu.node.monitor.sampler import Host, RankLook, RankProcesses
+from serverless_gpu.node.monitor.sampler import Host, RankLook, RankProcesses, ThisMachine
 from serverless_gpu.testing import FakeClock, FakeGpus
 from tests.support.golden import golden
 from tests.support.local.observe import wait_for
