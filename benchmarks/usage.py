@@ -27,8 +27,8 @@ from serverless_gpu.model.billing.usage_report import DayRange
 from serverless_gpu.server.billing.usage_rollup import fold
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.records import usage_sums
-from serverless_gpu.server.records.usage_sums import ReportRequest
+from serverless_gpu.server.records import usage
+from serverless_gpu.server.records.usage import ReportRequest
 
 CHARGES, ACCOUNTS, QUICK = 1_000_000, 2_000, 50_000
 _DAY, _DAYS = 20_770, 30
@@ -63,7 +63,7 @@ def _timed(database: Database, by: tuple[str, ...], rounds: int, prefix: str = "
     found = []
     for _ in range(rounds):
         began = time.perf_counter()
-        groups = database.read(lambda connection: usage_sums.find(connection, wanted)).groups
+        groups = database.read(lambda connection: usage.find(connection, wanted)).groups
         found.append(1000 * (time.perf_counter() - began))
         assert groups
     return Timing(f"{prefix}by {', '.join(by)}", tuple(found))

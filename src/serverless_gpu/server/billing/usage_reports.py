@@ -39,14 +39,14 @@ from serverless_gpu.server.http.routing import Call, Query, Routes, reading
 from serverless_gpu.server.lifecycle import metering
 from serverless_gpu.server.lifecycle.liveness import Leases
 from serverless_gpu.server.lifecycle.metering import Now
-from serverless_gpu.server.records import charges, nodes, prices, usage_rows, usage_sums
+from serverless_gpu.server.records import charges, nodes, prices, usage, usage_rows
 from serverless_gpu.server.records.charges import Account, Posted
 from serverless_gpu.server.records.prices import StoredPrice
 from serverless_gpu.server.records.runs import attempts, facts, runs, uncharged_crews
 from serverless_gpu.server.records.runs.attempts import StoredAttempt
 from serverless_gpu.server.records.runs.crews import CrewId, StoredCrew
+from serverless_gpu.server.records.usage import Found, ReportRequest
 from serverless_gpu.server.records.usage_rows import DemandFilter
-from serverless_gpu.server.records.usage_sums import Found, ReportRequest
 from serverless_gpu.wire.billing import (
     GROUPS_DEFAULT,
     GROUPS_MAX,
@@ -86,7 +86,7 @@ class UsageReports:
         at = metering.now(self._clock, self._leases)
 
         def work(connection: sa.Connection) -> tuple[Found, UnpostedDays]:
-            return usage_sums.find(connection, wanted), find_unposted(connection, at, currency=self._settings.currency)
+            return usage.find(connection, wanted), find_unposted(connection, at, currency=self._settings.currency)
 
         found, going = self._database.read(work)
         lines = [one for one in going.lines if _is_wanted(one, wanted, who, reach)]

@@ -21,7 +21,7 @@ from serverless_gpu.model.billing.usage_report import Amounts, added
 from serverless_gpu.server.db.database import Transactions, portions
 from serverless_gpu.server.db.tables import charges, folded, used_days, used_plain_days
 from serverless_gpu.server.records.charges import plain_ids
-from serverless_gpu.server.records.usage_sums import FOLDED, SUMS, folded_seq, sums_of_rows
+from serverless_gpu.server.records.usage import FOLDED, SUMS, folded_seq, sums_of_rows
 
 EVERY_S = 60.0
 AT_ONCE = 10_000

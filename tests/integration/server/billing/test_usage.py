@@ -23,8 +23,8 @@ from serverless_gpu.server.composition import Services, make_folding
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.records import prices, usage_rows, usage_sums
-from serverless_gpu.server.records.usage_sums import ReportRequest
+from serverless_gpu.server.records import prices, usage, usage_rows
+from serverless_gpu.server.records.usage import ReportRequest
 from serverless_gpu.wire.billing import UsageView
 from tests.support.server import ledgered
 from tests.support.server.ledgered import HOUR_MS
@@ -135,7 +135,7 @@ def unseen(amounts: Amounts) -> Amounts:
 @pytest.mark.parametrize("folded", ["nothing", "some", "all", "accounts are many"])
 def test_any_grouping_adds_up_to_the_same(services: Services, folded: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if folded == "accounts are many":
-        monkeypatch.setattr(usage_sums, "ACCOUNTS_FEW", 3)
+        monkeypatch.setattr(usage, "ACCOUNTS_FEW", 3)
     services.database.write(lambda connection: fill(connection, 7, 60))
     for limit in {"nothing": (), "some": (7, 30, 1)}.get(folded, (1000,)):
         services.database.write(partial(fold, limit=limit))
@@ -205,7 +205,7 @@ def test_22C5_a_cut_report_by_tag_is_the_head_of_the_whole_where_accounts_are_ma
 
     services.database.write(work)
     few = report(services, *by)
-    monkeypatch.setattr(usage_sums, "ACCOUNTS_FEW", 3)
+    monkeypatch.setattr(usage, "ACCOUNTS_FEW", 3)
     every, cut = report(services, *by), report(services, *by, limit=2)
     whole = {total.currency: total.amounts for total in few.totals}
     assert every.groups == few.groups
@@ -219,12 +219,12 @@ def test_22C5_a_cut_report_by_tag_is_the_head_of_the_whole_where_accounts_are_ma
 
 def test_22C5_a_report_by_tag_parses_no_json_of_accounts(services: Services, monkeypatch: pytest.MonkeyPatch) -> None:
     services.database.write(lambda connection: fill(connection, 3, 40))
-    monkeypatch.setattr(usage_sums, "ACCOUNTS_FEW", 3)
+    monkeypatch.setattr(usage, "ACCOUNTS_FEW", 3)
     said: list[str] = []
 
     def work(connection: sa.Connection) -> None:
         sa.event.listen(connection, "before_cursor_execute", lambda *args: said.append(args[2]))
-        usage_sums.find(connection, wanted("tag:stage", limit=2, where={f"tag:{ODD_KEY}": "v"}))
+        usage.find(connection, wanted("tag:stage", limit=2, where={f"tag:{ODD_KEY}": "v"}))
 
     services.database.read(work)
     assert any("account_tags" in one for one in said) and not any("tags_json" in one for one in said)

@@ -18,8 +18,8 @@ from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.lifecycle.metering import Now
 from serverless_gpu.server.records import charges
+from serverless_gpu.server.records.usage import ReportRequest
 from serverless_gpu.server.records.usage_rows import DemandFilter
-from serverless_gpu.server.records.usage_sums import ReportRequest
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.billing import DemandRow, UsageView
 from tests.support.server.charged import charge_all
@@ -154,7 +154,9 @@ def test_more_attempts_than_are_looked_at_are_said(services: Services, database:
     for _ in range(3):
         run_id = begun(database)
         write_facts(database, run_id, used(run_id, seconds=HOUR_S, until=FactKind.ALIVE))
-    found = database.read(lambda connection: usage_reports.find_unposted(connection, Now(wall_ns=T0), currency="USD", limit=2))
+    found = database.read(
+        lambda connection: usage_reports.find_unposted(connection, Now(wall_ns=T0), currency="USD", limit=2)
+    )
     assert (found.attempts, found.is_cut, len(found.lines)) == (2, True, 2)
 
 
