@@ -15,8 +15,8 @@ from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.mlflow_server.control import Serving
 from serverless_gpu.node.monitor import delivery as delivering
 from serverless_gpu.node.monitor.backlog import Backlog, BacklogAttempt
-from serverless_gpu.node.monitor.deliveries import MlflowDeliveries
 from serverless_gpu.node.monitor.messages import Observe, Untracked
+from serverless_gpu.node.monitor.process import MlflowDeliveries
 from serverless_gpu.node.monitor.recorder import Recorder
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.tracking.base import TrackerAway

@@ -12,9 +12,9 @@ from serverless_gpu.model.tracking_context import Tracking
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.monitor import backlog
 from serverless_gpu.node.monitor.backlog import Backlog, ClaimedAttempt
-from serverless_gpu.node.monitor.deliveries import MlflowDeliveries
 from serverless_gpu.node.monitor.delivery import Delivering
 from serverless_gpu.node.monitor.messages import Observe, Prepare
+from serverless_gpu.node.monitor.process import MlflowDeliveries
 from serverless_gpu.testing import FakeClock
 
 _WEEK_S = 7 * 24 * 3600
