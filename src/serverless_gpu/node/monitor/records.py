@@ -25,7 +25,7 @@ from serverless_gpu.model.telemetry.samples import (
     interval_ns,
     merged,
 )
-from serverless_gpu.tracking.samples import Samples
+from serverless_gpu.tracking.metric_points import Samples
 
 _EARLY_NS = SECOND_NS // 2  # a sampler's seconds are not exact
 

@@ -12,7 +12,7 @@ from serverless_gpu.client.metrics import read_metrics
 from serverless_gpu.model.telemetry.samples import Header, Sample, decode, encode
 from serverless_gpu.node.monitor import records
 from serverless_gpu.node.monitor.records import Recording
-from serverless_gpu.tracking.samples import Samples
+from serverless_gpu.tracking.metric_points import Samples
 from tests.support.node.sampled import ORIGIN_NS, gpu, header, sample
 
 
