@@ -25,7 +25,8 @@ from serverless_gpu.server.identity import principal_routes
 from serverless_gpu.server.lifecycle import attempt_routes
 from serverless_gpu.server.nodes import agent_routes, drain
 from serverless_gpu.server.operations import state_routes
-from serverless_gpu.server.pools import node_routes
+from serverless_gpu.server.nodes import node_routes
+from serverless_gpu.server.pools import pool_service
 from serverless_gpu.server.runs import estimate_routes, queue_routes, run_routes
 from serverless_gpu.server.storage import blob_routes
 from serverless_gpu.wire.base import API
@@ -40,6 +41,7 @@ MODULES = (
     environments,
     estimate_routes,
     node_routes,
+    pool_service,
     policies,
     price_service,
     principal_routes,

@@ -13,6 +13,7 @@ from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import SCHEDULER, Hub
 from serverless_gpu.server.core.validation import check_name
 from serverless_gpu.server.db.database import Transactions
+from serverless_gpu.server.http.routing import Call, Routes, reading, writing
 from serverless_gpu.server.nodes import node_service
 from serverless_gpu.server.nodes.node_service import NodeService
 from serverless_gpu.server.records import audit, policies, pools, principals, shares
@@ -180,3 +181,18 @@ def _unknown(what: str, name: str, there: list[str]) -> InvalidValue:
     return InvalidValue(
         f"there is no {what} {name[:64]!r}", hint=f"{plural}: {', '.join(there[:_NAMED_MAX]) or 'none'}{more}"
     )
+
+
+routes = Routes("nodes")
+
+
+@routes.get("/pools", needs=reading("pools"))
+def list_pools(call: Call, nodes: NodeService) -> PoolList:
+    """Return all pools."""
+    return PoolList(pools=tuple(nodes.view_pools()))
+
+
+@routes.put("/pools/{name}", needs=writing("pools"))
+def put_pool(call: Call, pools: PoolService, name: str, body: PoolRequest) -> PoolView:
+    """Make or change a pool, and move nodes into it."""
+    return pools.put(call.who, name, body)

@@ -5,7 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as some
 
-from serverless_gpu.environment.restore.cache.eviction_plan import CachedEnvironment, CachedUnit, EvictionStep, plan
+from serverless_gpu.environment.restore.cache.eviction_run import (
+    CachedEnvironment,
+    CachedUnit,
+    EvictionStep,
+    plan_eviction,
+)
 
 
 def unit(name: str, used_ns: int, size: int = 10) -> CachedUnit:
@@ -19,7 +24,7 @@ def environment(name: str, used_ns: int, *units: str, held: bool = False) -> Cac
 def test_a_unit_was_last_used_when_an_environment_of_it_was() -> None:
     units = [unit("old", 1), unit("older", 2), unit("never", 3)]
     environments = [environment("A", 9, "old"), environment("B", 5, "older")]
-    assert plan(environments, units, excess=21) == (
+    assert plan_eviction(environments, units, excess=21) == (
         EvictionStep(unit="never", environments=(), size=10),
         EvictionStep(unit="older", environments=("B",), size=10),
         EvictionStep(unit="old", environments=("A",), size=10),
@@ -28,20 +33,20 @@ def test_a_unit_was_last_used_when_an_environment_of_it_was() -> None:
 
 def test_no_more_goes_than_has_to() -> None:
     units = [unit("a", 1), unit("b", 2), unit("c", 3)]
-    assert [step.unit for step in plan([], units, excess=10)] == ["a"]
-    assert [step.unit for step in plan([], units, excess=11)] == ["a", "b"]
-    assert plan([], units, excess=0) == ()
+    assert [step.unit for step in plan_eviction([], units, excess=10)] == ["a"]
+    assert [step.unit for step in plan_eviction([], units, excess=11)] == ["a", "b"]
+    assert plan_eviction([], units, excess=0) == ()
 
 
 def test_what_is_held_or_kept_stays() -> None:
     units = [unit("a", 1), unit("b", 2), unit("c", 3)]
     held = [environment("A", 1, "a", held=True)]
-    assert [step.unit for step in plan(held, units, excess=100, keep={"b"})] == ["c"]
+    assert [step.unit for step in plan_eviction(held, units, excess=100, keep={"b"})] == ["c"]
 
 
 def test_every_environment_of_a_unit_goes_before_it() -> None:
     environments = [environment("A", 1, "a", "b"), environment("B", 2, "a")]
-    assert plan(environments, [unit("a", 1), unit("b", 0)], excess=100) == (
+    assert plan_eviction(environments, [unit("a", 1), unit("b", 0)], excess=100) == (
         EvictionStep(unit="b", environments=("A",), size=10),
         EvictionStep(unit="a", environments=("A", "B"), size=10),
     )
@@ -60,7 +65,7 @@ def test_whatever_there_is_pinned_units_stay_and_enough_goes_if_it_can(
 ) -> None:
     units = [unit(name, used, size) for name, (used, size) in there.items()]
     environments = [environment(name, used, *of, held=held) for name, (used, of, held) in made.items()]
-    steps = plan(environments, units, excess=excess)
+    steps = plan_eviction(environments, units, excess=excess)
     gone = {step.unit for step in steps}
     pinned = {name for seen in environments if seen.held for name in seen.units}
     assert not gone & pinned

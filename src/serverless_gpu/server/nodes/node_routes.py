@@ -7,7 +7,6 @@ from serverless_gpu.model.access.roles import AccessReach
 from serverless_gpu.server.http.routing import Call, Routes, reading, writing
 from serverless_gpu.server.nodes.node_admission import NodeAdmission
 from serverless_gpu.server.nodes.node_service import NodeCommand, NodeRuleService, NodeService
-from serverless_gpu.server.pools.pool_service import PoolService
 from serverless_gpu.wire.agents import ForgetRequest, NodeList, NodeView, PoolList, PoolRequest, PoolView
 from serverless_gpu.wire.nodes import (
     ApproveRequest,
@@ -63,18 +62,6 @@ def put_calendar(call: Call, node_rules: NodeRuleService, node: str, body: Calen
 def quarantine(call: Call, node_rules: NodeRuleService, node: str, body: QuarantineRequest) -> NodeView:
     """Leave a device of a node out of what runs get, or take that back."""
     return node_rules.quarantine(_asked(call, node), body)
-
-
-@routes.get("/pools", needs=reading("pools"))
-def list_pools(call: Call, nodes: NodeService) -> PoolList:
-    """Return all pools."""
-    return PoolList(pools=tuple(nodes.view_pools()))
-
-
-@routes.put("/pools/{name}", needs=writing("pools"))
-def put_pool(call: Call, pools: PoolService, name: str, body: PoolRequest) -> PoolView:
-    """Make or change a pool, and move nodes into it."""
-    return pools.put(call.who, name, body)
 
 
 def _check_administrator(call: Call) -> None:
