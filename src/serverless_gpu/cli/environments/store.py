@@ -21,7 +21,7 @@ from serverless_gpu.environment.capture.snapshot_capture import Captured, take
 from serverless_gpu.environment.compression import LEVEL_LOCAL, LEVEL_REMOTE
 from serverless_gpu.environment.documents import Snapshot, SnapshotMember
 from serverless_gpu.environment.progress import ProgressPoint
-from serverless_gpu.environment.restore.cache.eviction_run import environments
+from serverless_gpu.environment.restore.cache.eviction import environments
 from serverless_gpu.environment.restore.cache.unit_cache import Cache
 from serverless_gpu.environment.restore.export import Exported, ExportRequest, export
 from serverless_gpu.environment.stores import repair as mending

@@ -5,12 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as some
 
-from serverless_gpu.environment.restore.cache.eviction_run import (
-    CachedEnvironment,
-    CachedUnit,
-    EvictionStep,
-    plan_eviction,
-)
+from serverless_gpu.environment.restore.cache.eviction import CachedEnvironment, CachedUnit, EvictionStep, plan_eviction
 
 
 def unit(name: str, used_ns: int, size: int = 10) -> CachedUnit:

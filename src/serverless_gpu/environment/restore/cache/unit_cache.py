@@ -31,7 +31,7 @@ from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.environment.documents import Snapshot, Unit, unit_address
 from serverless_gpu.environment.progress import Report, nobody
 from serverless_gpu.environment.restore.bytecode import CompileJob, compile_all
-from serverless_gpu.environment.restore.cache import eviction_run
+from serverless_gpu.environment.restore.cache import eviction
 from serverless_gpu.environment.restore.cache.cache_layout import (
     Looked,
     Places,
@@ -45,7 +45,7 @@ from serverless_gpu.environment.restore.cache.cache_layout import (
 )
 from serverless_gpu.environment.restore.cache.cache_locks import lock, locked, try_lock
 from serverless_gpu.environment.restore.cache.disk import full, total_bytes
-from serverless_gpu.environment.restore.cache.eviction_run import LOCK_WAIT_S, evicting_lock
+from serverless_gpu.environment.restore.cache.eviction import LOCK_WAIT_S, evicting_lock
 from serverless_gpu.environment.restore.cache.exposure import expose, exposed_since
 from serverless_gpu.environment.restore.cache.fetch import WAIT_S, Fetch, moved_bytes, room
 from serverless_gpu.environment.restore.cache.inspection import damage, drop_bytecode
@@ -194,7 +194,7 @@ class Cache(Places):
                 put_aside(fresh)
             else:
                 fresh.rename(place)
-        eviction_run.sweep(self)
+        eviction.sweep(self)
         return wrong
 
     def evict(self, max_bytes: int | None = None, free_floor_bytes: int | None = None) -> int:
@@ -206,13 +206,13 @@ class Cache(Places):
         Returns:
             The bytes that went.
         """
-        eviction_run.sweep(self)
-        eviction_run.forget(self, ENVIRONMENTS_MAX)
-        size = sum(unit.size for unit in eviction_run.units(self))
+        eviction.sweep(self)
+        eviction.forget(self, ENVIRONMENTS_MAX)
+        size = sum(unit.size for unit in eviction.units(self))
         limit = self._max_bytes if max_bytes is None else max_bytes
         floor = self.floor_bytes if free_floor_bytes is None else free_floor_bytes
         excess = max(size - limit, room(self, 0, floor))
-        return eviction_run.evict(self, excess) if excess > 0 else 0
+        return eviction.evict(self, excess) if excess > 0 else 0
 
     def make_space(self, needed: int, *, keep: Collection[str]) -> None:
         """Make room above the floor of free disk, by removing what was not used for longest.
@@ -225,8 +225,8 @@ class Cache(Places):
             StorageError: there is no room, and nothing more may go.
         """
         if short := room(self, needed, self.floor_bytes):
-            eviction_run.sweep(self)
-            eviction_run.evict(self, short, keep)
+            eviction.sweep(self)
+            eviction.evict(self, short, keep)
             if room(self, needed, self.floor_bytes):
                 raise full(self.units, needed, self.floor_bytes)
 
@@ -241,7 +241,7 @@ class Cache(Places):
 
     def sizes(self) -> tuple[int, int]:
         """Return how many units there are, and the bytes they take."""
-        units = eviction_run.units(self)
+        units = eviction.units(self)
         return len(units), sum(unit.size for unit in units)
 
     @property
@@ -409,7 +409,7 @@ class Cache(Places):
 
     def forget_made_of(self, address: str) -> None:
         """Have what was made of a damaged unit made again for the next user."""
-        for environment in eviction_run.environments(self):
+        for environment in eviction.environments(self):
             if address in environment.units:
                 place = self.environment(environment.address)
                 (place / "tree.ready").unlink(missing_ok=True)
