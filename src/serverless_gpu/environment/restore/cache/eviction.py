@@ -22,8 +22,14 @@ from pathlib import Path
 
 import msgspec
 
-from serverless_gpu.environment.restore.cache.cache_layout import Places, delete, put_aside, read_document
-from serverless_gpu.environment.restore.cache.cache_locks import locked, try_lock
+from serverless_gpu.environment.restore.cache.cache_layout import (
+    Places,
+    delete,
+    locked,
+    put_aside,
+    read_document,
+    try_lock,
+)
 from serverless_gpu.environment.restore.cache.exposure import expose, exposed_since, linking_lock, suspects
 from serverless_gpu.environment.restore.cache.shared_metadata import sweep_layers
 

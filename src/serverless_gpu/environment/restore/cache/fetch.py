@@ -29,9 +29,9 @@ from serverless_gpu.environment.restore.cache.cache_layout import (
     delete,
     make_public,
     put_aside,
+    try_lock,
     write_document,
 )
-from serverless_gpu.environment.restore.cache.cache_locks import try_lock
 from serverless_gpu.environment.restore.cache.disk import free_bytes, full, is_full, occupied_bytes
 from serverless_gpu.environment.restore.cache.unit_outline import outline
 from serverless_gpu.environment.restore.cache.unit_seal import sweep_unit

@@ -23,8 +23,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from serverless_gpu.environment.documents import Snapshot
-from serverless_gpu.environment.restore.cache.cache_layout import Places, make_public, read_document, write_document
-from serverless_gpu.environment.restore.cache.cache_locks import try_lock
+from serverless_gpu.environment.restore.cache.cache_layout import (
+    Places,
+    make_public,
+    read_document,
+    try_lock,
+    write_document,
+)
 from serverless_gpu.environment.restore.cache.unit_outline import Outline
 from serverless_gpu.environment.restore.cache.unpack import MTIME_S
 

@@ -37,13 +37,15 @@ from serverless_gpu.environment.restore.cache.cache_layout import (
     Places,
     UnitNote,
     exchange,
+    lock,
+    locked,
     make_public,
     put_aside,
     read_document,
+    try_lock,
     write_document,
     write_to_disk,
 )
-from serverless_gpu.environment.restore.cache.cache_locks import lock, locked, try_lock
 from serverless_gpu.environment.restore.cache.disk import full, total_bytes
 from serverless_gpu.environment.restore.cache.eviction import LOCK_WAIT_S, evicting_lock
 from serverless_gpu.environment.restore.cache.exposure import expose, exposed_since
