@@ -19,16 +19,16 @@ from tests.support.ray.node_tasks import LIMIT_S, NodeTask, cluster_directory, n
 pytestmark = [pytest.mark.heavy, pytest.mark.slow, pytest.mark.timeout(240)]
 
 REFUSED = """
-namespace._probe = lambda: "the kernel says no"
+pid_namespace._probe = lambda: "the kernel says no"
 """
 TAKEN = """
 import socket
-from _sgpu_inside.raycluster import ports
-somebody, find, found = socket.create_server(("127.0.0.1", 0)), ports.find, []
+from _sgpu_inside.raycluster import ray_start
+somebody, find, found = socket.create_server(("127.0.0.1", 0)), ray_start.find_ports, []
 def find_once_too_late(address):
     found.append(find(address))
     return found[0]._replace(gcs=somebody.getsockname()[1]) if len(found) == 1 else found[-1]
-ports.find = find_once_too_late
+ray_start.find_ports = find_once_too_late
 """
 
 

@@ -26,8 +26,8 @@ MODES = ("links",) if CANNOT_MOUNT else ("links", "overlay")
 _ENTER = """
 import json, os, sys
 sys.path.insert(0, os.path.dirname(os.path.dirname(sys.argv[1])))
-from inside import mounts
-mounts.enter(json.loads(sys.argv[2]))
+from inside import namespaces
+namespaces.enter_mounts(json.loads(sys.argv[2]))
 os.execv(sys.argv[3], sys.argv[3:])
 """
 

@@ -34,7 +34,7 @@ spec = importlib.util.spec_from_file_location(
 sys.modules["_sgpu_inside"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(sys.modules["_sgpu_inside"])
 from _sgpu_inside import channel, rank
-from _sgpu_inside.raycluster import namespace, ray_start, task
+from _sgpu_inside.raycluster import pid_namespace, ray_start, task
 exec(sys.argv[4])
 os._exit(rank.main(channel.Channel.adopt(int(sys.argv[2])), channel.Channel.adopt(int(sys.argv[3]))))
 """

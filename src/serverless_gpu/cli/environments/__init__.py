@@ -1,10 +1,9 @@
 """`sgpu env`: captures Python environments into a store, restores and compares them, and deletes unneeded ones.
 
-    show.py           show · fingerprint · diff     writes nothing but the index that makes the next scan fast
-    capture.py        capture · restore
-    gc.py             gc
-    locations.py      the interpreter, the store and the snapshot that the options name
-    snapshot_text.py  a snapshot as text and JSON · progress_meter.py the progress of a capture or restore
+    show.py            show · fingerprint · diff     writes nothing but the index that makes the next scan fast
+    store.py           capture · restore · gc
+    locations.py       the interpreter, the store and the snapshot that the options name
+    progress_meter.py  the progress of a capture or restore
 
 The commands are declared here; what they need is loaded when one is called, so that `sgpu status` does not pay for it.
 A result goes to stdout, everything else to stderr. Exit codes: 0, 1 for a failure, 2 for a wrong command line, 130
@@ -96,7 +95,7 @@ def capture(repair: bool, python: str | None, store: str | None, as_json: bool) 
     What was sent stays when it is interrupted: the next capture goes on from there.
     """
     with _interruptible("what was sent stays, and the next capture goes on from there; no snapshot was made"):
-        _room("capture").capture(python, store, repair=repair, as_json=as_json)
+        _room("store").capture(python, store, repair=repair, as_json=as_json)
 
 
 @env.command()
@@ -112,7 +111,7 @@ def restore(address: str, directory: str, copies: bool, python: str | None, stor
     --python names the interpreter to put it on; default: one of the same version that is found on this machine.
     """
     with _interruptible("the directory was not made; what was fetched stays, and the next restore goes on from there"):
-        _room("capture").restore_into(address, directory, python, store, copies=copies, as_json=as_json)
+        _room("store").restore_into(address, directory, python, store, copies=copies, as_json=as_json)
 
 
 @env.command()
@@ -159,7 +158,7 @@ def gc(keep: str, grace: str, cache: str | None, store: str | None, **flags: boo
     deleted by a later gc, at least --grace after that.
     """
     with _interruptible("what was deleted is gone, the rest is as it was, and the next gc goes on"):
-        _room("gc").collect_garbage((keep, grace, cache), store, **flags)
+        _room("store").collect_garbage((keep, grace, cache), store, **flags)
 
 
 def _room(name: str) -> ModuleType:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from serverless_gpu.client.runs.attachment import attach
+from serverless_gpu.lazy_import import load
 from serverless_gpu.node.attempt.history import read_ending
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class RunEnding(NamedTuple):
 
 def fetch_ending(view: RunView) -> RunEnding | None:
     """Return how a run that has ended did; None where the server does not say. Nothing is unpickled."""
-    run = attach(view.id)
+    run = load("serverless_gpu.client.runs.attachment").attach(view.id)
     run.wait(_ENDING_S)
     stopped = read_ending(run.directory)
     return None if stopped is None else RunEnding(stopped, run.directory)

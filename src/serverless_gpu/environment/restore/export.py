@@ -18,8 +18,15 @@ import msgspec
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.progress import Report, nobody
 from serverless_gpu.environment.restore.assembly import AssemblyTarget, TreePart
-from serverless_gpu.environment.restore.cache.cache_layout import delete, locked, make_public
-from serverless_gpu.environment.restore.cache.disk import free_bytes, full, is_full, occupied_bytes
+from serverless_gpu.environment.restore.cache.cache_layout import (
+    delete,
+    free_bytes,
+    full,
+    is_full,
+    locked,
+    make_public,
+    occupied_bytes,
+)
 from serverless_gpu.environment.restore.cache.exposure import linking
 from serverless_gpu.environment.restore.cache.unit_cache import Cache
 from serverless_gpu.environment.restore.link_tree import ContentSource, Linked, fill

@@ -4,7 +4,7 @@
     standing by, runs waiting for one
 
 A zygote serves one owner, because it runs code that its owner's ranks could have written. Zygotes of a server's
-principals, and each of their stems, have a user namespace of their own (`inside/user_namespace.py`); without it a rank
+principals, and each of their stems, have a user namespace of their own (`inside/namespaces.py`); without it a rank
 could write the memory of another owner's zygote.
 
 A zygote is stale when a file it loaded has changed since. A package it never loaded may change; ranks see the new one.

@@ -1,4 +1,4 @@
-"""Detects whether a home's machine is in a Ray pool: its ranks are fenced then (`inside/fence.py`).
+"""Detects whether a home's machine is in a Ray pool: its ranks are fenced then (`inside/linux.py`).
 
 server/ray/keeper.lock is held by what keeps the Ray of a server here (`sgpu up --engine ray`), ray/keeper.lock by `sgpu
 join`.

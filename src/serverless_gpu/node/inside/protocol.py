@@ -2,7 +2,7 @@
 
     agent ──▶ zygote   {"op": "stem", "cgroups": [path, …], "ranks": n, "mounts": plan, "apart": bool}
                                                    fork one stem, n ranks standing by; with a plan
-                                                   (`mounts.py`) and a descriptor, in another environment;
+                                                   (`namespaces.py`) and a descriptor, in another environment;
                                                    "apart": in a user namespace of its own
                        {"op": "hold"} + descriptors                    kept open until the zygote and its stems end
     zygote ─▶ agent    {"event": "ready", "modules": [path, …], "packages": {name: path},
@@ -16,7 +16,7 @@
                                                                        each runs that instead of the call;
                                                                        "tracked": MLflow knows the job's run;
                                                                        "ray": the rank's share of a cluster
-                                                                       (`raycluster/words.py`), which it makes
+                                                                       (`raycluster/share.py`), which it makes
                        {"op": "release"}                              all have returned: ranks may exit
                        {"op": "signal", "signal": n, "ranks": [n, …]} · {"op": "kill"}
     stem ─▶ supervisor {"event": "standby", "version": n, "pid": n, "cgroups": [path, …]}

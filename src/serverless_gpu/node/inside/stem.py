@@ -33,7 +33,7 @@ from typing import NamedTuple, NoReturn
 from . import linux, namespaces, protocol, rank
 from .channel import Channel, pair
 from .launcher import enter_cgroups
-from .raycluster import share
+from .raycluster.share import remove_directory
 
 _EMPTYING_TRIES_MAX = 500
 _EMPTYING_PAUSE_MS = 10
@@ -131,7 +131,7 @@ class _Stem:
         received = self.channel.receive()
         if received is None:
             self._empty()
-            share.remove_directory(self.cluster)
+            remove_directory(self.cluster)
             return False
         message, fds = protocol.decode(received[0]), received[1]
         match message.get("op"):

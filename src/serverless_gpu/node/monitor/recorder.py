@@ -8,7 +8,7 @@ Failure cases: the supervisor's connection ends without `Settled` (it was killed
 follows the attempt's files until they show its end); the home is full (samples are lost, reported once); the run's
 directory is deleted (nothing is written any more).
 
-Reads the metrics of a Ray cluster on this node, written by `inside/raycluster/monitor.py`.
+Reads the metrics of a Ray cluster on this node, written by `inside/raycluster/metrics.py`.
 
 Failure cases: no file; an old file, because Ray hangs or is gone; a file that is none of ours (a pipe, a directory, a
 gigabyte): each counts as no metrics.

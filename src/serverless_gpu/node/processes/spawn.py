@@ -175,7 +175,7 @@ class CallerInterpreter(NamedTuple):
     flags: Sequence[str]
     # the caller's variables; those read at start, and a few every program expects, are passed on
     environ: Mapping[str, str]
-    mounts: Sequence[Mapping[str, object]] = ()  # of its environment, for `inside/mounts.py`
+    mounts: Sequence[Mapping[str, object]] = ()  # of its environment, for `inside/namespaces.py`
     cgroups: Sequence[str] = ()  # directories of those that it starts in
     namespace: Literal["", "wanted", "required"] = ""  # a user namespace: not at all, where possible, or required
 

@@ -1,6 +1,6 @@
 """The supervisor's part of a run's private Ray cluster: what a node offers to it, and its directory.
 
-    supervisor ─ AttemptCluster ─▶ /tmp/sgpu-ray-<8 hex>, 0700, and its flock ─▶ stem (`inside/raycluster/directory.py`)
+    supervisor ─ AttemptCluster ─▶ /tmp/sgpu-ray-<8 hex>, 0700, and its flock ─▶ stem (`inside/raycluster/share.py`)
                ├─ share ─▶ "go" ─▶ the rank that makes the node's part of the cluster (`inside/raycluster/`)
                └─ close, when no process is left: logs kept in the attempt (`ray_logs.py`), directory removed
     agent ─ ClusterSweeper ─▶ a clean process removes what no process holds

@@ -166,7 +166,7 @@ CASES = (
     ("train(); join()", False),
     ("join(); dist.destroy_process_group(); train()", False),
     ("train(); sys.modules['mpi4py.MPI'] = sys", False),
-    ("train(); os.environ[training_evidence.SWITCH] = '0'", False),
+    ("train(); os.environ[process_group.SWITCH] = '0'", False),
 )
 
 
@@ -175,7 +175,7 @@ def test_23A1_a_rank_knows_whether_it_trained_without_the_others() -> None:
     said = run_rank(
         """
 import os, torch, torch.distributed as dist
-from _sgpu_inside import training_evidence
+from _sgpu_inside import process_group
 def train():
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
 def join():
@@ -183,7 +183,7 @@ def join():
 for code in sys.argv[2:]:
     if os.fork() == 0:
         exec(code)
-        print(training_evidence.trained_alone(2), flush=True)
+        print(process_group.trained_alone(2), flush=True)
         os._exit(0)
     os.wait()
 """,

@@ -354,7 +354,7 @@ def test_another_user_without_rights_can_use_it(made: Made, public: Cache, mode:
     program = command(restored, "python", "-c", code, outside="/usr/bin/python3")
     if restored.mounts:
         shutil.copytree(Path(program[4]).parent, public.root / "inside")
-        program[4] = str(public.root / "inside" / "mounts.py")
+        program[4] = str(public.root / "inside" / "namespaces.py")
     user = ["setpriv", "--reuid", str(NOBODY), "--regid", str(NOBODY), "--clear-groups"]
     done = subprocess.run([*user, *program], capture_output=True, text=True, check=False, cwd="/", timeout=60)
     assert done.stdout.strip() == f"{NOBODY} 1 x", done.stderr

@@ -30,12 +30,12 @@ PREAMBLE = """
 import json, os, sys
 place = sys.argv[1]
 sys.path.insert(0, place)
-from inside import mounts
+from inside import namespaces
 def mount(at, *layers):
     return {"at": os.path.join(place, at), "layers": list(layers), "directory": place}
 def refused(*wanted):
     try:
-        mounts.enter(wanted)
+        namespaces.enter_mounts(wanted)
     except OSError as error:
         return str(error)
 """
@@ -78,7 +78,7 @@ def users() -> list[int | None]:
 @pytest.mark.parametrize("uid", users())
 def test_layers_are_seen_as_one_by_this_process_only(place: Path, uid: int | None) -> None:
     code = """
-mounts.enter([mount("view", "b", "a", "c")])
+namespaces.enter_mounts([mount("view", "b", "a", "c")])
 print(json.dumps([sorted(os.listdir(place + "/view/shared")), open(place + "/view/which").read(), os.getuid()]))
 """
     assert json.loads(run(code, place, uid=uid)) == [["a", "b", "c"], "b", os.getuid() if uid is None else uid]
@@ -89,7 +89,7 @@ print(json.dumps([sorted(os.listdir(place + "/view/shared")), open(place + "/vie
 def test_nothing_can_be_written_and_no_rights_are_won(place: Path, uid: int | None) -> None:
     code = """
 before = os.getcwd()
-mounts.enter([mount("view", "a", "b")])
+namespaces.enter_mounts([mount("view", "a", "b")])
 assert os.getcwd() == before
 try:
     open(place + "/view/new", "w")
@@ -106,10 +106,10 @@ print(status["NoNewPrivs"].strip())
 @pytest.mark.parametrize("uid", users())
 def test_a_child_mounts_another_environment_over_the_same_place(place: Path, uid: int | None) -> None:
     code = """
-mounts.enter([mount("view", "a", "b")])
+namespaces.enter_mounts([mount("view", "a", "b")])
 pid = os.fork()
 if pid == 0:
-    mounts.enter([mount("view", "c", "a")])
+    namespaces.enter_mounts([mount("view", "c", "a")])
     print("child", open(place + "/view/which").read(), sorted(os.listdir(place + "/view/shared")), flush=True)
     os._exit(0)
 os.waitpid(pid, 0)
@@ -121,7 +121,7 @@ print("parent", open(place + "/view/which").read(), sorted(os.listdir(place + "/
 @pytest.mark.parametrize("uid", users())
 def test_one_mount_lies_in_another_and_an_executed_program_sees_both(place: Path, uid: int | None) -> None:
     code = """
-mounts.enter([mount("view", "a", "b"), mount("view/shared", "c", "a")])
+namespaces.enter_mounts([mount("view", "a", "b"), mount("view/shared", "c", "a")])
 os.execv("/bin/cat", ["cat", place + "/view/shared/which", place + "/view/which"])
 """
     assert run(code, place, uid=uid) == "ca"
@@ -134,7 +134,7 @@ def test_480_layers_fit_and_names_that_do_not_are_refused_before_anything_change
     code = """
 print(refused(mount("view", *["long name of a layer"] * 300)))
 print(os.readlink("/proc/self/ns/mnt") == os.readlink("/proc/%d/ns/mnt" % os.getppid()))
-mounts.enter([mount("view", *map(str, range(480)))])
+namespaces.enter_mounts([mount("view", *map(str, range(480)))])
 print(len(os.listdir(place + "/view")))
 """
     refusal, same_namespace, seen = run(code, place).splitlines()
@@ -169,11 +169,11 @@ def test_23C1_root_without_the_right_to_mount_mounts_in_a_user_namespace(place: 
     (place / "theirs").chmod(0o600)
     os.chown(place / "theirs", NOBODY, NOBODY)
     code = """
-print(mounts.probe() or "can", flush=True)
-mounts.enter([mount("view", "a", "b")])
+print(namespaces.probe_mounts() or "can", flush=True)
+namespaces.enter_mounts([mount("view", "a", "b")])
 pid = os.fork()
 if pid == 0:  # a stem, in the environment of its zygote
-    mounts.enter([mount("view", "c", "a")])
+    namespaces.enter_mounts([mount("view", "c", "a")])
     seen = os.stat(place + "/theirs")
     print(open(place + "/view/which").read(), open(place + "/theirs").read(), seen.st_uid, os.getuid(), flush=True)
     os._exit(0)
@@ -184,8 +184,8 @@ os.waitpid(pid, 0)
 
 def test_23C1_who_can_have_no_namespace_says_which_steps_were_refused(place: Path) -> None:
     refused = "a mount namespace cannot be made: Operation not permitted; with a user namespace: "
-    nothing = run("print(mounts.probe())", place, before=without("all"))
+    nothing = run("print(namespaces.probe_mounts())", place, before=without("all"))
     assert nothing == golden("node.mounts.ids-user-namespace", refused=refused)
     shutil.rmtree(place / "inside")
-    docker = run("print(mounts.probe())", place, before=(*without("sys_admin"), *refusing("no-namespaces")))
+    docker = run("print(namespaces.probe_mounts())", place, before=(*without("sys_admin"), *refusing("no-namespaces")))
     assert docker == golden("node.mounts.user-namespace-cannot", refused=refused)

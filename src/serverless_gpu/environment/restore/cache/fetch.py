@@ -27,12 +27,15 @@ from serverless_gpu.environment.restore.cache.cache_layout import (
     Places,
     UnitNote,
     delete,
+    free_bytes,
+    full,
+    is_full,
     make_public,
+    occupied_bytes,
     put_aside,
     try_lock,
     write_document,
 )
-from serverless_gpu.environment.restore.cache.disk import free_bytes, full, is_full, occupied_bytes
 from serverless_gpu.environment.restore.cache.unit_outline import outline
 from serverless_gpu.environment.restore.cache.unit_seal import sweep_unit
 from serverless_gpu.environment.restore.cache.unpack import unpack_each

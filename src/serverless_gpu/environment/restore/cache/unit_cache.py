@@ -37,16 +37,17 @@ from serverless_gpu.environment.restore.cache.cache_layout import (
     Places,
     UnitNote,
     exchange,
+    full,
     lock,
     locked,
     make_public,
     put_aside,
     read_document,
+    total_bytes,
     try_lock,
     write_document,
     write_to_disk,
 )
-from serverless_gpu.environment.restore.cache.disk import full, total_bytes
 from serverless_gpu.environment.restore.cache.eviction import LOCK_WAIT_S, evicting_lock
 from serverless_gpu.environment.restore.cache.exposure import expose, exposed_since
 from serverless_gpu.environment.restore.cache.fetch import WAIT_S, Fetch, moved_bytes, room

@@ -11,7 +11,7 @@
       │ ◀── {"done"} ───────────────────────────────────  │  the driver has ended: end Ray, return
 
 A frame is four bytes of length and a JSON object. The secret never travels; neither does Ray's token, which every node
-derives from it (`variables.py`). Frames after the proofs are not signed: an attacker who can write into this connection
+derives from it (`ray_start.py`). Frames after the proofs are not signed: an attacker who can write into this connection
 can write into Ray's, too, which are not encrypted either.
 
 Failure cases. A connection that does not prove itself in time, sends too much or nonsense, or claims node 0, a taken

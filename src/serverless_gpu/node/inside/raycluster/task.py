@@ -1,14 +1,14 @@
 """The node task: one process per node of a Ray cluster; on node 0 it runs the function as driver.
 
     supervisor ── "go" with "ray" ─▶ stem ─▶ rank process: the node task (one thread)
-                                               ├─ init       of the family's pid namespace (`namespace.py`)
+                                               ├─ init       of the family's pid namespace (`pid_namespace.py`)
                                                ├─ driver     imports Ray meanwhile, waits (`driver.py`)
                                                ├─ ray start  --block --head … (`ray_start.py`)
-                                               └─ monitor   Ray's metrics into a file (`monitor.py`)
+                                               └─ monitor   Ray's metrics into a file (`metrics.py`)
     ready ─▶ driver: function(*args) ─▶ events, passed on ─▶ supervisor
     driver ends ─▶ family ends ─▶ ends as the driver did; the supervisor keeps Ray's logs and removes the directory
 
-On the other nodes of a cluster there is no driver (`member.py`). It speaks to the supervisor as any rank does. SIGTERM
+On the other nodes of a cluster there is no driver (`cluster.py`). It speaks to the supervisor as any rank does. SIGTERM
 goes to the driver, and so do the signals by which a rank is asked where it is; the memfd for the answer is the same
 file in both.
 
@@ -184,7 +184,7 @@ class _Task:
         return gone
 
     def _record_metrics(self, found: Ports, leave: Callable[[], None]) -> None:
-        """Have this node's metrics read (`monitor.py`) for as long as the family lives.
+        """Have this node's metrics read (`metrics.py`) for as long as the family lives.
 
         `leave` closes what the process that reads them must not hold.
         """

@@ -33,13 +33,13 @@ def test_a_port_somebody_listens_on_where_ray_will_is_not_given(nodes: int, list
     said = run_rank(
         """
 import socket
-from _sgpu_inside.raycluster import ports
+from _sgpu_inside.raycluster import ray_start
 address, listens = sys.argv[2:]
-taken = ports.find("")[0]
-ports._span = lambda _: (taken, taken + len(ports.Ports._fields) + 5)  # a few more than it takes
+taken = ray_start.find_ports("")[0]
+ray_start._port_range = lambda _: (taken, taken + len(ray_start.Ports._fields) + 5)  # a few more than it takes
 with socket.create_server((listens, taken)):
-    print(any(taken in ports.find(address) for _ in range(20)))
-print(any(taken in ports.find(address) for _ in range(20)))
+    print(any(taken in ray_start.find_ports(address) for _ in range(20)))
+print(any(taken in ray_start.find_ports(address) for _ in range(20)))
 """,
         ray_start.listens_at(SHARE._replace(num_nodes=nodes)),
         listens,

@@ -10,11 +10,11 @@ from tests.support.node.rank_process import run_rank
 
 PREAMBLE = """
 import json, os, select, signal, time
-from _sgpu_inside import linux, mounts
-from _sgpu_inside.raycluster import namespace
+from _sgpu_inside import linux, namespaces
+from _sgpu_inside.raycluster import pid_namespace
 if sys.argv[2] == "refused":
-    namespace._probe = lambda: "the kernel says no"
-family = namespace.Family()
+    pid_namespace._probe = lambda: "the kernel says no"
+family = pid_namespace.Family()
 def start(run):
     reading, writing = os.pipe()
     pid = family.fork(lambda: run(writing))

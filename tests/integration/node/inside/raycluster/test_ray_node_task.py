@@ -19,12 +19,12 @@ from tests.support.ray import drivers, node_tasks
 from tests.support.ray.node_tasks import NodeTask, cluster_directory, node_task, share
 
 REFUSED = """
-namespace._probe = lambda: "the kernel says no"
-namespace._REAP_S = 0.02
+pid_namespace._probe = lambda: "the kernel says no"
+pid_namespace._REAP_S = 0.02
 """
 NO_PROCESS = """
-fork = namespace.Family.fork
-namespace.Family.fork = lambda family, run: (_ for _ in ()).throw(OSError(11, "no process can be had"))
+fork = pid_namespace.Family.fork
+pid_namespace.Family.fork = lambda family, run: (_ for _ in ()).throw(OSError(11, "no process can be had"))
 """
 # What the supervisor does to all ranks of a run when one of them has failed.
 STOPPED_WHILE_IT_SAYS_SO = """
@@ -77,7 +77,7 @@ def test_no_process_to_be_had_is_a_failure_that_says_so(before: str, tmp_path: P
 
 def test_a_node_that_says_what_it_lost_is_not_disturbed_by_being_stopped(tmp_path: Path, directory: Path) -> None:
     lonely = share(directory, node_rank=1, num_nodes=2, head=("127.0.0.1", 1))
-    impatient = "from _sgpu_inside.raycluster import member\nmember._REACH_S = 0.0"
+    impatient = "from _sgpu_inside.raycluster import cluster\ncluster._REACH_S = 0.0"
     with node_task(
         tmp_path / "a",
         lonely,
@@ -229,13 +229,13 @@ def test_a_user_whose_rank_has_threads_has_a_cluster_without_a_namespace() -> No
     said = run_rank(
         """
 import codecs, os, threading
-from _sgpu_inside.raycluster import namespace
+from _sgpu_inside.raycluster import pid_namespace
 codecs.lookup("ascii")
 os.setgid(65534)
 os.setuid(65534)
 stop = threading.Event()
 threading.Thread(target=stop.wait, daemon=True).start()
-family = namespace.Family()
+family = pid_namespace.Family()
 print(bool(family.refused))
 print(os.waitstatus_to_exitcode(os.waitpid(family.fork(lambda: 7), 0)[1]))
 family.end()

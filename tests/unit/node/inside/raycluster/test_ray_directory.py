@@ -31,7 +31,7 @@ CONTEXT = Context(python="python3", flags=(), environ={}, cwd="/", umask=0o022, 
 @pytest.fixture(autouse=True)
 def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Have directories of clusters made here, where no other's are."""
-    monkeypatch.setattr(share, "PARENT", str(tmp_path / "tmp"))
+    monkeypatch.setattr(share, "DIRECTORY_PARENT", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
     return tmp_path / "tmp"
 
@@ -159,12 +159,12 @@ def test_what_leads_to_spilled_objects_stays_as_long_as_they_do(
         path.mkdir()
     (cluster / "spill").symlink_to(led)
     rmtree = shutil.rmtree
-    monkeypatch.setattr(share, "PAUSE_MS", 0)
+    monkeypatch.setattr(share, "REMOVE_PAUSE_MS", 0)
     monkeypatch.setattr(shutil, "rmtree", lambda path, **how: None if str(path) == str(led) else rmtree(path, **how))
     assert not share.remove_directory(str(cluster))
     assert (cluster / "spill").exists()
     monkeypatch.undo()
-    monkeypatch.setattr(share, "PARENT", str(parent))
+    monkeypatch.setattr(share, "DIRECTORY_PARENT", str(parent))
     assert share.remove_directory(str(cluster)) and not led.exists()
 
 
@@ -218,7 +218,7 @@ def test_where_no_name_is_free_the_run_cannot_start(
 
 
 def test_no_room_for_it_is_said_as_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parent: Path) -> None:
-    monkeypatch.setattr(share, "PARENT", "/proc")
+    monkeypatch.setattr(share, "DIRECTORY_PARENT", "/proc")
     with pytest.raises(NoDirectory, match=re.escape(golden("node.ray_directory.directory-can-made"))):
         AttemptCluster(launched(tmp_path, RunSpec(ray=RayCluster()), devices(1), 1), devices(1))
 
@@ -351,11 +351,11 @@ def test_what_goes_with_the_devices(
     tmp_path: Path, spec: RunSpec, having: tuple[Device, ...], of_type: int, expected: tuple[int, str, int, int]
 ) -> None:
     cluster = AttemptCluster(launched(tmp_path, spec, having, of_type), having)
-    share = read_share({**cluster.share(), "head": ["127.0.0.1", 0]})
+    given = read_share({**cluster.share(), "head": ["127.0.0.1", 0]})
     cluster.close()
-    assert (share.devices, share.accelerator, share.cpus, share.object_store_bytes) == expected
-    assert (share.directory, share.node_rank, share.num_nodes, share.address) == (cluster.path, 0, 1, "127.0.0.1")
-    assert len(share.secret) == 64 and share.host == os.uname().nodename
+    assert (given.devices, given.accelerator, given.cpus, given.object_store_bytes) == expected
+    assert (given.directory, given.node_rank, given.num_nodes, given.address) == (cluster.path, 0, 1, "127.0.0.1")
+    assert len(given.secret) == 64 and given.host == os.uname().nodename
 
 
 @pytest.mark.parametrize(
