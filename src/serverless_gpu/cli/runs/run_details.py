@@ -19,10 +19,10 @@ import msgspec
 from serverless_gpu.ambient import format_moment
 from serverless_gpu.cli.output import columns, print_json, say
 from serverless_gpu.cli.runs import server_runs
-from serverless_gpu.cli.runs.run_endings import fetch_ending
 from serverless_gpu.cli.runs.run_location import locate, queued_runs, this_home
 from serverless_gpu.cli.runs.run_table import as_json as as_json_of
 from serverless_gpu.cli.runs.run_table import cost_so_far, name_of, took_ms, took_text
+from serverless_gpu.cli.runs.server_runs import fetch_ending
 from serverless_gpu.cli.server_connection import patient_server
 from serverless_gpu.client.runs.attachment import attach
 from serverless_gpu.client.runs.outcome import ending_text

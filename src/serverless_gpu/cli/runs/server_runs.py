@@ -1,8 +1,12 @@
-"""Runs of a server, as commands list them; `server_run_details.py` has everything about one."""
+"""Runs of a server, as commands list them; `server_run_details.py` has everything about one.
+
+How a run of the server ended, as commands read it: the last message of its stream, and its files.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -13,10 +17,12 @@ from serverless_gpu.model.lifecycle.attempt import TERMINAL, State
 from serverless_gpu.model.receipt import nodes_text
 from serverless_gpu.model.scheduling import wait_messages
 from serverless_gpu.model.spec import Command
+from serverless_gpu.node.attempt.history import read_ending
 from serverless_gpu.units import format_duration_ms
 
 if TYPE_CHECKING:
     from serverless_gpu.model.cost import Cost
+    from serverless_gpu.node.base.stop_message import Stopped
     from serverless_gpu.wire.queue import WaitView
     from serverless_gpu.wire.runs import CrewView, RunView
 
@@ -134,3 +140,21 @@ def _crew(crew: CrewView) -> dict[str, object]:
         "started": None if crew.started_ns is None else format_utc(crew.started_ns),
         "ended": None if crew.ended_ns is None else format_utc(crew.ended_ns),
     }
+
+
+_ENDING_S = 10.0
+
+
+class RunEnding(NamedTuple):
+    """Ending of a run."""
+
+    stopped: Stopped
+    directory: Path  # local files of the last attempt
+
+
+def fetch_ending(view: RunView) -> RunEnding | None:
+    """Return how a run that has ended did; None where the server does not say. Nothing is unpickled."""
+    run = load("serverless_gpu.client.runs.attachment").attach(view.id)
+    run.wait(_ENDING_S)
+    stopped = read_ending(run.directory)
+    return None if stopped is None else RunEnding(stopped, run.directory)

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from serverless_gpu.model.hardware import CPU
-from serverless_gpu.model.scheduling.impossible_requests import ELSEWHERE_REMEDY, NO_GPU_REMEDY
-from serverless_gpu.model.scheduling.planner import Planner
-from serverless_gpu.model.scheduling.values import Node, NodeSeen, Pool, PoolSeen, QueuedRun
+from serverless_gpu.model.scheduling.impossible_requests import ELSEWHERE_REMEDY, NO_GPU_REMEDY, never_served
+from serverless_gpu.model.scheduling.planner_state import PlannerState
+from serverless_gpu.model.scheduling.values import Node, Pool, QueuedRun, QueuePolicy
 
 CHOICES_MAX = 6
 
@@ -43,12 +43,16 @@ class Shortage(msgspec.Struct, frozen=True, kw_only=True):
 
 def shortage(nodes: Sequence[Node], pools: Iterable[Pool], wanted: QueuedRun) -> Shortage | None:
     """Return why none of these nodes could ever serve a run, or None when one could."""
-    planner = Planner()
-    planner.apply([*map(PoolSeen, pools), *map(NodeSeen, nodes)])
-    why = planner.impossible(wanted)
+    state = PlannerState(QueuePolicy())
+    for pool in pools:
+        state.floor.see_pool(pool)
+    for node in nodes:
+        state.floor.see(node)
+    why = never_served(state, wanted, state.queue.ask(wanted))
     if not why:
         return None
-    found = [choice for choice in _similar(nodes, wanted) if not planner.impossible(_changed(wanted, choice))]
+    changed = ((choice, _changed(wanted, choice)) for choice in _similar(nodes, wanted))
+    found = [choice for choice, similar in changed if not never_served(state, similar, state.queue.ask(similar))]
     return Shortage(why=why.removesuffix(NO_GPU_REMEDY).removesuffix(ELSEWHERE_REMEDY), choices=tuple(_best(found)))
 
 
