@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 PENDING_S = 60.0
 """Entries are chained within a second or two; longer than this, something keeps them from it."""
 _PAGE = 1000
+LINE_BYTES_MAX = 1 << 20
+_decode = msgspec.json.Decoder(ChainedEntry).decode
 
 
 @click.group()
@@ -173,10 +175,6 @@ def _told(link: ChainedEntry) -> str:
 
 def _named(head: ChainHead) -> str:
     return f"entry {head.number}, {head.sha256[:16]}…" if head.number else "no entry"
-
-
-LINE_BYTES_MAX = 1 << 20
-_decode = msgspec.json.Decoder(ChainedEntry).decode
 
 
 def read_copy(path: Path) -> Iterator[ChainedEntry]:

@@ -23,8 +23,13 @@ from serverless_gpu.errors import EnvironmentMissing
 from serverless_gpu.units import format_bytes, format_duration_ms
 
 _PTH_BYTES_MAX = 65_536
-
 Value = TypeVar("Value")
+SHORT = 12
+"""Digits of an address that are shown: enough to be the only one in any store one will meet."""
+_LARGEST = 10
+_NAMED_MAX = 8
+_LEFT_OUT_MAX = 20
+_CODE_CHARACTERS_MAX = 60
 
 
 class EnvironmentState(msgspec.Struct, kw_only=True):
@@ -178,14 +183,6 @@ def _contents(sources: Mapping[str, LocalUnit]) -> Contents:
 def _print(lines: list[str]) -> None:
     for line in lines:
         say(line)
-
-
-SHORT = 12
-"""Digits of an address that are shown: enough to be the only one in any store one will meet."""
-_LARGEST = 10
-_NAMED_MAX = 8
-_LEFT_OUT_MAX = 20
-_CODE_CHARACTERS_MAX = 60
 
 
 class Contents(msgspec.Struct, frozen=True, kw_only=True):

@@ -31,6 +31,8 @@ from serverless_gpu.environment.stores.store_urls import is_remote
 from serverless_gpu.errors import InvalidValue, StorageError
 from serverless_gpu.units import format_bytes, format_duration_ms
 
+_UNREADABLE_MAX = 5
+
 
 def capture(python: str | None, store: str | None, *, repair: bool, as_json: bool) -> None:
     """Capture an environment and print what was new."""
@@ -125,9 +127,6 @@ def restored_text(made: Exported, snapshot: Snapshot) -> list[str]:
     if made.linked:
         lines.append("files of packages are links to the cache, read-only: to edit one, restore with --copies")
     return [*lines, f"use it: {shlex.quote(made.python)}"]
-
-
-_UNREADABLE_MAX = 5
 
 
 def collect_garbage(

@@ -34,6 +34,8 @@ from serverless_gpu.node.supervisor.gpu_faults import suspects
 from serverless_gpu.units import format_bytes
 
 _SHORT = 12
+_RUNS_MAX = 500
+_WAITS_MAX = 3
 
 
 @click.command()
@@ -123,10 +125,6 @@ def stop() -> None:
         say("Ray has ended here; runs go on")
     if said := stop_mlflow(home):
         say_lines(said)
-
-
-_RUNS_MAX = 500
-_WAITS_MAX = 3
 
 
 class ServerState(msgspec.Struct, frozen=True, kw_only=True):

@@ -38,6 +38,10 @@ from serverless_gpu.wire.nodes import (
     QuarantineRequest,
 )
 
+_LOOK_S = 0.5
+_SHORTEST = 4  # characters of a uuid that stand for it
+_ZONES = "/zoneinfo/"
+
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -160,11 +164,6 @@ def for_whom(view: NodeView) -> str:
     until = f" until {format_soon(view.turns_ns)}" if view.turns_ns is not None else ""
     first = f", {calendar.owner} first" if view.shared and calendar.owner_first else ""
     return f"{who}{until}{first}"
-
-
-_LOOK_S = 0.5
-_SHORTEST = 4  # characters of a uuid that stand for it
-_ZONES = "/zoneinfo/"
 
 
 @click.command()

@@ -36,6 +36,7 @@ _WHOLE = re.compile(r"[0-9a-z]{26}")
 _PART = re.compile(r"[0-9a-z]{1,25}")
 _FEW = 10
 """Runs that begin alike, of which several mean that more has to be typed."""
+_NAMED_MAX = 5
 
 
 class Located(NamedTuple):
@@ -131,9 +132,6 @@ def _page(home: Home, query: dict[str, str]) -> RunPage | None:
     with contextlib.closing(connect_briefly(find_profile(home.root, os.environ))) as connection:
         found: RunPage = connection.ask("GET", "/runs", answer=load("serverless_gpu.wire.runs").RunPage, query=query)
     return found
-
-
-_NAMED_MAX = 5
 
 
 def this_home() -> Home:

@@ -18,7 +18,7 @@ import msgspec
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.progress import Report, nobody
 from serverless_gpu.environment.restore.assembly import AssemblyTarget, TreePart
-from serverless_gpu.environment.restore.cache.cache_layout import (
+from serverless_gpu.environment.restore.cache.cache_directory import (
     delete,
     free_bytes,
     full,

@@ -12,7 +12,7 @@ from serverless_gpu.environment.documents import Root, Snapshot, Unit
 from serverless_gpu.environment.progress import Report
 from serverless_gpu.environment.restore import bytecode
 from serverless_gpu.environment.restore.bytecode import CompileJob
-from serverless_gpu.environment.restore.cache.cache_layout import make_public, read_document
+from serverless_gpu.environment.restore.cache.cache_directory import make_public, read_document
 from serverless_gpu.environment.restore.cache.unit_cache import Cache, Ensured
 from serverless_gpu.environment.restore.pythons import Python, find_python, keep, recall, trusted
 from serverless_gpu.environment.rules import check_snapshot

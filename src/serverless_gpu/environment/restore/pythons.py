@@ -25,7 +25,7 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.environment.documents import Interpreter
-from serverless_gpu.environment.restore.cache.cache_layout import read_document, write_document
+from serverless_gpu.environment.restore.cache.cache_directory import read_document, write_document
 from serverless_gpu.errors import EnvironmentUnsupported
 
 _ANSWER_S_MAX = 10.0

@@ -28,7 +28,7 @@ from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.progress import ProgressPoint, Report, nobody
 from serverless_gpu.environment.restore.assembly import library_name, moved, paths_before
 from serverless_gpu.environment.restore.bytecode import jobs
-from serverless_gpu.environment.restore.cache.cache_layout import full, is_full, locked, occupied_bytes
+from serverless_gpu.environment.restore.cache.cache_directory import full, is_full, locked, occupied_bytes
 from serverless_gpu.environment.restore.cache.unit_cache import Cache, Ensured
 from serverless_gpu.environment.restore.export import Exported, ExportRequest, export
 from serverless_gpu.environment.restore.preparation import Prepared, known_snapshot, loaded_jobs, prepare

@@ -21,7 +21,7 @@ import msgspec
 
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.restore.assembly import AssemblyTarget, TreePart, assemble, site_of
-from serverless_gpu.environment.restore.cache.cache_layout import (
+from serverless_gpu.environment.restore.cache.cache_directory import (
     delete,
     exchange,
     make_public,

@@ -35,7 +35,7 @@ import msgspec
 from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.restore.assembly import moved, site_of
-from serverless_gpu.environment.restore.cache.cache_layout import LINKED
+from serverless_gpu.environment.restore.cache.cache_directory import LINKED
 from serverless_gpu.environment.restore.cache.unit_seal import LOOK_S
 from serverless_gpu.environment.restore.restore import RestoredTree
 from serverless_gpu.environment.restore.zygote_compatibility import Loaded, Units, changed_units, fits, row_of

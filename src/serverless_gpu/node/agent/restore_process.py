@@ -27,7 +27,7 @@ import msgspec
 from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.progress import ProgressPoint
-from serverless_gpu.environment.restore.cache.cache_layout import DiskFull, is_full, read_document
+from serverless_gpu.environment.restore.cache.cache_directory import DiskFull, is_full, read_document
 from serverless_gpu.environment.restore.cache.unit_cache import Cache
 from serverless_gpu.environment.restore.restore import RestoredTree, Way, compile_rest, restore
 from serverless_gpu.environment.stores.blobs import StoreBlobs

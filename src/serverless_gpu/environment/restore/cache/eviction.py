@@ -22,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from serverless_gpu.environment.restore.cache.cache_layout import (
+from serverless_gpu.environment.restore.cache.cache_directory import (
     Places,
     delete,
     locked,

@@ -24,7 +24,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from serverless_gpu.environment.restore.cache.cache_layout import Places, locked
+from serverless_gpu.environment.restore.cache.cache_directory import Places, locked
 from serverless_gpu.environment.restore.cache.shared_metadata import is_added
 from serverless_gpu.environment.restore.cache.unpack import MTIME_S
 

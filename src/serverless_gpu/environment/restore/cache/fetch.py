@@ -23,7 +23,7 @@ import msgspec
 from serverless_gpu.ambient import Clock
 from serverless_gpu.environment.documents import Unit
 from serverless_gpu.environment.progress import ProgressPoint, Report, nobody
-from serverless_gpu.environment.restore.cache.cache_layout import (
+from serverless_gpu.environment.restore.cache.cache_directory import (
     Places,
     UnitNote,
     delete,

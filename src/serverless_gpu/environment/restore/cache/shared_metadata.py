@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from serverless_gpu.environment.documents import Snapshot
-from serverless_gpu.environment.restore.cache.cache_layout import (
+from serverless_gpu.environment.restore.cache.cache_directory import (
     Places,
     make_public,
     read_document,

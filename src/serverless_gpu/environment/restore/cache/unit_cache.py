@@ -32,7 +32,7 @@ from serverless_gpu.environment.documents import Snapshot, Unit, unit_address
 from serverless_gpu.environment.progress import Report, nobody
 from serverless_gpu.environment.restore.bytecode import CompileJob, compile_all
 from serverless_gpu.environment.restore.cache import eviction
-from serverless_gpu.environment.restore.cache.cache_layout import (
+from serverless_gpu.environment.restore.cache.cache_directory import (
     Looked,
     Places,
     UnitNote,

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import msgspec
 from blake3 import blake3
 
-from serverless_gpu.environment.restore.cache.cache_layout import read_document, write_document
+from serverless_gpu.environment.restore.cache.cache_directory import read_document, write_document
 from serverless_gpu.environment.restore.cache.shared_metadata import is_added
 
 LOOK_S = 600
