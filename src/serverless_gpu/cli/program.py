@@ -23,6 +23,9 @@ from serverless_gpu.errors import ServerlessGpuError, ServerNotConfigured
 from serverless_gpu.lazy_import import load
 from serverless_gpu.version import __version__
 
+_ON_LINUX = frozenset({"doctor", "gpus", "join", "mlflow", "server", "top", "up"})
+"""Commands that look at this machine as a node, or make it a server."""
+
 
 class CommandEntry(NamedTuple):
     """One command of the table."""
@@ -161,10 +164,6 @@ COMMANDS = {
     "user": CommandEntry("access.principals:user", "List, add and change users and services of a server."),
     "whoami": CommandEntry("access.principals:whoami", "Say who you are on the server, and what your role is."),
 }
-
-
-_ON_LINUX = frozenset({"doctor", "gpus", "join", "mlflow", "server", "top", "up"})
-"""Commands that look at this machine as a node, or make it a server."""
 
 
 class _Commands(LazyGroup):

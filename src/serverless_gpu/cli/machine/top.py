@@ -54,6 +54,16 @@ _FRAME_S = 1.0
 _FIRST_S = 10.0
 _COLUMNS_UNKNOWN = 120
 _STEPS = {"up": -1, "down": 1, "page up": -10, "page down": 10}
+_AGAIN_NS = 3_000_000_000
+_SILENT_NS = 5_000_000_000
+_ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
+_USUAL = os.terminal_size((80, 24))
+_TERMINATED = 128 + signal.SIGTERM
+_KEY = re.compile(rb"\x1b(?:\[[0-9;]*[A-Za-z~]|O[A-Z])|.", re.DOTALL)
+_KEYS = {
+    b"\x1b[A": "up", b"\x1bOA": "up", b"k": "up", b"\x1b[B": "down", b"\x1bOB": "down", b"j": "down",
+    b"\x1b[5~": "page up", b"\x1b[6~": "page down", b"q": "quit", b"Q": "quit", b"\x04": "quit",
+}  # fmt: skip
 
 
 @click.command()
@@ -149,10 +159,6 @@ def _live(feed: Feed, home: Home) -> None:
                 terminal.wait(feed.fds(), _FRAME_S)
     except KeyboardInterrupt:
         pass  # that is how it is ended
-
-
-_AGAIN_NS = 3_000_000_000
-_SILENT_NS = 5_000_000_000
 
 
 class Feed:
@@ -266,16 +272,6 @@ def _holder(directory: Path, uuid: str) -> DeviceOwner | None:
     except msgspec.MsgspecError:  # taken this moment, or not by us
         return DeviceOwner(run_id="", name="", rank=None, user="")
     return DeviceOwner(run_id=holder.run_id, name="(session)" if holder.session else "", rank=None, user=holder.user)
-
-
-_ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
-_USUAL = os.terminal_size((80, 24))
-_TERMINATED = 128 + signal.SIGTERM
-_KEY = re.compile(rb"\x1b(?:\[[0-9;]*[A-Za-z~]|O[A-Z])|.", re.DOTALL)
-_KEYS = {
-    b"\x1b[A": "up", b"\x1bOA": "up", b"k": "up", b"\x1b[B": "down", b"\x1bOB": "down", b"j": "down",
-    b"\x1b[5~": "page up", b"\x1b[6~": "page down", b"q": "quit", b"Q": "quit", b"\x04": "quit",
-}  # fmt: skip
 
 
 class Terminal:

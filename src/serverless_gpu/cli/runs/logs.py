@@ -47,6 +47,11 @@ if TYPE_CHECKING:
     from serverless_gpu.wire.runs import RunView
 
 _LOOK_S = 0.1
+PIECE_BYTES = 1 << 16
+_LAUNCH_S = 10.0  # a client may take that long from making the directory to handing the run over
+_LOOK_S_MAX = 1.0
+_ASKED_MAX = 64
+_READ_BYTES = 1 << 20
 
 
 @click.command()
@@ -151,10 +156,6 @@ def _write(target: TextIO | None, text: str) -> str:
     """Write; a reader that is gone or a full disk is an error, unlike in a call."""
     click.echo(text, file=target, nl=False, color=True)  # color: click would take colours out of what goes into a file
     return ""
-
-
-PIECE_BYTES = 1 << 16
-_LAUNCH_S = 10.0  # a client may take that long from making the directory to handing the run over
 
 
 class OutputStream(abc.ABC):
@@ -304,11 +305,6 @@ def tail_start(end: int, read: Callable[[int, int], bytes], lines: int) -> int:
         wanted -= count
         position = start
     return 0
-
-
-_LOOK_S_MAX = 1.0
-_ASKED_MAX = 64
-_READ_BYTES = 1 << 20
 
 
 @contextlib.contextmanager

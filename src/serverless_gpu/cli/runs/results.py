@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from serverless_gpu.wire.runs import FileView, RunView
 
 _PIECE_BYTES = 4 << 20
+_SERVED_PIECE_BYTES = 16 << 20
+_NAME = re.compile(r"results/(\d{1,9})\.pkl", re.ASCII)
 
 
 class Result(NamedTuple):
@@ -112,10 +114,6 @@ def write_result(result: Result, path: Path) -> Path:
     except OSError as error:
         raise storage_error(error, path) from None
     return path
-
-
-_SERVED_PIECE_BYTES = 16 << 20
-_NAME = re.compile(r"results/(\d{1,9})\.pkl", re.ASCII)
 
 
 class ServedResult:

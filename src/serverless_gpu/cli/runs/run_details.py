@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 _FILES_MAX = 200
 _NOT_ASKED = frozenset({"name", "resources", "tracker", "ray"})  # shown otherwise, or not an option
+_SHOWN_MAX = 128
 
 
 @click.command()
@@ -150,9 +151,6 @@ def _details(record: RunRecord) -> dict[str, object]:
         "failure": failure,
         "files": [{"name": name, "size_bytes": size} for name, size in _files(record)],
     }
-
-
-_SHOWN_MAX = 128
 
 
 def use_lines(uses: Sequence[DeviceUse], nodes: Sequence[str] = ()) -> list[str]:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _HEAD = ["RUN", "NAME", "STATE", "STARTED", "TOOK", "DEVICES", "WHERE", "USED"]
 _STATES = [*(state.value for state in State), NOT_STARTED, UNREADABLE]
+_NAME_CHARACTERS_MAX = 32
 
 
 @click.command()
@@ -73,9 +74,6 @@ def runs(limit: int, state: str | None, size: bool, as_json: bool) -> None:
 
 def _remote() -> ModuleType:
     return load("serverless_gpu.cli.runs.server_runs")
-
-
-_NAME_CHARACTERS_MAX = 32
 
 
 def row(record: RunRecord, home: Home, *, size: bool = False) -> list[str]:

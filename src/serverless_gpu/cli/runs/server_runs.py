@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from serverless_gpu.wire.queue import WaitView
     from serverless_gpu.wire.runs import CrewView, RunView
 
+_ENDING_S = 10.0
+
 
 def row(view: RunView) -> list[str]:
     """Return a line's cells: run, name, state, started, took, devices, owner, place."""
@@ -140,9 +142,6 @@ def _crew(crew: CrewView) -> dict[str, object]:
         "started": None if crew.started_ns is None else format_utc(crew.started_ns),
         "ended": None if crew.ended_ns is None else format_utc(crew.ended_ns),
     }
-
-
-_ENDING_S = 10.0
 
 
 class RunEnding(NamedTuple):

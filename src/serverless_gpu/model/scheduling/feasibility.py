@@ -4,18 +4,203 @@
                                           └── yes ─▶ Shortage: why · the same with another type, fewer devices, a pool
 
 Pure: the server's admission decides with it whether a run is refused before it is queued (F82 is for runs that are).
+
+Messages about requests that nothing that has joined can ever serve (F82).
+
+Runs of a second principal on nodes that cannot keep principals apart.
+
+A pool with `single_principal` runs the code of one principal. Runs of others wait for it with the reason `isolation`,
+which is a decision of an administrator and so never makes a run unsatisfiable.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from serverless_gpu.model.hardware import CPU
-from serverless_gpu.model.scheduling.impossible_requests import ELSEWHERE_REMEDY, NO_GPU_REMEDY, never_served
+from serverless_gpu.model.hardware import CPU, matches
+from serverless_gpu.model.placement import NODES_MAX
+from serverless_gpu.model.scheduling.capacity import Capacity, has_python
+from serverless_gpu.model.scheduling.gang_placement import most, sizes
 from serverless_gpu.model.scheduling.planner_state import PlannerState
+from serverless_gpu.model.scheduling.preemption import could_use, is_open
+from serverless_gpu.model.scheduling.request_shapes import TimedShape
 from serverless_gpu.model.scheduling.values import Node, Pool, QueuedRun, QueuePolicy
+from serverless_gpu.model.scheduling.wait_messages import isolation_sentence, some
+
+NO_GPU_REMEDY = '; gpu_type="CPU" runs on CPU slots'
+ELSEWHERE_REMEDY = '; env="snapshot" takes them along'
+
+
+def impossible(floor: Capacity, wanted: QueuedRun, ask: TimedShape) -> str:
+    """Return why nothing that has joined can ever serve a run, or "" when something can."""
+    if not floor.places:
+        return "no node has joined this server yet"
+    return "" if could_be(floor, wanted, ask) else _sentence(floor, wanted)
+
+
+def could_be(floor: Capacity, wanted: QueuedRun, ask: TimedShape) -> bool:
+    """Return whether something that has joined can serve a run."""
+    if any((wanted.gpus or 1) <= size for _, size in sizes(floor, wanted, ask)):
+        return True
+    if not ask.shape.several or wanted.gpus is None:
+        return False
+    return max(most(floor, wanted, ask).values(), default=0) >= wanted.gpus
+
+
+def _sentence(floor: Capacity, wanted: QueuedRun) -> str:
+    nodes = [place.node for place in sorted(floor.places.values(), key=lambda place: (place.node.name, place.node.id))]
+    admitted = [node for node in nodes if _admits(floor, node, wanted)]
+    open_to = [node for node in admitted if is_open(wanted, node)]
+    if admitted and not open_to:
+        owners = sorted({node.owner for node in admitted if node.owner})
+        if any(is_open(msgspec.structs.replace(wanted, preemptible=True), node) for node in admitted):
+            first = f"its owner comes first on every node that would do ({', '.join(owners)})"
+            return f"{first}: others need resume=True there"
+        return f"every node that would do is its owner's alone: {', '.join(owners) or 'nobody else may use it'}"
+    if not open_to:
+        return _nowhere(floor, wanted, nodes)
+    anywhere = msgspec.structs.replace(wanted, machine="")
+    beyond = [node for node in nodes if _admits(floor, node, anywhere) and is_open(wanted, node)]
+    return _lacking(wanted, open_to) + _instead(wanted, beyond)
+
+
+def _admits(floor: Capacity, node: Node, wanted: QueuedRun) -> bool:
+    is_here = wanted.machine in ("", node.machine)
+    on_platform = not wanted.platform or not node.platform or wanted.platform == node.platform
+    return could_use(wanted, node, floor.terms) and is_here and on_platform and _has_python(node, wanted)
+
+
+def _has_python(node: Node, wanted: QueuedRun) -> bool:
+    return has_python(node, wanted.python) or wanted.caller == node.machine
+
+
+def _nowhere(floor: Capacity, wanted: QueuedRun, nodes: Sequence[Node]) -> str:
+    """Return why no node may be used at all."""
+    if wanted.pool and not any(node.pool == wanted.pool for node in nodes):
+        pools = sorted({node.pool for node in nodes})
+        return f"pool {wanted.pool!r} has no nodes; pools that have: {', '.join(pools)}"
+    if wanted.machine and not any(node.machine == wanted.machine for node in nodes):
+        return f"its files lie on a machine that is no node of this server{ELSEWHERE_REMEDY}"
+    here = [node for node in nodes if wanted.machine in ("", node.machine)]
+    platforms = sorted({node.platform for node in here if node.platform})
+    if wanted.platform and platforms and wanted.platform not in platforms:
+        return f"made on {wanted.platform}, and the nodes are {', '.join(platforms)}"
+    in_reach = [node for node in here if could_use(wanted, node, floor.terms)]
+    if in_reach and not any(_has_python(node, wanted) for node in in_reach):
+        pythons = sorted(
+            {python for node in in_reach for python in node.pythons},
+            key=lambda python: tuple(int(part) if part.isdigit() else 0 for part in python.split(".")),
+        )
+        return f"needs Python {wanted.python}, and the nodes have {', '.join(pythons)}; `uv python install` adds one"
+    if not wanted.pool and not in_reach:
+        pools = sorted({node.pool for node in here})
+        lend = [name for name in pools if name in floor.terms.pools and floor.terms.pools[name].lends]
+        or_lent = (
+            f"; runs of BEST_EFFORT with resume=True or a short timeout= are lent devices of {', '.join(lend)}"
+            if lend
+            else ""
+        )
+        return f"every node is in a reserved pool, which has to be named: {', '.join(pools)}{or_lent}"
+    where = f" of pool {wanted.pool!r}" if wanted.pool else ""
+    return f"no node{where} is what it needs ({wanted.platform or 'its own machine'})"
+
+
+def _lacking(wanted: QueuedRun, eligible: Sequence[Node]) -> str:
+    """Return why the devices of the nodes that may be used will never do."""
+    where = f" in pool {wanted.pool!r}" if wanted.pool else ""
+    if wanted.gpu_type is None:
+        types = sorted({name for node in eligible for name, count in node.total.items() if name != CPU and count})
+        if not types:
+            return f"no node{where} has a GPU{NO_GPU_REMEDY}"
+        if len(types) > 1:
+            return f"there are several GPU types{where} ({', '.join(types)}), and gpu_type does not say which"
+    fitting = [
+        (count, name, node)
+        for node in eligible
+        for name, count in node.total.items()
+        if count and (matches(wanted.gpu_type, name, node.own) if wanted.gpu_type else name != CPU)
+    ]
+    if not fitting:
+        there = Counter[str]()
+        for node in eligible:
+            there.update({name: count for name, count in node.total.items() if name != CPU})
+        listed = ", ".join(f"{count} {name}" for name, count in sorted(there.items())) or "no GPU"
+        return f"no node{where} has {wanted.gpu_type}; there is {listed}"
+    count, name, node = max(fitting, key=lambda entry: entry[0])
+    asked = wanted.gpu_type or name
+    if wanted.several_nodes:
+        return _too_few(wanted, [entry[1:] for entry in fitting], asked)
+    return f"needs {wanted.gpus} {asked} on one node, and the largest{where} has {count} ({node.name})"
+
+
+def _kinds(nodes: Sequence[tuple[str, Node]]) -> dict[tuple[str, str], list[int]]:
+    """Return how large the nodes are that can have a part of a gang, by pool and type, the largest first."""
+    kinds: dict[tuple[str, str], list[int]] = {}
+    for name, node in nodes:
+        if node.crews and node.total[name]:
+            kinds.setdefault((node.pool, name), []).append(node.total[name])
+    return {kind: sorted(sizes, reverse=True) for kind, sizes in sorted(kinds.items())}
+
+
+def _too_few(wanted: QueuedRun, fitting: Sequence[tuple[str, Node]], asked: str) -> str:
+    """Return why no pool ever has enough for a gang on several nodes."""
+    kinds = _kinds(fitting)
+    old = sorted({node.name for _, node in fitting if not node.crews})
+    without = f"; {', '.join(some(old))}: of a version that knows no gangs on several nodes" if old else ""
+    needs = f"needs {wanted.gpus} {asked}"
+    if not kinds:
+        return f"{needs} on several nodes{without}"
+    (pool, _), sizes = max(kinds.items(), key=lambda entry: sum(entry[1]))
+    of = f" of pool {pool!r}" if pool else ""
+    if sum(sizes) >= (wanted.gpus or 0):
+        most = sum(sizes[:NODES_MAX])
+        return f"{needs}, and a gang has {NODES_MAX} nodes at most: the largest{of} have {most} together{without}"
+    if len(sizes) == 1:
+        return f"{needs}; the only node{of} has {sizes[0]}{without}"
+    return f"{needs}; all {len(sizes)} nodes{of} have {sum(sizes)} together{without}"
+
+
+def _instead(wanted: QueuedRun, nodes: Sequence[Node]) -> str:
+    """Return how a gang that asked for one node would find room on several, or ""."""
+    count = wanted.gpus or 0
+    if not wanted.alone or wanted.several_nodes or wanted.gpu_type is None:
+        return ""
+    own = [(name, node) for node in nodes for name in node.total if matches(wanted.gpu_type, name, node.own)]
+    ways = [
+        number
+        for sizes in _kinds(own).values()
+        for number in range(2, min(len(sizes), NODES_MAX) + 1)
+        if sum(sizes[:number]) >= count > sum(sizes[: number - 1])
+    ]
+    return f"; {wanted.alone} {min(ways)} nodes would do" if ways else ""
+
+
+def never_served(state: PlannerState, wanted: QueuedRun, ask: TimedShape) -> str:
+    """Return why no node that has joined can ever serve a run, however pools isolate, or ""."""
+    never = impossible(state.floor, wanted, ask)
+    if not never or not wanted.second_principal:
+        return never
+    allowed = _allowed(wanted)
+    return impossible(state.floor, allowed, state.queue.ask(allowed))
+
+
+def isolation_problem(state: PlannerState, wanted: QueuedRun, ask: TimedShape) -> str:
+    """Return why isolation keeps a run from every node that would do, and the remedy, or ""."""
+    if not wanted.second_principal or not impossible(state.floor, wanted, ask):
+        return ""
+    pools = state.floor.terms.pools
+    reach = state.floor.reach(state.queue.ask(_allowed(wanted)).shape)
+    closed = {place.node.pool for place, _types, _lender in reach.places()}
+    named = sorted(name for name in closed if name in pools and pools[name].single_principal)
+    return isolation_sentence(named or ["default"])
+
+
+def _allowed(wanted: QueuedRun) -> QueuedRun:
+    return msgspec.structs.replace(wanted, second_principal=False)
+
 
 CHOICES_MAX = 6
 

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 
 from serverless_gpu.model.scheduling import wait_explanation
 from serverless_gpu.model.scheduling.fairness import charged_all
-from serverless_gpu.model.scheduling.impossible_requests import never_served
+from serverless_gpu.model.scheduling.feasibility import never_served
 from serverless_gpu.model.scheduling.planner_state import PlannerState
 from serverless_gpu.model.scheduling.scheduling_pass import ClassPass
 from serverless_gpu.model.scheduling.values import (
