@@ -39,6 +39,9 @@ from serverless_gpu.wire.access import (
 from serverless_gpu.wire.agents import PoolList
 from serverless_gpu.wire.state import Version
 
+_ROLES = click.Choice(get_args(Role))
+_TOKEN_BYTES_MAX = 1_000
+
 
 @click.group()
 def token() -> None:
@@ -98,10 +101,6 @@ def say_secret(made: TokenMade) -> None:
     until = "does not expire" if made.token.expires_ns is None else f"until {format_moment(made.token.expires_ns)}"
     say(f"token {made.token.id} of {made.token.principal}, {until}; shown this once:", err=True)
     say(made.secret)
-
-
-_ROLES = click.Choice(get_args(Role))
-_TOKEN_BYTES_MAX = 1_000
 
 
 @click.command()

@@ -66,8 +66,6 @@ def preempt(run: str) -> None:
     say(f"run {handle.id} was asked to make room; {then}")
 
 
-
-
 @click.command()
 @click.argument("run", required=False)
 def cancel(run: str | None) -> None:

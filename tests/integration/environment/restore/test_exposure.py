@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from serverless_gpu.environment.documents import Snapshot
-from serverless_gpu.environment.restore.cache.exposure import exposed_since, suspects
 from serverless_gpu.environment.restore.cache.unit_cache import Cache
+from serverless_gpu.environment.restore.cache.unit_seal import exposed_since, suspects
 from serverless_gpu.environment.restore.restore import ExportRequest, Way, compile_rest, export, restore
 from serverless_gpu.environment.restore.tree_repair import mend_units
 from serverless_gpu.environment.stores.blobs import StoreBlobs

@@ -49,11 +49,18 @@ from serverless_gpu.environment.restore.cache.cache_directory import (
     write_to_disk,
 )
 from serverless_gpu.environment.restore.cache.eviction import LOCK_WAIT_S, evicting_lock
-from serverless_gpu.environment.restore.cache.exposure import expose, exposed_since
 from serverless_gpu.environment.restore.cache.fetch import WAIT_S, Fetch, moved_bytes, room
 from serverless_gpu.environment.restore.cache.inspection import damage, drop_bytecode
 from serverless_gpu.environment.restore.cache.unit_outline import Outline
-from serverless_gpu.environment.restore.cache.unit_seal import LOOK_S, Sweep, known_bytecode, note_bytecode, sweep_unit
+from serverless_gpu.environment.restore.cache.unit_seal import (
+    LOOK_S,
+    Sweep,
+    expose,
+    exposed_since,
+    known_bytecode,
+    note_bytecode,
+    sweep_unit,
+)
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.errors import EnvironmentCorrupt
 
