@@ -20,8 +20,7 @@ from serverless_gpu.model.scheduling import gang_placement
 from serverless_gpu.model.scheduling.backfill import Seeker
 from serverless_gpu.model.scheduling.cleared_devices import Clearing, close_to_guests, open_to_guests
 from serverless_gpu.model.scheduling.fairness import charged_all
-from serverless_gpu.model.scheduling.planner_state import PlannerState
-from serverless_gpu.model.scheduling.queue import QueueLine
+from serverless_gpu.model.scheduling.planner_state import PlannerState, QueueLine
 from serverless_gpu.model.scheduling.request_shapes import TimedShape
 from serverless_gpu.model.scheduling.values import DeviceShare, Placement, QueuedRun, Reservation, RunningRun
 
