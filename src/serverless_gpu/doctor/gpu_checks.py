@@ -7,7 +7,7 @@ from serverless_gpu.doctor.findings import Check, CheckGroup, Finding, about, fa
 from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.model.placement import restrict
 from serverless_gpu.node.devices.gpu_gate import foreign
-from serverless_gpu.node.devices.gpus import FAKE_VARIABLE
+from serverless_gpu.node.devices.inventory import FAKE_VARIABLE
 
 # The oldest Linux driver that runs any toolkit of a CUDA major version (NVIDIA's "minor version compatibility").
 OLDEST_DRIVERS = {11: (450, 80, 2), 12: (525, 60, 13), 13: (580,)}

@@ -14,7 +14,7 @@ from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.model.hardware import GpuType
 from serverless_gpu.node.base.configuration import read_configuration
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.devices.gpus import NvmlProvider
+from serverless_gpu.node.devices.inventory import NvmlProvider
 from serverless_gpu.node.devices.nvml import Nvml
 
 T = TypeVar("T")

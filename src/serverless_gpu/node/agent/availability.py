@@ -23,7 +23,7 @@ from serverless_gpu.model.scheduling.values import StartEstimate, Wait, WaitReas
 from serverless_gpu.node.attempt.history import FUNCTION, RunRecord, read_run, run_ids
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.devices.gpu_gate import foreign
-from serverless_gpu.node.devices.gpus import Provider
+from serverless_gpu.node.devices.inventory import Provider
 from serverless_gpu.node.devices.locks import DeviceLocks, LockHolder
 from serverless_gpu.node.devices.nvml import unknown_usage
 from serverless_gpu.node.devices.reservation import retest_quarantined

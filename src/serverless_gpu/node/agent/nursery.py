@@ -18,7 +18,7 @@ from typing import NoReturn
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.node.base import protocol
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.devices.gpus import NvmlProvider
+from serverless_gpu.node.devices.inventory import NvmlProvider
 from serverless_gpu.node.inside import linux
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.supervisor.session import SessionHolder

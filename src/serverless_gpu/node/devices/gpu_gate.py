@@ -16,9 +16,8 @@ from msgspec import Struct
 
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.hardware import DeviceKind
+from serverless_gpu.node.devices.inventory import Provider
 from serverless_gpu.node.devices.nvml import IDLE_MEMORY_BYTES, MIB, GpuProcess, Usage, unknown_usage
-
-from serverless_gpu.node.devices.gpus import Provider
 
 BASELINE_TOLERANCE_BYTES = 64 * MIB
 """Tolerance between two readings of an idle GPU: the driver's own pages come and go by some MiB, while a CUDA

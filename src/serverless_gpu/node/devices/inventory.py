@@ -1,23 +1,255 @@
 """Inventory of this node: its real GPUs, its CPU slots, and the user's own types and prices.
 
 Refreshed after a minute, because drivers come and go. Callers declare fakes call by call.
+
+The devices of this machine and what uses them right now.
+
+    NvmlProvider   NVIDIA GPUs, through NVML          usage: processes and memory
+    FakeProvider   devices made up by a setting       usage: a JSON file a test or a demonstration writes
+    CpuProvider    one slot per core we may run on    usage: always idle
+
+Reads only: `gpu_gate.py` judges, `locks.py` lends. Failure cases, none an exception: no NVIDIA driver (no devices); a
+GPU that fell off the bus, is closed to us, or is cut into MIG slices (`unavailable()` lists it with the reason); a
+wedged driver (`nvml_process.py` asks from another process; after 5 s the answer is a `Usage` with a `problem`, and
+callers no longer wait); other pid namespaces hide processes (`pids_visible` is False: only memory counts).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
+
+import msgspec
+from msgspec import Struct
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.errors import InvalidValue
+from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.billing.pricing import Tariff
-from serverless_gpu.model.hardware import Device, DeviceKind, GpuType, parse_fake
+from serverless_gpu.model.hardware import Device, DeviceKind, GpuType, cpu_slots, parse_fake, recognise
 from serverless_gpu.node.base import protocol
 from serverless_gpu.node.base.configuration import Configuration, read_configuration
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.devices.gpus import CpuProvider, NvmlProvider
+from serverless_gpu.node.devices.nvml import (
+    MIB,
+    NO_DRIVER,
+    Bounded,
+    GpuProcess,
+    Nvml,
+    NvmlAnswer,
+    NvmlClient,
+    NvmlProcess,
+    NvmlReader,
+    NvmlTimeout,
+    Unavailable,
+    Usage,
+    unknown_usage,
+)
+
+NVML_LIMIT_S = 5.0
+FAKE_VARIABLE = "SERVERLESS_GPU_FAKE"
+FAKE_STATE_FILE = "fake_gpus.json"
+
+_FAKE_STATE_BYTES_MAX = MIB
+_DRIVER = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg")
+"""Path that exists where there is a driver; without one NVML is not asked."""
+
+
+class Provider(Protocol):
+    """A source of devices of one kind."""
+
+    @property
+    def kind(self) -> DeviceKind:
+        """Return the kind of every device of this provider."""
+        ...
+
+    def devices(self) -> tuple[Device, ...]:
+        """Return the devices that can be lent, in index order."""
+        ...
+
+    def unavailable(self) -> tuple[Unavailable, ...]:
+        """Return the devices that cannot be lent, with reasons."""
+        ...
+
+    def usage(self, uuids: Sequence[str]) -> dict[str, Usage]:
+        """Return what uses each of these devices: one entry per uuid asked, never an exception."""
+        ...
+
+
+def providers(home: Path, environ: Mapping[str, str], own: Sequence[GpuType] = ()) -> tuple[Provider, ...]:
+    """Return the providers of this machine: GPUs, or fakes by `SERVERLESS_GPU_FAKE`, and CPU slots.
+
+    Fakes read their state from `fake_gpus.json` in the home. Raises InvalidValue unless the variable reads like
+    ``"H100:8"``.
+    """
+    fake = environ.get(FAKE_VARIABLE, "").strip()
+    first: Provider = FakeProvider(fake, home / FAKE_STATE_FILE, own=own) if fake else NvmlProvider(own=own)
+    return (first, CpuProvider())
+
+
+class CpuProvider:
+    """One slot per core this process may run on."""
+
+    kind = DeviceKind.CPU
+
+    def devices(self) -> tuple[Device, ...]:
+        """Return one slot per core of our affinity mask."""
+        return cpu_slots(len(os.sched_getaffinity(0)))
+
+    def unavailable(self) -> tuple[Unavailable, ...]:
+        """Return nothing: a core is always there."""
+        return ()
+
+    def usage(self, uuids: Sequence[str]) -> dict[str, Usage]:
+        """Return idle for every slot: a slot is a number, nothing can stay behind on it."""
+        return {uuid: Usage(processes=(), memory_used_bytes=0, pids_visible=True) for uuid in uuids}
+
+
+class _FakeUsage(Struct, frozen=True):
+    processes: tuple[GpuProcess, ...] = ()
+    memory_used_bytes: int | None = 0
+    pids_visible: bool = True
+    problem: str = ""
+    hangs: bool = False
+
+
+class FakeProvider:
+    """Made-up devices from a text like ``"H100:8"`` (else InvalidValue), idle but for the state file.
+
+    The file is JSON ``{uuid: {"memory_used_bytes": n, "processes": [{"pid": n, "memory_bytes": n, "name": s}]}}``;
+    ``"pids_visible"``, ``"problem"`` and ``"hangs"`` are understood too.
+    """
+
+    kind = DeviceKind.FAKE
+
+    def __init__(self, text: str, state_path: Path, *, own: Sequence[GpuType] = ()) -> None:
+        self._devices = parse_fake(text, own)
+        self._state_path = state_path
+
+    def devices(self) -> tuple[Device, ...]:
+        """Return the made-up devices."""
+        return self._devices
+
+    def unavailable(self) -> tuple[Unavailable, ...]:
+        """Return nothing: fakes do not break by themselves."""
+        return ()
+
+    def usage(self, uuids: Sequence[str]) -> dict[str, Usage]:
+        """Return what the state file says; a file that cannot be read makes every answer unknown."""
+        try:
+            state = self._state()
+        except (OSError, msgspec.MsgspecError) as error:
+            problem = f"the state file of the fake GPUs, {self._state_path}, cannot be read: {error}"
+            return {uuid: unknown_usage(problem) for uuid in uuids}
+        if any(fake.hangs for fake in state.values()):
+            try:
+                _hanging(self._state_path).ask(uuids)  # as a driver's: by a process that may get stuck
+            except NvmlTimeout as silent:
+                return {uuid: unknown_usage(str(silent), silent=True) for uuid in uuids}
+        known = {device.uuid for device in self._devices}
+        usage: dict[str, Usage] = {}
+        for uuid in uuids:
+            fake = state.get(uuid, _FakeUsage())
+            problem = fake.problem if uuid in known else f"{uuid} is not a device of this machine"
+            used = Usage(fake.processes, fake.memory_used_bytes, fake.pids_visible)
+            usage[uuid] = unknown_usage(problem) if problem else used
+        return usage
+
+    def _state(self) -> dict[str, _FakeUsage]:
+        try:
+            with self._state_path.open("rb") as file:
+                text = file.read(_FAKE_STATE_BYTES_MAX)
+        except FileNotFoundError:
+            return {}
+        return from_json(text, dict[str, _FakeUsage])
+
+
+@functools.cache
+def _hanging(state_path: Path) -> NvmlProcess:
+    return NvmlProcess(str(state_path), NVML_LIMIT_S)
+
+
+class NvmlProvider:
+    """The NVIDIA GPUs of this machine.
+
+    `Device.index` is the position in PCI bus order among the GPUs that can be used, because that is how CUDA counts
+    with `CUDA_DEVICE_ORDER=PCI_BUS_ID`: it leaves out what it cannot open.
+
+    `nvml` replaces the other process with a binding in this one; `forks` says that this process has one thread and may
+    fork the one that asks, which takes less time.
+    """
+
+    kind = DeviceKind.GPU
+
+    def __init__(
+        self,
+        *,
+        nvml: Nvml | None = None,
+        limit_s: float = NVML_LIMIT_S,
+        own: Sequence[GpuType] = (),
+        pid_namespace: str | None = None,
+        forks: bool = False,
+    ) -> None:
+        self.silence = ""  # why there was no answer the last time, or ""
+        self._own = tuple(own)
+        self._is_direct = nvml is not None
+        self._asker: NvmlClient = NvmlProcess("", limit_s, forks=forks)
+        if nvml is not None:
+            self._asker = Bounded(NvmlReader(nvml, pid_namespace), limit_s)
+
+    def devices(self) -> tuple[Device, ...]:
+        """Return the GPUs that can be lent, in PCI bus order."""
+        return tuple(
+            Device(
+                uuid=gpu.uuid,
+                index=index,
+                type=recognise(gpu.product, gpu.memory_bytes, self._own),
+                memory_bytes=gpu.memory_bytes,
+                kind=DeviceKind.GPU,
+                product=gpu.product,
+                pci="{:04x}:{:02x}:{:02x}".format(*gpu.place),
+            )
+            for index, gpu in enumerate(sorted(self._scan().seen, key=lambda gpu: gpu.place))
+        )
+
+    def unavailable(self) -> tuple[Unavailable, ...]:
+        """Return the GPUs that cannot be lent, or one entry for NVML itself when it does not work."""
+        return self._scan().unavailable
+
+    def usage(self, uuids: Sequence[str]) -> dict[str, Usage]:
+        """Return what uses each GPU; whatever NVML cannot say within the limit is unknown, with the reason."""
+        if not self._has_driver():
+            return {uuid: unknown_usage(NO_DRIVER) for uuid in uuids}
+        try:
+            found = self._ask(uuids).usage
+        except NvmlTimeout as silent:
+            return {uuid: unknown_usage(str(silent), silent=True) for uuid in uuids}
+        return {uuid: found.get(uuid) or unknown_usage("NVML said nothing about it") for uuid in uuids}
+
+    def _scan(self) -> NvmlAnswer:
+        if not self._has_driver():
+            return NvmlAnswer(0)
+        try:
+            return self._ask(None)
+        except NvmlTimeout as silent:
+            return NvmlAnswer(0, unavailable=(Unavailable("NVML", str(silent)),))
+
+    def _ask(self, uuids: Sequence[str] | None) -> NvmlAnswer:
+        try:
+            answer = self._asker.ask(uuids)
+        except NvmlTimeout as silent:
+            self.silence = str(silent)
+            raise
+        self.silence = ""
+        return answer
+
+    def _has_driver(self) -> bool:
+        return self._is_direct or any(map(os.path.exists, _DRIVER))
+
 
 _FRESH_S = 60.0
 

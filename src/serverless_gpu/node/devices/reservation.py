@@ -35,7 +35,7 @@ from serverless_gpu.node.base.configuration import read_configuration
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.protocol import Launch
 from serverless_gpu.node.devices.gpu_gate import Verdict, foreign, judge
-from serverless_gpu.node.devices.gpus import FakeProvider, Provider, providers
+from serverless_gpu.node.devices.inventory import FakeProvider, Provider, providers
 from serverless_gpu.node.devices.locks import Busy, DeviceLocks, Locked, LockHolder, Quarantine, Ticket, lock_directory
 from serverless_gpu.node.devices.nvml import Usage, unknown_usage
 from serverless_gpu.node.inside.channel import Channel

@@ -52,7 +52,7 @@ from serverless_gpu.model.hardware import Device, DeviceKind, GpuType
 from serverless_gpu.model.telemetry.samples import SECOND_NS, GpuSample, HostSample, RankSample
 from serverless_gpu.node.base.configuration import read_configuration
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.devices.gpus import FAKE_VARIABLE, Provider, providers
+from serverless_gpu.node.devices.inventory import FAKE_VARIABLE, Provider, providers
 from serverless_gpu.node.monitor.devices import FakeGpu, GpuReading, NvmlSampler, fake_state, from_rank
 
 

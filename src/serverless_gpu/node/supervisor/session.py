@@ -49,7 +49,7 @@ from serverless_gpu.node.attempt.account import AttemptAccount, write_json
 from serverless_gpu.node.base import protocol
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.devices.gpu_gate import GatePolicy, Verdict, verify
-from serverless_gpu.node.devices.gpus import Provider
+from serverless_gpu.node.devices.inventory import Provider
 from serverless_gpu.node.devices.locks import DeviceLocks, lock_directory
 from serverless_gpu.node.devices.reservation import DeviceReservation, quarantine
 from serverless_gpu.node.inside.channel import Channel

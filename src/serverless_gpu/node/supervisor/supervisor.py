@@ -60,7 +60,7 @@ from serverless_gpu.node.attempt.claim import first_of, take_attempt
 from serverless_gpu.node.base import protocol
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.devices.gpu_gate import Verdict
-from serverless_gpu.node.devices.gpus import Provider
+from serverless_gpu.node.devices.inventory import Provider
 from serverless_gpu.node.devices.reservation import Borrowed, DeviceReservation
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.output.logs import cut_output

@@ -30,8 +30,7 @@ from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.lock_files import held_note
 from serverless_gpu.node.base.private_files import write_private
 from serverless_gpu.node.devices.gpu_gate import foreign
-from serverless_gpu.node.devices.gpus import NvmlProvider
-from serverless_gpu.node.devices.inventory import Inventory, offered
+from serverless_gpu.node.devices.inventory import Inventory, NvmlProvider, offered
 from serverless_gpu.node.devices.locks import DeviceLocks, Quarantine, holder_run_id, lock_directory
 from serverless_gpu.node.devices.nvml import Usage, unknown_usage
 from serverless_gpu.node.devices.reservation import find_provider, retest_quarantined

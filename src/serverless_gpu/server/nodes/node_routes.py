@@ -1,4 +1,4 @@
-"""Routes of `wire/agents.py` that people use: nodes and pools."""
+"""Routes of nodes: what operators and users call."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from serverless_gpu.model.access.roles import AccessReach
 from serverless_gpu.server.http.routing import Call, Routes, reading, writing
 from serverless_gpu.server.nodes.node_admission import NodeAdmission
 from serverless_gpu.server.nodes.node_service import NodeCommand, NodeRuleService, NodeService
-from serverless_gpu.wire.agents import ForgetRequest, NodeList, NodeView, PoolList, PoolRequest, PoolView
+from serverless_gpu.wire.agents import ForgetRequest, NodeList, NodeView
 from serverless_gpu.wire.nodes import (
     ApproveRequest,
     CalendarRequest,

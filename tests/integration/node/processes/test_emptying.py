@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from serverless_gpu.node.devices.gpus import CpuProvider
+from serverless_gpu.node.devices.inventory import CpuProvider
 from serverless_gpu.node.devices.locks import DeviceLocks
 from serverless_gpu.node.devices.reservation import retest_quarantined
 from serverless_gpu.node.processes.process_tree import left_in

@@ -112,13 +112,13 @@ def test_how_to_restore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     can, cannot = tmp_path / "can", tmp_path / "cannot"
     for environments in (can, cannot):
         environments.mkdir()
-    monkeypatch.setattr(namespaces, "probe", lambda directory: "")
+    monkeypatch.setattr(namespaces, "probe_mounts", lambda directory: "")
     assert (way_for("", can).mode, way_for("overlay", can).mode) == ("overlay", "overlay")
     forced = way_for("links", can)
     assert (forced.mode, forced.why) == ("links", "SERVERLESS_GPU_RESTORE=links")
-    monkeypatch.setattr(namespaces, "probe", lambda directory: pytest.fail("asked twice"))
+    monkeypatch.setattr(namespaces, "probe_mounts", lambda directory: pytest.fail("asked twice"))
     assert way_for("", can).mode == "overlay"
-    monkeypatch.setattr(namespaces, "probe", lambda directory: "a user namespace cannot be made")
+    monkeypatch.setattr(namespaces, "probe_mounts", lambda directory: "a user namespace cannot be made")
     fallen_back = way_for("", cannot)
     assert (fallen_back.mode, fallen_back.why) == ("links", golden("node.restored.mounts-user-namespace"))
     with pytest.raises(EnvironmentUnsupported, match=re.escape(golden("node.restored.machine-cannot-mount"))):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.node.devices.gpu_gate import GatePolicy, Verdict, foreign, judge, verify
-from serverless_gpu.node.devices.gpus import Provider
+from serverless_gpu.node.devices.inventory import Provider
 from serverless_gpu.node.devices.nvml import IDLE_MEMORY_BYTES, MIB, GpuProcess, Usage
 from tests.support.golden import golden
 

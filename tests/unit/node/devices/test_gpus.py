@@ -12,7 +12,7 @@ import pytest
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.node.devices.gpu_gate import Verdict, judge
-from serverless_gpu.node.devices.gpus import CpuProvider, FakeProvider, NvmlProvider, providers
+from serverless_gpu.node.devices.inventory import CpuProvider, FakeProvider, NvmlProvider, providers
 from serverless_gpu.node.devices.nvml import IDLE_MEMORY_BYTES, MIB, GpuProcess, Unavailable, Usage
 from tests.support.golden import golden
 from tests.support.local.observe import wait_for

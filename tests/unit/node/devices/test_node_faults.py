@@ -19,7 +19,7 @@ from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.protocol import Context, Launch
 from serverless_gpu.node.devices import kernel_log
 from serverless_gpu.node.devices.gpu_gate import Verdict
-from serverless_gpu.node.devices.gpus import FakeProvider
+from serverless_gpu.node.devices.inventory import FakeProvider
 from serverless_gpu.node.devices.kernel_log import KernelLog
 from serverless_gpu.node.devices.locks import DeviceLocks
 from serverless_gpu.node.devices.reservation import quarantine, retest_quarantined
