@@ -50,11 +50,12 @@ from serverless_gpu.environment.restore.cache.cache_directory import (
 )
 from serverless_gpu.environment.restore.cache.eviction import LOCK_WAIT_S, evicting_lock
 from serverless_gpu.environment.restore.cache.fetch import WAIT_S, Fetch, moved_bytes, room
-from serverless_gpu.environment.restore.cache.inspection import damage, drop_bytecode
 from serverless_gpu.environment.restore.cache.unit_outline import Outline
 from serverless_gpu.environment.restore.cache.unit_seal import (
     LOOK_S,
     Sweep,
+    damage,
+    drop_bytecode,
     expose,
     exposed_since,
     known_bytecode,
