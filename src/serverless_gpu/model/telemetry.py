@@ -1,2 +1,481 @@
+"""Telemetry samples of a node: values, intervals, names and sums.
+
+Sample ─┬─▶ logs/<node rank>.telemetry   one JSON line each, the buffer of everything that is sent anywhere
+        ├─▶ Use (a running sum)          ─▶ DeviceUse of the receipt
+        └─▶ series()   ─▶ system/node_<i>/…, ray/node_<i>/… of MLflow, Run.metrics(), Run.plot()
+
+Ray telemetry of a node: its values, their names in MLflow, and the file in which a node leaves them.
+
+<attempt>/ray/<node rank>.metrics.json ─▶ read_ray() ─▶ RaySample ─▶ a Sample's `ray` ─▶ ray/node_<i>/…
 """
-"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from serverless_gpu.model.hardware import DeviceKind
+from serverless_gpu.model.receipt import DeviceUse
+
+RAY_BYTES_MAX = 1 << 16
+"""Of the file; one that is larger is none of ours."""
+
+_FRESH_NS = 30 * 1_000_000_000  # three of the monitor's looks
+
+
+class RaySample(msgspec.Struct, frozen=True, array_like=True):
+    """One node's Ray at one moment; None is "not known".
+
+    Tasks are counted where they run, those that wait or have ended where their owner is. What only the head knows has
+    values on its node: placement groups, and actors that do not run yet or any more.
+    """
+
+    cpus: float | None = None  # CPUs Ray has to give
+    cpus_used: float | None = None  # given to tasks, actors and placement groups
+    gpus: float | None = None  # GPUs Ray has to give
+    gpus_used: float | None = None  # given to tasks, actors and placement groups
+    object_store_bytes: float | None = None  # used of the object store
+    object_store_free_bytes: float | None = None  # free in the object store
+    objects: float | None = None
+    spilled_bytes: float | None = None  # of objects that lie on the disk because the object store was full
+    tasks_pending: float | None = None  # which wait for arguments, for resources or for their turn
+    tasks_running: float | None = None  # which run
+    tasks_finished: float | None = None  # which have ended, since the cluster began
+    tasks_failed: float | None = None  # which have failed, since the cluster began
+    tasks_infeasible: float | None = None  # which ask for more than any node has, and wait for ever
+    actors: float | None = None  # which run
+    actors_pending: float | None = None  # which wait to be made
+    actors_restarting: float | None = None  # which are made again
+    actors_dead: float | None = None  # which have ended
+    placement_groups: float | None = None  # which are made
+    placement_groups_pending: float | None = None  # which wait for resources
+    workers: float | None = None
+    workers_out_of_memory: float | None = None  # workers Ray has ended because the node's memory ran out
+    cpu_percent: float | None = None  # of the node, as Ray sees it
+    memory_bytes: float | None = None  # of the node, as Ray sees it
+    memory_total_bytes: float | None = None  # of the node, as Ray sees it
+
+
+_MEGABYTES = {
+    "object_store_bytes": "object_store_usage_megabytes",
+    "object_store_free_bytes": "object_store_available_megabytes",
+    "spilled_bytes": "object_store_spilled_megabytes",
+    "memory_bytes": "memory_usage_megabytes",
+    "memory_total_bytes": "memory_total_megabytes",
+}
+_OTHERS = {"cpu_percent": "cpu_utilization_percentage"}
+
+
+def ray_series(node_rank: int, sample: RaySample) -> dict[str, float]:
+    """Return a sample's values by the names they have in MLflow; what is not known has no entry."""
+    values: dict[str, float] = {}
+    for field, name, per in _named(node_rank):
+        value = getattr(sample, field)
+        if value is not None:
+            values[name] = value / per
+    return values
+
+
+def read_ray(data: bytes, now_ns: int) -> RaySample | None:
+    """Return what a node's file says; None where it says nothing of now, or is not such a file."""
+    if len(data) > RAY_BYTES_MAX:
+        return None
+    try:
+        file = _decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    if abs(now_ns - file.at_ns) > _FRESH_NS:
+        return None
+    known = {name: file.figures[name] for name in RaySample.__struct_fields__ if name in file.figures}
+    return RaySample(**{name: round(value, 2) for name, value in known.items() if math.isfinite(value)})
+
+
+class _File(msgspec.Struct, frozen=True):
+    at_ns: int
+    figures: Mapping[str, float]
+
+
+_decoder = msgspec.json.Decoder(_File)
+
+
+@functools.lru_cache(maxsize=256)
+def _named(node_rank: int) -> tuple[tuple[str, str, float], ...]:
+    """Return field, name and divisor of each series of a node."""
+    prefix = f"ray/node_{node_rank}/"
+    return tuple(
+        (field, prefix + (_MEGABYTES.get(field) or _OTHERS.get(field) or field), 1e6 if field in _MEGABYTES else 1.0)
+        for field in RaySample.__struct_fields__
+    )
+
+
+class GpuSample(msgspec.Struct, frozen=True, array_like=True):
+    """One device at one moment; None is "not known", which is not 0."""
+
+    # Share of the last second in which a kernel ran; of a CPU slot, its rank's share of a core.
+    busy_percent: float | None = None
+    memory_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    power_watts: float | None = None
+    power_limit_watts: float | None = None
+    temperature_celsius: float | None = None
+    sm_megahertz: float | None = None
+    memory_megahertz: float | None = None
+    pcie_receive_bytes_s: float | None = None
+    pcie_transmit_bytes_s: float | None = None
+    nvlink_receive_bytes_s: float | None = None
+    nvlink_transmit_bytes_s: float | None = None
+    throttle: int | None = None  # NVML's bits for why the clocks are lower than asked for
+    ecc_errors: int | None = None  # uncorrected, since the driver was loaded
+
+
+class HostSample(msgspec.Struct, frozen=True, array_like=True):
+    """The machine at one moment; disk is that of the home, network all but loopback.
+
+    Network counts since the machine was started, in a file of samples since its first sample.
+    """
+
+    cpu_percent: float | None = None
+    memory_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    disk_bytes: int | None = None
+    disk_total_bytes: int | None = None
+    network_receive_bytes: int | None = None
+    network_transmit_bytes: int | None = None
+
+
+class RankSample(msgspec.Struct, frozen=True, array_like=True):
+    """One rank with its children at one moment; `cpu_percent` 100 is one core."""
+
+    rank: int
+    cpu_percent: float | None = None
+    memory_bytes: int | None = None
+    gpu_memory_bytes: int | None = None
+
+
+class Sample(msgspec.Struct, frozen=True, array_like=True):
+    """A node at one moment: `gpus` in the order of the header's devices, `at_ns` nanoseconds since 1970.
+
+    `ray` is what the run's Ray cluster told last, at most half a minute ago; None where there is none.
+    """
+
+    at_ns: int
+    host: HostSample
+    gpus: tuple[GpuSample, ...] = ()
+    ranks: tuple[RankSample, ...] = ()
+    ray: RaySample | None = None
+
+
+class Sampled(msgspec.Struct, frozen=True):
+    """A device of which samples speak."""
+
+    uuid: str
+    type: str
+    kind: DeviceKind
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True):
+    """The first line of a file of samples, and again where an attempt's devices become known."""
+
+    run_id: str
+    fence: int
+    node: str
+    node_rank: int
+    origin_ns: int  # of the call, nanoseconds since 1970; steps count seconds from here
+    devices: tuple[Sampled, ...] = ()
+
+
+# --- how often ----------------------------------------------------------------------------------------------------
+
+SECOND_NS = 1_000_000_000
+_ROWS_PER_INTERVAL = 3600
+_DOUBLINGS_MAX = 8
+
+
+def interval_ns(rows: int) -> int:
+    """Return how long after the last row of a file the next one is due: 1 s in the first hour, then ever longer.
+
+    The interval doubles every 3600 rows, up to 256 s: ten days are fewer than 29,000 rows.
+    """
+    return SECOND_NS << min(rows // _ROWS_PER_INTERVAL, _DOUBLINGS_MAX)
+
+
+def merged(samples: Sequence[Sample]) -> Sample:
+    """Return one sample for several: what flows is averaged, of memory the most is kept, of what counts up the last.
+
+    Where devices or ranks have changed, only samples of the last ones count.
+    """
+    last = samples[-1]
+    if len(samples) == 1:
+        return last
+    alike = [sample for sample in samples if len(sample.gpus) == len(last.gpus)]
+    gpus = tuple(_merged(gpu, [sample.gpus[index] for sample in alike]) for index, gpu in enumerate(last.gpus))
+    by_rank = {rank.rank: [r for sample in samples for r in sample.ranks if r.rank == rank.rank] for rank in last.ranks}
+    ranks = tuple(_merged(rank, by_rank[rank.rank]) for rank in last.ranks)
+    told = [sample.ray for sample in samples if sample.ray is not None]
+    ray = _merged(told[-1], told) if told else None
+    return Sample(last.at_ns, _merged(last.host, [sample.host for sample in samples]), gpus, ranks, ray)
+
+
+_MEANS = frozenset(
+    {
+        "busy_percent",
+        "cpu_percent",
+        "power_watts",
+        "temperature_celsius",
+        "sm_megahertz",
+        "memory_megahertz",
+        "pcie_receive_bytes_s",
+        "pcie_transmit_bytes_s",
+        "nvlink_receive_bytes_s",
+        "nvlink_transmit_bytes_s",
+    }
+)
+_PEAKS = frozenset({"memory_bytes", "gpu_memory_bytes", "object_store_bytes"})
+
+T = TypeVar("T", GpuSample, HostSample, RankSample, RaySample)
+
+
+def _merged(last: T, samples: Sequence[T]) -> T:
+    changed: dict[str, object] = {}
+    for name in last.__struct_fields__:
+        known = [value for value in (getattr(sample, name) for sample in samples) if value is not None]
+        if not known:
+            continue
+        if name in _MEANS:
+            changed[name] = round(sum(known) / len(known), 1)
+        elif name in _PEAKS:
+            changed[name] = max(known)
+        elif name == "throttle":
+            changed[name] = functools.reduce(operator.or_, known)
+        else:
+            changed[name] = known[-1]
+    return msgspec.structs.replace(last, **changed)
+
+
+# --- lines --------------------------------------------------------------------------------------------------------
+
+Line = Header | Sample
+
+_encoder = msgspec.json.Encoder()
+_header_decoder = msgspec.json.Decoder(Header)
+_sample_decoder = msgspec.json.Decoder(Sample)
+
+
+def encode(line: Line) -> bytes:
+    """Return a line of a file of samples: a header is a JSON object, a sample an array."""
+    return _encoder.encode(line) + b"\n"
+
+
+def decode(data: bytes) -> tuple[list[Line], int]:
+    """Return what whole lines say, and how many bytes they are; a line that cannot be read is left out.
+
+    A writer that was killed leaves half a line, which the next one ends: it is one that cannot be read.
+    """
+    end = data.rfind(b"\n") + 1
+    lines: list[Line] = []
+    for text in data[:end].splitlines():
+        with contextlib.suppress(msgspec.MsgspecError):
+            lines.append((_header_decoder if text.startswith(b"{") else _sample_decoder).decode(text))
+    return lines, end
+
+
+# --- names --------------------------------------------------------------------------------------------------------
+
+
+def step(header: Header, sample: Sample) -> int:
+    """Return whole seconds since the call of the run, never less than 0."""
+    return max(0, (sample.at_ns - header.origin_ns) // SECOND_NS)
+
+
+def series(header: Header, sample: Sample) -> dict[str, float]:
+    """Return a sample's values by the names they have in MLflow; what is not known has no entry.
+
+    Names and units are those of MLflow's own system metrics (a megabyte is 1,000,000 bytes there), and more in the same
+    manner. Devices and ranks are numbered as the run sees them; slots of a CPU are no GPUs, their ranks tell the same.
+    """
+    prefix = f"system/node_{header.node_rank}/"
+    named = zip(_names(prefix, _HOST_SERIES), _host_values(sample.host), strict=True)
+    values = {name: float(value) for name, value in named if value is not None}
+    for index, (device, gpu) in enumerate(zip(header.devices, sample.gpus, strict=False)):
+        if device.kind is not DeviceKind.CPU:
+            named = zip(_names(f"{prefix}gpu_{index}_", _GPU_SERIES), _gpu_values(gpu), strict=True)
+            values.update((name, float(value)) for name, value in named if value is not None)
+    for rank in sample.ranks:
+        measured = (rank.cpu_percent, _megabytes(rank.memory_bytes), _megabytes(rank.gpu_memory_bytes))
+        named = zip(_names(f"{prefix}rank_{rank.rank}_", _RANK_SERIES), measured, strict=True)
+        values.update((name, float(value)) for name, value in named if value is not None)
+    if sample.ray is not None:
+        values.update(ray_series(header.node_rank, sample.ray))
+    return values
+
+
+_HOST_SERIES = (
+    "cpu_utilization_percentage",
+    "system_memory_usage_megabytes",
+    "system_memory_usage_percentage",
+    "disk_usage_megabytes",
+    "disk_usage_percentage",
+    "disk_available_megabytes",
+    "network_receive_megabytes",
+    "network_transmit_megabytes",
+)
+_GPU_SERIES = (
+    "utilization_percentage",
+    "memory_usage_megabytes",
+    "memory_usage_percentage",
+    "power_usage_watts",
+    "power_usage_percentage",
+    "temperature_celsius",
+    "sm_clock_megahertz",
+    "memory_clock_megahertz",
+    "pcie_receive_megabytes_per_second",
+    "pcie_transmit_megabytes_per_second",
+    "nvlink_receive_megabytes_per_second",
+    "nvlink_transmit_megabytes_per_second",
+    "throttle_reasons",
+    "ecc_errors",
+)
+_RANK_SERIES = ("cpu_utilization_percentage", "memory_usage_megabytes", "gpu_memory_usage_megabytes")
+
+
+@functools.lru_cache(maxsize=4096)
+def _names(prefix: str, series: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(prefix + name for name in series)
+
+
+def _host_values(host: HostSample) -> tuple[float | None, ...]:
+    free = None if host.disk_bytes is None or host.disk_total_bytes is None else host.disk_total_bytes - host.disk_bytes
+    return (
+        host.cpu_percent,
+        _megabytes(host.memory_bytes),
+        _share(host.memory_bytes, host.memory_total_bytes),
+        _megabytes(host.disk_bytes),
+        _share(host.disk_bytes, host.disk_total_bytes),
+        _megabytes(free),
+        _megabytes(host.network_receive_bytes),
+        _megabytes(host.network_transmit_bytes),
+    )
+
+
+def _gpu_values(gpu: GpuSample) -> tuple[float | None, ...]:
+    return (
+        gpu.busy_percent,
+        _megabytes(gpu.memory_bytes),
+        _share(gpu.memory_bytes, gpu.memory_total_bytes),
+        gpu.power_watts,
+        _share(gpu.power_watts, gpu.power_limit_watts),
+        gpu.temperature_celsius,
+        gpu.sm_megahertz,
+        gpu.memory_megahertz,
+        _megabytes(gpu.pcie_receive_bytes_s),
+        _megabytes(gpu.pcie_transmit_bytes_s),
+        _megabytes(gpu.nvlink_receive_bytes_s),
+        _megabytes(gpu.nvlink_transmit_bytes_s),
+        gpu.throttle,
+        gpu.ecc_errors,
+    )
+
+
+def _megabytes(value: float | None) -> float | None:
+    return None if value is None else value / 1e6
+
+
+def _share(part: float | None, whole: float | None) -> float | None:
+    return None if part is None or not whole else round(part / whole * 100, 2)
+
+
+# --- what they add up to ------------------------------------------------------------------------------------------
+
+THROTTLED = 0x04 | 0x08 | 0x20 | 0x40 | 0x80
+"""NVML's bits that mean heat or power: software power cap, hardware slowdown, software and hardware thermal slowdown,
+power brake. Not: idle, clocks that an operator set, a group of cards kept at one clock."""
+
+_THROTTLE_WORDS = {
+    0x04: "power cap",
+    0x08: "hardware slowdown",
+    0x10: "sync boost",
+    0x20: "heat",
+    0x40: "heat (hardware)",
+    0x80: "power brake",
+}
+
+BUSY_PERCENT = 5.0
+"""Less than this is no work worth the name: what a desktop or a monitoring tool costs."""
+
+_GAP_NS_MAX = 600 * SECOND_NS
+
+
+class DeviceTotals(msgspec.Struct, frozen=True, kw_only=True):
+    """What one device did, summed up sample by sample; `result()` is the account.
+
+    Each sample stands for the time since the one before, up to ten minutes; the first one for a second.
+    """
+
+    uuid: str
+    samples: int = 0
+    at_ns: int = 0
+    watts: float | None = None
+    busy_percent_ns: float = 0.0
+    busy_known_ns: int = 0
+    peak_memory_bytes: int | None = None
+    energy_joules: float | None = None
+    throttled_ns: int | None = None
+
+    def plus(self, at_ns: int, gpu: GpuSample) -> DeviceTotals:
+        """Return the sum with one more sample."""
+        gap_ns = min(max(0, at_ns - self.at_ns), _GAP_NS_MAX) if self.samples else 0
+        stands_ns = gap_ns or SECOND_NS
+        throttled_ns = stands_ns if (gpu.throttle or 0) & THROTTLED else 0
+        peaks = [peak for peak in (self.peak_memory_bytes, gpu.memory_bytes) if peak is not None]
+        return msgspec.structs.replace(
+            self,
+            samples=self.samples + 1,
+            at_ns=at_ns,
+            watts=gpu.power_watts,
+            busy_percent_ns=self.busy_percent_ns + (gpu.busy_percent or 0.0) * stands_ns,
+            busy_known_ns=self.busy_known_ns + (0 if gpu.busy_percent is None else stands_ns),
+            peak_memory_bytes=max(peaks, default=None),
+            energy_joules=self._energy(gap_ns, gpu.power_watts),
+            throttled_ns=self.throttled_ns if gpu.throttle is None else (self.throttled_ns or 0) + throttled_ns,
+        )
+
+    def result(self) -> DeviceUse:
+        """Return the account so far."""
+        return DeviceUse(
+            uuid=self.uuid,
+            samples=self.samples,
+            busy_percent=round(self.busy_percent_ns / self.busy_known_ns, 1) if self.busy_known_ns else None,
+            peak_memory_bytes=self.peak_memory_bytes,
+            energy_joules=None if self.energy_joules is None else round(self.energy_joules, 1),
+            throttled_s=None if self.throttled_ns is None else round(self.throttled_ns / 1e9, 1),
+        )
+
+    def _energy(self, gap_ns: int, watts: float | None) -> float | None:
+        if watts is None:
+            return self.energy_joules
+        mean = watts if self.watts is None else (watts + self.watts) / 2
+        return (self.energy_joules or 0.0) + mean * gap_ns / 1e9
+
+
+def add(uses: Mapping[str, DeviceTotals], header: Header, sample: Sample) -> dict[str, DeviceTotals]:
+    """Return the sums of an attempt's devices, by uuid, with one more sample."""
+    summed = dict(uses)
+    for device, gpu in zip(header.devices, sample.gpus, strict=False):
+        summed[device.uuid] = summed.get(device.uuid, DeviceTotals(uuid=device.uuid)).plus(sample.at_ns, gpu)
+    return summed
+
+
+def works(sample: Sample) -> bool:
+    """Return whether a device does any work worth the name; what is not known counts as work: it is no evidence."""
+    return not sample.gpus or any(gpu.busy_percent is None or gpu.busy_percent >= BUSY_PERCENT for gpu in sample.gpus)
+
+
+def throttle_words(bits: int | None) -> tuple[str, ...]:
+    """Return why a device's clocks are lower than asked for, for a person; nothing where it only has nothing to do."""
+    return tuple(word for bit, word in _THROTTLE_WORDS.items() if (bits or 0) & bit)

@@ -21,7 +21,7 @@ from serverless_gpu.client.agent_status import agent_status
 from serverless_gpu.engines.simulated.simulated_engine import SimulatedEngine
 from serverless_gpu.errors import InvalidOption
 from serverless_gpu.model.hardware import parse_fake
-from serverless_gpu.model.telemetry.samples import GpuSample
+from serverless_gpu.model.telemetry import GpuSample
 from serverless_gpu.node.base.home import find_home
 from serverless_gpu.node.devices.kernel_log import FAKE_FILE
 

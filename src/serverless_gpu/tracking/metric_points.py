@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from serverless_gpu.model.telemetry.samples import SECOND_NS, Header, Line, Sample, decode, merged, series, step
+from serverless_gpu.model.telemetry import SECOND_NS, Header, Line, Sample, decode, merged, series, step
 from serverless_gpu.model.tracking_rules import send_interval_s
 from serverless_gpu.tracking.base import Metric
 

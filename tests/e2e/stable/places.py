@@ -11,7 +11,7 @@ from serverless_gpu.model.cost import Cost, CostEstimate
 from serverless_gpu.model.lifecycle.attempt import Fact
 from serverless_gpu.model.receipt import Bill, DeviceUse, Segments
 from serverless_gpu.model.spec import SPEC_VERSION, RunSpec
-from serverless_gpu.model.telemetry.samples import Header, Sample
+from serverless_gpu.model.telemetry import Header, Sample
 from serverless_gpu.node.base.protocol import PROTOCOL as NODE_PROTOCOL
 from serverless_gpu.node.base.protocol import AnyMessage
 from serverless_gpu.node.inside.protocol import VERSION as RANKS_PROTOCOL

@@ -7,7 +7,7 @@ import msgspec
 from serverless_gpu.cli.machine.top_picture import Around, DeviceOwner
 from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.lifecycle.attempt import State
-from serverless_gpu.model.telemetry.samples import GpuSample, HostSample, RankSample, Sample
+from serverless_gpu.model.telemetry import GpuSample, HostSample, RankSample, Sample
 from serverless_gpu.node.monitor.messages import NodeFrame, WatchedAttempt
 
 S = 1_000_000_000

@@ -8,7 +8,7 @@ import msgspec
 
 from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.lifecycle.attempt import Fact, FactKind, Failure, Reason, State
-from serverless_gpu.model.telemetry.samples import GpuSample, Header, HostSample, RankSample, Sample, Sampled, encode
+from serverless_gpu.model.telemetry import GpuSample, Header, HostSample, RankSample, Sample, Sampled, encode
 from serverless_gpu.node.base.protocol import Stopped
 
 S = 1_000_000_000

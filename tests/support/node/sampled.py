@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from serverless_gpu.model.hardware import DeviceKind
-from serverless_gpu.model.telemetry.samples import SECOND_NS, GpuSample, Header, HostSample, RankSample, Sample, Sampled
+from serverless_gpu.model.telemetry import SECOND_NS, GpuSample, Header, HostSample, RankSample, Sample, Sampled
 
 GB = 10**9
 ORIGIN_NS = 1_800_000_000 * SECOND_NS

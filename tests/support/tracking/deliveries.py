@@ -10,7 +10,7 @@ from pathlib import Path
 from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.spec import Resources, RunSpec
-from serverless_gpu.model.telemetry.samples import SECOND_NS, GpuSample, Header, HostSample, Sample, Sampled, encode
+from serverless_gpu.model.telemetry import SECOND_NS, GpuSample, Header, HostSample, Sample, Sampled, encode
 from serverless_gpu.model.tracking_context import Tracking
 from serverless_gpu.testing.mlflow import FakeMlflow
 from serverless_gpu.tracking.base import Tracker, TrackerRun

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.model.telemetry.samples import HostSample, RankSample, Sample, encode
+from serverless_gpu.model.telemetry import HostSample, RankSample, Sample, encode
 from serverless_gpu.tracking.base import Metric
 from serverless_gpu.tracking.metric_points import Points, SampleCursor
 from tests.support.tracking.deliveries import CALLED_NS, CPU, header, sample

@@ -24,7 +24,7 @@ import msgspec
 
 from serverless_gpu.client.display.terminal import fit, safe
 from serverless_gpu.model.hardware import Device, DeviceKind
-from serverless_gpu.model.telemetry.samples import GpuSample, HostSample, RankSample, throttle_words
+from serverless_gpu.model.telemetry import GpuSample, HostSample, RankSample, throttle_words
 from serverless_gpu.node.monitor.messages import NodeFrame, WatchedAttempt
 from serverless_gpu.units import format_bytes, format_duration_ms, format_gpu_memory
 

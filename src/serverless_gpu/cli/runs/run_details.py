@@ -32,7 +32,7 @@ from serverless_gpu.lazy_import import load
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, State
 from serverless_gpu.model.receipt import DeviceUse, Receipt
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.model.telemetry.samples import DeviceTotals, Header, add, decode
+from serverless_gpu.model.telemetry import DeviceTotals, Header, add, decode
 from serverless_gpu.node.attempt.history import RunRecord, read_run, size_on_disk, walk
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.units import format_bytes, format_duration_ms, format_gpu_memory, format_joules

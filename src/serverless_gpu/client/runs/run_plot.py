@@ -15,7 +15,7 @@ from serverless_gpu.errors import InvalidValue, ServerlessGpuError, StorageError
 from serverless_gpu.lazy_import import load
 from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.lifecycle.attempt import State
-from serverless_gpu.model.telemetry.samples import Header, Sample, decode
+from serverless_gpu.model.telemetry import Header, Sample, decode
 from serverless_gpu.units import format_duration_ms
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ import msgspec
 from serverless_gpu.ambient import Clock
 from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason
-from serverless_gpu.model.telemetry.samples import SECOND_NS, GpuSample, Header, HostSample, Sample, Sampled
+from serverless_gpu.model.telemetry import SECOND_NS, GpuSample, Header, HostSample, Sample, Sampled
 from serverless_gpu.node.monitor.records import Recording
 from serverless_gpu.tracking.base import Tracker, TrackerRun
 from serverless_gpu.tracking.delivery import DeliveryJob, MlflowDelivery

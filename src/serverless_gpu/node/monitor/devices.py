@@ -22,7 +22,7 @@ import msgspec
 from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.json_codec import from_builtins, from_json
 from serverless_gpu.model.hardware import Device, DeviceKind
-from serverless_gpu.model.telemetry.samples import SECOND_NS, GpuSample, RankSample
+from serverless_gpu.model.telemetry import SECOND_NS, GpuSample, RankSample
 from serverless_gpu.node.devices.inventory import FAKE_STATE_FILE
 from serverless_gpu.node.devices.nvml import NvmlBroken, errors, initialised, sees_all_pids
 

@@ -24,7 +24,7 @@ from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.receipt import DeviceUse
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.model.telemetry.samples import Sample
+from serverless_gpu.model.telemetry import Sample
 from serverless_gpu.model.tracking_context import Tracking
 from serverless_gpu.node.base.protocol import PROTOCOL, decoded
 from serverless_gpu.node.inside.channel import Channel, close_all

@@ -26,7 +26,7 @@ import msgspec
 from serverless_gpu.ambient import Clock
 from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason, State
-from serverless_gpu.model.telemetry.samples import (
+from serverless_gpu.model.telemetry import (
     RAY_BYTES_MAX,
     GpuSample,
     Header,

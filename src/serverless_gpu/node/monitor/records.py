@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from serverless_gpu.model.telemetry.samples import (
+from serverless_gpu.model.telemetry import (
     SECOND_NS,
     DeviceTotals,
     Header,

@@ -49,7 +49,7 @@ import psutil
 from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.model.hardware import Device, DeviceKind, GpuType
-from serverless_gpu.model.telemetry.samples import SECOND_NS, GpuSample, HostSample, RankSample
+from serverless_gpu.model.telemetry import SECOND_NS, GpuSample, HostSample, RankSample
 from serverless_gpu.node.base.configuration import read_configuration
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.devices.inventory import FAKE_VARIABLE, Provider, providers

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from serverless_gpu.model.hardware import Device, DeviceKind, cpu_slots
-from serverless_gpu.model.telemetry.samples import SECOND_NS, GpuSample, RankSample
+from serverless_gpu.model.telemetry import SECOND_NS, GpuSample, RankSample
 from serverless_gpu.node.monitor.sampler import RankProcesses, ThisMachine, read_stat
 from serverless_gpu.testing import FakeClock
 from tests.support.local.observe import wait_for

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.receipt import DeviceUse
-from serverless_gpu.model.telemetry.samples import (
+from serverless_gpu.model.telemetry import (
     SECOND_NS,
     DeviceTotals,
     GpuSample,

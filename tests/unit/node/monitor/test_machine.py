@@ -15,7 +15,7 @@ import pytest
 
 from serverless_gpu.errors import InvalidOption
 from serverless_gpu.model.hardware import DeviceKind, cpu_slots, parse_fake
-from serverless_gpu.model.telemetry.samples import SECOND_NS, THROTTLED, GpuSample, RankSample
+from serverless_gpu.model.telemetry import SECOND_NS, THROTTLED, GpuSample, RankSample
 from serverless_gpu.node.devices.inventory import FAKE_STATE_FILE, NvmlProvider
 from serverless_gpu.node.monitor import devices
 from serverless_gpu.node.monitor.devices import NvmlSampler

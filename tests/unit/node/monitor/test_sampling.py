@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from serverless_gpu.model.telemetry.samples import HostSample
+from serverless_gpu.model.telemetry import HostSample
 from serverless_gpu.node.monitor.sampler import NodeSample, Sampler, SampleRequest
 from serverless_gpu.testing import FakeClock
 

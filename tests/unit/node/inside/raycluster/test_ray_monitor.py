@@ -8,7 +8,7 @@ import types
 
 import pytest
 
-from serverless_gpu.model.telemetry.samples import RaySample
+from serverless_gpu.model.telemetry import RaySample
 from serverless_gpu.node.inside.raycluster import metrics
 from serverless_gpu.node.inside.raycluster.metrics import FIGURES, RayFigures
 from tests.support.node.ray_monitor import KNOWN, TEXT
