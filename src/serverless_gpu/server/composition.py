@@ -41,8 +41,7 @@ from serverless_gpu.server.lifecycle.gang_hangs import GangHangs, GangProgress
 from serverless_gpu.server.lifecycle.gang_reconciler import GangReconciler
 from serverless_gpu.server.lifecycle.liveness import Deliveries, Leases, Looks, Presence
 from serverless_gpu.server.lifecycle.owner_suspension import OwnerSuspension
-from serverless_gpu.server.lifecycle.rendezvous import RendezvousService
-from serverless_gpu.server.lifecycle.rendezvous_state import Meetings
+from serverless_gpu.server.lifecycle.rendezvous import Meetings, RendezvousService
 from serverless_gpu.server.lifecycle.reports import ReportService
 from serverless_gpu.server.lifecycle.requeue import Requeue
 from serverless_gpu.server.lifecycle.transitions import Announcer

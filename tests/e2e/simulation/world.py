@@ -27,7 +27,7 @@ from serverless_gpu.server.db import tables
 from serverless_gpu.server.invariants.run_invariants import History, Stretch
 from serverless_gpu.server.invariants.self_check import check
 from serverless_gpu.server.invariants.violation import Violation
-from serverless_gpu.server.lifecycle import rendezvous_state
+from serverless_gpu.server.lifecycle import rendezvous
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.pools import NO_ISOLATION
 from serverless_gpu.server.runs import retention
@@ -313,9 +313,9 @@ class World:
             mock.patch.object(retention, "EVERY_S", 20.0),
             mock.patch.object(audit, "EVERY_S", 5.0),
             mock.patch.object(Environments, "need", lambda _self, _snapshot: None),
-            mock.patch.object(rendezvous_state, "COME_S", 40.0),
-            mock.patch.object(rendezvous_state, "MEET_S", 20.0),
-            mock.patch.object(rendezvous_state, "TOTAL_S", 120.0),
+            mock.patch.object(rendezvous, "COME_S", 40.0),
+            mock.patch.object(rendezvous, "MEET_S", 20.0),
+            mock.patch.object(rendezvous, "TOTAL_S", 120.0),
             caps.watched(self.wrong),
         ):
             try:

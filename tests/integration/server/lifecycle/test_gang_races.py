@@ -16,7 +16,7 @@ from serverless_gpu.server.composition import Services
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.lifecycle import rendezvous, rendezvous_state
+from serverless_gpu.server.lifecycle import rendezvous
 from serverless_gpu.server.records.runs import attempts, orders, runs
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import Stop
@@ -175,7 +175,7 @@ def test_a_stop_once_it_is_chosen_ends_what_has_begun_and_nothing_else_begins(
     for number in range(begun, 2):
         answer = start(services, run_id, number, offer=offer(number), reach=reach(number))
         assert (answer.stop, answer.chosen) == (why, None)
-    look(services, clock, after_s=rendezvous_state.TOTAL_S)
+    look(services, clock, after_s=rendezvous.TOTAL_S)
     attempt = attempt_of(database, run_id)
     assert (attempt.chosen, attempt.called_off) == (CHOSEN, False)
     for number in (0, 1):
@@ -280,7 +280,7 @@ def test_a_restored_server_whose_gang_had_half_met_ends_it(
     """On n1 user code runs, as was chosen after the backup; n2 was not told, and nobody can tell it now."""
     restored(services, database, run_id, clock)
     runs_on(services, run_id, 0)
-    for after_s in (0, rendezvous_state.MEET_S - 1, 2):
+    for after_s in (0, rendezvous.MEET_S - 1, 2):
         assert start(services, run_id, 1, offer=offer(1), reach=reach(1)).chosen is None
         assert attempt_of(database, run_id).cause is None
         look(services, clock, after_s=after_s)
@@ -299,9 +299,9 @@ def test_a_restored_server_ends_no_gang_of_which_a_crew_is_only_slow_to_say_that
 ) -> None:
     restored(services, database, run_id, clock)
     runs_on(services, run_id, 0)
-    look(services, clock, after_s=rendezvous_state.MEET_S + 1)
+    look(services, clock, after_s=rendezvous.MEET_S + 1)
     runs_on(services, run_id, 0, 1)
-    look(services, clock, after_s=rendezvous_state.MEET_S + 1)
+    look(services, clock, after_s=rendezvous.MEET_S + 1)
     run = stored(database, run_id)
     assert run.attempt is not None and (run.state, run.attempt.cause) == (State.RUNNING, None)
     assert wrong(database) == []

@@ -20,8 +20,8 @@ from serverless_gpu.model.ray_cluster import RayCluster
 from serverless_gpu.server.composition import Services, make_roster
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.lifecycle import rendezvous, rendezvous_state
-from serverless_gpu.server.lifecycle.rendezvous_state import Meetings
+from serverless_gpu.server.lifecycle import rendezvous
+from serverless_gpu.server.lifecycle.rendezvous import Meetings
 from serverless_gpu.server.records.runs import attempts, runs
 from serverless_gpu.server.records.runs.attempts import StoredAttempt
 from serverless_gpu.testing import FakeClock
@@ -170,7 +170,7 @@ def test_a_gang_whose_node_never_comes_is_placed_again_soon(
 ) -> None:
     start(services, run_id, 0, offer=offer(0))
     look(services, clock)
-    look(services, clock, after_s=rendezvous_state.COME_S - 1)
+    look(services, clock, after_s=rendezvous.COME_S - 1)
     assert not attempt_of(database, run_id).called_off
     look(services, clock, after_s=2)
     attempt = attempt_of(database, run_id)
@@ -216,7 +216,7 @@ def test_a_node_that_was_not_heard_of_yet_when_the_gang_ended_has_not_failed(
 
 def test_no_node_comes(services: Services, database: Database, run_id: str, clock: FakeClock) -> None:
     look(services, clock)
-    look(services, clock, after_s=rendezvous_state.COME_S + 1)
+    look(services, clock, after_s=rendezvous.COME_S + 1)
     run = stored(database, run_id)
     assert (run.state, run.infra_retries_used) == (State.QUEUED, 1)
     assert attempt_of(database, run_id).reason is Reason.NODES_APART and wrong(database) == []
@@ -229,9 +229,9 @@ def test_a_crew_that_an_earlier_server_heard_of_is_waited_for(
     again(services)
     look(services, clock)
     start(services, run_id, 0, offer=offer(0))
-    look(services, clock, after_s=rendezvous_state.COME_S + 1)
+    look(services, clock, after_s=rendezvous.COME_S + 1)
     assert not attempt_of(database, run_id).called_off
-    look(services, clock, after_s=rendezvous_state.TOTAL_S)
+    look(services, clock, after_s=rendezvous.TOTAL_S)
     attempt = attempt_of(database, run_id)
     assert attempt.called_off and [crew.ended_ns for crew in attempt.crews] == [None, None]
     assert start(services, run_id, 1).peer_failed == golden("server.meetings.n2-come-meeting")
@@ -244,9 +244,9 @@ def test_servers_that_are_started_again_and_again_wait_no_longer(
         start(services, run_id, number, sentence="fetches its environment")
     for _ in range(4):
         again(services)
-        look(services, clock, after_s=rendezvous_state.TOTAL_S)
+        look(services, clock, after_s=rendezvous.TOTAL_S)
     assert not attempt_of(database, run_id).called_off
-    look(services, clock, after_s=rendezvous_state.MEET_S + 1)
+    look(services, clock, after_s=rendezvous.MEET_S + 1)
     assert attempt_of(database, run_id).called_off
 
 
@@ -255,7 +255,7 @@ def test_who_does_not_say_what_it_reached_is_named(
 ) -> None:
     start(services, run_id, 0, offer=offer(0), reach=reach(0))
     start(services, run_id, 1, offer=offer(1))
-    look(services, clock, after_s=rendezvous_state.MEET_S + 1)
+    look(services, clock, after_s=rendezvous.MEET_S + 1)
     answer = start(services, run_id, 1, offer=offer(1), reach=reach(1))
     assert answer.peer_failed == golden("server.meetings.n2-said-nodes") and answer.chosen is None
 
@@ -322,7 +322,7 @@ def test_a_stop_and_chosen_are_never_in_one_answer(
     tell(database, run_id, StopAsked(StopReason.PREEMPT))
     answer = start(services, run_id, 1)
     assert (answer.stop, answer.chosen) == (StopReason.PREEMPT, None)
-    look(services, clock, after_s=rendezvous_state.TOTAL_S)
+    look(services, clock, after_s=rendezvous.TOTAL_S)
     assert not attempt_of(database, run_id).called_off
 
 
@@ -331,7 +331,7 @@ def test_a_restored_server_calls_nothing_off(
 ) -> None:
     database.write(lambda connection: runs.hold(connection, [run_id], at_ns=T0 + 8 * S))
     look(services, clock)
-    look(services, clock, after_s=4 * rendezvous_state.TOTAL_S)
+    look(services, clock, after_s=4 * rendezvous.TOTAL_S)
     assert not attempt_of(database, run_id).called_off
     say(services, run_id, 0, exec_ns=T0 + 9 * S)  # it was chosen after the backup
     assert rendezvous.has_met(attempt_of(database, run_id))
