@@ -15,7 +15,7 @@ from serverless_gpu.model.xid import XidKind
 from serverless_gpu.node.attempt.history import first_facts
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.devices.locks import DeviceLocks
-from serverless_gpu.node.devices.xid_history import read_hits
+from serverless_gpu.node.supervisor.gpu_faults import read_hits
 from serverless_gpu.testing import FakeGpus, stop_agent
 from tests.support.golden import golden
 from tests.support.local.observe import cancel_all, wait_for

@@ -23,9 +23,8 @@ from serverless_gpu.node.devices.inventory import FakeProvider
 from serverless_gpu.node.devices.kernel_log import KernelLog
 from serverless_gpu.node.devices.locks import DeviceLocks
 from serverless_gpu.node.devices.reservation import quarantine, retest_quarantined
-from serverless_gpu.node.devices.xid_history import note_hit, read_hits
 from serverless_gpu.node.supervisor import gpu_faults
-from serverless_gpu.node.supervisor.gpu_faults import AttemptFaults, NodeFaults
+from serverless_gpu.node.supervisor.gpu_faults import AttemptFaults, NodeFaults, note_hit, read_hits
 from serverless_gpu.testing import FakeClock, FakeGpus
 from tests.support.golden import golden
 
