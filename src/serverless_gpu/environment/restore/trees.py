@@ -28,8 +28,8 @@ from serverless_gpu.environment.restore.cache.cache_directory import (
     read_document,
     write_document,
 )
-from serverless_gpu.environment.restore.cache.shared_metadata import SharedMetadata, make_layers
 from serverless_gpu.environment.restore.cache.unit_cache import Cache
+from serverless_gpu.environment.restore.cache.unit_outline import SharedMetadata, make_layers
 from serverless_gpu.environment.restore.cache.unit_seal import exposed_since, linking
 from serverless_gpu.environment.restore.link_tree import ContentSource, fill, link_new, write_generated
 from serverless_gpu.environment.restore.pythons import Python

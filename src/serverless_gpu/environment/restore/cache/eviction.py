@@ -30,7 +30,7 @@ from serverless_gpu.environment.restore.cache.cache_directory import (
     read_document,
     try_lock,
 )
-from serverless_gpu.environment.restore.cache.shared_metadata import sweep_layers
+from serverless_gpu.environment.restore.cache.unit_outline import sweep_layers
 from serverless_gpu.environment.restore.cache.unit_seal import expose, exposed_since, linking_lock, suspects
 
 

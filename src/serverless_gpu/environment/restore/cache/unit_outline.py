@@ -2,18 +2,43 @@
 
 RECORD is made of rows, so that `importlib.metadata` and pip see the files; its lines for scripts differ on each tree
 and are added when a tree is assembled.
+
+What assembling adds to units themselves, so that the next environment that has them need not: metadata, short names.
+
+    units/<aa>/<address>/site/<name>.dist-info/{RECORD,INSTALLER}   as the first environment wanted them
+    units/<aa>/<address>/added                                      path → digest of what was added
+    layers/<7 characters> → ../units/<aa>/<address>/<area>          the name of a layer, see mounts.py
+
+A new file costs more than anything else in preparing mounts, most of all on a disk where many were deleted lately. With
+these an environment of 200 distributions needs a hundred, most of them scripts, and not a thousand. Where an
+environment wants something else than a unit has, its own generated file lies above the unit's.
+
+Failure cases: a disk that is full, a unit that somebody else is at (its files are generated beside it, as if it could
+have none); two units whose names begin alike (the second has a name from further on in its address).
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
+import os
+import posixpath
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 import msgspec
 
-from serverless_gpu.environment.documents import FileRow, Unit
+from serverless_gpu.environment.documents import FileRow, Snapshot, Unit
+from serverless_gpu.environment.restore.cache.cache_directory import (
+    Places,
+    make_public,
+    read_document,
+    try_lock,
+    write_document,
+)
+from serverless_gpu.environment.restore.cache.unpack import MTIME_S
 from serverless_gpu.environment.restore.scripts import entry_points, is_generic
 
 _DIST_INFO = re.compile(r"site/([^/]+\.dist-info)/METADATA")
@@ -83,3 +108,119 @@ def _quoted(path: str) -> str:
 
 def _may_be_script(row: FileRow) -> bool:
     return row.path.startswith("prefix/bin/") and row.has_content and 8 <= row.size <= _SCRIPT_BYTES_MAX
+
+
+ADDED_NAMES = ("RECORD", "INSTALLER")
+_NAME_LENGTH = 6
+_MTIME = (MTIME_S * 10**9, MTIME_S * 10**9)
+Outlines = Mapping[str, Outline]
+Files = dict[str, bytes]
+_MAKE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class SharedMetadata:
+    """Additions to the units of a cache."""
+
+    def __init__(self, places: Places) -> None:
+        self._places = places
+
+    def without_added(self, number: int, snapshot: Snapshot, wanted: dict[str, bytes], outlines: Outlines) -> Files:
+        """Return the generated files of a root's site area that its units do not have already."""
+        files = dict(wanted)
+        for address, _ in _notes_directories(number, snapshot, outlines):
+            for path, digest in self._added(address).items():
+                content = files.get(path)
+                if content is None:
+                    files[path] = b""  # another environment's is there, and must not be seen in this one
+                elif digest == _digest(content):
+                    del files[path]
+        return files
+
+    def add(self, number: int, snapshot: Snapshot, wanted: Mapping[str, bytes], outlines: Outlines) -> None:
+        """Add metadata to units that nobody has added any to."""
+        for address, notes in _notes_directories(number, snapshot, outlines):
+            paths = [f"{notes}/{name}" for name in ADDED_NAMES if f"{notes}/{name}" in wanted]
+            unit = self._places.unit(address)
+            if os.path.lexists(unit / "added") or any(os.path.lexists(unit / "site" / path) for path in paths):
+                continue
+            if paths:
+                self._add(address, {path: wanted[path] for path in paths})
+
+    def layer(self, address: str, area: str) -> str:
+        """Return the name of a unit's area in `layers`; made when needed."""
+        target = f"../units/{address[:2]}/{address}/{area}"
+        text = base64.urlsafe_b64encode(bytes.fromhex(address)).decode().rstrip("=")
+        for start in range(len(text) - _NAME_LENGTH):
+            name = f"{area[0]}{text[start : start + _NAME_LENGTH]}"
+            place = self._places.layers / name
+            try:
+                if os.readlink(place) == target:
+                    return name
+            except FileNotFoundError:
+                with contextlib.suppress(FileExistsError):
+                    os.symlink(target, place)
+                if os.readlink(place) == target:
+                    return name
+        raise OSError(f"there is no name left for unit {address[:12]} in {self._places.layers}")
+
+    def _added(self, address: str) -> dict[str, bytes]:
+        return read_document(self._places.unit(address) / "added", dict[str, bytes]) or {}
+
+    def _add(self, address: str, files: Mapping[str, bytes]) -> None:
+        lock = try_lock(self._places.unit_lock(address))
+        if lock is None:
+            return
+        unit = self._places.unit(address)
+        try:
+            with contextlib.suppress(OSError):
+                if not os.path.lexists(unit / "added"):
+                    for path, content in files.items():
+                        _write(unit / "site" / path, content)
+                    write_document(unit / "added", {path: _digest(content) for path, content in files.items()})
+        finally:
+            os.close(lock)
+
+
+def sweep_layers(places: Places) -> None:
+    """Remove names of units that are gone."""
+    with contextlib.suppress(FileNotFoundError), os.scandir(places.layers) as entries:
+        for entry in entries:
+            if entry.is_symlink() and not os.path.exists(entry.path):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(entry.path)
+
+
+def make_layers(places: Places) -> None:
+    """Make the directory of names, with an empty layer for mounts that would have one only."""
+    make_public(places.layers)
+    make_public(places.layers / "e")
+
+
+def _notes_directories(number: int, snapshot: Snapshot, outlines: Outlines) -> Iterator[tuple[str, str]]:
+    for member in snapshot.roots[number].members:
+        if member.kind == "distribution" and (notes := outlines[member.address].dist_info):
+            yield member.address, notes
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file at once or not at all; what a killed process left under its temporary name is replaced."""
+    temporary = path.with_name(f".{path.name}.sgpu")
+    with contextlib.suppress(FileNotFoundError):
+        temporary.unlink()
+    fd = os.open(temporary, _MAKE, 0o600)
+    with open(fd, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fchmod(fd, 0o444)
+        os.utime(fd, ns=_MTIME)
+    temporary.replace(path)
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=16).digest()
+
+
+def is_added(path: str) -> bool:
+    """Return whether a path of a unit may be something that was added: `site/<name>.dist-info/RECORD`."""
+    folder, name = posixpath.split(path)
+    return name in (*ADDED_NAMES, *(f".{each}.sgpu" for each in ADDED_NAMES)) and folder.endswith(".dist-info")
