@@ -39,14 +39,13 @@ from serverless_gpu.server.http.routing import Call, Query, Routes, reading
 from serverless_gpu.server.lifecycle import metering
 from serverless_gpu.server.lifecycle.liveness import Leases
 from serverless_gpu.server.lifecycle.metering import Now
-from serverless_gpu.server.records import charges, nodes, prices, usage, usage_rows
+from serverless_gpu.server.records import charges, nodes, prices, usage
 from serverless_gpu.server.records.charges import Account, Posted
 from serverless_gpu.server.records.prices import StoredPrice
 from serverless_gpu.server.records.runs import attempts, facts, runs, uncharged_crews
 from serverless_gpu.server.records.runs.attempts import StoredAttempt
 from serverless_gpu.server.records.runs.crews import CrewId, StoredCrew
-from serverless_gpu.server.records.usage import Found, ReportRequest
-from serverless_gpu.server.records.usage_rows import DemandFilter
+from serverless_gpu.server.records.usage import DemandFilter, Found, ReportRequest
 from serverless_gpu.wire.billing import (
     GROUPS_DEFAULT,
     GROUPS_MAX,
@@ -115,10 +114,10 @@ class UsageReports:
             after: the last one that they have.
             limit: how many, at most; an entry has up to three rows.
         """
-        may_see = usage_rows.visible(*_limits(who, reach))
+        may_see = usage.visible(*_limits(who, reach))
         entries = max(1, limit // 3)
         rows = self._database.read(
-            lambda connection: usage_rows.page(connection, window, may_see, after=after, limit=entries + 1)
+            lambda connection: usage.page(connection, window, may_see, after=after, limit=entries + 1)
         )
         shown = rows[:entries]
         found = [
@@ -138,7 +137,7 @@ class UsageReports:
         """Return the price book as billing tables have it, for what was used and what has a price."""
 
         def work(connection: sa.Connection) -> tuple[list[StoredPrice], list[tuple[str, str]]]:
-            return prices.every(connection), usage_rows.skus(connection, limit=SKUS_MAX + 1)
+            return prices.every(connection), usage.skus(connection, limit=SKUS_MAX + 1)
 
         book, used = self._database.read(work)
         rows = [stored.price for stored in book]
@@ -155,11 +154,11 @@ class UsageReports:
             after: the last one that they have.
             limit: how many, at most.
         """
-        may_see = usage_rows.visible(*_limits(who, reach))
+        may_see = usage.visible(*_limits(who, reach))
         at = metering.now(self._clock, self._leases)
 
         def work(connection: sa.Connection) -> tuple[list[tuple[int, DemandRow]], UnpostedDays]:
-            rows = usage_rows.demand(connection, asked, may_see, after=after, limit=limit + 1)
+            rows = usage.demand(connection, asked, may_see, after=after, limit=limit + 1)
             is_last = len(rows) <= limit
             return rows, find_unposted(connection, at, currency=self._settings.currency) if is_last else UnpostedDays()
 

@@ -23,7 +23,7 @@ from serverless_gpu.server.composition import Services, make_folding
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.records import prices, usage, usage_rows
+from serverless_gpu.server.records import prices, usage
 from serverless_gpu.server.records.usage import ReportRequest
 from serverless_gpu.wire.billing import UsageView
 from tests.support.server import ledgered
@@ -108,7 +108,7 @@ def fill(connection: sa.Connection, seed: int, runs: int) -> None:
 def reckoned(services: Services, by: tuple[str, ...]) -> dict[tuple[tuple[str, ...], str], Amounts]:
     """Return the same report, added up row by row, by code that knows no SQL but a SELECT of all."""
     window = DayRange(DAY - 60, DAY + 60)
-    rows = services.database.read(lambda db: usage_rows.page(db, window, (), after=0, limit=10_000))
+    rows = services.database.read(lambda db: usage.page(db, window, (), after=0, limit=10_000))
     first = {
         run_id: min(row.posted.fence for row in rows if row.posted.run_id == run_id)
         for run_id in {row.posted.run_id for row in rows}

@@ -18,8 +18,7 @@ from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.lifecycle.metering import Now
 from serverless_gpu.server.records import charges
-from serverless_gpu.server.records.usage import ReportRequest
-from serverless_gpu.server.records.usage_rows import DemandFilter
+from serverless_gpu.server.records.usage import DemandFilter, ReportRequest
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.billing import DemandRow, UsageView
 from tests.support.server.charged import charge_all
