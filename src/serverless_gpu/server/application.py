@@ -12,7 +12,7 @@ import starlette.routing
 from starlette.applications import Starlette
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.server import audit, environments, policies, secrets
+from serverless_gpu.server import audit, environments, policies, pools, secrets
 from serverless_gpu.server.billing import price_service, usage_reports
 from serverless_gpu.server.budgets import budget_service
 from serverless_gpu.server.core.hub import Hub
@@ -25,7 +25,6 @@ from serverless_gpu.server.identity import principal_routes
 from serverless_gpu.server.lifecycle import attempt_routes
 from serverless_gpu.server.nodes import agent_routes, drain, node_routes
 from serverless_gpu.server.operations import state_routes
-from serverless_gpu.server.pools import pool_service
 from serverless_gpu.server.runs import estimate_routes, queue_routes, run_routes
 from serverless_gpu.server.storage import blob_routes
 from serverless_gpu.wire.base import API
@@ -40,7 +39,7 @@ MODULES = (
     environments,
     estimate_routes,
     node_routes,
-    pool_service,
+    pools,
     policies,
     price_service,
     principal_routes,

@@ -52,7 +52,7 @@ from serverless_gpu.server.nodes.node_rules import Evacuation
 from serverless_gpu.server.nodes.node_service import NodeRuleService, NodeService
 from serverless_gpu.server.operations.state_metrics import Sampling
 from serverless_gpu.server.policies import PolicyAdmission, PolicyService
-from serverless_gpu.server.pools.pool_service import PoolService
+from serverless_gpu.server.pools import PoolService
 from serverless_gpu.server.runs.estimates import EstimateService
 from serverless_gpu.server.runs.queue_limits import WaitingRoom
 from serverless_gpu.server.runs.queue_views import QueueViews

@@ -22,11 +22,11 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, NotFound
 from serverless_gpu.model.billing.pricing import CORE, MEMORY, MICROS_MAX, Price, check_book, is_in_force, of_dbus
 from serverless_gpu.model.hardware import FAMILIES, canonical, is_listed
+from serverless_gpu.server import pools
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.http.routing import Call, Query, Routes, reading, writing
-from serverless_gpu.server.pools import pool_service
 from serverless_gpu.server.records import audit, charges, nodes, prices
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.prices import StoredPrice
@@ -76,7 +76,7 @@ class PriceService:
 
         def work(connection: sa.Connection) -> PriceSet:
             if asked.pool:
-                pool_service.find_pool(connection, asked.pool)
+                pools.find_pool(connection, asked.pool)
             _refuse_past(connection, name, from_ns, at_ns)
             own = prices.of(connection, name, asked.pool)
             replaced = [one for one in own if one.price.from_ns == from_ns]

@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 
 from serverless_gpu.server.http.routing import Call, Query, Routes, reading, writing
-from serverless_gpu.server.pools.pool_service import PoolService
+from serverless_gpu.server.pools import PoolService
 from serverless_gpu.server.runs.queue_views import QueueViews
 from serverless_gpu.wire.queue import (
     LIMIT_MAX,

@@ -1,4 +1,0 @@
-"""Pools and shares: their routes and service.
-
-Start with `pool_service.py`.
-"""
