@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.node.attempt import ray_logs
-from serverless_gpu.node.attempt.ray_logs import save_logs
 from serverless_gpu.node.inside.raycluster.ray_start import OUTPUT_FILE
+from serverless_gpu.node.supervisor import ray_cluster
+from serverless_gpu.node.supervisor.ray_cluster import save_logs
 from serverless_gpu.testing import FakeClock
 from tests.support.golden import golden
 
@@ -24,8 +24,8 @@ def logs_of(directory: Path, number: str = "1") -> Path:
 def test_logs_are_kept_from_their_ends_the_newest_first_and_within_a_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_logs, "FILE_BYTES_MAX", 10)
-    monkeypatch.setattr(ray_logs, "BYTES_MAX", 25)
+    monkeypatch.setattr(ray_cluster, "FILE_BYTES_MAX", 10)
+    monkeypatch.setattr(ray_cluster, "BYTES_MAX", 25)
     logs = logs_of(tmp_path / "own")
     (tmp_path / "own" / "token").write_text("secret")
     (tmp_path / "own" / "1" / OUTPUT_FILE).write_text("start")
@@ -76,7 +76,7 @@ def test_a_slow_disk_holds_the_devices_for_a_bounded_time_and_what_is_missing_is
     logs = logs_of(tmp_path / "own")
     for number in range(3):
         (logs / str(number)).write_text("x")
-    monkeypatch.setattr(ray_logs, "LIMIT_NS", 11_000_000_000)  # three looks for finding them, two for the first two
+    monkeypatch.setattr(ray_cluster, "LIMIT_NS", 11_000_000_000)  # three looks for finding them, two for the first two
     said = save_logs(str(tmp_path / "own"), str(tmp_path / "kept"), Slow())
     assert said == golden("node.ray_logs.logs-ray-kept")
     assert len(list((tmp_path / "kept").iterdir())) == 2
