@@ -36,9 +36,9 @@ from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.lifecycle.transitions import Announcer, TransitionResult
-from serverless_gpu.server.records import audit, budgets, notices
+from serverless_gpu.server.records import audit, budgets
 from serverless_gpu.server.records.audit import Action
-from serverless_gpu.server.records.notices import Kind
+from serverless_gpu.server.records.budgets import NoticeKind
 from serverless_gpu.server.records.runs import runs
 
 EVERY_S = 5.0
@@ -47,7 +47,7 @@ TOGETHER = 8
 TOLD_TOGETHER = 64
 """Runs that are told of a mark in one transaction."""
 _log = logging.getLogger(__name__)
-_KINDS = {FULL: (Action.BUDGET_REACHED, Kind.REACHED), CLOSED: (Action.BUDGET_CLOSED, Kind.CLOSED)}
+_KINDS = {FULL: (Action.BUDGET_REACHED, NoticeKind.REACHED), CLOSED: (Action.BUDGET_CLOSED, NoticeKind.CLOSED)}
 _Due = tuple[GoingOn, str, Standing]
 _Mark = tuple[str, int, int]
 
@@ -137,9 +137,9 @@ class Keeper:
                     continue
                 sentence = budget_messages.warning(name, standing, currency, is_open=True, mark=mark)
                 document = _document(name, standing, mark, currency) | {"sentence": sentence}
-                action, kind = _KINDS.get(mark, (Action.BUDGET_WARNING, Kind.WARNING))
+                action, kind = _KINDS.get(mark, (Action.BUDGET_WARNING, NoticeKind.WARNING))
                 audit.record(connection, who=audit.SERVER, action=action, subject=name, now_ns=at_ns, detail=document)
-                notices.add(connection, kind, document, at_ns=at_ns)
+                budgets.add_notice(connection, kind, document, at_ns=at_ns)
                 news.append((mark, sentence))
             return news
 

@@ -27,7 +27,7 @@ from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.core.validation import check_name, check_time_zone
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.http.routing import Call, Routes, reading, writing
-from serverless_gpu.server.records import audit, budgets, notices, policies, pools, principals
+from serverless_gpu.server.records import audit, budgets, policies, pools, principals
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.budgets import StoredBudget
 from serverless_gpu.units import format_gpu_ms, format_micros
@@ -68,7 +68,7 @@ class BudgetService:
         def work(connection: sa.Connection) -> tuple[dict[str, Standing], list[AlarmView]]:
             standings = self._standings(connection)
             since_ns = at_ns - ALARM_DAYS * DAY_NS
-            told = [one for one in notices.alarms(connection, since_ns=since_ns) if _is_theirs(one, who, reach)]
+            told = [one for one in budgets.alarms(connection, since_ns=since_ns) if _is_theirs(one, who, reach)]
             return standings, [
                 AlarmView(at_ns=one.at_ns, subject=one.text("subject"), sentence=one.text("sentence"))
                 for one in told[:ALARMS_MAX]
@@ -282,7 +282,7 @@ def _may_see(budget: Budget, who: Caller, reach: str) -> bool:
     return roles.covers(reach, name=who.name, teams=who.teams, owner=owner, team=team)
 
 
-def _is_theirs(notice: notices.Notice, who: Caller, reach: str) -> bool:
+def _is_theirs(notice: budgets.Notice, who: Caller, reach: str) -> bool:
     return roles.covers(reach, name=who.name, teams=who.teams, owner=notice.text("owner"), team=notice.text("team"))
 
 

@@ -27,8 +27,8 @@ from serverless_gpu.ambient import Clock, format_utc
 from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.records import notices
-from serverless_gpu.server.records.notices import Notice
+from serverless_gpu.server.records import budgets
+from serverless_gpu.server.records.budgets import Notice
 from serverless_gpu.version import __version__
 
 TIMEOUT_S = 5.0
@@ -58,7 +58,7 @@ class Notifier:
         Args:
             now_ns: boottime, nanoseconds.
         """
-        waiting = self._database.read(lambda connection: notices.open_ones(connection, limit=LOOKED_AT))
+        waiting = self._database.read(lambda connection: budgets.open_notices(connection, limit=LOOKED_AT))
         pauses = {one.seq: self._not_before_ns.get(one.seq, 0) for one in waiting}
         self._not_before_ns = pauses
         one = next((one for one in waiting if pauses[one.seq] <= now_ns), None)
@@ -78,13 +78,13 @@ class Notifier:
             return now_ns
         host = urlsplit(self._settings.webhook).hostname
         _log.warning("the webhook at %s did not take notice %d: %s", host, one.seq, problem)
-        self._database.write(lambda connection: notices.tried(connection, one.seq))
+        self._database.write(lambda connection: budgets.mark_tried(connection, one.seq))
         pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**one.tries)
         pauses[one.seq] = self._clock.boottime_ns() + round(pause_s * 1e9)
         return now_ns
 
     def _done(self, one: Notice, at_ns: int) -> None:
-        self._database.write(lambda connection: notices.sent(connection, one.seq, at_ns=at_ns))
+        self._database.write(lambda connection: budgets.mark_sent(connection, one.seq, at_ns=at_ns))
 
 
 def _post(url: str, one: Notice) -> str:

@@ -34,10 +34,10 @@ from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.lifecycle import transitions
-from serverless_gpu.server.records import audit, budgets, charges, notices
+from serverless_gpu.server.records import audit, budgets, charges
 from serverless_gpu.server.records.audit import Action
+from serverless_gpu.server.records.budgets import NoticeKind
 from serverless_gpu.server.records.duration_history import latest_of_name
-from serverless_gpu.server.records.notices import Kind
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.records.runs.attempts import StoredAttempt
 
@@ -188,7 +188,7 @@ class Alarms:
                 now_ns=at_ns,
                 detail=document,
             )
-            notices.add(connection, Kind.ALARM, document, at_ns=at_ns)
+            budgets.add_notice(connection, NoticeKind.ALARM, document, at_ns=at_ns)
             if run is not None:
                 transitions.remark(connection, run.spender.run_id, run.spender.fence, sentence, at_ns=at_ns)
             return True

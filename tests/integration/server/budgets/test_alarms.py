@@ -22,8 +22,8 @@ from serverless_gpu.server.composition import make_alarms, make_notifier
 from serverless_gpu.server.core.settings import read_settings
 from serverless_gpu.server.core.validation import check_name
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.records import audit, budgets, notices, prices
-from serverless_gpu.server.records.notices import Kind
+from serverless_gpu.server.records import audit, budgets, prices
+from serverless_gpu.server.records.budgets import NoticeKind
 from serverless_gpu.testing import FakeClock
 from tests.support.golden import golden
 from tests.support.server.ledgered import account, charge
@@ -119,13 +119,13 @@ def test_a_team_that_used_far_more_than_usual_in_an_hour_is_told_of_once_a_day(s
 
 
 def test_notices_and_what_was_said_are_bounded_by_themselves(spent: Spent, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notices, "KEPT", 2)
+    monkeypatch.setattr(budgets, "KEPT", 2)
 
     def work(connection: sa.Connection) -> tuple[int, int]:
         for day in range(4):
-            notices.add(connection, Kind.REACHED, {}, at_ns=day)
+            budgets.add_notice(connection, NoticeKind.REACHED, {}, at_ns=day)
             budgets.say(connection, "llm", start_ns=day, percent=100, at_ns=day * budgets.FORGET_NS)
-        return len(notices.open_ones(connection, limit=9)), len(budgets.said(connection, since_ns=0))
+        return len(budgets.open_notices(connection, limit=9)), len(budgets.said(connection, since_ns=0))
 
     assert spent.database.write(work) == (2, 2)
 
@@ -168,7 +168,7 @@ def told(spent: Spent, url: str) -> Notifier:
     services = recomposed(spent.services, settings=settings)
     document = {"budget": "llm", "percent": 80, "sentence": "budget 'llm' is at 80 %"}
     at_ns = spent.clock.wall_ns()
-    spent.database.write(lambda connection: notices.add(connection, Kind.WARNING, document, at_ns=at_ns))
+    spent.database.write(lambda connection: budgets.add_notice(connection, NoticeKind.WARNING, document, at_ns=at_ns))
     return make_notifier(services)
 
 
@@ -217,7 +217,7 @@ def test_who_never_answers_is_given_up_and_named_without_the_path(
         due_ns = notifier.tick(spent.clock.boottime_ns())
         assert due_ns is not None
         spent.clock.advance((due_ns - spent.clock.boottime_ns()) / 1e9)
-    assert spent.database.read(lambda connection: notices.open_ones(connection, limit=9)) == []
+    assert spent.database.read(lambda connection: budgets.open_notices(connection, limit=9)) == []
     assert golden("server.alarms.given-up-after") in caplog.text and "127.0.0.1 did not take" in caplog.text
     assert "secret" not in caplog.text
 

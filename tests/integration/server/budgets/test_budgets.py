@@ -20,7 +20,7 @@ from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.invariants import invariant_inputs, run_invariants
-from serverless_gpu.server.records import audit, duration_history, notices, principals
+from serverless_gpu.server.records import audit, budgets, duration_history, principals
 from serverless_gpu.server.scheduling.run_demand import wanted
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.access import TeamChange
@@ -387,7 +387,7 @@ def test_requests_are_what_people_wrote() -> None:
 
 
 def notices_of(spent: Spent) -> list[dict[str, object]]:
-    found = spent.database.read(lambda connection: notices.open_ones(connection, limit=100))
+    found = spent.database.read(lambda connection: budgets.open_notices(connection, limit=100))
     return [one.document for one in found]
 
 
@@ -484,7 +484,7 @@ def test_22D6_a_hard_budget_warns_closes_with_what_is_used_and_tells_others_that
         if spent.find(second).stop is not None:
             break
     assert spent.find(first).stop is None and spent.find(second).stop is StopReason.BUDGET
-    told = spent.database.read(lambda connection: notices.open_ones(connection, limit=100))
+    told = spent.database.read(lambda connection: budgets.open_notices(connection, limit=100))
     assert [(one.kind, one.document["percent"]) for one in told[:-1]] == [
         ("budget.warning", 80),
         ("budget.warning", 95),
