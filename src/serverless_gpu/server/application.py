@@ -23,14 +23,14 @@ from serverless_gpu.server.http.proxy_middleware import Door
 from serverless_gpu.server.http.routing import Route
 from serverless_gpu.server.identity import principal_routes
 from serverless_gpu.server.lifecycle import attempt_routes
-from serverless_gpu.server.nodes import agent_routes, drain, node_routes
+from serverless_gpu.server.nodes import drain, node_routes
 from serverless_gpu.server.operations import state_routes
 from serverless_gpu.server.runs import estimate_routes, queue_routes, run_routes
 from serverless_gpu.server.storage import blob_routes
 from serverless_gpu.wire.base import API
 
 MODULES = (
-    agent_routes,
+    node_routes,
     attempt_routes,
     audit,
     blob_routes,
