@@ -1,6 +1,8 @@
 """How commands print.
 
 Rows of text as aligned columns.
+
+Prints the failure that ended a run.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ import click
 import msgspec
 
 from serverless_gpu.client.display.terminal import safe
+from serverless_gpu.errors import ServerlessGpuError
+from serverless_gpu.lazy_import import load
 
 
 def print_json(value: object) -> None:
@@ -34,3 +38,16 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return rows as lines whose columns are aligned; the last column is left as long as it is."""
     widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))] if rows else []
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def say_failure(error: BaseException) -> None:
+    """Print a failure on stderr: the failing rank's traceback, the error and its notes."""
+    cause = str(error.__cause__ or "").strip("\n")
+    text = (
+        str(error)
+        if isinstance(error, ServerlessGpuError)
+        else f"{type(error).__name__}: {load('serverless_gpu.client.runs.rank_failures').text_of(error)}"
+    )
+    for part in (cause, f"sgpu: {text}", *getattr(error, "__notes__", [])):
+        if part:
+            say_lines(part, err=True)
