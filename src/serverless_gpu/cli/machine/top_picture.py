@@ -28,6 +28,13 @@ from serverless_gpu.model.telemetry import GpuSample, HostSample, RankSample, th
 from serverless_gpu.node.monitor.messages import NodeFrame, WatchedAttempt
 from serverless_gpu.units import format_bytes, format_duration_ms, format_gpu_memory
 
+_BAR_MIN, _BAR_MAX = 4, 18
+_NAME_MAX = 24
+_LAST_MAX = 23
+_BARS_KEEP = 6  # columns that stay longer than bars do
+_ID_SHOWN = 8
+_BOLD, _DIM, _GOOD, _WARN, _BAD = "1", "2", "36", "33", "31"
+
 
 class DeviceOwner(msgspec.Struct, frozen=True, kw_only=True):
     """Owner of a device."""
@@ -182,13 +189,6 @@ def _rate(now: int | None, then: int | None, seconds: float) -> float | None:
     return None if now is None or then is None or now < then else (now - then) / seconds
 
 
-_BAR_MIN, _BAR_MAX = 4, 18
-_NAME_MAX = 24
-_LAST_MAX = 23
-_BARS_KEEP = 6  # columns that stay longer than bars do
-_ID_SHOWN = 8
-
-
 class Style(NamedTuple):
     """Capabilities of a terminal."""
 
@@ -198,9 +198,6 @@ class Style(NamedTuple):
     def paint(self, text: str, code: str) -> str:
         """Return text in a colour or weight, where there are any."""
         return f"\x1b[{code}m{text}\x1b[0m" if self.colour and text.strip() else text
-
-
-_BOLD, _DIM, _GOOD, _WARN, _BAD = "1", "2", "36", "33", "31"
 
 
 class _Cell(NamedTuple):

@@ -59,6 +59,10 @@ from serverless_gpu.units import MICROS_PER_UNIT, format_duration_ms, format_gpu
 
 _PRICE_MAX = 1_000_000
 _HOURS_PER_YEAR = 8766  # of 365.25 days
+SLOTS_MAX = 12
+_RUNS_MAX = 20
+_NAME_MAX = 40
+_CALENDAR_NS = 315_532_800 * 1_000_000_000  # 1980
 
 
 @click.command("advise")
@@ -203,11 +207,6 @@ def _bought(options: Mapping[str, Any]) -> int:
     if not (0 <= buy <= 1e9 and 0.1 <= years <= 100 and 0 <= running <= _PRICE_MAX):
         raise click.UsageError("--buy and --running are prices from 0 on, --years is 0.1 to 100")
     return round((buy / (years * _HOURS_PER_YEAR) + running) * MICROS_PER_UNIT)
-
-
-SLOTS_MAX = 12
-_RUNS_MAX = 20
-_NAME_MAX = 40
 
 
 class AdviceReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -442,9 +441,6 @@ def _span(past: PastUse) -> str:
     if past.start_ns < _CALENDAR_NS:  # a trace's own clock
         return length
     return f"{format_utc(past.start_ns)[:16]} to {format_utc(past.end_ns)[:16]} UTC ({length})"
-
-
-_CALENDAR_NS = 315_532_800 * 1_000_000_000  # 1980
 
 
 # --- machines ---------------------------------------------------------------------------------------------------------

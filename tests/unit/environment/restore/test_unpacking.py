@@ -26,8 +26,7 @@ from serverless_gpu.environment.capture.snapshot_capture import capture
 from serverless_gpu.environment.compression import compress
 from serverless_gpu.environment.documents import ContentPlace, FileRow, PackBlock, Unit, unit_address
 from serverless_gpu.environment.progress import ProgressPoint
-from serverless_gpu.environment.restore.cache.file_writer import Walk, WrittenTree
-from serverless_gpu.environment.restore.cache.unpack import MTIME_S, unpack, unpack_each
+from serverless_gpu.environment.restore.cache.unpack import MTIME_S, Walk, WrittenTree, unpack, unpack_each
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.memory import MemoryStore
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentProblem, StorageError

@@ -12,29 +12,363 @@ that bytecode made from them is valid wherever they are linked to. Until everyth
 
 Failure cases: bytes that are not what their address says (`EnvironmentCorrupt`: pack, block or file named), a full or
 read-only disk (`StorageError`), what the store raises.
+
+Files of a unit onto a disk: reached without following a link, made where nothing is, checked while written.
+
+A `WrittenTree` is a fresh directory of ours; each thread walks it with a `Walk` of its own, which keeps the directories
+open on the way to where it is. Rows are in order of their paths, so the next file is nearly always near.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import itertools
 import os
 import shutil
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TypeVar
 
-from serverless_gpu.environment.documents import Unit
+from serverless_gpu.environment.compression import pieces
+from serverless_gpu.environment.documents import FileRow, Unit
 from serverless_gpu.environment.progress import ProgressPoint, Report, nobody
-from serverless_gpu.environment.restore.cache.file_writer import MTIME_S, UnitWriter, WrittenTree
 from serverless_gpu.environment.stores.blobs import StoreBlobs
-from serverless_gpu.errors import StorageError
+from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentRejected, StorageError
 from serverless_gpu.inodes import lacks_inodes
+
+MTIME_S = 1_577_836_800
+"""The modification time of every file: 1 January 2020."""
+_MTIME = (MTIME_S * 10**9, MTIME_S * 10**9)
+_MAKE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_ENTER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_MODES = {"f": 0o444, "x": 0o555}
+_DIRECTORY_MODE = 0o755
+_TURN_S = 0.1
+
+
+class WrittenTree:
+    """A fresh directory that several threads fill.
+
+    Args:
+        directory: exists, is empty, and nobody else can enter it.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.fd = os.open(directory, _ENTER)
+        self._made: set[str] = set()
+        # The umask of a process cannot be read without changing it for a moment, but Linux tells.
+        self.masked = _umask() & _DIRECTORY_MODE != 0
+
+    def enter(self, above: int, name: str, path: str) -> int:
+        """Return a descriptor of a directory, made if needed.
+
+        Args:
+            above: descriptor of the directory it is in.
+            name: of it.
+            path: of it, from the root of the tree.
+        """
+        if path not in self._made:
+            try:
+                os.mkdir(name, _DIRECTORY_MODE, dir_fd=above)
+                made = True
+            except FileExistsError:
+                made = False  # by another thread; if it is no directory, opening it fails
+            fd = os.open(name, _ENTER, dir_fd=above)
+            if made and self.masked:
+                os.fchmod(fd, _DIRECTORY_MODE)
+            self._made.add(path)
+            return fd
+        return os.open(name, _ENTER, dir_fd=above)
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class Walk:
+    """One thread's way through a tree: the directories from the root to where it is, open."""
+
+    def __init__(self, tree: WrittenTree) -> None:
+        self._tree = tree
+        self._at = ""
+        self._names: list[str] = []
+        self._fds: list[int] = []
+
+    def __enter__(self) -> Walk:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        while self._fds:
+            os.close(self._fds.pop())
+
+    def go(self, directory: str) -> int:
+        """Return a descriptor of a directory of the tree; it stays open until the next call.
+
+        Args:
+            directory: path from the root of the tree.
+        """
+        if directory == self._at:
+            return self._fds[-1] if self._fds else self._tree.fd
+        names = directory.split("/")
+        same = 0
+        for one, other in zip(names, self._names, strict=False):
+            if one != other:
+                break
+            same += 1
+        while len(self._fds) > same:
+            os.close(self._fds.pop())
+            self._names.pop()
+        self._at = "/".join(self._names)
+        for index in range(same, len(names)):
+            above = self._fds[-1] if self._fds else self._tree.fd
+            self._fds.append(self._tree.enter(above, names[index], "/".join(names[: index + 1])))
+            self._names.append(names[index])
+        self._at = directory
+        return self._fds[-1]
+
+    def make(self, row: FileRow) -> int:
+        """Make a file and return its descriptor, for writing."""
+        directory, _, name = row.path.rpartition("/")
+        fd = os.open(name, _MAKE, _MODES[row.kind], dir_fd=self.go(directory))
+        if self._tree.masked:
+            os.fchmod(fd, _MODES[row.kind])
+        return fd
+
+
+class UnitWriter:
+    """Writes the blocks of one unit, several at a time.
+
+    Args:
+        unit: follows the rules.
+        tree: fresh.
+    """
+
+    def __init__(self, unit: Unit, tree: WrittenTree) -> None:
+        self._unit = unit
+        self._tree = tree
+        self._what = f"unit {unit.address[:12]}"
+        self._small: dict[int, list[tuple[int, FileRow]]] = defaultdict(
+            list
+        )  # block → where files start in it, in order
+        self._large: dict[int, tuple[_LargeFile, int]] = {}  # block → the file it is a part of, and from where
+        self._plan()
+        self.used_blocks = sorted([*self._small, *self._large])
+
+    def write(self, index: int, frame: memoryview) -> tuple[int, int]:
+        """Write what is in one block.
+
+        Args:
+            index: of the block.
+            frame: its compressed bytes.
+
+        Returns:
+            How many bytes and files are done by it.
+
+        Raises:
+            EnvironmentCorrupt: it is not what the rows say.
+        """
+        size = self._unit.blocks[index].size
+        content = pieces(frame, size)
+        large, start = self._large.get(index, (None, 0))
+        try:
+            if large is not None:
+                return size, int(large.write(content, start))
+            return self._write_small(self._small[index], _Stream(content))
+        except EnvironmentRejected as error:
+            raise EnvironmentCorrupt(f"{self._what}, block {index}: {error.message}") from None
+
+    def finish(self) -> int:
+        """Make empty files and directories, then links; return how many files."""
+        with Walk(self._tree) as walk:
+            empty = [row for row in self._unit.rows if row.has_content and not row.size]
+            for row in empty:
+                fd = walk.make(row)
+                try:
+                    os.utime(fd, ns=_MTIME)
+                finally:
+                    os.close(fd)
+            for row in self._unit.rows:
+                if row.kind == "d":
+                    walk.go(row.path)
+            for row in self._unit.rows:
+                if row.kind == "l":
+                    directory, _, name = row.path.rpartition("/")
+                    os.symlink(row.target, name, dir_fd=walk.go(directory))
+        return len(empty)
+
+    def close(self) -> None:
+        """Close files that were not written to their end."""
+        for large, _ in self._large.values():
+            large.close()
+
+    def _plan(self) -> None:
+        filled = (row for row in self._unit.rows if row.has_content and row.size)
+        for row, place in zip(filled, self._unit.places, strict=True):
+            if place.start + row.size <= self._unit.blocks[place.block].size:
+                self._small[place.block].append((place.start, row))
+                continue
+            large, start, block = _LargeFile(row, self._tree, self._what), 0, place.block
+            while start < row.size:
+                self._large[block] = (large, start)
+                start, block = start + self._unit.blocks[block].size, block + 1
+        for files in self._small.values():
+            files.sort(key=lambda item: item[0])
+
+    def _write_small(self, files: Sequence[tuple[int, FileRow]], stream: _Stream) -> tuple[int, int]:
+        total = 0
+        sha256, write, utime, close = hashlib.sha256, os.write, os.utime, os.close
+        with Walk(self._tree) as walk:
+            for start, row in files:
+                content = stream.take(start, row.size)
+                if sha256(content).digest() != row.sha256:
+                    raise _wrong_content(self._what, row)
+                fd = walk.make(row)
+                try:
+                    done = write(fd, content)
+                    while done < row.size:
+                        done += write(fd, content[done:])
+                    utime(fd, ns=_MTIME)
+                finally:
+                    close(fd)
+                total += row.size
+        stream.end()
+        return total, len(files)
+
+
+class _Stream:
+    """The content of a block, from its start to its end; what was passed is forgotten."""
+
+    def __init__(self, content: Iterator[bytes]) -> None:
+        self._content = content
+        self._at = 0  # where the piece at hand starts in the block
+        self._piece = memoryview(b"")
+
+    def take(self, start: int, size: int) -> memoryview:
+        """Return bytes of the block that were not passed; as many as there are, at its end."""
+        while start >= self._at + len(self._piece) and self._next():
+            pass
+        offset = start - self._at
+        if offset + size <= len(self._piece):
+            return self._piece[offset : offset + size]
+        parts = [self._piece[offset:]]
+        while sum(map(len, parts)) < size and self._next():
+            parts.append(self._piece[: size - sum(map(len, parts))])
+        return memoryview(b"".join(parts))
+
+    def end(self) -> None:
+        """Go to the end, because only there is it known that the frame is whole."""
+        while self._next():
+            pass
+
+    def _next(self) -> bool:
+        piece = next(self._content, None)
+        if piece is None:
+            return False
+        self._at += len(self._piece)
+        self._piece = memoryview(piece)
+        return True
+
+
+class _LargeFile:
+    """A file whose parts are written by several threads, and hashed in order."""
+
+    def __init__(self, row: FileRow, tree: WrittenTree, what: str) -> None:
+        self._row = row
+        self._tree = tree
+        self._what = what
+        self._fd = -1
+        self._turn = threading.Condition()
+        self._digest = hashlib.sha256()
+        self._hashed = 0
+        self._failed = False
+
+    def write(self, content: Iterator[bytes], start: int) -> bool:
+        """Write a part; return whether it was the last one, and everything is right."""
+        try:
+            self._open()
+            waiting: list[bytes] = []
+            end = start
+            for piece in content:
+                self._put(piece, end)
+                end += len(piece)
+                if self._hashed == start:  # only whoever has the part that starts there moves it
+                    for earlier in waiting:
+                        self._digest.update(earlier)
+                    waiting.clear()
+                    self._digest.update(piece)
+                else:
+                    waiting.append(piece)
+            if not self._my_turn(start):
+                return False
+            for earlier in waiting:
+                self._digest.update(earlier)
+            with self._turn:
+                self._hashed = end
+                self._turn.notify_all()
+            return end == self._row.size and self._finish()
+        except BaseException:
+            self.fail()
+            raise
+
+    def fail(self) -> None:
+        """Let nobody wait for a part that does not come."""
+        with self._turn:
+            self._failed = True
+            self._turn.notify_all()
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _open(self) -> None:
+        with self._turn:
+            if self._fd < 0:
+                with Walk(self._tree) as walk:
+                    self._fd = walk.make(self._row)
+
+    def _put(self, data: bytes, start: int) -> None:
+        view = memoryview(data)
+        while view:
+            done = os.pwrite(self._fd, view, start)
+            view, start = view[done:], start + done
+
+    def _my_turn(self, start: int) -> bool:
+        """Wait until all parts before have been hashed; return False if one of them failed, which says why."""
+        with self._turn:
+            while self._hashed != start and not self._failed:
+                self._turn.wait(_TURN_S)
+            return not self._failed
+
+    def _finish(self) -> bool:
+        if self._digest.digest() != self._row.sha256:
+            raise _wrong_content(self._what, self._row)
+        os.utime(self._fd, ns=_MTIME)
+        self.close()
+        return True
+
+
+def _wrong_content(what: str, row: FileRow) -> EnvironmentCorrupt:
+    return EnvironmentCorrupt(f"{what}: the stored content of {row.path!r} is not what its digest says")
+
+
+def _umask() -> int:
+    try:
+        with open("/proc/self/status", encoding="ascii", errors="replace") as file:
+            for line in file:
+                if line.startswith("Umask:"):
+                    return int(line.split()[1], 8)
+    except (OSError, ValueError):
+        pass
+    return 0o777  # not known: modes are set once more
+
 
 __all__ = ["MTIME_S", "unpack", "unpack_each"]
 
