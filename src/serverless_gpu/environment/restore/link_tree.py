@@ -33,8 +33,8 @@ from typing import NamedTuple
 import msgspec
 
 from serverless_gpu.environment.restore.assembly import TreePart
-from serverless_gpu.environment.restore.cache.fork_pool import divide
 from serverless_gpu.environment.restore.cache.unit_seal import is_suspect
+from serverless_gpu.environment.restore.fork_pool import divide
 from serverless_gpu.errors import EnvironmentRejected
 
 _REFUSED = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.EACCES})

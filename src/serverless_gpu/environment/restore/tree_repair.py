@@ -20,9 +20,9 @@ from pathlib import Path
 
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.progress import Report
-from serverless_gpu.environment.restore.cache.fork_pool import divide
 from serverless_gpu.environment.restore.cache.unit_cache import Cache
 from serverless_gpu.environment.restore.cache.unit_seal import expose, exposed_since, linking, suspects
+from serverless_gpu.environment.restore.fork_pool import divide
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 
 _NAMED_MAX = 3
