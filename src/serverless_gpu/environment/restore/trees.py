@@ -8,13 +8,22 @@ Overlays are mounted at the view, one place for all environments: every process 
 tracebacks are the same for all.
 
 What was made is used again in the same boot of the machine, as long as its interpreter has not changed and its units
-are there; a tree of links also only while nobody has changed it (`tree_change`)."""
+are there; a tree of links also only while nobody has changed it (`tree_change`).
+
+A tree of links, as it was made: the time of every directory, and what the file system says of its own files.
+
+A file that is replaced, removed or added moves its directory's time; a file that is written to in place is a unit's
+(`exposure.py` finds it), or one of the tree's own, generated or copied. Python puts bytecode beside the sources: a
+directory whose time has moved is compared name by name, and only a new `__pycache__` is no change.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import posixpath
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -33,8 +42,127 @@ from serverless_gpu.environment.restore.cache.unit_outline import SharedMetadata
 from serverless_gpu.environment.restore.cache.unit_seal import exposed_since, linking
 from serverless_gpu.environment.restore.link_tree import ContentSource, fill, link_new, write_generated
 from serverless_gpu.environment.restore.pythons import Python
-from serverless_gpu.environment.restore.tree_stamp import TreeStamp, change, watch
 from serverless_gpu.errors import EnvironmentCorrupt
+
+_BYTECODE = "__pycache__"
+
+
+class TreeStamp(msgspec.Struct, frozen=True, kw_only=True):
+    """What a tree was when it was made, by paths below it.
+
+    Attributes:
+        directories: path → time; `__pycache__` left out.
+        files: path → inode, size, time, time of change; of files that only this tree has.
+    """
+
+    directories: dict[str, int] = {}
+    files: dict[str, tuple[int, int, int, int]] = {}
+
+
+Folders = Callable[[TreePart], Sequence[Path]]
+"""Where the units of a part lie, the first one first."""
+
+
+def take_stamp(tree: Path, directories: Mapping[str, int], own_files: Iterable[str]) -> TreeStamp:
+    """Return what a tree is now.
+
+    Args:
+        tree: that was made just now.
+        directories: time of each of its directories, by its path relative to it; "" is itself.
+        own_files: files that are not links to units, relative.
+    """
+    return TreeStamp(
+        directories={path: time for path, time in directories.items() if not path.endswith(_BYTECODE)},
+        files={path: signature(tree / path) for path in own_files},
+    )
+
+
+def signature(path: Path) -> tuple[int, int, int, int]:
+    """Return what changes when a file is written to, or another one takes its place."""
+    status = os.lstat(path)
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def stamp_change(tree: Path, watched: TreeStamp, parts: Callable[[], Sequence[TreePart]], folders: Folders) -> str:
+    """Return what of a tree has changed, in a few words, or "".
+
+    Args:
+        tree: to look at.
+        watched: what it was.
+        parts: returns what it was made of; asked only when something has changed.
+        folders: where units lie.
+    """
+    for path, known in watched.files.items():
+        try:
+            if signature(tree / path) != known:
+                return f"{path} was written to"
+        except (FileNotFoundError, NotADirectoryError):
+            return f"{path} is missing"
+    moved = []
+    root = str(tree)
+    for path, time in watched.directories.items():
+        try:
+            if os.stat(f"{root}/{path}", follow_symlinks=False).st_mtime_ns != time:
+                moved.append(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return f"{path} is missing"
+    if not moved:
+        return ""
+    assembled = parts()
+    return next(filter(None, (_difference(tree, path, assembled, folders) for path in moved)), "")
+
+
+def _difference(tree: Path, path: str, parts: Sequence[TreePart], folders: Folders) -> str:
+    """Compare one directory with what it was made of."""
+    expected = _expected(path, parts, folders)
+    present = set(os.listdir(tree / path)) - {_BYTECODE}
+    if surplus := sorted(present - expected.keys()):
+        return f"{posixpath.join(path, surplus[0])} was added"
+    if missing := sorted(expected.keys() - present - {_BYTECODE}):
+        return f"{posixpath.join(path, missing[0])} is missing"
+    for name, source in expected.items():
+        if source is not None and name in present and not _is_same(tree / path / name, source):
+            return f"{posixpath.join(path, name)} is another file"
+    return ""
+
+
+def _expected(path: str, parts: Sequence[TreePart], folders: Folders) -> dict[str, Path | None]:
+    """Return the names a directory should have; with the file of a unit that is linked there."""
+    found: dict[str, Path | None] = {}
+    for part in parts:
+        below = _below(part.at, path)
+        if below is None:
+            if (inner := _below(path, part.at)) is not None:
+                found[inner.partition("/")[0]] = None
+            continue
+        for own in (*part.files, *part.links, *part.directories):
+            if (inner := _below(below, own)) is not None and inner:
+                found[inner.partition("/")[0]] = None
+        for folder in folders(part):
+            place = folder / below
+            if place.is_dir() and not place.is_symlink():
+                for name in os.listdir(place):
+                    found.setdefault(name, place / name)
+    return found
+
+
+def _below(above: str, path: str) -> str | None:
+    """Return a path relative to one above it, "" for the same, None when it is not below."""
+    if not above or path == above:
+        return path if not above else ""
+    return path[len(above) + 1 :] if path.startswith(f"{above}/") else None
+
+
+def _is_same(path: Path, source: Path) -> bool:
+    here, there = os.lstat(path), os.lstat(source)
+    if stat.S_ISDIR(here.st_mode) or stat.S_ISDIR(there.st_mode):
+        return stat.S_IFMT(here.st_mode) == stat.S_IFMT(there.st_mode)
+    if stat.S_ISLNK(there.st_mode):
+        return stat.S_ISLNK(here.st_mode) and os.readlink(path) == os.readlink(source)
+    if here.st_nlink == 1:  # a copy
+        return (here.st_size, here.st_mtime_ns) == (there.st_size, there.st_mtime_ns)
+    return here.st_ino == there.st_ino
+
 
 LAYERS_MAX = 480
 """The kernel takes 500 layers; some are ours."""
@@ -139,7 +267,7 @@ def make_links(snapshot: Snapshot, cache: Cache, base: Python) -> ReadyTree:
                 raise UnitSuspect(f"{linked.suspect} may have been written to while a tree of links was made of it")
             cache.expose(snapshot.addresses())
         own = [*(os.path.join(part.at, path) for part in parts for path in part.files), *linked.copies]
-        watched = watch(fresh, linked.directories, own)
+        watched = take_stamp(fresh, linked.directories, own)
         _publish(cache, snapshot, fresh, final)
     copied = f"{linked.copied} files were copied, not linked: {linked.why_copied}" if linked.copied else ""
     ready = _ready(cache, base, str(final), copied=copied)
@@ -160,7 +288,7 @@ def tree_change(snapshot: Snapshot, cache: Cache, ready: ReadyTree) -> str:
         outlines = {address: cache.outline(address) for address in snapshot.addresses()}
         return [_with_bytecode_room(part) for part in assemble(snapshot, outlines, place)]
 
-    return change(tree, watched, parts, lambda part: _directories(cache, part))
+    return stamp_change(tree, watched, parts, lambda part: _directories(cache, part))
 
 
 def forget_links(snapshot: Snapshot, cache: Cache) -> None:
