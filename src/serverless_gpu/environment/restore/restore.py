@@ -33,19 +33,21 @@ from serverless_gpu.environment.restore.cache.unit_cache import Cache, Ensured
 from serverless_gpu.environment.restore.export import Exported, ExportRequest, export
 from serverless_gpu.environment.restore.preparation import Prepared, known_snapshot, loaded_jobs, prepare
 from serverless_gpu.environment.restore.pythons import ask, find_python
-from serverless_gpu.environment.restore.tree_repair import changed_units, mend_units, said
 from serverless_gpu.environment.restore.trees import (
     LAYERS_MAX,
     MAKING_S_MAX,
     Mount,
     ReadyTree,
     UnitSuspect,
+    changed_units,
     forget_links,
     link_bytecode,
     make_links,
     make_overlay,
+    mend_units,
     most_layers,
     read_ready,
+    repair_sentence,
     tree_change,
 )
 from serverless_gpu.environment.stores.blobs import StoreBlobs
@@ -177,7 +179,7 @@ def restore(
         os.close(holding)
     ms = (cache.clock.boottime_ns() - began_ns) // 1_000_000
     restored = _restored(snapshot, cache, ready, way, ensured, ms)
-    return msgspec.structs.replace(restored, mended=said(changes))
+    return msgspec.structs.replace(restored, mended=repair_sentence(changes))
 
 
 def compile_rest(address: str, cache: Cache, *, report: Report = nobody) -> int:

@@ -12,7 +12,7 @@ from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.restore.cache.unit_cache import Cache
 from serverless_gpu.environment.restore.cache.unit_seal import exposed_since, suspects
 from serverless_gpu.environment.restore.restore import ExportRequest, Way, compile_rest, export, restore
-from serverless_gpu.environment.restore.tree_repair import mend_units
+from serverless_gpu.environment.restore.trees import mend_units
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.errors import EnvironmentCorrupt
 from tests.support.environment.made_environments import Counting, Made, interpreter
