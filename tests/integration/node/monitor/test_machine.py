@@ -94,7 +94,7 @@ def test_processes_of_others_are_asked_once(monkeypatch: pytest.MonkeyPatch) -> 
         asked.append(pid)
         return stat(pid)
 
-    monkeypatch.setattr(ranks, "read_stat", counting)
+    monkeypatch.setattr("serverless_gpu.node.monitor.sampler.read_stat", counting)
     process = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
     try:
         processes = RankProcesses()
