@@ -18,8 +18,7 @@ import psutil
 from serverless_gpu.doctor.facts import ListeningPort, PoolFacts
 from serverless_gpu.engines.ray import ray_machine, start_arguments
 from serverless_gpu.engines.ray.ray_keeper import marked_pids
-from serverless_gpu.node.base.home import find_home
-from serverless_gpu.node.base.pool import keepers
+from serverless_gpu.node.base.home import find_home, ray_keepers
 from serverless_gpu.node.base.private_files import readers
 from serverless_gpu.node.inside import linux
 from serverless_gpu.node.inside.linux import descendants
@@ -36,7 +35,7 @@ def look_at_pool(environ: Mapping[str, str]) -> PoolFacts:
     Raises:
         StorageError: there is no home.
     """
-    found = keepers(find_home(environ).root)
+    found = ray_keepers(find_home(environ).root)
     if not found:
         return PoolFacts()
     directory = found[0]

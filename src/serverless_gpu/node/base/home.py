@@ -16,6 +16,11 @@ Sockets are not in the home: a path of more than 107 bytes cannot be bound, and 
 hold one. They live in /tmp, in a directory only this user can enter. For runs of this machine, a home that cannot be
 written to is replaced by a directory under the temporary directory, and `Home.note` says so. A server, a login and
 secrets need the home itself (`find_durable_home`).
+
+Detects whether a home's machine is in a Ray pool: its ranks are fenced then (`inside/linux.py`).
+
+server/ray/keeper.lock is held by what keeps the Ray of a server here (`sgpu up --engine ray`), ray/keeper.lock by `sgpu
+join`.
 """
 
 from __future__ import annotations
@@ -31,6 +36,7 @@ from pathlib import Path
 
 from serverless_gpu.errors import StorageError
 from serverless_gpu.inodes import lacks_inodes
+from serverless_gpu.node.base.lock_files import held_note
 
 _ATTEMPT_DIRECTORIES = ("logs", "results", "failures")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -252,3 +258,17 @@ def _private_directory(path: Path) -> bool:
     if status.st_mode & 0o077:
         path.chmod(0o700)
     return True
+
+
+RAY_PLACES = ("server/ray", "ray")
+RAY_LOCK = "keeper.lock"
+
+
+def ray_keepers(home: Path) -> list[Path]:
+    """Return the directories in a home of those that keep a Ray now."""
+    return [home / place for place in RAY_PLACES if held_note(home / place / RAY_LOCK) is not None]
+
+
+def in_pool(attempt: Path) -> bool:
+    """Return whether the home of ``<home>/runs/<run>/<fence>`` is in a pool now."""
+    return bool(ray_keepers(attempt.parents[2])) if len(attempt.parents) > 2 else False

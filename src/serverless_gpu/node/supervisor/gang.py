@@ -31,7 +31,7 @@ from serverless_gpu.model.placement import share_of_cores, threads_per_rank
 from serverless_gpu.model.spec import Command
 from serverless_gpu.node.attempt.account import AttemptAccount, write_text
 from serverless_gpu.node.base import disk_reserve
-from serverless_gpu.node.base.pool import in_pool
+from serverless_gpu.node.base.home import in_pool
 from serverless_gpu.node.base.protocol import Context, Launch, original
 from serverless_gpu.node.inside import protocol as inside
 from serverless_gpu.node.inside.channel import Channel, close_all

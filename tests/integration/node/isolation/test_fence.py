@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.node.base import pool
+from serverless_gpu.node.base import home
 from serverless_gpu.node.base.lock_files import hold
 from serverless_gpu.node.inside import linux
 
@@ -91,10 +91,10 @@ def test_it_can_be_ended_from_outside() -> None:
 
 def test_ranks_are_fenced_where_a_pool_of_ours_is_kept_and_nowhere_else(tmp_path: Path) -> None:
     attempt = tmp_path / "runs" / "run" / "1"
-    assert not pool.in_pool(attempt)
+    assert not home.in_pool(attempt)
     (tmp_path / "ray").mkdir()
-    lock = hold(tmp_path / "ray" / pool.LOCK, "1 0.1.0")
+    lock = hold(tmp_path / "ray" / home.RAY_LOCK, "1 0.1.0")
     assert lock is not None
-    assert pool.in_pool(attempt)
+    assert home.in_pool(attempt)
     os.close(lock)
-    assert not pool.in_pool(attempt)
+    assert not home.in_pool(attempt)
