@@ -47,8 +47,7 @@ from serverless_gpu.environment.stores.blobs import StoreBlobs as Documents
 from serverless_gpu.environment.stores.codec import Altered, pack_of, snapshot_of, unit_of
 from serverless_gpu.environment.stores.collection import CollectionResult, collect
 from serverless_gpu.environment.stores.condemned_objects import read_condemned
-from serverless_gpu.environment.stores.content import ReadPack, Unequal, check_content
-from serverless_gpu.environment.stores.repair import damaged
+from serverless_gpu.environment.stores.repair import ReadPack, Unequal, check_content, damaged
 from serverless_gpu.errors import (
     EnvironmentCorrupt,
     EnvironmentMissing,

@@ -25,10 +25,9 @@ from serverless_gpu.environment.rules import check_snapshot
 from serverless_gpu.environment.stores.base import Store
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.codec import encode
-from serverless_gpu.environment.stores.content import Unequal, check_content
 from serverless_gpu.environment.stores.directory import DirectoryStore
 from serverless_gpu.environment.stores.memory import MemoryStore
-from serverless_gpu.environment.stores.repair import repair
+from serverless_gpu.environment.stores.repair import Unequal, check_content, repair
 from serverless_gpu.environment.stores.server_store import ServedStore
 from serverless_gpu.environment.stores.store_urls import open_store
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentMissing, EnvironmentProblem, EnvironmentRejected
