@@ -37,7 +37,6 @@ from serverless_gpu.model.access.usage_policy import (
 )
 from serverless_gpu.model.hardware import FAMILIES
 from serverless_gpu.model.spec import RANKS_MAX, SECONDS_MAX, TAG_CHARACTERS_MAX, TAGS_MAX, RunSpec
-from serverless_gpu.server import pools
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import SCHEDULER, Hub
 from serverless_gpu.server.core.server_key import Sealer
@@ -45,6 +44,7 @@ from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.core.validation import check_name, check_range, check_text
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.http.routing import Call, Query, Routes, reading, writing
+from serverless_gpu.server.pools import find_pool, unknown_name
 from serverless_gpu.server.records import audit, nodes, policies, pools, principals, stored_secrets
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.policies import POLICIES_MAX, StoredPolicy
@@ -118,7 +118,7 @@ class PolicyService:
 
         def work(connection: sa.Connection) -> PolicyView:
             for pool in filter(None, (asked.pool, *asked.pools)):
-                pools.find_pool(connection, pool)
+                find_pool(connection, pool)
             _check_types(connection, types)
             if asked.team:
                 principals.team(connection, asked.team)
@@ -220,6 +220,14 @@ def _find(connection: sa.Connection, name: str) -> StoredPolicy:
     if found is None:
         raise NotFound(f"there is no policy {name[:64]!r}", hint="sgpu policy list has those there are")
     return found
+
+
+def _find_named(connection: sa.Connection, name: str) -> UsagePolicy:
+    """Return a policy that a run names or has; the error for an unknown one lists those that exist."""
+    found = policies.find(connection, name)
+    if found is None:
+        raise unknown_name("policy", name, [policy.name for policy in policies.every(connection)])
+    return found.policy
 
 
 def _holder(kind: str, name: str) -> PolicySubject:
@@ -380,7 +388,7 @@ class PolicyAdmission:
         spec = with_defaults([(each.name, each.policy) for each in under], spec, who.teams)
         stored_secrets.pins(connection, self._sealer, who.name, spec.team or "", spec.secrets)
         pool = where(under, spec)
-        pool = pools.find_pool(connection, pool).name if pool else ""
+        pool = find_pool(connection, pool).name if pool else ""
         effective = apply(
             under,
             spec,
@@ -411,17 +419,17 @@ class PolicyAdmission:
 def _choose(connection: sa.Connection, spec: RunSpec, who: Caller) -> tuple[NamedPolicy, ...]:
     """Return what a run is under: the policy that it names or has, then the mandatory ones by name."""
     attached, team = policies.attached(connection, who.name, who.teams), spec.team or ""
-    there = [NamedPolicy(name, pools.find_policy(connection, name)) for name in attached.of(team)]
+    there = [NamedPolicy(name, _find_named(connection, name)) for name in attached.of(team)]
     mandatory = {each.name: each for each in there if each.policy.mandatory}
     is_free = False
     if spec.policy is not None:
-        pools.find_policy(connection, spec.policy)
+        _find_named(connection, spec.policy)
         is_free = not policies.holders(connection, spec.policy)
     chosen = choose(attached, who=who.name, named=spec.policy, team=team, is_free=is_free, mandatory=mandatory)
     if not chosen:
         return tuple(mandatory.values())
     is_attached = any(each.name == chosen for each in there)
-    return (NamedPolicy(chosen, pools.find_policy(connection, chosen), is_attached), *mandatory.values())
+    return (NamedPolicy(chosen, _find_named(connection, chosen), is_attached), *mandatory.values())
 
 
 def _present(connection: sa.Connection, under: tuple[NamedPolicy, ...], spec: RunSpec, pool: str) -> frozenset[str]:

@@ -8,7 +8,6 @@ import sqlalchemy as sa
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, NotFound
-from serverless_gpu.model.access.usage_policy import UsagePolicy
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import SCHEDULER, Hub
 from serverless_gpu.server.core.validation import check_name
@@ -16,7 +15,7 @@ from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.http.routing import Call, Routes, reading, writing
 from serverless_gpu.server.nodes import node_service
 from serverless_gpu.server.nodes.node_service import NodeService
-from serverless_gpu.server.records import audit, policies, pools, principals, shares
+from serverless_gpu.server.records import audit, pools, principals, shares
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.pools import NO_ISOLATION, ON_DEMAND, RESERVED, UNSET, StoredPool
 from serverless_gpu.server.records.shares import KINDS, Kind, StoredShare
@@ -128,20 +127,8 @@ def find_pool(connection: sa.Connection, name: str) -> StoredPool:
     """
     found = pools.find(connection, name)
     if found is None:
-        raise _unknown("pool", name, [pool.name for pool in pools.every(connection)])
+        raise unknown_name("pool", name, [pool.name for pool in pools.every(connection)])
     return found
-
-
-def find_policy(connection: sa.Connection, name: str) -> UsagePolicy:
-    """Return a usage policy.
-
-    Raises:
-        InvalidValue: there is none of that name; the hint has those there are.
-    """
-    found = policies.find(connection, name)
-    if found is None:
-        raise _unknown("policy", name, [policy.name for policy in policies.every(connection)])
-    return found.policy
 
 
 def _changed(before: StoredPool, asked: PoolRequest) -> StoredPool:
@@ -175,7 +162,8 @@ def _find_somebody(connection: sa.Connection, kind: Kind, name: str) -> None:
     find(connection, name)
 
 
-def _unknown(what: str, name: str, there: list[str]) -> InvalidValue:
+def unknown_name(what: str, name: str, there: list[str]) -> InvalidValue:
+    """Return the error for a pool or policy that does not exist; its hint lists those that do."""
     more = f" and {len(there) - _NAMED_MAX} more" if len(there) > _NAMED_MAX else ""
     plural = {"policy": "policies"}.get(what, f"{what}s")
     return InvalidValue(

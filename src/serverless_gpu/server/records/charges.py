@@ -289,7 +289,7 @@ def of_runs(connection: sa.Connection, run_ids: Sequence[str]) -> list[Posted]:
     for some in portions(run_ids):
         query = sa.select(charges).where(charges.c.run_id.in_(some))
         rows = connection.execute(query.order_by(charges.c.run_id, charges.c.fence, charges.c.crew, charges.c.number))
-        found += [from_row(row) for row in rows]
+        found += [posted_from_row(row) for row in rows]
     return found
 
 
@@ -304,7 +304,7 @@ def of_run(connection: sa.Connection, run_id: str) -> dict[tuple[int, int], list
 def after(connection: sa.Connection, seq: int, *, limit: int) -> list[Posted]:
     """Return entries in the order in which they were written, from the one after `seq` on."""
     query = sa.select(charges).where(charges.c.seq > seq).order_by(charges.c.seq).limit(limit)
-    return [from_row(row) for row in connection.execute(query)]
+    return [posted_from_row(row) for row in connection.execute(query)]
 
 
 def newest_seq(connection: sa.Connection) -> int:
@@ -365,7 +365,7 @@ def before(
         for account_id, billed_ms, unpriced_ms, micros in connection.execute(query.group_by(charges.c.account_id))
     ]
     crossing = sa.select(charges).where(of_day, charges.c.start_ns < at_ns, charges.c.end_ns > at_ns)
-    posted = [from_row(row) for row in connection.execute(crossing)]
+    posted = [posted_from_row(row) for row in connection.execute(crossing)]
     return whole, [(one.account_id, one.entry.line) for one in posted]
 
 
@@ -412,7 +412,7 @@ def put_utilisations(connection: sa.Connection, seen: Mapping[CrewId, tuple[int,
     connection.execute(utilisations.insert(), rows)
 
 
-def from_row(row: sa.Row[Any]) -> Posted:
+def posted_from_row(row: sa.Row[Any]) -> Posted:
     """Return the entry of a row that has all columns of the table."""
     values = row._mapping
     return Posted(

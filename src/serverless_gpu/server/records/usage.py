@@ -37,7 +37,7 @@ from serverless_gpu.server.db.tables import (
     used_plain_days,
     utilisations,
 )
-from serverless_gpu.server.records.charges import Account, Posted, find_accounts, from_row
+from serverless_gpu.server.records.charges import Account, Posted, find_accounts, posted_from_row
 from serverless_gpu.wire.billing import DemandRow
 
 _OBSERVED = ("observed_ms", "busy_ms", "peak_memory_bytes")
@@ -75,7 +75,7 @@ def page(
         .order_by(charges.c.seq)
         .limit(limit)
     )
-    posted = [from_row(row) for row in connection.execute(query)]
+    posted = [posted_from_row(row) for row in connection.execute(query)]
     known = find_accounts(connection, {one.account_id for one in posted})
     return [Row(posted=one, account=known[one.account_id]) for one in posted]
 
