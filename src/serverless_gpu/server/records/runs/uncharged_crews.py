@@ -10,7 +10,8 @@ import sqlalchemy as sa
 from serverless_gpu.model.lifecycle.attempt import ACTIVE
 from serverless_gpu.server.db.database import portions
 from serverless_gpu.server.db.tables import attempts, crews, runs
-from serverless_gpu.server.records.runs.attempts import COLUMNS, JOINED, StoredAttempt, from_row, joined_to, whole
+from serverless_gpu.server.records.runs import attempts as attempt_rows
+from serverless_gpu.server.records.runs.attempts import StoredAttempt
 from serverless_gpu.server.records.runs.crews import CrewId, Gang
 
 _ACTIVE = [state.value for state in ACTIVE]
@@ -33,15 +34,15 @@ class Unposted(msgspec.Struct, frozen=True, kw_only=True):
 def unposted(connection: sa.Connection) -> dict[Gang, Unposted]:
     """Return the attempts that have not ended, or of which the ledger does not say all."""
     is_current = sa.and_(runs.c.id == attempts.c.run_id, runs.c.fence == attempts.c.fence)
-    going = sa.select(*COLUMNS, runs.c.stop).select_from(joined_to(runs, is_current)).where(runs.c.state.in_(_ACTIVE))
+    going = sa.select(*attempt_rows.COLUMNS, runs.c.stop).select_from(attempt_rows.joined_to(runs, is_current)).where(runs.c.state.in_(_ACTIVE))
     rows = list(connection.execute(going))
     left = {(run_id, fence) for run_id, fence in connection.execute(sa.select(*_WHOSE[:2]).where(_UNCHARGED))}
-    others = sa.select(*COLUMNS, runs.c.stop).select_from(JOINED.outerjoin(runs, is_current))
+    others = sa.select(*attempt_rows.COLUMNS, runs.c.stop).select_from(attempt_rows.JOINED.outerjoin(runs, is_current))
     for some in portions(sorted({run_id for run_id, _ in left})):
         rows += connection.execute(others.where(attempts.c.run_id.in_(some)))
-    found = [(attempt, row[-1] is not None) for row in rows if (attempt := from_row(row))]
+    found = [(attempt, row[-1] is not None) for row in rows if (attempt := attempt_rows.from_row(row))]
     stopping = {(attempt.run_id, attempt.fence) for attempt, is_stopping in found if is_stopping}
-    there = {(one.run_id, one.fence): one for one in whole(connection, [attempt for attempt, _ in found])}
+    there = {(one.run_id, one.fence): one for one in attempt_rows.whole(connection, [attempt for attempt, _ in found])}
     return {
         gang: Unposted(attempt=attempt, is_stopping=gang in stopping)
         for gang, attempt in there.items()
