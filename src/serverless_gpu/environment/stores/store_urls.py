@@ -14,10 +14,9 @@ from typing import cast
 from urllib.parse import unquote, urlsplit
 
 from serverless_gpu.environment.stores.base import Store
-from serverless_gpu.environment.stores.clouds import CLOUDS
 from serverless_gpu.environment.stores.directory import DirectoryStore
 from serverless_gpu.environment.stores.memory import MemoryStore
-from serverless_gpu.environment.stores.objects import BOUND_S, ObjectStore
+from serverless_gpu.environment.stores.objects import BOUND_S, CLOUDS, ObjectStore
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.lazy_import import load
 

@@ -18,7 +18,7 @@ from serverless_gpu.ambient import format_soon
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.placement import Candidates
 from serverless_gpu.model.scheduling import duration_estimates, wait_messages
-from serverless_gpu.model.scheduling.values import DeviceHolder as Having
+from serverless_gpu.model.scheduling.values import DeviceHolder
 from serverless_gpu.model.scheduling.values import StartEstimate, Wait, WaitReason
 from serverless_gpu.node.attempt.history import FUNCTION, RunRecord, read_run, run_ids
 from serverless_gpu.node.base.home import Home
@@ -95,7 +95,7 @@ def _outside(locks: DeviceLocks, provider: Provider, uuids: Sequence[str], *, ig
     return len({*quarantined, *used})
 
 
-def device_holders(home: Home, holders: Sequence[LockHolder], now_ns: int) -> list[Having]:
+def device_holders(home: Home, holders: Sequence[LockHolder], now_ns: int) -> list[DeviceHolder]:
     """Return who has devices, by run, those who leave first first."""
     counts: dict[str, list[LockHolder]] = {}
     for holder in holders:
@@ -108,12 +108,12 @@ def device_holders(home: Home, holders: Sequence[LockHolder], now_ns: int) -> li
     return sorted(having, key=lambda each: (each.until_ns is None, each.until_ns or 0, each.title))
 
 
-def _one(run_id: str, held: Sequence[LockHolder], record: RunRecord | None, past: _Past, now_ns: int) -> Having:
+def _one(run_id: str, held: Sequence[LockHolder], record: RunRecord | None, past: _Past, now_ns: int) -> DeviceHolder:
     name = record.spec.name if record is not None and record.spec is not None else ""
     until_ns, is_bound = (None, False) if record is None else _until(record, held[0].since_wall_ns, past, now_ns)
     what = "session " if held[0].session else ""
     title = f"{held[0].user}/{name or run_id}" if held[0].user else run_id or "somebody"
-    return Having(title=what + title, count=len(held), until_ns=until_ns, is_bound=is_bound)
+    return DeviceHolder(title=what + title, count=len(held), until_ns=until_ns, is_bound=is_bound)
 
 
 def _until(record: RunRecord, since_ns: int, past: _Past, now_ns: int) -> tuple[int | None, bool]:
@@ -145,7 +145,7 @@ def _past(home: Home, names: Collection[str]) -> dict[str, list[float]]:
     return past
 
 
-def _when(lacking: int, having: Sequence[Having]) -> tuple[int | None, bool]:
+def _when(lacking: int, having: Sequence[DeviceHolder]) -> tuple[int | None, bool]:
     """Return when so many devices more are free, and whether that is the latest time."""
     is_bound = True
     for holder in having:

@@ -4,8 +4,8 @@
                 ◀─ word(other, this) ─┘          who it is, and how long that took
                 ── FILL_BYTES ─▶ ◀─ FILL_BYTES ──  full packets get through, both ways
 
-`model/lifecycle/rendezvous.py` decides. The connections are those that ranks will make: any crew to any other, as NCCL and
-Gloo do, on ports that the kernel gave, with packets as large as the network takes; and to the very port of the
+`model/lifecycle/rendezvous.py` decides. The connections are those that ranks will make: any crew to any other, as NCCL
+and Gloo do, on ports that the kernel gave, with packets as large as the network takes; and to the very port of the
 rendezvous on rank 0's node. So a pair that could not work together is named before user code begins.
 
 Nothing blocks the supervisor's loop. Strangers may connect: they hear nothing before they have sent a word that only a
