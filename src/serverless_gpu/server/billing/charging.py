@@ -43,7 +43,7 @@ from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.lifecycle import metering
 from serverless_gpu.server.records import charges, nodes
 from serverless_gpu.server.records.charges import New, Posted, Utilisation
-from serverless_gpu.server.records.runs import attempts, crews, facts, runs, uncharged_crews
+from serverless_gpu.server.records.runs import attempts, crews, facts, runs
 from serverless_gpu.server.records.runs.attempts import StoredAttempt
 from serverless_gpu.server.records.runs.crews import CrewId, StoredCrew
 
@@ -128,7 +128,7 @@ class Charging:
         limit = AT_ONCE + len(self._aside)
 
         def work(connection: sa.Connection) -> tuple[list[CrewId], Mapping[CrewId, int]]:
-            due = [one for one in uncharged_crews.due(connection, limit=limit) if one not in self._aside][:AT_ONCE]
+            due = [one for one in charges.due_crews(connection, limit=limit) if one not in self._aside][:AT_ONCE]
             return due, facts.counts(connection, due) if due else {}
 
         due, counts = self._database.read(work)
@@ -139,7 +139,7 @@ class Charging:
         day = self._clock.wall_ns() // DAY_NS
         if day != self._day:
             going_on = self._database.read(
-                lambda connection: uncharged_crews.going_on(connection, before_ns=day * DAY_NS)
+                lambda connection: charges.crews_going_on(connection, before_ns=day * DAY_NS)
             )
             self._day, self._turning, self._turn_ns = day, dict.fromkeys(going_on, -1), 0
         if not self._turning or now_ns < self._turn_ns:
@@ -255,7 +255,7 @@ def charge(connection: sa.Connection, due: Mapping[CrewId, Due], *, at_ns: int, 
             _doubt(one, lines, at_ns)
     written = charges.insert(connection, new, at_ns=at_ns)
     charges.put_utilisations(connection, seen)
-    uncharged_crews.note_charged(connection, done)
+    charges.note_charged(connection, done)
     faults.reach("in_charging")
     return ChargeOutcome(entries=written, failed=failed)
 

@@ -42,7 +42,7 @@ from serverless_gpu.server.lifecycle.metering import Now
 from serverless_gpu.server.records import charges, nodes, prices, usage
 from serverless_gpu.server.records.charges import Account, Posted
 from serverless_gpu.server.records.prices import StoredPrice
-from serverless_gpu.server.records.runs import attempts, facts, runs, uncharged_crews
+from serverless_gpu.server.records.runs import attempts, facts, runs
 from serverless_gpu.server.records.runs.attempts import StoredAttempt
 from serverless_gpu.server.records.runs.crews import CrewId, StoredCrew
 from serverless_gpu.server.records.usage import DemandFilter, Found, ReportRequest
@@ -295,7 +295,7 @@ def find_unposted(connection: sa.Connection, at: Now, *, currency: str, limit: i
         limit: how many attempts, at most.
     """
     ids = sorted(
-        {*uncharged_crews.going_on(connection, before_ns=_EVER_NS), *uncharged_crews.due(connection, limit=limit + 1)}
+        {*charges.crews_going_on(connection, before_ns=_EVER_NS), *charges.due_crews(connection, limit=limit + 1)}
     )
     shown = ids[:limit]
     tries = attempts.of_runs(connection, sorted({run_id for run_id, _, _ in shown}))

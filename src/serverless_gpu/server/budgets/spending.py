@@ -68,12 +68,11 @@ from serverless_gpu.server.budgets.budget_index import BudgetIndex, BudgetsLeft,
 from serverless_gpu.server.lifecycle.liveness import Leases
 from serverless_gpu.server.lifecycle.metering import ClockPair, Lifetime
 from serverless_gpu.server.records import budgets, charges, pools
-from serverless_gpu.server.records.charges import Account
+from serverless_gpu.server.records.charges import Account, Unposted
 from serverless_gpu.server.records.duration_history import LearnedDurations
-from serverless_gpu.server.records.runs import runs, uncharged_crews
+from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.records.runs.crews import CrewId, Gang
 from serverless_gpu.server.records.runs.runs import StoredRun
-from serverless_gpu.server.records.runs.uncharged_crews import Unposted
 
 _KNOWN_MAX = 100_000
 """Accounts that are remembered; beyond, all of them are read again."""
@@ -308,7 +307,7 @@ class Spending:
                 self._standings = {}
                 return {}
             self._closed = budgets.closed(connection)
-            there = uncharged_crews.unposted(connection)
+            there = charges.unposted(connection)
             cuts = {self._window(one, as_of.wall_ns).start_ns for one in self._index.budgets.values()}
             self._ledger.read(connection, there, as_of.wall_ns, {at_ns for at_ns in cuts if at_ns % DAY_NS})
             self._get_to_know(connection, there, as_of.wall_ns)

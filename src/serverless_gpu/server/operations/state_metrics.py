@@ -28,9 +28,8 @@ from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.db.tables import attempts, crews, orders, runs
 from serverless_gpu.server.lifecycle.liveness import Leases, Presence
 from serverless_gpu.server.nodes import capacity, drain
-from serverless_gpu.server.records import audit, nodes
+from serverless_gpu.server.records import audit, charges, nodes
 from serverless_gpu.server.records.nodes import StoredNode
-from serverless_gpu.server.records.runs import uncharged_crews as uncharged
 from serverless_gpu.server.records.runs.crews import CrewId
 
 FRESH_S = 2.0
@@ -69,7 +68,7 @@ class StateSample(msgspec.Struct, frozen=True, kw_only=True):
     free: int | None
     drained: bool
     unchained: int
-    uncharged: int
+    charges: int
     clock_off_s: float
 
 
@@ -81,7 +80,7 @@ class _Rows(msgspec.Struct, frozen=True, kw_only=True):
     orders: tuple[int, int | None]
     drained: bool
     unchained: int
-    uncharged: int
+    charges: int
 
 
 class Sampling(Source):
@@ -201,7 +200,7 @@ def _load(connection: sa.Connection) -> _Rows:
         orders=(count, oldest_order),
         drained=drain.find(connection) is not None,
         unchained=audit.pending(connection, after_seq=audit.chained_seq(connection))[0],
-        uncharged=uncharged.count(connection),
+        uncharged=charges.count_uncharged(connection),
     )
 
 

@@ -33,7 +33,7 @@ from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.records import audit, charges
 from serverless_gpu.server.records.audit import Action
-from serverless_gpu.server.records.runs import attempts, events, facts, files, orders, runs, uncharged_crews
+from serverless_gpu.server.records.runs import attempts, events, facts, files, orders, runs
 from serverless_gpu.server.secrets import SecretService
 from serverless_gpu.server.storage.logs import Logs
 from serverless_gpu.units import format_bytes
@@ -139,7 +139,7 @@ def _remove_rows(connection: sa.Connection, run_id: str, *, at_ns: int) -> None:
     if run is None:
         return
     if charges.is_provisional(connection, run_id):
-        uncharged_crews.charge_again(connection, run_id)
+        charges.charge_again(connection, run_id)
         return
     for room in (events, files, facts, orders, attempts):
         room.remove(connection, run_id)

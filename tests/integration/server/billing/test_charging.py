@@ -25,7 +25,7 @@ from serverless_gpu.server.invariants.self_check import check
 from serverless_gpu.server.lifecycle import metering
 from serverless_gpu.server.records import charges
 from serverless_gpu.server.records.charges import Account
-from serverless_gpu.server.records.runs import attempts, facts, uncharged_crews
+from serverless_gpu.server.records.runs import attempts, facts
 from serverless_gpu.server.runs.retention import EVERY_S
 from serverless_gpu.testing import FakeClock
 from tests.support.golden import golden
@@ -74,7 +74,7 @@ def test_an_attempt_is_charged_once_when_it_is_settled(services: Services, datab
     (line,) = (entry.line for entry in entries(database, run_id))
     assert (line.gpu_ms, line.billed_ms, line.gpus) == (7_200_000, 7_200_000, 2)
     assert net(database, run_id, "queued_ms") == 2_000
-    database.write(lambda connection: uncharged_crews.charge_again(connection, run_id))
+    database.write(lambda connection: charges.charge_again(connection, run_id))
     charge_all(services)
     assert len(entries(database, run_id)) == 1
     assert [row["uncharged"] for row in rows(database, tables.crews)] == [False]

@@ -28,7 +28,7 @@ from serverless_gpu.server.lifecycle import metering, transitions
 from serverless_gpu.server.lifecycle.transitions import Note
 from serverless_gpu.server.nodes import capacity
 from serverless_gpu.server.records import charges
-from serverless_gpu.server.records.runs import active_runs, attempts, runs, uncharged_crews
+from serverless_gpu.server.records.runs import active_runs, attempts, runs
 from serverless_gpu.server.runs import views
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import Ending, LogPiece
@@ -369,7 +369,7 @@ def test_each_crew_is_charged_for_what_it_had(services: Services, database: Data
     facts_of = [used(run_id, 2, seconds=60), used(run_id, 1, seconds=30, boot="boot-2")]
     say(services, run_id, 1, State.STOPPING, facts=tuple(facts_of[1]), files=(result(2),), ending=FINISHED)
     say(services, run_id, 1, State.STOPPING, receipt=msgspec.Raw(b'{"gpu_ms": 30000, "facts": 3}'))
-    assert database.read(lambda connection: uncharged_crews.due(connection, limit=9)) == []  # who pays is not known yet
+    assert database.read(lambda connection: charges.due_crews(connection, limit=9)) == []  # who pays is not known yet
     charge_all(services)
     files = (result(0), result(1))
     say(services, run_id, 0, State.STOPPING, facts=tuple(facts_of[0]), files=files, ending=FINISHED)
