@@ -10,7 +10,7 @@ from pathlib import Path
 from serverless_gpu.environment.progress import ProgressPoint
 from serverless_gpu.environment.restore.cache.unit_cache import Cache
 from serverless_gpu.environment.stores.blobs import StoreBlobs
-from serverless_gpu.environment.stores.directory import DirectoryStore
+from serverless_gpu.environment.stores.directory_store import DirectoryStore
 
 
 class Logged(DirectoryStore):

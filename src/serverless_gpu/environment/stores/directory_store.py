@@ -1,0 +1,407 @@
+"""A store in a directory of this machine, or of a file system that several machines mount.
+
+    <root>/packs/3f/3f09…      objects, 0400, in directories 0700; the first two digits keep directories small
+    <root>/gc/condemned
+    <root>/incoming/…          what is being written, under names that no reader asks for
+
+An object is written under `incoming/`, made durable, and then renamed to its name (`durable_writes.py`): it is there
+whole or not at all, also after a power cut, and two writers of one key both succeed, in some order. A writer that is
+killed leaves a file under `incoming/`; a day later `delete`, which only garbage collection calls, removes it.
+
+Failure cases: a full disk (StorageError, before the first byte where free space is known to be too small), a
+directory that cannot be read or written, or a link where an object should be (StoreUnavailable).
+
+Making files durable, several at a time: a disk is asked to finish a few times for all of them, not for each.
+
+    write all under names nobody asks for, the disk begins ─▶ wait for each ─▶ rename all ─▶ wait for their directories
+                                                              the first waits for the journal, the others find
+                                                              theirs written with it
+
+Nothing has its name before its bytes are on the disk, and whoever returns from here has lost nothing to a power cut.
+As many calls as one by one, but most of them find their work done.
+
+Failure: the `OSError` of the step; what has its name already is whole, the rest leaves nothing.
+
+Writing large objects past the page cache, where the file system lets us.
+
+A pack is made durable at once, so the kernel's cache would only be one more copy of it: that copy costs more time than
+the disk (measured: 0.9 s of a core for 390 MB, against 0.02 s), and it would drive out what the user's programs have
+there. What does not fit the rules of direct writing (whole blocks of the disk, from aligned memory) is written as
+usual.
+
+Failure cases: a file system without direct writing (tmpfs, some network and FUSE ones) refuses it at the first step or
+at the first write; both mean 0 bytes here, and the caller goes on as usual. A full disk is an `OSError` as always.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import itertools
+import mmap
+import os
+import stat
+import sys
+import tempfile
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+
+from serverless_gpu import faults
+from serverless_gpu.ambient import Clock, SystemClock
+from serverless_gpu.environment.stores.base import (
+    Store,
+    Stored,
+    check_key,
+    check_prefix,
+    check_range,
+    check_size,
+)
+from serverless_gpu.errors import EnvironmentRejected, ServerlessGpuError, StorageError, StoreUnavailable
+from serverless_gpu.inodes import lacks_inodes
+from serverless_gpu.units import format_bytes
+
+SIZE_MIN = 1024 * 1024
+"""Below this the usual way costs nothing to speak of."""
+_STEP = 4 * 1024 * 1024
+_BLOCK = 4096
+_DIRECT = getattr(os, "O_DIRECT", 0)  # not on macOS
+_REFUSED = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
+
+
+def write_direct(fd: int, data: memoryview) -> int:
+    """Write the start of an empty file past the page cache.
+
+    Args:
+        fd: open for writing, at its beginning.
+        data: the whole content, as bytes.
+
+    Returns:
+        How many bytes were written; the rest is for the caller to write, from there on.
+    """
+    if not _DIRECT or len(data) < SIZE_MIN:
+        return 0
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | _DIRECT)
+    except OSError:
+        return 0
+    try:
+        return _write(fd, data, len(data) - len(data) % _BLOCK)
+    finally:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+
+
+def _write(fd: int, data: memoryview, end: int) -> int:
+    done = 0
+    with mmap.mmap(-1, min(_STEP, end)) as aligned:  # memory from mmap starts at a page
+        while done < end:
+            size = min(len(aligned), end - done)
+            aligned[:size] = data[done : done + size]
+            with memoryview(aligned) as whole, whole[:size] as part:
+                try:
+                    written = os.write(fd, part)
+                except OSError as error:
+                    if error.errno in _REFUSED:
+                        return done
+                    raise
+            done += written
+            if written % _BLOCK:
+                return done  # cut short, as before a full disk: the usual way finds out
+    return done
+
+
+OPEN_MAX = 64
+"""How many files are open at once."""
+_PRIVATE = 0o700
+
+
+def write_together(incoming: Path, contents: Mapping[Path, memoryview], *, now_ns: int) -> None:
+    """Write files, durably, in place of what may be there.
+
+    Args:
+        incoming: a directory of the same disk, for files that are being written.
+        contents: bytes by path; the directory of a path may be missing, the one above may not.
+        now_ns: the time that files get.
+    """
+    left = iter(contents.items())
+    while some := dict(itertools.islice(left, OPEN_MAX)):
+        _write_some(incoming, some, now_ns)
+
+
+def _write_some(incoming: Path, contents: Mapping[Path, memoryview], now_ns: int) -> None:
+    directories = dict.fromkeys(path.parent for path in contents)
+    above = {path.parent for path in directories if _is_new(path)}
+    temporaries: dict[Path, str] = {}
+    try:
+        with contextlib.ExitStack() as opened:
+            fds = []
+            for path, content in contents.items():
+                fd, temporaries[path] = tempfile.mkstemp(dir=incoming)  # 0600
+                opened.enter_context(closed(fd))
+                _fill(fd, content, now_ns)
+                fds.append(fd)
+            for fd in fds:
+                os.fsync(fd)
+        # Nearly free here: with the files, the journal has been written.
+        for path in above:
+            sync_directory(path)
+        faults.reach("before_object_is_named")
+        for path, temporary in temporaries.items():
+            os.rename(temporary, path)
+    except BaseException:
+        for temporary in temporaries.values():
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+        raise
+    for path in directories:
+        sync_directory(path)
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory and those above it, private and durably."""
+    if path.is_dir():
+        return
+    if path.parent != path:
+        make_directory(path.parent)
+    if _is_new(path):
+        sync_directory(path.parent)
+
+
+def make_directories(paths: Iterable[Path]) -> None:
+    """Make several directories, each with those above it."""
+    for path in dict.fromkeys(paths):
+        make_directory(path)
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    with closed(fd):
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems know no such thing
+                raise
+
+
+@contextlib.contextmanager
+def closed(fd: int) -> Iterator[None]:
+    """Close at the end; what closing says (network file systems write then) counts unless something else failed."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+        raise
+    os.close(fd)
+
+
+def _is_new(path: Path) -> bool:
+    """Make a directory unless it is there."""
+    try:
+        path.mkdir(mode=_PRIVATE)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _fill(fd: int, content: memoryview, now_ns: int) -> None:
+    done = write_direct(fd, content)
+    while done < len(content):
+        done += os.write(fd, content[done:])
+    os.utime(fd, ns=(now_ns, now_ns))
+    os.fchmod(fd, 0o400)
+    if sys.platform == "linux":
+        # The disk begins now, and does not wait for anybody to ask; the cache is not needed either.
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+INCOMING = "incoming"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+LEFTOVERS_S = 24 * 3600
+_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a planted link or pipe is refused, not followed or waited for
+
+
+class DirectoryStore(Store):
+    """Objects as files.
+
+    Args:
+        root: the directory, made when something is put.
+        clock: says when an object was put.
+        leftovers_s: how old a file under `incoming/` is whose writer must be dead.
+    """
+
+    def __init__(self, root: Path, *, clock: Clock | None = None, leftovers_s: int = LEFTOVERS_S) -> None:
+        self._root = root.absolute()
+        self.url = self._root.as_uri()
+        self._clock = clock or SystemClock()
+        self._leftovers_ns = leftovers_s * 10**9
+
+    def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        """Return an object, or a range of it."""
+        path = self._path(key)
+        try:
+            fd = os.open(path, os.O_RDONLY | _FLAGS)
+        except (FileNotFoundError, NotADirectoryError):
+            raise KeyError(key) from None
+        except OSError as error:
+            raise self._problem("read", key, error) from error
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise StoreUnavailable(f"{path} is not a plain file", hint="find out who put it there, and remove it")
+            there = max(0, status.st_size - start)
+            wanted = there if length is None else length
+            check_range(key, start, wanted)
+            return _read(fd, start, min(wanted, there))
+        except OSError as error:
+            raise self._problem("read", key, error) from error
+        finally:
+            os.close(fd)
+
+    def put(self, objects: Mapping[str, bytes | memoryview]) -> None:
+        """Put objects, durably and at once, in place of what may be there."""
+        contents = {self._path(key): check_size(key, data) for key, data in objects.items()}
+        total = sum(map(len, contents.values()))
+        try:
+            if contents:
+                make_directories((self._root / INCOMING, *(self._root / key.partition("/")[0] for key in objects)))
+            free = self.free_bytes()
+            if free is not None and total > free:
+                raise self._full(f"{format_bytes(total)} to write, {format_bytes(free)} free")
+            write_together(self._root / INCOMING, contents, now_ns=self._clock.wall_ns())
+        except OSError as error:
+            what = next(iter(objects)) if len(objects) == 1 else f"{len(objects)} objects"
+            raise self._problem("write", what, error) from error
+
+    def present(self, keys: Collection[str]) -> frozenset[str]:
+        """Return which of these objects are there."""
+        try:
+            return frozenset(key for key in keys if _is_file(self._path(key)))
+        except OSError as error:
+            raise self._problem("look at", "an object", error) from error
+
+    def list(self, prefix: str) -> Iterator[Stored]:
+        """Return everything below `prefix/`."""
+        top = self._root / check_prefix(prefix)
+        try:
+            for entry in _files(top):
+                key = f"{prefix}/{entry.name}"
+                # What is not ours is neither listed nor ever deleted.
+                if entry.path != str(self._root / _place(key)):
+                    continue
+                with contextlib.suppress(FileNotFoundError, EnvironmentRejected):
+                    status = entry.stat(follow_symlinks=False)
+                    yield Stored(check_key(key), status.st_size, status.st_mtime_ns)
+        except OSError as error:
+            raise self._problem("list", prefix, error) from error
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Remove objects; those that are not there are no error."""
+        parents = set()
+        for key in keys:
+            path = self._path(key)
+            try:
+                path.unlink(missing_ok=True)
+                parents.add(path.parent)
+            except NotADirectoryError:
+                continue
+            except OSError as error:
+                raise self._problem("delete", key, error) from error
+        try:
+            for parent in parents:
+                with contextlib.suppress(FileNotFoundError):
+                    sync_directory(parent)
+            self._remove_leftovers()
+        except OSError as error:
+            raise self._problem("clean", INCOMING, error) from error
+
+    def free_bytes(self) -> int | None:
+        """Return how much more the disk can hold for this user, or None where that cannot be known."""
+        for directory in (self._root, *self._root.parents):
+            try:
+                disk = os.statvfs(directory)
+            except FileNotFoundError:
+                continue
+            except OSError:
+                return None
+            # Some network and FUSE file systems say that they have no blocks at all.
+            return disk.f_bavail * disk.f_frsize if disk.f_blocks else None
+        return None
+
+    def _path(self, key: str) -> Path:
+        return self._root / _place(check_key(key))
+
+    def _remove_leftovers(self) -> None:
+        """Remove what writers that died left, by the file system's own clock: ours may be another machine's."""
+        incoming = self._root / INCOMING
+        if not incoming.is_dir():
+            return
+        fd, probe = tempfile.mkstemp(dir=incoming)
+        with closed(fd):
+            now = os.fstat(fd).st_ctime_ns
+        for entry in (*os.scandir(incoming),):
+            with contextlib.suppress(FileNotFoundError):
+                if entry.path == probe or now - entry.stat(follow_symlinks=False).st_ctime_ns > self._leftovers_ns:
+                    os.unlink(entry.path)
+
+    def _problem(self, verb: str, what: str, error: OSError) -> ServerlessGpuError:
+        if error.errno in _FULL:
+            return self._full(os.strerror(error.errno or 0))
+        return StoreUnavailable(
+            f"cannot {verb} {what} in the store {self.url}: {error.strerror or error}",
+            hint=f"this user must be able to read and write there; look at `ls -la {self._root}`",
+        )
+
+    def _full(self, why: str) -> StorageError:
+        if lacks_inodes(self._root):
+            return StorageError(
+                f"no inodes left in the store {self.url}: its disk has room, and cannot hold one more file",
+                hint="delete files there (`sgpu env gc` removes what nobody uses), or choose a store on another disk",
+            )
+        return StorageError(
+            f"no space left in the store {self.url}: {why}",
+            hint="free some space on its disk (`sgpu env gc` removes what nobody uses), or choose another store",
+        )
+
+
+def _place(key: str) -> str:
+    kind, _, name = key.partition("/")
+    return key if kind == "gc" else f"{kind}/{name[:2]}/{name}"
+
+
+def _read(fd: int, start: int, length: int) -> bytes:
+    if length <= 0:
+        return b""
+    data = os.pread(fd, length, start)
+    if len(data) == length:
+        return data
+    pieces = [data]
+    while data and (missing := length - sum(map(len, pieces))):  # large reads come in parts; an empty one is the end
+        data = os.pread(fd, missing, start + length - missing)
+        pieces.append(data)
+    return b"".join(pieces)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return stat.S_ISREG(os.lstat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def _files(top: Path) -> Iterator[os.DirEntry[str]]:
+    """Yield the files directly below a directory and one level further down."""
+    for entry in _entries(top):
+        if entry.is_dir(follow_symlinks=False):
+            yield from (below for below in _entries(entry.path) if below.is_file(follow_symlinks=False))
+        elif entry.is_file(follow_symlinks=False):
+            yield entry
+
+
+def _entries(path: str | Path) -> list[os.DirEntry[str]]:
+    try:
+        return list(os.scandir(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return []

@@ -14,7 +14,7 @@ from typing import cast
 from urllib.parse import unquote, urlsplit
 
 from serverless_gpu.environment.stores.base import Store
-from serverless_gpu.environment.stores.directory import DirectoryStore
+from serverless_gpu.environment.stores.directory_store import DirectoryStore
 from serverless_gpu.environment.stores.memory import MemoryStore
 from serverless_gpu.environment.stores.objects import BOUND_S, CLOUDS, ObjectStore
 from serverless_gpu.errors import InvalidValue

@@ -15,7 +15,7 @@ from serverless_gpu.environment.progress import ProgressPoint, nobody
 from serverless_gpu.environment.restore.cache.unpack import unpack
 from serverless_gpu.environment.scan.scan import Recogniser
 from serverless_gpu.environment.stores.blobs import StoreBlobs
-from serverless_gpu.environment.stores.directory import DirectoryStore
+from serverless_gpu.environment.stores.directory_store import DirectoryStore
 from tests.support.environment.scans import claim
 from tests.support.environment.wheels import Venv, Wheel, build_wheel
 

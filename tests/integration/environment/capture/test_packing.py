@@ -11,7 +11,7 @@ from pathlib import Path
 from serverless_gpu.environment.capture.snapshot_capture import capture
 from serverless_gpu.environment.restore.cache.unpack import unpack
 from serverless_gpu.environment.stores.blobs import StoreBlobs
-from serverless_gpu.environment.stores.directory import DirectoryStore
+from serverless_gpu.environment.stores.directory_store import DirectoryStore
 from tests.support.environment.counting import WHOLE_PACKS
 from tests.support.environment.scanned import contents, scan_of, source_of
 from tests.support.paths import REPOSITORY
@@ -44,7 +44,7 @@ _KILLED = """
     import itertools, sys, threading
     from pathlib import Path
     from serverless_gpu.environment.stores.blobs import StoreBlobs
-    from serverless_gpu.environment.stores.directory import DirectoryStore
+    from serverless_gpu.environment.stores.directory_store import DirectoryStore
     from serverless_gpu.environment.capture.snapshot_capture import capture
     from tests.support.environment.scanned import scan_of, source_of
     from tests.support.environment.counting import WHOLE_PACKS

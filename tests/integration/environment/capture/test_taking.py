@@ -90,7 +90,7 @@ _MEASURED = """
     from serverless_gpu.environment.stores.blobs import StoreBlobs
     from serverless_gpu.environment.documents import FileRow
     from serverless_gpu.environment.scan.scan import LocalUnit
-    from serverless_gpu.environment.stores.directory import DirectoryStore
+    from serverless_gpu.environment.stores.directory_store import DirectoryStore
     from serverless_gpu.environment.capture.snapshot_capture import capture
     from tests.support.environment.scanned import scan_of, source_of
 

@@ -20,7 +20,7 @@ from serverless_gpu.environment.restore.preparation import glibc
 from serverless_gpu.environment.restore.restore import RestoredTree, Way, restore
 from serverless_gpu.environment.restore.trees import LAYERS_MAX
 from serverless_gpu.environment.stores.blobs import StoreBlobs
-from serverless_gpu.environment.stores.directory import DirectoryStore
+from serverless_gpu.environment.stores.directory_store import DirectoryStore
 from serverless_gpu.errors import EnvironmentMissing, EnvironmentRejected, EnvironmentUnsupported
 from tests.support.environment.made_environments import (
     Counting,
@@ -440,7 +440,7 @@ from pathlib import Path
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.restore.cache.unit_cache import Cache
 from serverless_gpu.environment.restore.restore import Way, restore
-from serverless_gpu.environment.stores.directory import DirectoryStore
+from serverless_gpu.environment.stores.directory_store import DirectoryStore
 blobs = StoreBlobs(DirectoryStore(Path({str(tmp_path / "store")!r})))
 print(restore({snapshot.address!r}, blobs, Cache(Path({str(cache.root)!r})), way=Way(mode={mode!r})).units_fetched)
 """

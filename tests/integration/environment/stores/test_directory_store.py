@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.environment.stores.blobs import StoreBlobs
-from serverless_gpu.environment.stores.directory import INCOMING, DirectoryStore
+from serverless_gpu.environment.stores.directory_store import INCOMING, DirectoryStore
 from serverless_gpu.errors import StorageError
 from serverless_gpu.testing.stores import pack_key
 from tests.support.environment.directory_store import KEY, files
@@ -40,7 +40,7 @@ for name in ("fsync", "rename"):
         return real(*arguments)
     setattr(os, name, spied)
 from pathlib import Path
-from serverless_gpu.environment.stores.directory import DirectoryStore
+from serverless_gpu.environment.stores.directory_store import DirectoryStore
 DirectoryStore(Path({str(root)!r})).put({{{KEY!r}: b"x"}})
 """
     subprocess.run(
@@ -58,7 +58,7 @@ DirectoryStore(Path({str(root)!r})).put({{{KEY!r}: b"x"}})
 WRITER = """
 import sys
 from pathlib import Path
-from serverless_gpu.environment.stores.directory import DirectoryStore
+from serverless_gpu.environment.stores.directory_store import DirectoryStore
 root, key, byte, times = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 store = DirectoryStore(root)
 print("ready", flush=True)
@@ -141,7 +141,7 @@ def limited(root: Path, script: str) -> subprocess.CompletedProcess[str]:
     program = f"""
 from pathlib import Path
 from serverless_gpu.environment.stores.blobs import StoreBlobs
-from serverless_gpu.environment.stores.directory import DirectoryStore
+from serverless_gpu.environment.stores.directory_store import DirectoryStore
 from serverless_gpu.errors import StorageError
 blobs = StoreBlobs(DirectoryStore(Path({str(root)!r})))
 {script}

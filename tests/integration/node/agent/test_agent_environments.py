@@ -12,7 +12,7 @@ import pytest
 
 from serverless_gpu.environment.restore.cache.unit_seal import LOOK_S
 from serverless_gpu.environment.stores.blobs import StoreBlobs
-from serverless_gpu.environment.stores.directory import DirectoryStore
+from serverless_gpu.environment.stores.directory_store import DirectoryStore
 from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.node.agent.environments import EnvironmentWaiter, RestoredEnvironment, RestoredEnvironments
 from serverless_gpu.node.base.home import Home

@@ -18,7 +18,7 @@ from serverless_gpu.environment.stores.blobs import StoreBlobs as Documents
 from serverless_gpu.environment.stores.codec import encode
 from serverless_gpu.environment.stores.collection import collect
 from serverless_gpu.environment.stores.condemned_objects import COLLECTOR, CONDEMNED, read_condemned
-from serverless_gpu.environment.stores.directory import DirectoryStore
+from serverless_gpu.environment.stores.directory_store import DirectoryStore
 from serverless_gpu.environment.stores.server_store import ServedStore
 from serverless_gpu.environment.stores.store_urls import is_remote, open_store
 from serverless_gpu.errors import (

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.environment.stores.directory import SIZE_MIN, DirectoryStore, write_direct
+from serverless_gpu.environment.stores.directory_store import SIZE_MIN, DirectoryStore, write_direct
 from serverless_gpu.errors import StorageError
 
 KEY = "packs/" + "ab" * 32

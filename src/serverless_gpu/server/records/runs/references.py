@@ -8,18 +8,19 @@ from serverless_gpu.model.spec import BlobReference, Function
 from serverless_gpu.server.db.tables import runs
 from serverless_gpu.server.records import policies
 from serverless_gpu.server.records.runs import files
-from serverless_gpu.server.records.runs import runs as run_rows
+from serverless_gpu.server.records.runs.runs import find
+from serverless_gpu.server.records.runs.runs import parts_in_use as parts_of_payloads
 
 
 def payload_of(connection: sa.Connection, run_id: str) -> BlobReference | None:
     """Return where the pickled call of a run is, or None when it is no blob, or there is no such run."""
-    run = run_rows.find(connection, run_id)
+    run = find(connection, run_id)
     return run.spec.payload.call if run is not None and isinstance(run.spec.payload, Function) else None
 
 
 def parts_in_use(connection: sa.Connection) -> frozenset[str]:
     """Return the digests of all parts that outputs, and runs that have not ended, are made of."""
-    return frozenset((*run_rows.parts_in_use(connection), *files.parts_in_use(connection)))
+    return frozenset((*parts_of_payloads(connection), *files.parts_in_use(connection)))
 
 
 def snapshots_in_use(connection: sa.Connection, *, since_ns: int) -> frozenset[str]:
