@@ -444,7 +444,7 @@ def queued_by_pool(connection: sa.Connection) -> dict[str, int]:
     return {pool: count for pool, count in connection.execute(query)}
 
 
-def parts_in_use(connection: sa.Connection) -> Iterator[str]:
+def parts_of_payloads(connection: sa.Connection) -> Iterator[str]:
     """Yield the digests of all parts that payloads are made of, of runs that may still need them."""
     query = sa.select(runs.c.spec_json).where(runs.c.state.not_in([state.value for state in TERMINAL]))
     for text in connection.execute(query).scalars():
