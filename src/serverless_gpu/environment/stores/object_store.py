@@ -1,0 +1,565 @@
+"""Stores in S3, Google Cloud Storage, Azure, and servers that speak like one of them.
+
+    call ─▶ ask: request ─▶ answer ─▶ judge ─▶ done │ not there │ ask again, later and later │ StoreUnavailable
+                    ▲────────────────────────────────────────────────┘     5 minutes in all
+
+What was put is compared with what the server says it got (its entity tag, where that is an MD5; else by reading it
+back once to learn that it is not), so bytes that a line altered on their way up are sent again, not kept.
+
+A process that has used such a store must not fork afterwards: obstore runs threads that a child does not have, and a
+call in the child would wait for ever. Here it is refused instead. Agent, zygotes and supervisors never come here.
+
+Failure cases: wrong or missing credentials, no such bucket (StoreUnavailable at once, saying what to check); no
+connection, 5xx, 429, an answer that is too slow or breaks off (again, then StoreUnavailable with the last answer);
+404 for what has just been put (again, for a second); no space on the server (StorageError); a server that answers
+a range with everything (the rest is dropped).
+
+What the answers of an object store mean, read from the error a request ended with; pure.
+
+An error's text holds urls, headers and the server's words, and with some clouds a signature or a key is among them. So
+only three things are ever taken from it: the number of the answer, the server's own code (``NoSuchBucket``), and
+which step failed. Nothing else of it reaches a person or a log.
+
+How S3, Google Cloud Storage and Azure are reached: which variables count, and what to check when they refuse.
+
+Credentials come from the variables that the tools of each cloud read, or from the machine itself when it belongs to the
+cloud; they are handed to obstore and kept nowhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import random
+import re
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
+from urllib.parse import urlsplit
+
+from serverless_gpu.ambient import Clock, SystemClock
+from serverless_gpu.environment.stores.base import (
+    OBJECT_BYTES_MAX,
+    Store,
+    Stored,
+    check_key,
+    check_prefix,
+    check_range,
+    check_size,
+)
+from serverless_gpu.errors import EnvironmentRejected, InvalidValue, ServerlessGpuError, StorageError, StoreUnavailable
+from serverless_gpu.units import format_duration_ms
+
+if TYPE_CHECKING:
+    from obstore import ObjectMeta
+    from obstore.store import ClientConfig, RetryConfig
+
+
+_CONNECT_S = 10.0
+_READ_S = 30.0
+"""How long a connection may be silent while something is read."""
+
+
+class Cloud(NamedTuple):
+    """One kind of object store."""
+
+    variables: tuple[str, ...]  # what may say where it is and who we are
+    endpoint: tuple[str, ...]
+    check: str  # what to look at when it refuses
+
+
+CLOUDS: Mapping[str, Cloud] = {
+    "s3": Cloud(
+        variables=(
+            "AWS_ACCESS_KEY_ID",
+            "AWS_SECRET_ACCESS_KEY",
+            "AWS_SESSION_TOKEN",
+            "AWS_REGION",
+            "AWS_DEFAULT_REGION",
+            "AWS_ENDPOINT_URL",
+            "AWS_ENDPOINT_URL_S3",
+            "AWS_ROLE_ARN",
+            "AWS_ROLE_SESSION_NAME",
+            "AWS_WEB_IDENTITY_TOKEN_FILE",
+            "AWS_STS_ENDPOINT",
+            "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+            "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+            "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE",
+            "AWS_METADATA_ENDPOINT",
+            "AWS_IMDSV1_FALLBACK",
+            "AWS_SKIP_SIGNATURE",
+            "AWS_REQUEST_PAYER",
+            "AWS_SERVER_SIDE_ENCRYPTION",
+            "AWS_SSE_KMS_KEY_ID",
+            "AWS_VIRTUAL_HOSTED_STYLE_REQUEST",
+            "AWS_DISABLE_BULK_DELETE",
+        ),
+        endpoint=("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
+        check="AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_ENDPOINT_URL",
+    ),
+    "gs": Cloud(
+        variables=(
+            "GOOGLE_APPLICATION_CREDENTIALS",
+            "GOOGLE_SERVICE_ACCOUNT",
+            "GOOGLE_SERVICE_ACCOUNT_PATH",
+            "GOOGLE_SERVICE_ACCOUNT_KEY",
+            "GOOGLE_BASE_URL",
+            "GOOGLE_SKIP_SIGNATURE",
+        ),
+        endpoint=("GOOGLE_BASE_URL",),
+        check="GOOGLE_APPLICATION_CREDENTIALS",
+    ),
+    "az": Cloud(
+        variables=(
+            "AZURE_STORAGE_ACCOUNT_NAME",
+            "AZURE_STORAGE_ACCOUNT_KEY",
+            "AZURE_STORAGE_SAS_TOKEN",
+            "AZURE_STORAGE_ENDPOINT",
+            "AZURE_CLIENT_ID",
+            "AZURE_CLIENT_SECRET",
+            "AZURE_TENANT_ID",
+            "AZURE_AUTHORITY_HOST",
+            "AZURE_FEDERATED_TOKEN_FILE",
+            "AZURE_IDENTITY_ENDPOINT",
+            "AZURE_SKIP_SIGNATURE",
+        ),
+        endpoint=("AZURE_STORAGE_ENDPOINT",),
+        check="AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY (or AZURE_STORAGE_SAS_TOKEN)",
+    ),
+}
+
+Connect = Callable[[float, bool], "Client"]
+
+
+def connector(scheme: str, bucket: str, prefix: str, environ: Mapping[str, str]) -> Connect:
+    """Return what makes a client: of the seconds that its requests may take, and whether it only reads.
+
+    Args:
+        scheme: one of `CLOUDS`.
+        bucket: or container.
+        prefix: what the names of all objects start with, or "".
+        environ: where the variables are looked up.
+
+    Raises:
+        StoreUnavailable: obstore is not installed.
+        InvalidValue: a variable has a value that cannot be.
+    """
+    try:
+        import obstore.store as kinds
+        from obstore.exceptions import BaseError
+    except ImportError:
+        raise StoreUnavailable(
+            f"{scheme}://{bucket} cannot be reached: object stores need the package obstore",
+            hint="pip install 'serverless-gpu[store]'",
+        ) from None
+    cloud = CLOUDS[scheme]
+    config = {name.lower(): environ[name] for name in cloud.variables if environ.get(name)}
+    if scheme == "s3":
+        config.setdefault("aws_region", config.pop("aws_default_region", "us-east-1"))
+    plain = any(value.startswith("http://") for name, value in config.items() if name.upper() in cloud.endpoint)
+    kind = {"s3": kinds.S3Store, "gs": kinds.GCSStore, "az": kinds.AzureStore}[scheme]
+
+    def connect(timeout_s: float, reads: bool) -> Client:
+        options: ClientConfig = {
+            "allow_http": plain,
+            "connect_timeout": timedelta(seconds=min(_CONNECT_S, timeout_s)),
+            "timeout": timedelta(seconds=timeout_s),
+        }
+        if reads:  # who sends much hears nothing for long, and rightly so
+            options["read_timeout"] = timedelta(seconds=min(_READ_S, timeout_s))
+        retries: RetryConfig = {"max_retries": 0, "retry_timeout": timedelta(seconds=timeout_s)}
+        client: Client = kind(
+            bucket, prefix=prefix or None, config=config, client_options=options, retry_config=retries
+        )
+        return client
+
+    try:
+        connect(1.0, False)
+    except (BaseError, ValueError, TypeError) as error:  # their texts may show the value
+        raise InvalidValue(
+            f"{scheme}://{bucket} cannot be reached with the variables that are set ({type(error).__name__})",
+            hint=f"look at {', '.join(name for name in cloud.variables if environ.get(name)) or cloud.check}",
+        ) from None
+    return connect
+
+
+def endpoint_of(scheme: str, environ: Mapping[str, str]) -> str:
+    """Return where the store is, without what may be secret in it; "" where the cloud itself knows."""
+    for name in CLOUDS[scheme].endpoint:
+        if value := environ.get(name):
+            parts = urlsplit(value)
+            return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+    return ""
+
+
+Verdict = Literal["again", "absent", "beyond", "whole", "refused", "no bucket", "no credentials", "full"]
+
+_STATUS = re.compile(r"status code: (\d{3})")
+_CODE = re.compile(r"<Code>(\w{1,60})</Code>|\"code\":\s*\"(\w{1,60})\"")
+_NO_BUCKET = frozenset({"NoSuchBucket", "ContainerNotFound", "InvalidBucketName"})
+_TRANSIENT_CODES = frozenset(
+    {
+        "BadDigest",
+        "ContentSHA256Mismatch",
+        "IncompleteBody",
+        "Md5Mismatch",
+        "OperationAborted",
+        "RequestTimeout",
+        "XAmzContentSHA256Mismatch",
+    }
+)
+_TRANSIENT = frozenset({408, 409, 425, 429})
+_FULL = re.compile(r"no space left|StorageFull|InsufficientStorage|QuotaExceeded|status code: 507", re.IGNORECASE)
+_STEPS = (
+    ("kind: Connect", "no connection"),
+    ("kind: Timeout", "no answer in time"),
+    ("timed out", "no answer in time"),
+    ("kind: Interrupted", "the answer broke off"),
+    ("kind: Decode", "the answer broke off"),
+    ("kind: Request", "the request broke off"),
+)
+# Where credentials come from on machines of a cloud, when there are none in variables.
+_METADATA = re.compile(r"169\.254\.169\.254|metadata\.google|/latest/api/token|/latest/meta-data|/metadata/identity")
+
+
+class ErrorMeaning(NamedTuple):
+    """What an answer means, and what may be said of it."""
+
+    verdict: Verdict
+    said: str
+
+
+def judge(text: str, *, not_found: bool = False, denied: bool = False) -> ErrorMeaning:
+    """Return what an error means.
+
+    Args:
+        text: all that the error says.
+        not_found: whether its class already says that there is no such object.
+        denied: whether its class already says that the credentials do not do.
+    """
+    said = _said(text)
+    code = said.partition(" ")[2]
+    status = int(match[1]) if (match := _STATUS.search(text)) else 0
+    if code in _NO_BUCKET:
+        return ErrorMeaning("no bucket", said)
+    if not_found:
+        return ErrorMeaning("absent", said)
+    if _METADATA.search(text):
+        return ErrorMeaning("no credentials", "no credentials were found")
+    if status == 416:
+        return ErrorMeaning("beyond", said)
+    if "non-partial response" in text:
+        return ErrorMeaning("whole", "it knows no ranges")
+    if _FULL.search(text):
+        return ErrorMeaning("full", said)
+    if denied:
+        return ErrorMeaning("refused", said)
+    transient = not status or status >= 500 or status in _TRANSIENT or code in _TRANSIENT_CODES
+    return ErrorMeaning("again" if transient else "refused", said)
+
+
+def _said(text: str) -> str:
+    status, code = _STATUS.search(text), _CODE.search(text)
+    if status:
+        return f"{status[1]} {(code[1] or code[2]) if code else ''}".strip()
+    for sign, words in _STEPS:
+        if sign in text:
+            return words
+    return "no usable answer"
+
+
+def pause_s(tries: int, chance: float) -> float:
+    """Return how long to wait before asking again: doubling, never more than 15 s, and never all clients at once.
+
+    Args:
+        tries: how often it was asked.
+        chance: a number between 0 and 1.
+    """
+    return min(15.0, 0.1 * 2.0 ** min(tries, 10)) * (0.5 + chance / 2)
+
+
+BOUND_S = 300.0
+"""How long one call may take, repetitions included."""
+AT_ONCE = 16
+_LATE_S = 1.0
+_PAGE = 1000
+_TIMEOUT_S_MIN = 0.05
+_MD5 = re.compile(r'"?([0-9a-f]{32})"?')
+
+_Value = TypeVar("_Value")
+
+
+class ObjectStore(Store):
+    """Objects in a bucket.
+
+    Args:
+        scheme: one of `CLOUDS`.
+        bucket: or container.
+        prefix: what the names of all objects start with, or "".
+        environ: where credentials come from.
+        bound_s: how long one call may take.
+        clock: measures that.
+    """
+
+    def __init__(
+        self,
+        scheme: str,
+        bucket: str,
+        prefix: str,
+        environ: Mapping[str, str],
+        *,
+        bound_s: float = BOUND_S,
+        clock: Clock | None = None,
+    ) -> None:
+        self.url = f"{scheme}://{bucket}/{prefix}".rstrip("/")
+        self._check = CLOUDS[scheme].check
+        self._connect = connector(scheme, bucket, prefix, environ)
+        self._endpoint = endpoint_of(scheme, environ)
+        self._bound_s = bound_s
+        self._clock = clock or SystemClock()
+        self._clients: dict[bool, Client] = {}
+        self._knows_ranges = True
+        self._tags_are_md5 = True
+
+    def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        """Return an object, or a range of it."""
+        check_key(key)
+        check_range(key, start, 0 if length is None else length)
+        if length == 0:
+            if not self.present((key,)):
+                raise KeyError(key)
+            return b""
+        # What has been put is there; a server that says otherwise may have to hear of it first.
+        late_s = 0.0 if key.startswith("gc/") else min(_LATE_S, self._bound_s / 2)
+        try:
+            return self._ask(f"get {key}", lambda client: self._get(client, key, start, length), late_s=late_s)
+        except _Final as error:
+            if error.answer.verdict == "beyond":
+                return b""
+            raise KeyError(key) from None
+
+    def put(self, objects: Mapping[str, bytes | memoryview]) -> None:
+        """Put objects, durably and at once, in place of what may be there; several at a time."""
+        for key, data in objects.items():
+            check_size(check_key(key), data)
+        _together(lambda key: self._put_one(key, objects[key]), list(objects))
+
+    def present(self, keys: Collection[str]) -> frozenset[str]:
+        """Return which of these objects are there, asking for several at once."""
+
+        def look(key: str) -> bool:
+            try:
+                return self._ask(f"look for {key}", lambda client: _head(client, key))
+            except _Final:
+                return False
+
+        asked = [check_key(key) for key in keys]
+        return frozenset(key for key, there in zip(asked, _together(look, asked), strict=True) if there)
+
+    def list(self, prefix: str) -> Iterator[Stored]:
+        """Return everything below `prefix/`, page by page."""
+        pages = _Pages(check_prefix(prefix))
+        while page := self._ask(f"list {prefix}", pages.turn):
+            yield from (stored for stored in page if _is_ours(stored.key))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Remove objects; those that are not there are no error."""
+
+        asked = [check_key(key) for key in keys]
+        for first in range(0, len(asked), _PAGE):
+            some = asked[first : first + _PAGE]
+            try:
+                self._ask("delete objects", partial(_delete, some))
+            except _Final:  # some clouds call it an error that one of them is not there
+                _together(self._delete_one, some)
+
+    def free_bytes(self) -> int | None:
+        """Return None: no bucket says how much it can hold."""
+        return None
+
+    def _put_one(self, key: str, data: bytes | memoryview) -> None:
+        try:
+            self._ask(f"put {key}", lambda client: self._put(client, key, data), reads=False)
+        except _Final as error:
+            raise self._problem(f"put {key}", ErrorMeaning("no bucket", error.answer.said), 1, 0.0) from None
+
+    def _delete_one(self, key: str) -> None:
+        with contextlib.suppress(_Final):
+            self._ask(f"delete {key}", partial(_delete, [key]))
+
+    def _get(self, client: Client, key: str, start: int, length: int | None) -> bytes:
+        import obstore
+
+        if (start or length is not None) and self._knows_ranges:
+            end = start + (OBJECT_BYTES_MAX if length is None else length)
+            return bytes(obstore.get(client, key, options={"range": (start, end)}).bytes())
+        result = obstore.get(client, key)
+        if result.meta["size"] - start > OBJECT_BYTES_MAX:
+            raise EnvironmentRejected(f"{key} has {result.meta['size']} bytes, {OBJECT_BYTES_MAX} are the most")
+        return bytes(memoryview(result.bytes())[start : None if length is None else start + length])
+
+    def _put(self, client: Client, key: str, data: bytes | memoryview) -> None:
+        import obstore
+
+        # One request: parts would leave pieces behind when we are killed.
+        tag = obstore.put(client, key, data, use_multipart=False)["e_tag"] or ""
+        said = _MD5.fullmatch(tag) if self._tags_are_md5 else None
+        if said and said[1] != hashlib.md5(data, usedforsecurity=False).hexdigest():
+            if bytes(obstore.get(client, key).bytes()) != bytes(data):
+                raise _ArrivedAltered
+            self._tags_are_md5 = False  # as with some kinds of encryption
+
+    def _ask(
+        self, what: str, request: Callable[[Client], _Value], *, reads: bool = True, late_s: float = 0.0
+    ) -> _Value:
+        """Send a request until it is answered.
+
+        Raises:
+            _Final: there is no such object, or no such range of it.
+        """
+        from obstore.exceptions import BaseError
+
+        _refuse_after_fork(self.url)
+        began_ns, tries = self._clock.boottime_ns(), 0
+        while True:
+            tries += 1
+            left_s = self._bound_s - (self._clock.boottime_ns() - began_ns) / 1e9
+            try:
+                return request(self._client(left_s, reads))
+            except (BaseError, OSError, _ArrivedAltered) as error:
+                answer = _judged(error)
+            took_s, pause = (self._clock.boottime_ns() - began_ns) / 1e9, pause_s(tries, random.random())
+            if answer.verdict == "beyond" or (answer.verdict == "absent" and took_s + pause > late_s):
+                raise _Final(answer)
+            if answer.verdict == "whole" and self._knows_ranges:
+                self._knows_ranges = False
+                continue
+            # A wrong secret is asked about twice: what a line altered is answered like one.
+            again = answer.verdict in ("again", "absent") or (answer.verdict == "refused" and tries == 1)
+            if not again or took_s + pause >= self._bound_s:
+                raise self._problem(what, answer, tries, took_s)
+            time.sleep(pause)
+
+    def _client(self, left_s: float, reads: bool) -> Client:
+        """Return a client whose requests end in time: one may take half of the bound, the last one what is left."""
+        half_s = self._bound_s / 2
+        if left_s < half_s:
+            return self._connect(max(left_s, _TIMEOUT_S_MIN), reads)
+        if reads not in self._clients:
+            self._clients[reads] = self._connect(half_s, reads)
+        return self._clients[reads]
+
+    def _problem(self, what: str, answer: ErrorMeaning, tries: int, took_s: float) -> ServerlessGpuError:
+        name = f"the store {self.url}" + (f" (at {self._endpoint})" if self._endpoint else "")
+        if answer.verdict == "full":
+            return StorageError(
+                f"no space left in {name}: {answer.said}",
+                hint="`sgpu env gc` removes what nobody uses; or choose another store",
+            )
+        if answer.verdict == "no bucket":
+            return StoreUnavailable(
+                f"{name} does not exist: {answer.said}",
+                hint=f"make the bucket, or write its name as it is; it is looked for with {self._check}",
+            )
+        if answer.verdict == "no credentials":
+            return StoreUnavailable(f"{name} cannot be asked: {answer.said}", hint=f"set {self._check}")
+        if answer.verdict == "refused":
+            return StoreUnavailable(
+                f"{name} refuses to {what}: {answer.said}",
+                hint=f"check {self._check}, and that they may get, put, list and delete there",
+            )
+        return StoreUnavailable(
+            f"{name} does not {what}: {answer.said}, asked {tries} times in {format_duration_ms(round(took_s * 1000))}",
+            hint="look whether the server is up and can be reached from here, then try again",
+        )
+
+
+class _ArrivedAltered(Exception):
+    """The server has other bytes than were sent."""
+
+
+class _Final(Exception):
+    """An answer that asking again does not change."""
+
+    def __init__(self, answer: ErrorMeaning) -> None:
+        super().__init__(answer.said)
+        self.answer = answer
+
+
+class _Pages:
+    """A listing, a page at a time; a page that fails is asked for again from where the last one ended."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._last: str | None = None
+        self._stream: Iterator[Sequence[ObjectMeta]] | None = None
+
+    def turn(self, client: Client) -> list[Stored]:
+        """Return the next page; an empty one is the end."""
+        import obstore
+
+        stream, self._stream = self._stream, None  # not kept when the next line fails
+        if stream is None:
+            stream = iter(obstore.list(client, prefix=self._prefix, offset=self._last, chunk_size=_PAGE))
+        page = [
+            Stored(found["path"], found["size"], round(found["last_modified"].timestamp() * 1e9))
+            for found in next(stream, ())
+        ]
+        self._stream = stream
+        if page:
+            self._last = page[-1].key
+        return page
+
+
+def _is_ours(key: str) -> bool:
+    try:
+        return bool(check_key(key))
+    except EnvironmentRejected:
+        return False  # what somebody else put there is not listed, so it is never deleted
+
+
+def _head(client: Client, key: str) -> bool:
+    import obstore
+
+    obstore.head(client, key)
+    return True
+
+
+def _delete(keys: list[str], client: Client) -> None:
+    import obstore
+
+    obstore.delete(client, keys)
+
+
+def _together(call: Callable[[str], _Value], keys: list[str]) -> list[_Value]:
+    if len(keys) < 2:
+        return [call(key) for key in keys]
+    with ThreadPoolExecutor(min(AT_ONCE, len(keys))) as pool:
+        return list(pool.map(call, keys))
+
+
+def _judged(error: Exception) -> ErrorMeaning:
+    from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
+
+    if isinstance(error, _ArrivedAltered):
+        return ErrorMeaning("again", "what arrived is not what was sent")
+    denied = isinstance(error, (PermissionDeniedError, UnauthenticatedError))
+    return judge(str(error), not_found=isinstance(error, FileNotFoundError), denied=denied)
+
+
+_used_by: list[int] = []
+"""The process that sent the first request, if any did."""
+
+
+def _refuse_after_fork(url: str) -> None:
+    if not _used_by:
+        _used_by.append(os.getpid())
+    if _used_by[0] != os.getpid():
+        raise StoreUnavailable(
+            f"the store {url} cannot be used in a process that was forked after another store had been used",
+            hint="start a new process instead, for example with subprocess, or multiprocessing's spawn",
+        )
