@@ -30,7 +30,7 @@ from serverless_gpu.environment.stores.collection import KEEP_S
 from serverless_gpu.errors import EnvironmentProblem, NotAllowed, ServerProblem, StorageError, TooLarge
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.http.routing import BYTES, Bytes, Call, Incoming, Query, Routes, reading, writing
-from serverless_gpu.server.records.runs import references
+from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.storage.blobs import GRACE_S, Blobs
 from serverless_gpu.server.storage.environment_store import PIECE_BYTES, Environments
 from serverless_gpu.server.storage.upload_spool import Spool
@@ -74,13 +74,13 @@ class Collector:
             _log.info("%s collected: %s", name, done)
 
     def _collect_parts(self) -> str:
-        done = self._blobs.collect(lambda: self._database.read(references.parts_in_use), grace_s=GRACE_S)
+        done = self._blobs.collect(lambda: self._database.read(runs.parts_in_use), grace_s=GRACE_S)
         freed = format_bytes(done.deleted_bytes)
         return f"{done.kept} kept, {done.condemned} condemned, {done.deleted} deleted ({freed})"
 
     def _collect_environments(self) -> str:
         since_ns = self._clock.wall_ns() - KEEP_S * 10**9
-        in_use = self._database.read(lambda connection: references.snapshots_in_use(connection, since_ns=since_ns))
+        in_use = self._database.read(lambda connection: runs.snapshots_in_use(connection, since_ns=since_ns))
         done = self._environments.collect(in_use)
         if done.busy:
             return "another collection is at work, nothing was done"

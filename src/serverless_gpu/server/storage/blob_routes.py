@@ -6,7 +6,7 @@ from serverless_gpu.errors import NotFound, TooLarge
 from serverless_gpu.model.spec import BLOB_PART_BYTES
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.http.routing import ATTEMPT, Bytes, Call, Incoming, Routes, writing
-from serverless_gpu.server.records.runs import references
+from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.storage.blobs import Blobs
 from serverless_gpu.server.storage.upload_spool import Spool
 from serverless_gpu.wire.blobs import NAMES_MAX, DigestList
@@ -35,7 +35,7 @@ async def payload_part(
     call: Call, database: Transactions, blobs: Blobs, spool: Spool, run: str, fence: int, digest: str
 ) -> Bytes:
     """Return a part of what the attempt is to call."""
-    payload = await call.in_thread(lambda: database.read(lambda connection: references.payload_of(connection, run)))
+    payload = await call.in_thread(lambda: database.read(lambda connection: runs.payload_of(connection, run)))
     if payload is None or digest not in payload.parts:
         raise NotFound(f"{digest[:80]!r} is no part of the payload of run {run} (attempt {fence})")
     return Bytes(await spool.in_thread(lambda: blobs.get(digest)))

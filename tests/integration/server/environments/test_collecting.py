@@ -23,7 +23,7 @@ from serverless_gpu.model.spec import BlobReference, Function
 from serverless_gpu.server import environments
 from serverless_gpu.server.composition import Services, make_collector
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.records.runs import files, references, runs
+from serverless_gpu.server.records.runs import files, runs
 from serverless_gpu.server.records.runs.files import StoredFile
 from serverless_gpu.server.storage import blobs
 from serverless_gpu.server.storage.blobs import Blobs
@@ -81,10 +81,10 @@ def test_what_payloads_of_waiting_runs_and_outputs_are_made_of_is_in_use(kept: S
     add_run(database, payload=Function(call=BlobReference(size=1, parts=(waits,))))
     over, output = put(kept, b"payload of one that has ended"), put(kept, b"output")
     run_id = add_finished(database, T0, parts=(over, output))
-    assert database.read(references.parts_in_use) == {waits, output}
-    payload = database.read(lambda connection: references.payload_of(connection, run_id))
+    assert database.read(runs.parts_in_use) == {waits, output}
+    payload = database.read(lambda connection: runs.payload_of(connection, run_id))
     assert payload is not None and payload.parts == (over,)
-    assert database.read(lambda connection: references.payload_of(connection, "no such run")) is None
+    assert database.read(lambda connection: runs.payload_of(connection, "no such run")) is None
 
 
 def test_a_snapshot_is_in_use_until_its_last_run_ended_long_ago(database: Database) -> None:
@@ -93,7 +93,7 @@ def test_a_snapshot_is_in_use_until_its_last_run_ended_long_ago(database: Databa
     new = msgspec.structs.replace(new_run(), snapshot="c" * 64)
     database.write(lambda connection: runs.insert(connection, new, at_ns=T0 - 10**18))
     for since_ns, expected in ((T0, "abc"), (T0 + 5, "bc"), (T0 + 11, "c")):
-        found = database.read(lambda connection, s=since_ns: references.snapshots_in_use(connection, since_ns=s))  # type: ignore[misc]  # as above
+        found = database.read(lambda connection, s=since_ns: runs.snapshots_in_use(connection, since_ns=s))  # type: ignore[misc]  # as above
         assert found == {letter * 64 for letter in expected}
 
 

@@ -27,7 +27,7 @@ from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import SCHEDULER
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.records import audit
-from serverless_gpu.server.records.runs import references, runs
+from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.records.runs.runs import StoredRun
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.access import PrincipalRequest
@@ -308,7 +308,7 @@ def test_what_is_installed_is_as_in_a_named_environment_and_the_code_may_differ(
         services.submissions.submit(BOB, request())
     # It stays in the store for as long as a policy names it.
     late_ns = services.clock.wall_ns() * 2
-    in_use = services.database.read(lambda connection: references.snapshots_in_use(connection, since_ns=late_ns))
+    in_use = services.database.read(lambda connection: runs.snapshots_in_use(connection, since_ns=late_ns))
     assert base.address in in_use
     services.environments.delete([f"snapshots/{base.address}"])
     services.environments._packages.clear()

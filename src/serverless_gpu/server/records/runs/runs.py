@@ -6,6 +6,8 @@ with `change`: compare and set.
 Runs of which nothing more comes: ended, all crews of their attempts settled, and all that those used in the ledger.
 
 Part of the query room of runs (`runs.py`), for whoever removes them.
+
+Query room of what must not be collected: parts and snapshots that runs and their outputs refer to.
 """
 
 from __future__ import annotations
@@ -22,14 +24,15 @@ from serverless_gpu.model.lifecycle import run_lifecycle
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, TERMINAL, Reason, State, StopReason
 from serverless_gpu.model.lifecycle.run_lifecycle import FAULT_RETRIES_MAX, INFRA_RETRIES_MAX
 from serverless_gpu.model.scheduling.values import CLASSES, Reservation
-from serverless_gpu.model.spec import Function, RunSpec
+from serverless_gpu.model.spec import BlobReference, Function, RunSpec
 from serverless_gpu.server.core.server_key import Sealer
 from serverless_gpu.server.db.database import portions
 from serverless_gpu.server.db.tables import attempts as attempts_table
 from serverless_gpu.server.db.tables import audit, crews, runs
 from serverless_gpu.server.db.tables import crews as crews_table
+from serverless_gpu.server.records import policies
 from serverless_gpu.server.records.audit import Action
-from serverless_gpu.server.records.runs import attempts
+from serverless_gpu.server.records.runs import attempts, files
 from serverless_gpu.server.records.runs.attempts import StoredAttempt
 from serverless_gpu.wire.runs import Target
 
@@ -555,3 +558,27 @@ def removed(connection: sa.Connection, run_ids: Sequence[str]) -> set[str]:
 def remove(connection: sa.Connection, run_id: str) -> bool:
     """Remove a run of which nothing more will come and nothing else is left; return whether it was there."""
     return connection.execute(runs.delete().where(runs.c.id == run_id, _OVER)).rowcount == 1
+
+
+def payload_of(connection: sa.Connection, run_id: str) -> BlobReference | None:
+    """Return where the pickled call of a run is, or None when it is no blob, or there is no such run."""
+    run = find(connection, run_id)
+    return run.spec.payload.call if run is not None and isinstance(run.spec.payload, Function) else None
+
+
+def parts_in_use(connection: sa.Connection) -> frozenset[str]:
+    """Return the digests of all parts that outputs, and runs that have not ended, are made of."""
+    return frozenset((*parts_in_use(connection), *files.parts_in_use(connection)))
+
+
+def snapshots_in_use(connection: sa.Connection, *, since_ns: int) -> frozenset[str]:
+    """Return the addresses of snapshots that runs have now, or had until recently, or that usage policies name.
+
+    Args:
+        connection: the database.
+        since_ns: runs that ended before do not count; nanoseconds since 1970.
+    """
+    lately = sa.or_(runs.c.ended_ns.is_(None), runs.c.ended_ns >= since_ns)
+    query = sa.select(runs.c.snapshot).where(runs.c.snapshot != "", lately).distinct()
+    named = (address for each in policies.every(connection) for address in each.policy.environments)
+    return frozenset((*connection.execute(query).scalars(), *named))
