@@ -18,8 +18,7 @@ from serverless_gpu.ambient import format_soon
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.placement import Candidates
 from serverless_gpu.model.scheduling import duration_estimates, wait_messages
-from serverless_gpu.model.scheduling.values import DeviceHolder
-from serverless_gpu.model.scheduling.values import StartEstimate, Wait, WaitReason
+from serverless_gpu.model.scheduling.values import DeviceHolder, StartEstimate, Wait, WaitReason
 from serverless_gpu.node.attempt.history import FUNCTION, RunRecord, read_run, run_ids
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.devices.gpu_gate import foreign

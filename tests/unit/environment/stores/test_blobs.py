@@ -18,7 +18,7 @@ from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.codec import DOCUMENT_BYTES_MAX, encode
 from serverless_gpu.environment.stores.condemned_objects import Condemned, Sentence, write_condemned
 from serverless_gpu.environment.stores.directory_store import DirectoryStore
-from serverless_gpu.environment.stores.memory import MemoryStore
+from serverless_gpu.environment.stores.memory_store import MemoryStore
 from serverless_gpu.errors import (
     EnvironmentCorrupt,
     EnvironmentMissing,
