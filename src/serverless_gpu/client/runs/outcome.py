@@ -36,10 +36,10 @@ from serverless_gpu.model.hangs import idleness
 from serverless_gpu.model.hangs.stacks import readable
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, SUPERVISOR_GONE, Hang, Reason, State
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.node.base.entrypoint import INSIDE
 from serverless_gpu.node.base.protocol import Stopped
 from serverless_gpu.node.inside import payload
 from serverless_gpu.node.inside.raycluster.share import files_of
+from serverless_gpu.node.processes.spawn import INSIDE
 from serverless_gpu.units import format_bytes
 
 _RAISED = frozenset(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import msgspec
@@ -10,9 +11,46 @@ from serverless_gpu.model.billing.pricing import Tariff
 from serverless_gpu.model.placement import world_size
 from serverless_gpu.model.spec import Function, RunSpec
 from serverless_gpu.node.base import protocol
-from serverless_gpu.node.base.entrypoint import air_program
 from serverless_gpu.node.base.home import storage_error
-from serverless_gpu.node.base.protocol import Kind
+from serverless_gpu.node.base.protocol import Context, Kind, original
+from serverless_gpu.node.inside import process_group
+from serverless_gpu.node.processes.spawn import load_inside
+
+_AIR = '''\
+"""Run {run_id}, attempt {fence}: what every rank executes.
+
+Reproduce it by hand, outside of serverless-gpu:
+
+    torchrun --nproc-per-node={world_size} {path}
+
+The call itself (function, arguments) is in call.pkl beside this file. This program puts the interpreter where the
+caller was, loads the runtime that every rank uses (standard library only) and calls the function; each rank prints what
+it returned.
+{note}"""
+
+import os
+import sys
+
+os.chdir({cwd!r})
+os.umask({umask:#o})
+sys.argv = {argv!r}
+sys.path[:] = {sys_path}
+{group}
+# The runtime, loaded from its own directory so that nothing has to be installed.
+{load}
+from _sgpu_inside import reproduce  # noqa: E402
+
+if __name__ == "__main__":
+    sys.exit(reproduce.main({directory!r}, world_size={world_size}))
+'''
+
+
+_OF_A_SNAPSHOT = """
+The run itself used a captured copy of the environment (receipt.json says which). This program uses packages and code as
+they are on this machine now; `sgpu env diff ADDRESS` tells what has changed since.
+"""
+
+_PLAIN = RunSpec()
 
 
 class Submission(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,3 +107,26 @@ def ranks_of(message: protocol.Launch) -> int:
     nodes = len(message.all_crews)
     ranks = nodes if message.spec.per_node else world_size(message.all_crews)
     return ranks if message.idle_timeout_s is None else 0
+
+
+def air_program(
+    *, directory: Path, run_id: str, fence: int, world_size: int, context: Context, spec: RunSpec = _PLAIN
+) -> str:
+    """Return `_air.py`, the readable program with which `torchrun` reproduces a run."""
+    paths = "[\n" + "".join(f"    {original(path)!r},\n" for path in context.sys_path) + "]"
+    # Escaped for a docstring: any path may be a home.
+    quoted = shlex.quote(str(directory / "_air.py")).replace("\\", "\\\\").replace('"', '\\"')
+    return _AIR.format(
+        run_id=run_id,
+        fence=fence,
+        world_size=world_size,
+        path=quoted.encode("utf-8", "backslashreplace").decode(),
+        cwd=original(context.cwd),
+        umask=context.umask,
+        argv=[original(argument) for argument in context.argv],
+        sys_path=paths,
+        load=load_inside(),
+        group=f"os.environ[{process_group.VARIABLE!r}] = {spec.init!r}\n" if spec.init else "",
+        note=_OF_A_SNAPSHOT if spec.environment == "snapshot" else "",
+        directory=str(directory),
+    )

@@ -1,12 +1,11 @@
-"""System calls that the standard library lacks (three of `prctl`, `tgkill`), and walking descendants.
+"""System calls that the standard library lacks (`prctl`, `tgkill`, Landlock), and walking descendants.
 
 Linux only; elsewhere every call here does nothing, and a caller that needs the effect asks first.
 
-Keeps a rank from signalling any process but its own descendants, on a machine shared with others.
-
-A Ray that makes a pool of several machines runs as the same user as ranks do, and `ray stop` ends every Ray it finds.
-From Linux 6.12 on, Landlock confines signals and debuggers to a domain; the supervisor's SIGTERM still arrives from
-outside. Files, sockets and mounts stay as they are.
+Landlock (`keep_signals_in`) keeps a rank from signalling any process but its own descendants: a Ray that makes a pool of
+several machines runs as the same user as ranks do, and `ray stop` ends every Ray it finds. From Linux 6.12 on it
+confines signals and debuggers to a domain; the supervisor's SIGTERM still arrives from outside. Files, sockets and
+mounts stay as they are.
 
     root                        enters as it is
     in a user namespace         enters; setuid programs, which do nothing for it any more, are given up for good

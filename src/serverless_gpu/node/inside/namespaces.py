@@ -1,31 +1,24 @@
-"""Entering a mounted environment: read-only overlays in a mount namespace of this process.
+"""User and mount namespaces of this process: containment of a principal's processes, and restored environments.
 
-    unshare ─ root: mount namespace · others, also root without CAP_SYS_ADMIN: user namespace too: there they may mount
-      └ / becomes a slave: what is mounted here stays here
-         └ overlays, in order, outer ones first
-            └ capabilities of the user namespace are given up
+    enter_user_namespace · become_member + admit      unshare ─▶ the parent writes uid_map, gid_map ─▶ the same ids
+    enter_mounts
+      unshare ─ root: mount namespace · others, also root without CAP_SYS_ADMIN: user namespace too
+        └ / becomes a slave: what is mounted here stays here
+           └ overlays, in order, outer ones first
+              └ capabilities of the user namespace are given up
 
-Only processes that are forked or executed after `enter` see the mounts, which end with the last one. A later `enter`
-can mount over the same place, in a child too.
+User namespace: the kernel lets a process of the same uid write another one's memory, but not when the other one is in a
+user namespace above, or beside. Files, signals and mounts stay as they are. Root maps every id it has, and stays root
+within. Others map their own uid and gid: other owners of files look like `nobody`, setuid programs do nothing.
 
-A mount is a mapping, as it comes out of JSON: ``at`` (where), ``layers`` (names, the top one first), ``directory``
-(where the names are). The kernel takes all names of an overlay on one page of 4 KB, so names are short, mostly links.
-Failure cases, each an OSError that names step and place: user namespaces are switched off (EPERM, ENOSPC), more than
-one thread (EINVAL), a layer that is gone (ENOENT), too many layers (ENAMETOOLONG, before the kernel is asked). After a
-failure the process may be half way in: it must end, or use nothing of the environment.
+Mounts: only processes that are forked or executed after `enter_mounts` see them, and they end with the last one. A later
+`enter_mounts` can mount over the same place, in a child too. A mount is a mapping, as it comes out of JSON: ``at``
+(where), ``layers`` (names, the top one first), ``directory`` (where the names are). The kernel takes all names of an
+overlay on one page of 4 KB, so names are short, mostly links.
 
-A user namespace of one process's own: from inside, no outside process can be traced or written to.
-
-    child: unshare ──▶ parent: uid_map, gid_map ──▶ child: goes on, with the same ids
-
-The kernel lets a process of the same uid write another one's memory. It refuses when the other one is in a user
-namespace above, or beside. Files, signals and mounts stay as they are.
-
-    root            maps every id it has, and stays root within the namespace
-    anyone else     maps its own uid and gid; other owners of files look like `nobody`, setuid programs do nothing
-
-Failure cases, each an OSError or a sentence: user namespaces are switched off or used up (EPERM, ENOSPC), the process
-has more than one thread (EINVAL).
+Failure cases, each an OSError that names step and place, or a sentence: user namespaces are switched off or used up
+(EPERM, ENOSPC), more than one thread (EINVAL), a layer that is gone (ENOENT), too many layers (ENAMETOOLONG, before the
+kernel is asked). After a failure the process may be half way in: it must end, or use nothing of the environment.
 """
 
 from __future__ import annotations

@@ -1,25 +1,15 @@
-"""torch's process group that a rank joins before its function, for `init="nccl"` or `"gloo"`.
+"""torch's process group around a rank's function: the gate before it, joining and leaving it, who trained alone.
 
-    pass the gate ──▶ join() ──▶ function(*args) ──▶ store the result ──▶ others have returned ──▶ leave()
+    pass_gate() ──▶ join() ──▶ function(*args) ──▶ store the result ──▶ others have returned ──▶ leave()
+                    init="nccl" or "gloo" only     trained_alone()
+
+The gate: `init_process_group` has rank 0 listen on MASTER_PORT and the others connect to it. torch retries a refused
+connection after about half a second: a launch of 30 ms becomes one of 500, for one call in fifty. So the others of its
+node wait at a pipe until rank 0 has entered, and then until the port listens, 20 ms at most. On other nodes the port
+cannot be seen, and ranks wait only at the pipe.
 
 Failure cases: torch is not installed (its ImportError, with a note); the function destroys the group itself (`leave`
 does nothing); the function fails (the group stays as it is: the peers may stand in a collective, and the process ends).
-
-Order in which ranks enter the function: a node's first, then the others once the store listens.
-
-`init_process_group` has rank 0 listen on MASTER_PORT and the others connect to it. torch retries a refused connection
-after about half a second: a launch of 30 ms becomes one of 500, for one call in fifty. So the others of its node wait
-at a pipe until rank 0 has entered, and then until the port listens, 20 ms at most. On other nodes the port cannot be
-seen, and ranks wait only at the pipe.
-
-The test does not connect, which would disturb the store: a port that is merely bound, as the supervisor keeps it, can
-be bound again with SO_REUSEADDR; one that listens cannot.
-
-Tells a rank that trained by itself from one that trained with others.
-
-A rank trained when torch has made an optimizer in it. It met others when it has joined a process group of torch's, also
-one that is gone again, or has loaded a library by which ranks meet. Both are looked up in what torch leaves behind:
-nothing is watched while user code runs. Ranks that train nothing, and programs, are not judged.
 """
 
 from __future__ import annotations
@@ -35,6 +25,46 @@ from . import protocol
 
 VARIABLE = "SGPU_PROCESS_GROUP"
 _NO_TORCH = "init= makes a process group of torch: install torch in this environment, or leave init= out"
+
+
+_GATE_WAIT_NS = 20_000_000
+_GATE_LOOK_S = 0.0005
+SWITCH = "SERVERLESS_GPU_ALONE_NOTE"
+# By these ranks meet without torch's process group.
+_MEETING = ("mpi4py.MPI", "ray", "horovod.torch", "torch_xla.core.xla_model", "hivemind", "optuna")
+
+
+def pass_gate(gate: int | None, local_rank: int, local_world_size: int, *, has_store: bool) -> None:
+    """Return when this rank may enter the function; `has_store` says that rank 0 is on this node.
+
+    `gate` is a pipe: the node's first rank has its writing end, the others the reading end; None needs no wait.
+    """
+    if gate is None:
+        return
+    if local_rank == 0:
+        os.write(gate, protocol.now_ns().to_bytes(8, "big") * (local_world_size - 1))
+    else:
+        entered = os.read(gate, 8)  # empty when the first is gone: then there is nothing to wait for
+        if entered and has_store and "torch" in sys.modules:
+            until_ns, port = int.from_bytes(entered, "big") + _GATE_WAIT_NS, int(os.environ.get("MASTER_PORT", "0"))
+            while protocol.now_ns() < until_ns and not _listening(port):
+                select.select([], [], [], _GATE_LOOK_S)
+    os.close(gate)
+
+
+def _listening(port: int) -> bool:
+    """Return whether a port listens, without connecting, which would disturb the store.
+
+    A port that is merely bound, as the supervisor keeps it, can be bound again with SO_REUSEADDR.
+    """
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as sock:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(("::", port))
+    except OSError:  # also where there is no IPv6: better not to wait than to wait in vain
+        return True
+    return False
 
 
 def join() -> bool:
@@ -64,47 +94,13 @@ def leave() -> None:
             dist.destroy_process_group()
 
 
-_GATE_WAIT_NS = 20_000_000
-_GATE_LOOK_S = 0.0005
-
-
-def pass_gate(gate: int | None, local_rank: int, local_world_size: int, *, has_store: bool) -> None:
-    """Return when this rank may enter the function; `has_store` says that rank 0 is on this node.
-
-    `gate` is a pipe: the node's first rank has its writing end, the others the reading end; None needs no wait.
-    """
-    if gate is None:
-        return
-    if local_rank == 0:
-        os.write(gate, protocol.now_ns().to_bytes(8, "big") * (local_world_size - 1))
-    else:
-        entered = os.read(gate, 8)  # empty when the first is gone: then there is nothing to wait for
-        if entered and has_store and "torch" in sys.modules:
-            until_ns, port = int.from_bytes(entered, "big") + _GATE_WAIT_NS, int(os.environ.get("MASTER_PORT", "0"))
-            while protocol.now_ns() < until_ns and not _listening(port):
-                select.select([], [], [], _GATE_LOOK_S)
-    os.close(gate)
-
-
-def _listening(port: int) -> bool:
-    try:
-        with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as sock:
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(("::", port))
-    except OSError:  # also where there is no IPv6: better not to wait than to wait in vain
-        return True
-    return False
-
-
-SWITCH = "SERVERLESS_GPU_ALONE_NOTE"
-
-# By these ranks meet without torch's process group.
-_MEETING = ("mpi4py.MPI", "ray", "horovod.torch", "torch_xla.core.xla_model", "hivemind", "optuna")
-
-
 def trained_alone(world_size: int) -> bool:
-    """Return whether this rank of several has trained and has never met another one."""
+    """Return whether this rank of several has trained and has never met another one.
+
+    It trained when torch has made an optimizer in it. It met others when it has joined a process group of torch's, also
+    one that is gone again, or has loaded a library by which ranks meet. Both are looked up in what torch leaves behind:
+    nothing is watched while user code runs. Ranks that train nothing, and programs, are not judged.
+    """
     if world_size < 2 or os.environ.get(SWITCH, "1") == "0":
         return False
     try:

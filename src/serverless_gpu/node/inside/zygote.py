@@ -20,19 +20,14 @@ kept here:
 Where a server has several principals, each stem has a user namespace of its own: a rank cannot write the memory of the
 process that the next run's ranks are forked from.
 
-Once its first run has ended, and whenever nothing else is to be done, it has its memory put into huge pages, one after
-the other: forks cost less, and a cold start does not wait for it.
+Once its first run has ended, and whenever nothing else is to be done, it puts its memory into huge pages, one after the
+other: a fork copies one entry where it would copy 512, and a cold start does not wait for it. Where the kernel cannot do
+it (before Linux 6.1, no memory in one piece, transparent huge pages forbidden) nothing changes.
 
 Ends when the agent's end of the channel closes. Stems it forked live on: their life hangs on their supervisor, not on
 us. Everything else that is left of it is ended by the agent (`node/agent/zygotes.py`). Failure cases: a module
 cannot be imported, threads or processes are left after the trial fork, or a stem gets no user namespace (each said to
 the agent, which then starts runs cold); the agent is of another protocol version (exit code 4).
-
-Huge pages for what a zygote has loaded: a fork copies one entry where it would copy 512.
-
-Copying page tables dominates a fork of a process with torch in it, and each call has three such forks. A process that
-writes to a huge page gets its own copy of 4 KiB of it, as without. Where the kernel cannot do it (before Linux 6.1, no
-memory in one piece, transparent huge pages forbidden) nothing changes.
 """
 
 from __future__ import annotations
@@ -55,29 +50,6 @@ from .channel import Channel, pair
 
 _HUGE_PAGE_BYTES = 2 << 20
 _MADV_COLLAPSE = 25
-
-
-def huge_page_ranges(maps: str = "/proc/self/maps") -> list[int]:
-    """Return the addresses of the writable anonymous memory that could be one huge page each."""
-    try:
-        with open(maps, encoding="utf-8", errors="surrogateescape") as file:
-            return [address for line in file for address in _huge_pages_within(line)]
-    except OSError:
-        return []
-
-
-def collapse_huge_page(address: int) -> bool:
-    """Put one range into a huge page; return whether the kernel did."""
-    libc = ctypes.CDLL(None)
-    return bool(libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(_HUGE_PAGE_BYTES), _MADV_COLLAPSE) == 0)
-
-
-def _huge_pages_within(line: str) -> Iterator[int]:
-    place, mode, _offset, _device, _inode, *name = line.split(None, 5)
-    if mode != "rw-p" or (name and name[0].strip() != "[heap]"):
-        return
-    start, end = (int(number, 16) for number in place.split("-"))
-    yield from range(-(-start // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES, end - _HUGE_PAGE_BYTES + 1, _HUGE_PAGE_BYTES)
 
 
 def main(channel_fd: int, version: int, preload: list[str]) -> None:
@@ -226,3 +198,30 @@ def mapped_libraries(maps: str = "/proc/self/maps") -> list[str] | None:
             return sorted({line.split(None, 5)[5].rstrip("\n") for line in file if line.count("/")} - {""})
     except OSError:
         return None
+
+
+def huge_page_ranges(maps: str = "/proc/self/maps") -> list[int]:
+    """Return the addresses of the writable anonymous memory that could be one huge page each.
+
+    Copying page tables dominates a fork of a process with torch in it, and each call has three such forks. A process
+    that writes to a huge page gets its own copy of 4 KiB of it, as without.
+    """
+    try:
+        with open(maps, encoding="utf-8", errors="surrogateescape") as file:
+            return [address for line in file for address in _huge_pages_within(line)]
+    except OSError:
+        return []
+
+
+def collapse_huge_page(address: int) -> bool:
+    """Put one range into a huge page; return whether the kernel did."""
+    libc = ctypes.CDLL(None)
+    return bool(libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(_HUGE_PAGE_BYTES), _MADV_COLLAPSE) == 0)
+
+
+def _huge_pages_within(line: str) -> Iterator[int]:
+    place, mode, _offset, _device, _inode, *name = line.split(None, 5)
+    if mode != "rw-p" or (name and name[0].strip() != "[heap]"):
+        return
+    start, end = (int(number, 16) for number in place.split("-"))
+    yield from range(-(-start // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES, end - _HUGE_PAGE_BYTES + 1, _HUGE_PAGE_BYTES)

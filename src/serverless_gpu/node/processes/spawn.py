@@ -20,9 +20,18 @@ from typing import Literal, NamedTuple
 
 from serverless_gpu import faults
 from serverless_gpu.ambient import CLOCK_FAULT
-from serverless_gpu.node.base.entrypoint import launcher_program, zygote_program
+from serverless_gpu.node.inside import protocol
 
 _PACKAGE = Path(__file__).resolve().parents[2]
+INSIDE = _PACKAGE / "node" / "inside"
+"""Directory of the runtime of ranks, which programs in the user's interpreter load under the name `_sgpu_inside`."""
+
+_LOAD = """\
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("_sgpu_inside", {init!r}, submodule_search_locations=[{directory!r}])
+runtime = sys.modules["_sgpu_inside"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(runtime)
+"""
 
 # What a clean process gets of the caller's environment. HOME and the like are for libraries that insist on a home
 # directory. Others say where a user's patterns of git lie (captures look there) and interpreters (restores do), and the
@@ -222,6 +231,22 @@ def zygote_process(
         )
     finally:
         os.close(plan)
+
+
+def zygote_program(channel_fd: int, preload: Sequence[str], inside: Path = INSIDE) -> str:
+    """Return the program for `python -c` that becomes a zygote; `inside` is the directory of the runtime."""
+    call = f"zygote.main({channel_fd}, {protocol.VERSION}, {list(preload)!r})"
+    return load_inside(inside) + "from _sgpu_inside import zygote\n" + call + "\n"
+
+
+def launcher_program(plan_fd: int, channel_fd: int, inside: Path = INSIDE) -> str:
+    """Return the program that enters what contains a zygote, and becomes it (`inside/launcher.py`)."""
+    return load_inside(inside) + f"from _sgpu_inside import launcher\nlauncher.main({plan_fd}, {channel_fd})\n"
+
+
+def load_inside(inside: Path = INSIDE) -> str:
+    """Return the lines of a program that load the runtime of ranks, of which nothing is installed there."""
+    return _LOAD.format(init=str(inside / "__init__.py"), directory=str(inside))
 
 
 def open_log(path: Path) -> int:

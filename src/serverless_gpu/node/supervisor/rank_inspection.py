@@ -28,9 +28,9 @@ import msgspec
 
 from serverless_gpu.model.hangs.hang_detection import STOPPED, TRACED, RankInspection
 from serverless_gpu.model.hangs.stacks import delegates, is_whole, parse
-from serverless_gpu.node.base.entrypoint import INSIDE
 from serverless_gpu.node.inside import protocol as inside
 from serverless_gpu.node.inside.linux import descendants
+from serverless_gpu.node.processes.spawn import INSIDE
 from serverless_gpu.node.supervisor.gang import LocalGang
 
 POLL_NS = 2_000_000

@@ -16,8 +16,8 @@ from serverless_gpu.errors import InvalidValue
 from serverless_gpu.node.attempt.history import spec_of
 from serverless_gpu.node.attempt.server_attempt import Remote
 from serverless_gpu.node.base.configuration import read_configuration
-from serverless_gpu.node.base.entrypoint import INSIDE
 from serverless_gpu.node.base.home import Home
+from serverless_gpu.node.processes.spawn import INSIDE
 
 _KILL_S = 0.2
 _STUCK_MAX = 3

@@ -1,22 +1,20 @@
-"""All of Ray that a driver needs: processes of its own node and, by the link, of other nodes.
+"""Membership of the run's Ray cluster: node 0's knowledge of all nodes, and the part of every other node.
 
-    this node: ray start, gcs_server, raylet ── pidfds ──┐
-    node 1, 2, … ── link: "joined", "lost", end of file ──┴─▶ gone(): a sentence that names the node and what ended
+    RunCluster, node 0
+      this node: ray start, gcs_server, raylet ── pidfds ──┐
+      node 1, 2, … ── link: "joined", "lost", end of file ──┴─▶ gone(): a sentence that names the node and what ended
 
-Failure cases: several are lost (the first is reported, because the others follow from it); a stranger connects to the
-link (`link.py` refuses it, and nothing is gone).
-
-A node other than the driver's: waits for the head, joins it, stays until the driver has ended.
-
-    node task of node n                                     node task of node 0
+    take_part, node n                                       node task of node 0
       ├─ link ── hears where Ray's head is ◀──────────────    …
       ├─ ray start --block --address=… ──▶ joined ────────▶   the driver starts when all have
       └─ stays ◀── done ──────────────────────────────────    the driver has ended
 
 Failure cases:
-- Ray does not start here, or ends: node 0 hears it in a sentence, and it is this node's failure, too;
+- several are lost: the first is reported, because the others follow from it;
+- a stranger connects to the link: `link.py` refuses it, and nothing is gone;
+- Ray does not start on node n, or ends: node 0 hears it in a sentence, and it is this node's failure, too;
 - node 0's task is gone, or never came: this node's failure, which names node 0's machine;
-- Ray ends here because the head's does while "done" is on its way: waited for, `_SETTLE_S`;
+- Ray ends on node n because the head's does while "done" is on its way: waited for, `_SETTLE_S`;
 - SIGTERM: this node's Ray is ended, and the node task ends of the signal.
 """
 

@@ -1,26 +1,20 @@
 """The process that asks a node's Ray for its metrics, and leaves the latest figures in a file.
 
-    node task ── fork ──▶ monitor.run ── GET /metrics, every 10 s ──▶ Ray's agent of this node
+    node task ── fork ──▶ metrics.run ── GET /metrics, every 10 s ──▶ Ray's agent of this node
                              └─▶ <attempt>/ray/<node rank>.metrics.json ──▶ the home's monitor: into the run's samples
-
-It speaks HTTP/1.0 by itself: without proxies and redirections, for five seconds at most. It parses the text as it comes
-and never keeps it (`figures.py`).
-
-Failure cases: Ray is not up yet, or hangs, or is gone (tried again; the file grows old, which its reader sees by the
-time in it); half a text, or one that does not end (not written); the disk is full (the file before stays). The process
-ends with its parent.
-
-Reads Ray's metrics as few figures: a filter over Prometheus' text, and the table of wanted metrics.
 
     ray_tasks{Name="g",Source="executor",State="RUNNING",…} 1.0 ─┐
     ray_tasks{Name="h",Source="executor",State="RUNNING",…} 2.0 ─┴─▶ {"tasks_running": 3.0}
 
-Ray has a line for every task's name, every process and every bucket: 400 kB on an idle node, megabytes on a busy one.
-So lines are taken one by one, and only sums are kept. A metric that Ray lacks has no figure, not 0.
+It speaks HTTP/1.0 by itself: without proxies and redirections, for five seconds at most. Ray has a line for every task's
+name, every process and every bucket: 400 kB on an idle node, megabytes on a busy one. So lines are taken one by one as
+they come, and only sums are kept. A metric that Ray lacks has no figure, not 0.
 
-Failure cases: a line that is no metric, or longer than any of Ray's (left out); labels hold users' names of tasks, with
-anything in them (parsed by their quotes); a gauge that Ray keeps as a difference between processes falls below 0 when
-one of them is gone (0 is reported).
+Failure cases: Ray is not up yet, or hangs, or is gone (tried again; the file grows old, which its reader sees by the
+time in it); half a text, or one that does not end (not written); the disk is full (the file before stays); a line that
+is no metric, or longer than any of Ray's (left out); labels hold users' names of tasks, with anything in them (parsed by
+their quotes); a gauge that Ray keeps as a difference between processes falls below 0 when one of them is gone (0 is
+reported). The process ends with its parent.
 """
 
 from __future__ import annotations

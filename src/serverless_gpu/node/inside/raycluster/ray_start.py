@@ -1,4 +1,4 @@
-"""Runs `ray start` on this node until Ray is ready, and detects when it is gone.
+"""Runs `ray start` on this node: its ports, environment and arguments, and its processes until one is gone.
 
     node task ── fork, exec ─▶ ray start --block ─┬─ gcs_server   the head's: without it the cluster is lost
                   output: ray-start.log           ├─ raylet       without it this node is
@@ -9,26 +9,17 @@ after that. Rays that leave none say so in the output of `ray start`. It is gone
 head's gcs_server is: all three are watched by pidfd, for `ray start --block` looks once a second, and takes a SIGTERM
 to one of them for a wish.
 
+Ports: all are named, so that clusters on one machine do not meet. Ray's defaults are fixed numbers, or numbers one of
+its processes chooses. Here each is tested by binding it, outside of the kernel's ephemeral range, in which any
+connection could take it between the test and Ray's start.
+
+Environment: the caller's shell may belong to another Ray, whose address, token or temporary directory would tie this
+cluster to it. So everything that begins with ``RAY_`` goes, except tuning of libraries. torch's world goes too, which
+the supervisor announces to every rank: a driver is in none, and Ray Train makes worlds of its own.
+
 Failure cases: one of the three ends before Ray is ready, because another process took a port, or agents took longer
 than the 15 s that a raylet gives them (tried again, `_TRIES_MAX` times in all); Ray is not ready in `START_S`; both are
 a `RayStartFailed` with what Ray wrote last.
-
-Ports for one node's Ray processes: all named, so that clusters on one machine do not meet.
-
-Ray's defaults are fixed numbers, or numbers one of its processes chooses. Here each is tested by binding it, outside of
-the kernel's ephemeral range, in which any connection could take it between the test and Ray's start. If another process
-is faster, Ray does not start, and `ray_start.py` tries other ports.
-
-Environment variables of Ray's processes and the driver; pure.
-
-The caller's shell may belong to another Ray, whose address, token or temporary directory would tie this cluster to it.
-So everything that begins with ``RAY_`` goes, except tuning of libraries. torch's world goes too, which the supervisor
-announces to every rank: a driver is in none, and Ray Train makes worlds of its own.
-
-Converts a node's share of the cluster to the arguments of `ray start`; pure.
-
-Every port is named (see `ports.py`), usage statistics are off, the dashboard is off unless asked for. `--block` keeps
-the program there as the parent of Ray's processes, so that its end shows the end of the cluster.
 """
 
 from __future__ import annotations

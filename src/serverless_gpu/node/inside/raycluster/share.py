@@ -1,9 +1,7 @@
-"""A node's share of the run's Ray cluster, and the names of its files.
+"""A node's share of the run's Ray cluster: the message, the names of its files, and its private directory.
 
-The private directory below which the Ray of one run has its files: its name, and its removal.
-
-    supervisor ── makes it, holds its flock ──▶ stem, which holds it, too ──▶ rank, which has its cluster there
-        │                                        └─ removes it when the supervisor has died
+    supervisor ── makes the directory, holds its flock ──▶ stem, which holds it, too ──▶ rank: its cluster lies there
+        │                                                  └─ removes it when the supervisor has died
         ├─ keeps logs and removes it when no process of the attempt is left
         └─ the agent removes abandoned ones (`node/supervisor/ray_cluster.py`)
 

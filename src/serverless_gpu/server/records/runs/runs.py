@@ -447,15 +447,6 @@ def queued_by_pool(connection: sa.Connection) -> dict[str, int]:
     return {pool: count for pool, count in connection.execute(query)}
 
 
-def parts_of_payloads(connection: sa.Connection) -> Iterator[str]:
-    """Yield the digests of all parts that payloads are made of, of runs that may still need them."""
-    query = sa.select(runs.c.spec_json).where(runs.c.state.not_in([state.value for state in TERMINAL]))
-    for text in connection.execute(query).scalars():
-        called = _decode_spec(text).payload
-        if isinstance(called, Function) and called.call is not None:
-            yield from called.call.parts
-
-
 def change(connection: sa.Connection, run: StoredRun, **values: object) -> None:
     """Change a run that is still as it was read. Only `transitions.py` calls this.
 
@@ -568,7 +559,13 @@ def payload_of(connection: sa.Connection, run_id: str) -> BlobReference | None:
 
 def parts_in_use(connection: sa.Connection) -> frozenset[str]:
     """Return the digests of all parts that outputs, and runs that have not ended, are made of."""
-    return frozenset((*parts_in_use(connection), *files.parts_in_use(connection)))
+    found = set(files.parts_in_use(connection))
+    query = sa.select(runs.c.spec_json).where(runs.c.state.not_in([state.value for state in TERMINAL]))
+    for text in connection.execute(query).scalars():
+        called = _decode_spec(text).payload
+        if isinstance(called, Function) and called.call is not None:
+            found.update(called.call.parts)
+    return frozenset(found)
 
 
 def snapshots_in_use(connection: sa.Connection, *, since_ns: int) -> frozenset[str]:

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.node.base.entrypoint import INSIDE, air_program, zygote_program
+from serverless_gpu.node.attempt.submission import air_program
 from serverless_gpu.node.base.protocol import Context
 from serverless_gpu.node.inside.protocol import VERSION
+from serverless_gpu.node.processes.spawn import INSIDE, zygote_program
 from tests.support.golden import golden
 
 HOSTILE = {
