@@ -1,16 +1,30 @@
-"""Describes the calling process to the agent: the context that ranks inherit."""
+"""Describes the calling process to the agent: the context that ranks inherit.
+
+Finds the files from which this process imports modules that a warm interpreter may have from elsewhere.
+
+    sys.path, from its end:   installed packages, standard library  │  PYTHONPATH, the script's directory
+                                        names so far               ∩  names here   =  asked: from which file?
+
+A zygote knows what it has loaded and from where; it was not started beside the caller's files. So only names in a
+directory of the caller's that occur again further down the path matter: a `calendar.py` beside the script. Nothing is
+imported. As in Python's import, a directory is read again when its modification time has changed, and an unreadable
+one has no names. Modules in a zip file on the path are not seen.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import itertools
 import os
 import resource
 import subprocess
 import sys
+from collections.abc import Sequence
 
-from serverless_gpu.client.caller.module_origins import origins
 from serverless_gpu.errors import StorageError, UsageError
 from serverless_gpu.node.base import protocol
+from serverless_gpu.node.processes.spawn import PRELOAD_ROOTS
 
 
 def caller_context() -> protocol.Context:
@@ -44,3 +58,75 @@ def _umask() -> int:
             if line.startswith("Umask:"):
                 return int(line.split()[1], 8)
     return 0o077
+
+
+_INSTALLED = ("site-packages", "dist-packages")
+_NO_FILE = ("built-in", "frozen")
+_ENTRIES_MAX = 100_000
+_DIRECTORIES_MAX = 256
+
+_NAMES_MAX = 10_000
+
+_State = tuple[object, ...]  # what a search for modules depends on
+_listed: dict[str, tuple[int, frozenset[str]]] = {}  # directory → its modification time, and the names in it
+_resolved: dict[str, tuple[_State, str]] = {}  # module → in which state it was looked for, and its file
+
+
+def origins() -> dict[str, str]:
+    """Return the files of modules that are imported here and may be others in a zygote."""
+    entries: Sequence[object] = sys.path
+    path = [(entry, _names(entry)) for entry in entries if isinstance(entry, str)]  # import ignores other types, too
+    state = (*map(id, sys.meta_path), *path)
+    return {name: origin for name in sorted({*PRELOAD_ROOTS, *_twice(path)}) if (origin := _origin(name, state))}
+
+
+def _twice(path: Sequence[tuple[str, frozenset[str]]]) -> set[str]:
+    """Return names in a directory of the user's that also occur further down the path."""
+    library = os.path.dirname(os.__file__)
+    further = set(sys.stdlib_module_names)
+    found: set[str] = set()
+    in_front = False  # of the standard library; what is called site-packages there was put there by the user
+    for entry, names in reversed(path):
+        if entry == library:
+            in_front = True
+        elif in_front or not (entry.startswith(library) or os.path.basename(entry) in _INSTALLED):
+            found |= names & further
+        further |= names
+    return found
+
+
+def _names(entry: str) -> frozenset[str]:
+    """Return the importable names in a directory of the path."""
+    try:
+        directory = os.path.abspath(entry)  # "" is the working directory
+        changed_ns = os.stat(directory).st_mtime_ns
+        known = _listed.get(directory)
+        if known is None or known[0] != changed_ns:
+            with os.scandir(directory) as entries:
+                names = {found.name.partition(".")[0] for found in itertools.islice(entries, _ENTRIES_MAX)}
+            if len(_listed) >= _DIRECTORIES_MAX:
+                _listed.clear()
+            known = _listed[directory] = (changed_ns, frozenset(filter(str.isidentifier, names - {"__pycache__"})))
+    except OSError:
+        return frozenset()
+    return known[1]
+
+
+def _origin(name: str, state: _State) -> str:
+    """Return the file a module comes from in this process, or "" when it is not installed, or in no file."""
+    loaded = sys.modules.get(name)
+    if loaded is not None:
+        return str(getattr(loaded, "__file__", None) or "")
+    known = _resolved.get(name)
+    if known is not None and known[0] == state and os.path.exists(known[1]):
+        return known[1]
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):  # a finder of the user's that fails
+        return ""
+    if spec is None or not spec.origin or spec.origin in _NO_FILE:
+        return ""
+    if len(_resolved) >= _NAMES_MAX:
+        _resolved.clear()
+    _resolved[name] = (state, str(spec.origin))
+    return str(spec.origin)
