@@ -28,7 +28,7 @@ from serverless_gpu.environment.restore.cache.cache_directory import (
     occupied_bytes,
 )
 from serverless_gpu.environment.restore.cache.unit_cache import Cache
-from serverless_gpu.environment.restore.cache.unit_seal import linking
+from serverless_gpu.environment.restore.cache.unit_integrity import linking
 from serverless_gpu.environment.restore.link_tree import ContentSource, Linked, fill
 from serverless_gpu.environment.restore.preparation import Prepared, known_snapshot, loaded_jobs, prepare
 from serverless_gpu.environment.restore.trees import MAKING_S_MAX, assembled

@@ -33,7 +33,7 @@ from typing import NamedTuple
 import msgspec
 
 from serverless_gpu.environment.restore.assembly import TreePart
-from serverless_gpu.environment.restore.cache.unit_seal import is_suspect
+from serverless_gpu.environment.restore.cache.unit_integrity import is_suspect
 from serverless_gpu.environment.restore.fork_pool import divide
 from serverless_gpu.errors import EnvironmentRejected
 

@@ -36,7 +36,7 @@ from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.restore.assembly import moved, site_of
 from serverless_gpu.environment.restore.cache.cache_directory import LINKED
-from serverless_gpu.environment.restore.cache.unit_seal import LOOK_S
+from serverless_gpu.environment.restore.cache.unit_integrity import LOOK_S
 from serverless_gpu.environment.restore.restore import RestoredTree
 from serverless_gpu.environment.restore.zygote_compatibility import Loaded, Units, changed_units, fits, row_of
 from serverless_gpu.environment.service_messages import store_variables

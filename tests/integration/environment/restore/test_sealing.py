@@ -14,7 +14,7 @@ from serverless_gpu.environment.documents import Snapshot, SnapshotOrigin
 from serverless_gpu.environment.restore.cache import unit_cache as caching
 from serverless_gpu.environment.restore.cache.cache_directory import read_document, write_document
 from serverless_gpu.environment.restore.cache.unit_cache import Cache
-from serverless_gpu.environment.restore.cache.unit_seal import BYTECODE, LOOK_S, sweep_unit
+from serverless_gpu.environment.restore.cache.unit_integrity import BYTECODE, LOOK_S, sweep_unit
 from serverless_gpu.environment.restore.cache.unpack import MTIME_S
 from serverless_gpu.environment.restore.restore import OVERLAY, RestoredTree, Way, compile_rest, restore
 from serverless_gpu.environment.stores.blobs import StoreBlobs

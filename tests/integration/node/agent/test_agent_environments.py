@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.environment.restore.cache.unit_seal import LOOK_S
+from serverless_gpu.environment.restore.cache.unit_integrity import LOOK_S
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.directory_store import DirectoryStore
 from serverless_gpu.model.lifecycle.attempt import Reason

@@ -30,8 +30,8 @@ from serverless_gpu.environment.restore.cache.cache_directory import (
     read_document,
     try_lock,
 )
+from serverless_gpu.environment.restore.cache.unit_integrity import expose, exposed_since, linking_lock, suspects
 from serverless_gpu.environment.restore.cache.unit_outline import sweep_layers
-from serverless_gpu.environment.restore.cache.unit_seal import expose, exposed_since, linking_lock, suspects
 
 
 class CachedEnvironment(msgspec.Struct, frozen=True, kw_only=True):

@@ -50,8 +50,7 @@ from serverless_gpu.environment.restore.cache.cache_directory import (
 )
 from serverless_gpu.environment.restore.cache.eviction import LOCK_WAIT_S, evicting_lock
 from serverless_gpu.environment.restore.cache.fetch import WAIT_S, Fetch, moved_bytes, room
-from serverless_gpu.environment.restore.cache.unit_outline import Outline
-from serverless_gpu.environment.restore.cache.unit_seal import (
+from serverless_gpu.environment.restore.cache.unit_integrity import (
     LOOK_S,
     Sweep,
     damage,
@@ -62,6 +61,7 @@ from serverless_gpu.environment.restore.cache.unit_seal import (
     note_bytecode,
     sweep_unit,
 )
+from serverless_gpu.environment.restore.cache.unit_outline import Outline
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.errors import EnvironmentCorrupt
 

@@ -1,0 +1,320 @@
+"""Seals of units: what the file system said of every file when its bytes were last known to be right.
+
+    unit unpacked, every byte verified ─ seal ─▶ note
+    later: one sweep over the unit ─▶ the same seal? nothing was written to
+                                    └ another one ─▶ every byte is read
+
+A mounted unit cannot be written through its mount, but its owner can reach the files by their path below the cache. A
+write that keeps the size and puts the modification time back still moves the inode's change time, which cannot be set;
+a file or directory that is moved in from elsewhere has another inode. So a sweep finds both without reading a byte.
+
+Bytecode comes later and has times of its own: each file is written down when it has been compiled.
+
+Must not: decide what happens to a unit that was changed (`unit_cache.py`).
+
+Failure case: a process of the cache's owner that also rewrites what is noted here is not found; separate users need
+separate uids.
+
+Units that trees of links share their files with, and whether somebody has written to those files since.
+
+    unit ─ linked into a tree: `linked` is touched ─ a rank writes through the tree, as root or after chmod
+                                                     └▶ the file has another time, or changed after `linked`
+
+A mount is read-only and shows no file of a unit under a path that can be written. A link is the file itself: its owner
+can change it, for every environment that has the unit. So a unit that was ever linked is looked at before each use,
+file by file. An ordinary write moves a file's time, which is the same for all files of units. A change that puts the
+time back moves the kernel's own time of the inode; so does every link made or removed, which is why `linked` is
+touched again after ours. What changed after it is read.
+
+Bytecode has times of its own, and comes later: it is suspicious when it was written to after it was linked.
+
+Who makes links looks at each file right before (`link_tree.py`): the directories are listed once for both.
+
+Failure cases: a clock that is set back hides a change that also puts the file's time back; a unit that vanishes
+meanwhile (whoever asks for it finds it missing).
+
+Whether a unit on the disk is what its rows say: by what the file system says of each file, or by reading them all.
+
+An ordinary write changes a file's time, and the time of every file of a unit is the same; a failing disk, or somebody
+who sets the time back, is found by reading. Only bytecode beside the sources, and what `shared_metadata.py` adds, may
+have come since.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from blake3 import blake3
+
+from serverless_gpu.environment.documents import FileRow
+from serverless_gpu.environment.restore.cache.cache_directory import Places, locked, read_document, write_document
+from serverless_gpu.environment.restore.cache.unit_outline import is_added
+from serverless_gpu.environment.restore.cache.unpack import MTIME_S
+
+LOOK_S = 600
+"""How long a unit that was looked at in this boot of the machine is not looked at again."""
+BYTECODE = "bytecode"
+_DOCUMENTS = ("unit", "outline")
+_ADDED_ENDINGS = ("RECORD", "INSTALLER", ".sgpu")
+
+Identity = tuple[int, int, int, int, int]
+"""Inode, size, modification time, change time, mode."""
+
+
+class Sweep(NamedTuple):
+    """One look at all files of a unit."""
+
+    files: bytes  # digest of the identities of its own files, links and directories
+    documents: bytes
+    bytecode: dict[str, Identity]  # identity of each compiled file, by its path in the unit
+
+
+def sweep_unit(unit: Path) -> Sweep:
+    """Return what the file system says of a unit."""
+    top = str(unit)
+    digest = blake3()
+    bytecode: dict[str, Identity] = {}
+    waiting = [area for area in ("site", "prefix") if os.path.isdir(f"{top}/{area}")]
+    while waiting:
+        here = waiting.pop()
+        is_cache = here.endswith("/__pycache__")
+        with os.scandir(f"{top}/{here}") as entries:
+            found = sorted(entries, key=_name)
+        seen: list[str | Identity | int] = []
+        for entry in found:
+            name, status = entry.name, entry.stat(follow_symlinks=False)
+            if entry.is_dir(follow_symlinks=False):
+                waiting.append(f"{here}/{name}")
+                if name != "__pycache__":
+                    seen += name, status.st_ino
+            elif is_cache and ".pyc" in name:
+                bytecode[f"{here}/{name}"] = _identity(status)
+            elif name.endswith(_ADDED_ENDINGS) and is_added(f"{here}/{name}"):
+                continue
+            else:
+                seen += name, _identity(status)
+        if seen or not is_cache:
+            digest.update(_bytes(here, seen))
+    return Sweep(digest.digest(), _documents(unit), bytecode)
+
+
+def note_bytecode(unit: Path, targets: Iterable[str]) -> None:
+    """Write down bytecode that was compiled just now; the caller holds the unit's lock.
+
+    Args:
+        unit: its directory.
+        targets: absolute paths; those that are not there were not compiled.
+    """
+    known = dict(known_bytecode(unit))
+    for target in targets:
+        try:
+            known[os.path.relpath(target, unit)] = _identity(os.lstat(target))
+        except FileNotFoundError:
+            continue
+    write_document(unit / BYTECODE, known)
+
+
+def known_bytecode(unit: Path) -> dict[str, Identity]:
+    """Return what was written down of a unit's bytecode."""
+    return read_document(unit / BYTECODE, dict[str, Identity]) or {}
+
+
+def _bytes(here: str, seen: list[str | Identity | int]) -> bytes:
+    try:
+        return msgspec.msgpack.encode((here, seen))
+    except UnicodeEncodeError:  # no unit has such a name, so this seal is none that was noted
+        return ascii((here, seen)).encode()
+
+
+def _documents(unit: Path) -> bytes:
+    return blake3(msgspec.msgpack.encode([_identity(os.lstat(unit / name)) for name in _DOCUMENTS])).digest()
+
+
+def _identity(status: os.stat_result) -> Identity:
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_mode
+
+
+def _name(entry: os.DirEntry[str]) -> str:
+    return entry.name
+
+
+_MTIME_NS = MTIME_S * 10**9
+_LINKING_S_MAX = 3600.0
+
+
+def linking_lock(places: Places) -> Path:
+    """Return the lock of whoever makes links to units, removes them, or looks at what they lead to."""
+    return places.locks / "linking"
+
+
+@contextlib.contextmanager
+def linking(places: Places) -> Iterator[None]:
+    """Be the only one who makes links to units, or decides what a changed time means, while the block runs."""
+    with locked(linking_lock(places), wait_s=_LINKING_S_MAX):
+        yield
+
+
+def expose(unit: Path) -> None:
+    """Note that links to a unit's files were made, or looked at and found right, until now."""
+    with contextlib.suppress(FileNotFoundError):
+        os.close(os.open(unit / "linked", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+        os.utime(unit / "linked")
+
+
+def exposed_since(unit: Path) -> int:
+    """Return when a unit's links were last known to be right, in the file system's time; 0 when it never had one."""
+    try:
+        return os.lstat(unit / "linked").st_ctime_ns
+    except FileNotFoundError:
+        return 0
+
+
+def suspects(unit: Path, since_ns: int) -> tuple[list[str], list[str]]:
+    """Return the files of a unit that may have been written to, by path: its own, and bytecode."""
+    own: list[str] = []
+    bytecode: list[str] = []
+    waiting = [f"{unit}/{area}" for area in ("site", "prefix")]
+    while waiting:
+        here = waiting.pop()
+        found = bytecode if here.endswith("/__pycache__") else own
+        try:
+            directory = os.open(here, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue
+        try:
+            with os.scandir(directory) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(f"{here}/{entry.name}")
+                    elif not entry.is_symlink() and is_suspect(
+                        here, entry.name, entry.stat(follow_symlinks=False), since_ns
+                    ):
+                        found.append(f"{here}/{entry.name}")
+        finally:
+            os.close(directory)
+    return own, bytecode
+
+
+def is_suspect(folder: str, name: str, status: os.stat_result, since_ns: int) -> bool:
+    """Return whether a file of a unit may have been written to.
+
+    Args:
+        folder: its directory; only the last names of the path count.
+        name: in it.
+        status: of the file.
+        since_ns: from `exposed_since`.
+    """
+    if folder.endswith("/__pycache__"):
+        return status.st_mtime_ns > since_ns and status.st_nlink > 1
+    if status.st_mtime_ns == _MTIME_NS and status.st_ctime_ns <= since_ns:
+        return False
+    came_later = status.st_mtime_ns == _MTIME_NS and status.st_nlink == 1 and is_added(f"{folder}/{name}")
+    return not came_later
+
+
+_THREADS = 2
+_READ_BYTES = 1024 * 1024
+
+
+def damage(directory: Path, rows: Sequence[FileRow], *, read: bool) -> str:
+    """Return what is wrong with a unit, one sentence about the first thing found, or "".
+
+    Args:
+        directory: of the unit, with its areas.
+        rows: what it should hold.
+        read: whether to read every file; else only its kind, size, time and mode are looked at.
+    """
+    expected = {row.path: row for row in rows}
+    directories = _directories(rows)
+    for path, status in _found(directory):
+        row = expected.pop(path, None)
+        wrong = _difference(directory, path, status, row) if row else _surplus(path, status, directories)
+        if wrong:
+            return f"{path} {wrong}"
+    if expected:
+        return f"{next(iter(expected))} is missing"
+    return _unequal(directory, rows) if read else ""
+
+
+def drop_bytecode(directory: Path) -> None:
+    """Remove the bytecode of a unit."""
+    for path, status in list(_found(directory)):
+        if _is_bytecode(path) and stat.S_ISREG(status.st_mode):
+            (directory / path).unlink(missing_ok=True)
+
+
+def _found(directory: Path) -> Iterator[tuple[str, os.stat_result]]:
+    waiting = [area for area in ("site", "prefix") if (directory / area).is_dir()]
+    while waiting:
+        here = waiting.pop()
+        with os.scandir(directory / here) as entries:
+            for entry in entries:
+                path = f"{here}/{entry.name}"
+                yield path, entry.stat(follow_symlinks=False)
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(path)
+
+
+def _directories(rows: Iterable[FileRow]) -> set[str]:
+    found: set[str] = set()
+    for row in rows:
+        above = row.path.rpartition("/")[0]
+        while above and above not in found:
+            found.add(above)
+            above = above.rpartition("/")[0]
+    return found
+
+
+def _difference(directory: Path, path: str, status: os.stat_result, row: FileRow) -> str:
+    mode = status.st_mode
+    if row.kind == "d":
+        return "" if stat.S_ISDIR(mode) else "is no directory"
+    if row.kind == "l":
+        same = stat.S_ISLNK(mode) and os.readlink(directory / path) == row.target
+        return "" if same else f"is not the link to {row.target}"
+    if not stat.S_ISREG(mode):
+        return "is no file"
+    if status.st_size != row.size:
+        return f"has {status.st_size} bytes instead of {row.size}"
+    if status.st_mtime_ns != MTIME_S * 10**9:
+        return "was written to"
+    wanted = 0o555 if row.kind == "x" else 0o444
+    return "" if stat.S_IMODE(mode) == wanted else f"has the mode {stat.S_IMODE(mode):o} instead of {wanted:o}"
+
+
+def _surplus(path: str, status: os.stat_result, directories: set[str]) -> str:
+    if stat.S_ISDIR(status.st_mode) and (path in directories or path.endswith("/__pycache__")):
+        return ""
+    if stat.S_ISREG(status.st_mode) and is_added(path):
+        return "" if status.st_mtime_ns == MTIME_S * 10**9 else "was written to"
+    return "" if stat.S_ISREG(status.st_mode) and _is_bytecode(path) else "does not belong there"
+
+
+def _is_bytecode(path: str) -> bool:
+    folder, _, name = path.rpartition("/")
+    return folder.endswith("/__pycache__") and ".pyc" in name  # half-written ones end in a number
+
+
+def _unequal(directory: Path, rows: Sequence[FileRow]) -> str:
+    files = [row for row in rows if row.has_content]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for row, digest in zip(files, pool.map(lambda row: _digest(directory / row.path), files), strict=True):
+            if digest != row.sha256:
+                return f"{row.path} holds other bytes"
+    return ""
+
+
+def _digest(path: Path) -> bytes:
+    digest = hashlib.sha256()
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb", buffering=0) as file:
+        while data := file.read(_READ_BYTES):
+            digest.update(data)
+    return digest.digest()
