@@ -16,42 +16,6 @@ from serverless_gpu.node.base.protocol import Context, Kind, original
 from serverless_gpu.node.inside import process_group
 from serverless_gpu.node.processes.spawn import load_inside
 
-_AIR = '''\
-"""Run {run_id}, attempt {fence}: what every rank executes.
-
-Reproduce it by hand, outside of serverless-gpu:
-
-    torchrun --nproc-per-node={world_size} {path}
-
-The call itself (function, arguments) is in call.pkl beside this file. This program puts the interpreter where the
-caller was, loads the runtime that every rank uses (standard library only) and calls the function; each rank prints what
-it returned.
-{note}"""
-
-import os
-import sys
-
-os.chdir({cwd!r})
-os.umask({umask:#o})
-sys.argv = {argv!r}
-sys.path[:] = {sys_path}
-{group}
-# The runtime, loaded from its own directory so that nothing has to be installed.
-{load}
-from _sgpu_inside import reproduce  # noqa: E402
-
-if __name__ == "__main__":
-    sys.exit(reproduce.main({directory!r}, world_size={world_size}))
-'''
-
-
-_OF_A_SNAPSHOT = """
-The run itself used a captured copy of the environment (receipt.json says which). This program uses packages and code as
-they are on this machine now; `sgpu env diff ADDRESS` tells what has changed since.
-"""
-
-_PLAIN = RunSpec()
-
 
 class Submission(msgspec.Struct, frozen=True, kw_only=True):
     """Contents of `spec.json` in an attempt's directory: the run as it was asked for."""
@@ -107,6 +71,42 @@ def ranks_of(message: protocol.Launch) -> int:
     nodes = len(message.all_crews)
     ranks = nodes if message.spec.per_node else world_size(message.all_crews)
     return ranks if message.idle_timeout_s is None else 0
+
+
+_AIR = '''\
+"""Run {run_id}, attempt {fence}: what every rank executes.
+
+Reproduce it by hand, outside of serverless-gpu:
+
+    torchrun --nproc-per-node={world_size} {path}
+
+The call itself (function, arguments) is in call.pkl beside this file. This program puts the interpreter where the
+caller was, loads the runtime that every rank uses (standard library only) and calls the function; each rank prints what
+it returned.
+{note}"""
+
+import os
+import sys
+
+os.chdir({cwd!r})
+os.umask({umask:#o})
+sys.argv = {argv!r}
+sys.path[:] = {sys_path}
+{group}
+# The runtime, loaded from its own directory so that nothing has to be installed.
+{load}
+from _sgpu_inside import reproduce  # noqa: E402
+
+if __name__ == "__main__":
+    sys.exit(reproduce.main({directory!r}, world_size={world_size}))
+'''
+
+_OF_A_SNAPSHOT = """
+The run itself used a captured copy of the environment (receipt.json says which). This program uses packages and code as
+they are on this machine now; `sgpu env diff ADDRESS` tells what has changed since.
+"""
+
+_PLAIN = RunSpec()
 
 
 def air_program(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from serverless_gpu.client.display import run_display
-from serverless_gpu.client.display.run_display import TerminalDisplay
-from serverless_gpu.client.display.waiting_line import ROWS_MAX, WaitingLine, waited_text
+from serverless_gpu.client.display.run_display import ROWS_MAX, TerminalDisplay, WaitingLine, waited_text
 from serverless_gpu.testing import FakeClock
 from tests.support.client.display import Terminal
 from tests.support.client.notebook_display import Cell
