@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.client.display import run_display as display
-from serverless_gpu.client.display.live_block import LIVE_ROWS_MAX
-from serverless_gpu.client.display.run_display import TerminalDisplay, make_display
+from serverless_gpu.client.display.run_display import LIVE_ROWS_MAX, TerminalDisplay, make_display
 from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.receipt import Receipt, Segments
 from serverless_gpu.testing import FakeClock
