@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 import msgspec
 
 from serverless_gpu.environment.documents import Interpreter, Snapshot, SnapshotMember
-from serverless_gpu.environment.restore.cache.unit_outline import Outline, record_line, record_row, scripts, specific
+from serverless_gpu.environment.restore.cache.unit_metadata import Outline, record_line, record_row, scripts, specific
 
 ROOTS_PTH = "_sgpu_roots.pth"
 _PLACEHOLDER = re.compile(r"\{\{sgpu:(python|\d+)\}\}")

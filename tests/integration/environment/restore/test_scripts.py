@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.environment.restore.cache.unit_outline import script
+from serverless_gpu.environment.restore.cache.unit_metadata import script
 
 
 @pytest.mark.parametrize("name", ["plain", "with space", "with $dollar `tick`", "long" * 50, 'quo"te'])

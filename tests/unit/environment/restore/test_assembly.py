@@ -16,7 +16,7 @@ from serverless_gpu.environment.documents import (
     make_snapshot,
 )
 from serverless_gpu.environment.restore.assembly import AssemblyTarget, assemble, library_name, moved
-from serverless_gpu.environment.restore.cache.unit_outline import Outline
+from serverless_gpu.environment.restore.cache.unit_metadata import Outline
 from tests.support.golden import golden
 
 PYTHON = Interpreter(implementation="cpython", version="3.11.7", abi="cpython-311-x86_64-linux-gnu", platform="linux")

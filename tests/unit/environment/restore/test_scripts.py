@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from serverless_gpu.environment.restore.cache.unit_outline import entry_points, is_generic, script, shebang, specific
+from serverless_gpu.environment.restore.cache.unit_metadata import entry_points, is_generic, script, shebang, specific
 from tests.support.golden import golden
 
 

@@ -31,7 +31,7 @@ from serverless_gpu.environment.restore.cache.cache_directory import (
     try_lock,
 )
 from serverless_gpu.environment.restore.cache.unit_integrity import expose, exposed_since, linking_lock, suspects
-from serverless_gpu.environment.restore.cache.unit_outline import sweep_layers
+from serverless_gpu.environment.restore.cache.unit_metadata import sweep_layers
 
 
 class CachedEnvironment(msgspec.Struct, frozen=True, kw_only=True):

@@ -37,7 +37,7 @@ from serverless_gpu.environment.restore.cache.cache_directory import (
     write_document,
 )
 from serverless_gpu.environment.restore.cache.unit_integrity import sweep_unit
-from serverless_gpu.environment.restore.cache.unit_outline import outline
+from serverless_gpu.environment.restore.cache.unit_metadata import outline
 from serverless_gpu.environment.restore.cache.unpack import unpack_each
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.errors import EnvironmentCorrupt, StorageError

@@ -61,7 +61,7 @@ from serverless_gpu.environment.restore.cache.unit_integrity import (
     note_bytecode,
     sweep_unit,
 )
-from serverless_gpu.environment.restore.cache.unit_outline import Outline
+from serverless_gpu.environment.restore.cache.unit_metadata import Outline
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.errors import EnvironmentCorrupt
 

@@ -56,7 +56,7 @@ from blake3 import blake3
 
 from serverless_gpu.environment.documents import FileRow
 from serverless_gpu.environment.restore.cache.cache_directory import Places, locked, read_document, write_document
-from serverless_gpu.environment.restore.cache.unit_outline import is_added
+from serverless_gpu.environment.restore.cache.unit_metadata import is_added
 from serverless_gpu.environment.restore.cache.unpack import MTIME_S
 
 LOOK_S = 600

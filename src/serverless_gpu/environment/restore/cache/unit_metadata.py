@@ -1,0 +1,313 @@
+"""What assembling an environment has to know of a unit, worked out once when it is unpacked; no row is read again.
+
+RECORD is made of rows, so that `importlib.metadata` and pip see the files; its lines for scripts differ on each tree
+and are added when a tree is assembled.
+
+What assembling adds to units themselves, so that the next environment that has them need not: metadata, short names.
+
+    units/<aa>/<address>/site/<name>.dist-info/{RECORD,INSTALLER}   as the first environment wanted them
+    units/<aa>/<address>/added                                      path → digest of what was added
+    layers/<7 characters> → ../units/<aa>/<address>/<area>          the name of a layer, see mounts.py
+
+A new file costs more than anything else in preparing mounts, most of all on a disk where many were deleted lately. With
+these an environment of 200 distributions needs a hundred, most of them scripts, and not a thousand. Where an
+environment wants something else than a unit has, its own generated file lies above the unit's.
+
+Failure cases: a disk that is full, a unit that somebody else is at (its files are generated beside it, as if it could
+have none); two units whose names begin alike (the second has a name from further on in its address).
+
+Scripts in `bin`: what installers make of entry points, and first lines that name an interpreter. Pure.
+
+    [console_scripts] in entry_points.txt → bin/<name>, the text that pip writes
+    #!python in a script of a wheel       → #!<interpreter of this tree>
+
+The kernel takes 127 bytes of a first line and splits at spaces. Where the interpreter's path does not fit, the script
+starts as one of /bin/sh that Python reads as a string, as pip does it.
+
+Failure cases: entry points that are no text, or whose names are no file names, are left out; nothing is written where
+the interpreter lies.
+"""
+
+from __future__ import annotations
+
+import base64
+import configparser
+import contextlib
+import hashlib
+import os
+import posixpath
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+
+from serverless_gpu.environment.documents import FileRow, Snapshot, Unit
+from serverless_gpu.environment.restore.cache.cache_directory import (
+    Places,
+    make_public,
+    read_document,
+    try_lock,
+    write_document,
+)
+from serverless_gpu.environment.restore.cache.unpack import MTIME_S
+
+GROUPS = ("console_scripts", "gui_scripts")
+_SHEBANG_BYTES_MAX = 127
+_NAME = re.compile(r"[^\s=/\[\]\x00-\x1f\x7f][^=/\[\]\x00-\x1f\x7f]*")
+_REFERENCE = re.compile(r"(?P<module>\w+(\.\w+)*)\s*:\s*(?P<function>\w+(\.\w+)*)\s*(\[.*\])?\s*")
+_INTERPRETER = re.compile(r"(python|pythonw|pypy)[0-9.]*", re.IGNORECASE)
+_GENERIC = re.compile(rb"#!python(w?)[ \t]*\r?(\n|$)")
+
+_TEMPLATE = """\
+# -*- coding: utf-8 -*-
+import re
+import sys
+from {module} import {first}
+if __name__ == '__main__':
+    sys.argv[0] = re.sub(r'(-script\\.pyw|\\.exe)?$', '', sys.argv[0])
+    sys.exit({function}())
+"""
+
+
+def entry_points(text: str) -> dict[str, str]:
+    """Return the scripts that an `entry_points.txt` defines: name → reference (`package.module:function`)."""
+    parser = configparser.ConfigParser(delimiters=("=",), strict=False, interpolation=None)
+    parser.optionxform = str  # type: ignore[assignment,method-assign]  # names keep their case: the documented way
+    try:
+        parser.read_string(text)
+    except configparser.Error:
+        return {}
+    found = {}
+    for group in GROUPS:
+        for name, reference in parser.items(group) if parser.has_section(group) else ():
+            if _is_script_name(name) and _REFERENCE.fullmatch(reference or ""):
+                found[name] = reference
+    return found
+
+
+def script(reference: str, python: str) -> str:
+    """Return the text of the script that an installer makes of an entry point."""
+    match = _REFERENCE.fullmatch(reference)
+    assert match is not None, reference  # entry_points lets nothing else through
+    function = match["function"]
+    body = _TEMPLATE.format(module=match["module"], first=function.partition(".")[0], function=function)
+    return shebang(python) + body
+
+
+def shebang(python: str) -> str:
+    """Return the first line, or lines, of a script for an interpreter.
+
+    Args:
+        python: its path.
+    """
+    simple = f"#!{python}\n"
+    if " " not in python and len(simple.encode()) <= _SHEBANG_BYTES_MAX:
+        return simple
+    quoted = python.replace("\\", "\\\\").replace('"', '\\"').replace("$", "\\$").replace("`", "\\`")
+    return f"#!/bin/sh\n'''exec' \"{quoted}\" \"$0\" \"$@\"\n' '''\n"
+
+
+def is_generic(content: bytes) -> bool:
+    """Return whether a script's first line names any Python at all, as scripts in wheels do."""
+    return _GENERIC.match(content) is not None
+
+
+def specific(content: bytes, python: str) -> bytes:
+    """Return a script with a generic first line, for one interpreter."""
+    return shebang(python).encode() + _GENERIC.sub(b"", content, count=1)
+
+
+def scripts(points: Mapping[str, str], python: str) -> dict[str, str]:
+    """Return the scripts of a distribution: name → text."""
+    return {name: script(reference, python) for name, reference in points.items()}
+
+
+def _is_script_name(name: str) -> bool:
+    plain = _NAME.fullmatch(name) is not None and name not in (".", "..") and len(name.encode()) <= 255
+    return plain and not _INTERPRETER.fullmatch(name)
+
+
+_DIST_INFO = re.compile(r"site/([^/]+\.dist-info)/METADATA")
+_SCRIPT_BYTES_MAX = 1_000_000
+
+Read = Callable[[str], bytes]
+
+
+class Outline(msgspec.Struct, frozen=True, kw_only=True):
+    """A unit in short."""
+
+    size: int  # content bytes
+    files: int
+    areas: tuple[str, ...]
+    dist_info: str = ""  # name of its metadata directory, or ""
+    record: str = ""
+    points: dict[str, str] = {}
+    generic: dict[str, bytes] = {}
+
+
+def outline(unit: Unit, read: Read) -> Outline:
+    """Return the outline of a unit.
+
+    Args:
+        unit: its rows.
+        read: returns the content of a row, by its path.
+    """
+    areas = dict.fromkeys(row.path.partition("/")[0] for row in unit.rows)
+    dist_info = next((match[1] for row in unit.rows if (match := _DIST_INFO.fullmatch(row.path))), "")
+    generic = {row.path: content for row in unit.rows if _may_be_script(row) and is_generic(content := read(row.path))}
+    record, points = "", {}
+    if dist_info:
+        record = "".join(
+            record_line(row, dist_info) for row in unit.rows if row.has_content and row.path not in generic
+        )
+        path = f"site/{dist_info}/entry_points.txt"
+        if any(row.path == path and row.size <= _SCRIPT_BYTES_MAX for row in unit.rows):
+            points = entry_points(read(path).decode(errors="replace"))
+    return Outline(
+        size=sum(row.size for row in unit.rows),
+        files=sum(row.has_content for row in unit.rows),
+        areas=tuple(sorted(areas)),
+        dist_info=dist_info,
+        record=record,
+        points=points,
+        generic=generic,
+    )
+
+
+def record_line(row: FileRow, dist_info: str) -> str:
+    """Return the line of RECORD for one file; paths are relative to the site area."""
+    area, _, path = row.path.partition("/")
+    if path == f"{dist_info}/RECORD" and area == "site":
+        return ""
+    digest = base64.urlsafe_b64encode(row.sha256).rstrip(b"=").decode()
+    return f"{_quoted(path if area == 'site' else f'../../../{path}')},sha256={digest},{row.size}\n"
+
+
+def record_row(path: str, content: bytes) -> FileRow:
+    """Return the row a generated file would have."""
+    return FileRow(path=path, size=len(content), sha256=hashlib.sha256(content).digest())
+
+
+def _quoted(path: str) -> str:
+    return '"' + path.replace('"', '""') + '"' if set(path) & set(',"\r\n') else path
+
+
+def _may_be_script(row: FileRow) -> bool:
+    return row.path.startswith("prefix/bin/") and row.has_content and 8 <= row.size <= _SCRIPT_BYTES_MAX
+
+
+ADDED_NAMES = ("RECORD", "INSTALLER")
+_NAME_LENGTH = 6
+_MTIME = (MTIME_S * 10**9, MTIME_S * 10**9)
+Outlines = Mapping[str, Outline]
+Files = dict[str, bytes]
+_MAKE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class SharedMetadata:
+    """Additions to the units of a cache."""
+
+    def __init__(self, places: Places) -> None:
+        self._places = places
+
+    def without_added(self, number: int, snapshot: Snapshot, wanted: dict[str, bytes], outlines: Outlines) -> Files:
+        """Return the generated files of a root's site area that its units do not have already."""
+        files = dict(wanted)
+        for address, _ in _notes_directories(number, snapshot, outlines):
+            for path, digest in self._added(address).items():
+                content = files.get(path)
+                if content is None:
+                    files[path] = b""  # another environment's is there, and must not be seen in this one
+                elif digest == _digest(content):
+                    del files[path]
+        return files
+
+    def add(self, number: int, snapshot: Snapshot, wanted: Mapping[str, bytes], outlines: Outlines) -> None:
+        """Add metadata to units that nobody has added any to."""
+        for address, notes in _notes_directories(number, snapshot, outlines):
+            paths = [f"{notes}/{name}" for name in ADDED_NAMES if f"{notes}/{name}" in wanted]
+            unit = self._places.unit(address)
+            if os.path.lexists(unit / "added") or any(os.path.lexists(unit / "site" / path) for path in paths):
+                continue
+            if paths:
+                self._add(address, {path: wanted[path] for path in paths})
+
+    def layer(self, address: str, area: str) -> str:
+        """Return the name of a unit's area in `layers`; made when needed."""
+        target = f"../units/{address[:2]}/{address}/{area}"
+        text = base64.urlsafe_b64encode(bytes.fromhex(address)).decode().rstrip("=")
+        for start in range(len(text) - _NAME_LENGTH):
+            name = f"{area[0]}{text[start : start + _NAME_LENGTH]}"
+            place = self._places.layers / name
+            try:
+                if os.readlink(place) == target:
+                    return name
+            except FileNotFoundError:
+                with contextlib.suppress(FileExistsError):
+                    os.symlink(target, place)
+                if os.readlink(place) == target:
+                    return name
+        raise OSError(f"there is no name left for unit {address[:12]} in {self._places.layers}")
+
+    def _added(self, address: str) -> dict[str, bytes]:
+        return read_document(self._places.unit(address) / "added", dict[str, bytes]) or {}
+
+    def _add(self, address: str, files: Mapping[str, bytes]) -> None:
+        lock = try_lock(self._places.unit_lock(address))
+        if lock is None:
+            return
+        unit = self._places.unit(address)
+        try:
+            with contextlib.suppress(OSError):
+                if not os.path.lexists(unit / "added"):
+                    for path, content in files.items():
+                        _write(unit / "site" / path, content)
+                    write_document(unit / "added", {path: _digest(content) for path, content in files.items()})
+        finally:
+            os.close(lock)
+
+
+def sweep_layers(places: Places) -> None:
+    """Remove names of units that are gone."""
+    with contextlib.suppress(FileNotFoundError), os.scandir(places.layers) as entries:
+        for entry in entries:
+            if entry.is_symlink() and not os.path.exists(entry.path):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(entry.path)
+
+
+def make_layers(places: Places) -> None:
+    """Make the directory of names, with an empty layer for mounts that would have one only."""
+    make_public(places.layers)
+    make_public(places.layers / "e")
+
+
+def _notes_directories(number: int, snapshot: Snapshot, outlines: Outlines) -> Iterator[tuple[str, str]]:
+    for member in snapshot.roots[number].members:
+        if member.kind == "distribution" and (notes := outlines[member.address].dist_info):
+            yield member.address, notes
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file at once or not at all; what a killed process left under its temporary name is replaced."""
+    temporary = path.with_name(f".{path.name}.sgpu")
+    with contextlib.suppress(FileNotFoundError):
+        temporary.unlink()
+    fd = os.open(temporary, _MAKE, 0o600)
+    with open(fd, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fchmod(fd, 0o444)
+        os.utime(fd, ns=_MTIME)
+    temporary.replace(path)
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=16).digest()
+
+
+def is_added(path: str) -> bool:
+    """Return whether a path of a unit may be something that was added: `site/<name>.dist-info/RECORD`."""
+    folder, name = posixpath.split(path)
+    return name in (*ADDED_NAMES, *(f".{each}.sgpu" for each in ADDED_NAMES)) and folder.endswith(".dist-info")
