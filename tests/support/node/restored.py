@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 
 from serverless_gpu.environment.documents import Interpreter, Root, SnapshotMember, SnapshotOrigin, make_snapshot
-from serverless_gpu.environment.restore.restore import Mount, RestoredTree
+from serverless_gpu.environment.restore.restore import RestoredTree
+from serverless_gpu.environment.restore.trees import Mount
 from serverless_gpu.node.agent.environments import RestoredEnvironment
 from serverless_gpu.node.base.protocol import Context
 

@@ -6,6 +6,12 @@
 Link-local addresses are left out: their user has to name an interface, too. Loopback comes last, because only this
 machine reaches it; bridges of containers come before it, because they are the same on every machine. Unreadable entries
 and interfaces with a comma in their name are left out; nothing here fails.
+
+A port for the gang's rendezvous that no other process can take before rank 0 listens on it.
+
+A socket that is bound but does not listen keeps the port: the kernel gives it to no process that lets it choose, and
+refuses those that do not set SO_REUSEADDR. torch's store sets it, and the kernel lets it bind and listen beside us.
+Launchers usually bind and close, which leaves a gap in which another launcher gets the same port.
 """
 
 from __future__ import annotations
@@ -16,7 +22,7 @@ import fcntl
 import ipaddress
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from serverless_gpu.model.lifecycle.rendezvous import ADDRESSES_MAX, Address, is_interface, kind_of
@@ -67,3 +73,39 @@ def ipv6_addresses(path: Path) -> Iterator[Address]:
             address = ipaddress.IPv6Address(int(digits, 16))
             if scope == "00" and not int(flags, 16) & _NOT_USABLE:
                 yield Address(interface=name, address=str(address))
+
+
+_TRIES = 5
+
+
+class NoPort(Exception):
+    """No port could be reserved."""
+
+
+def reserve_port(candidates: Iterable[int] = (0,) * _TRIES) -> socket.socket:
+    """Return a bound, non-listening socket for the first free candidate (0: any); closing frees it.
+
+    Raises NoPort, which names the candidates.
+    """
+    tried: list[str] = []
+    for port in candidates:
+        sock = _socket()
+        try:
+            sock.bind(("::" if sock.family == socket.AF_INET6 else "0.0.0.0", port))
+        except OSError as error:
+            sock.close()
+            tried.append(f"{port or 'any port'} ({error.strerror})")
+            continue
+        return sock
+    raise NoPort(f"no rendezvous port could be reserved: {', '.join(tried)}")
+
+
+def _socket() -> socket.socket:
+    # torch's store binds the IPv6 wildcard where it can, which covers IPv4 too: reserve the same.
+    try:
+        sock = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
+        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    except OSError:
+        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return sock

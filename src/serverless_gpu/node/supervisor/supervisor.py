@@ -58,6 +58,7 @@ from serverless_gpu.node.attempt import secret_files
 from serverless_gpu.node.attempt.account import AttemptAccount
 from serverless_gpu.node.attempt.claim import first_of, take_attempt
 from serverless_gpu.node.base import protocol
+from serverless_gpu.node.base.addresses import NoPort
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.devices.gpu_gate import Verdict
 from serverless_gpu.node.devices.inventory import Provider
@@ -66,7 +67,6 @@ from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.output.logs import cut_output
 from serverless_gpu.node.output.watchers import Audience, Watcher
 from serverless_gpu.node.processes.process_tree import Left
-from serverless_gpu.node.processes.rendezvous_port import NoPort
 from serverless_gpu.node.processes.shared_memory import LeftSegments
 from serverless_gpu.node.supervisor.attempt_result import (
     killed_text,

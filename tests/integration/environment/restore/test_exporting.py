@@ -14,7 +14,8 @@ import pytest
 
 from serverless_gpu.environment.documents import Snapshot, SnapshotOrigin
 from serverless_gpu.environment.restore.cache.unit_cache import Cache
-from serverless_gpu.environment.restore.restore import ExportRequest, export, restore
+from serverless_gpu.environment.restore.export import ExportRequest, export
+from serverless_gpu.environment.restore.restore import restore
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.errors import EnvironmentCorrupt, InvalidValue, StorageError
 from tests.support.environment.made_environments import Counting, Made, interpreter

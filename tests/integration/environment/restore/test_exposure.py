@@ -11,7 +11,8 @@ import pytest
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.restore.cache.unit_cache import Cache
 from serverless_gpu.environment.restore.cache.unit_integrity import exposed_since, suspects
-from serverless_gpu.environment.restore.restore import ExportRequest, Way, compile_rest, export, restore
+from serverless_gpu.environment.restore.export import ExportRequest, export
+from serverless_gpu.environment.restore.restore import Way, compile_rest, restore
 from serverless_gpu.environment.restore.trees import mend_units
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.errors import EnvironmentCorrupt
