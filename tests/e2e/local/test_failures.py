@@ -249,7 +249,7 @@ def test_F07_a_rank_that_raises_keyboard_interrupt_does_not_interrupt_the_caller
 
 PORTS = """
 import socket
-from serverless_gpu.node.base.addresses import NoPort, reserve_port
+from serverless_gpu.node.base.network import NoPort, reserve_port
 
 taken = socket.socket()
 taken.bind(("127.0.0.1", 0))

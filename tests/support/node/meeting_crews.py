@@ -18,7 +18,7 @@ import msgspec
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.model.lifecycle.rendezvous import Address, Chosen, CrewReach, Offer, choose, word
-from serverless_gpu.node.base.addresses import reserve_port
+from serverless_gpu.node.base.network import reserve_port
 from serverless_gpu.node.supervisor import rendezvous
 from serverless_gpu.node.supervisor.rendezvous import FILL_BYTES, Meeting
 

@@ -16,9 +16,9 @@ from serverless_gpu.errors import ServerlessGpuError, StorageError
 from serverless_gpu.model.lifecycle.retention import Policy
 from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.node.attempt.history import read_run, run_ids, size_on_disk
-from serverless_gpu.node.base.addresses import NoPort, reserve_port
 from serverless_gpu.node.base.configuration import read_configuration
 from serverless_gpu.node.base.home import Home, find_home, storage_error
+from serverless_gpu.node.base.network import NoPort, reserve_port
 from serverless_gpu.node.base.requirements import flock_refusal, is_noexec, pidfd_refusal, record_lock_refusal
 
 _PROBE_BYTES = 1 << 16

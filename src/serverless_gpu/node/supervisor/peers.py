@@ -24,7 +24,7 @@ from serverless_gpu.model.lifecycle.attempt import Attempt, Event, PeerFailed, P
 from serverless_gpu.model.lifecycle.gang_lifecycle import Halt
 from serverless_gpu.model.lifecycle.rendezvous import SAVED_MAX, Chosen, variables
 from serverless_gpu.node.base import protocol
-from serverless_gpu.node.base.addresses import NoPort, reserve_port
+from serverless_gpu.node.base.network import NoPort, reserve_port
 from serverless_gpu.node.inside.checkpoints import saved_before
 from serverless_gpu.node.supervisor.rank_environment import Network
 from serverless_gpu.node.supervisor.rendezvous import Meeting

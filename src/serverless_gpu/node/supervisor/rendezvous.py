@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.model.lifecycle.rendezvous import ADDRESSES_MAX, PROBE_S, Address, CrewReach, Offer, Tried, word
-from serverless_gpu.node.base.addresses import is_loopback, own_addresses
+from serverless_gpu.node.base.network import is_loopback, own_addresses
 
 FILL_BYTES = 16 << 10
 """More than a packet of any network: what is lost of that is lost for its size."""

@@ -58,8 +58,8 @@ from serverless_gpu.node.attempt import secret_files
 from serverless_gpu.node.attempt.account import AttemptAccount
 from serverless_gpu.node.attempt.claim import first_of, take_attempt
 from serverless_gpu.node.base import protocol
-from serverless_gpu.node.base.addresses import NoPort
 from serverless_gpu.node.base.home import Home
+from serverless_gpu.node.base.network import NoPort
 from serverless_gpu.node.devices.gpu_gate import Verdict
 from serverless_gpu.node.devices.inventory import Provider
 from serverless_gpu.node.devices.reservation import Borrowed, DeviceReservation

@@ -10,7 +10,7 @@ from tests.support.node.rank_process import run_script
 
 PREAMBLE = """
 import socket
-from serverless_gpu.node.base.addresses import NoPort, reserve_port
+from serverless_gpu.node.base.network import NoPort, reserve_port
 
 def number(sock):
     return sock.getsockname()[1]

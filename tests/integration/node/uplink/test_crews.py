@@ -12,7 +12,7 @@ from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.spec import Command
 from serverless_gpu.node.attempt.claim import has_begun
 from serverless_gpu.node.attempt.history import first_facts
-from serverless_gpu.node.base.addresses import is_loopback
+from serverless_gpu.node.base.network import is_loopback
 from tests.support.golden import golden
 from tests.support.local.observe import announced, nothing_of_a_run, supervisor, wait_for
 from tests.support.local.ranks import announce, rank_number, stay, wait_for_file

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.model.lifecycle.rendezvous import ADDRESSES_MAX, Address
-from serverless_gpu.node.base import addresses
+from serverless_gpu.node.base import network
 
 
 def test_own_addresses_end_with_loopback_and_are_bounded() -> None:
-    own = addresses.own_addresses()
+    own = network.own_addresses()
     assert len(own) <= ADDRESSES_MAX and len(set(own)) == len(own)
-    assert [addresses.is_loopback(one) for one in own] == sorted(addresses.is_loopback(one) for one in own)
+    assert [network.is_loopback(one) for one in own] == sorted(network.is_loopback(one) for one in own)
     assert ("lo", "127.0.0.1") in [(one.interface, one.address) for one in own]
 
 
@@ -30,8 +30,8 @@ def test_addresses_of_the_link_alone_and_those_that_are_not_ready_are_not_offere
     ]
     path = tmp_path / "if_inet6"
     path.write_text("".join(f"{digits} 02 40 {scope} {flags}  {name}\n" for digits, scope, flags, name in rows))
-    assert [one.address for one in addresses.ipv6_addresses(path)] == ["fd00::2"]
-    assert list(addresses.ipv6_addresses(tmp_path / "missing")) == []
+    assert [one.address for one in network.ipv6_addresses(path)] == ["fd00::2"]
+    assert list(network.ipv6_addresses(tmp_path / "missing")) == []
 
 
 def test_an_interface_that_no_variable_can_name_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +41,7 @@ def test_an_interface_that_no_variable_can_name_is_not_offered(monkeypatch: pyte
         addresses, "ipv4_addresses", lambda: [Address(interface=name, address=at) for name, at in there]
     )
     monkeypatch.setattr(addresses, "ipv6_addresses", lambda path: [])
-    assert [one.interface for one in addresses.own_addresses()] == ["eth0:1", "lo"]
+    assert [one.interface for one in network.own_addresses()] == ["eth0:1", "lo"]
 
 
 def test_interfaces_of_containers_come_after_those_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,8 +49,8 @@ def test_interfaces_of_containers_come_after_those_of_the_machine(monkeypatch: p
     made = [Address(interface=name, address=address) for name, address in there]
     monkeypatch.setattr(addresses, "ipv4_addresses", lambda: made)
     monkeypatch.setattr(addresses, "ipv6_addresses", lambda path: [Address(interface="eth0", address="fd00::1")])
-    own = addresses.own_addresses()
+    own = network.own_addresses()
     assert len(own) == ADDRESSES_MAX and own[-1].interface == "lo"
     assert {one.interface for one in own[:-1]} == {f"eth{n}" for n in range(ADDRESSES_MAX - 1)}
     monkeypatch.setattr(addresses, "ipv4_addresses", lambda: made[:3])
-    assert [one.interface for one in addresses.own_addresses()] == ["eth0", "eth0", "docker0", "lo"]
+    assert [one.interface for one in network.own_addresses()] == ["eth0", "eth0", "docker0", "lo"]
