@@ -2,8 +2,8 @@
 
 Linux only; elsewhere every call here does nothing, and a caller that needs the effect asks first.
 
-Landlock (`keep_signals_in`) keeps a rank from signalling any process but its own descendants: a Ray that makes a pool of
-several machines runs as the same user as ranks do, and `ray stop` ends every Ray it finds. From Linux 6.12 on it
+Landlock (`keep_signals_in`) keeps a rank from signalling any process but its own descendants: a Ray that makes a pool
+of several machines runs as the same user as ranks do, and `ray stop` ends every Ray it finds. From Linux 6.12 on it
 confines signals and debuggers to a domain; the supervisor's SIGTERM still arrives from outside. Files, sockets and
 mounts stay as they are.
 

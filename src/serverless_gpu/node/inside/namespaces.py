@@ -11,10 +11,10 @@ User namespace: the kernel lets a process of the same uid write another one's me
 user namespace above, or beside. Files, signals and mounts stay as they are. Root maps every id it has, and stays root
 within. Others map their own uid and gid: other owners of files look like `nobody`, setuid programs do nothing.
 
-Mounts: only processes that are forked or executed after `enter_mounts` see them, and they end with the last one. A later
-`enter_mounts` can mount over the same place, in a child too. A mount is a mapping, as it comes out of JSON: ``at``
-(where), ``layers`` (names, the top one first), ``directory`` (where the names are). The kernel takes all names of an
-overlay on one page of 4 KB, so names are short, mostly links.
+Mounts: only processes that are forked or executed after `enter_mounts` see them, and they end with the last one. A
+later `enter_mounts` can mount over the same place, in a child too. A mount is a mapping, as it comes out of JSON:
+``at`` (where), ``layers`` (names, the top one first), ``directory`` (where the names are). The kernel takes all names
+of an overlay on one page of 4 KB, so names are short, mostly links.
 
 Failure cases, each an OSError that names step and place, or a sentence: user namespaces are switched off or used up
 (EPERM, ENOSPC), more than one thread (EINVAL), a layer that is gone (ENOENT), too many layers (ENAMETOOLONG, before the

@@ -21,8 +21,8 @@ Where a server has several principals, each stem has a user namespace of its own
 process that the next run's ranks are forked from.
 
 Once its first run has ended, and whenever nothing else is to be done, it puts its memory into huge pages, one after the
-other: a fork copies one entry where it would copy 512, and a cold start does not wait for it. Where the kernel cannot do
-it (before Linux 6.1, no memory in one piece, transparent huge pages forbidden) nothing changes.
+other: a fork copies one entry where it would copy 512, and a cold start does not wait for it. Where the kernel cannot
+do it (before Linux 6.1, no memory in one piece, transparent huge pages forbidden) nothing changes.
 
 Ends when the agent's end of the channel closes. Stems it forked live on: their life hangs on their supervisor, not on
 us. Everything else that is left of it is ended by the agent (`node/agent/zygotes.py`). Failure cases: a module

@@ -43,6 +43,8 @@ from . import ray_installation
 from .pid_namespace import Family
 from .share import SPILL, ClusterShare
 
+# --- arguments --------------------------------------------------------------------------------------------------------
+
 
 def head_arguments(share: ClusterShare, ports: Ports, temporary: str, *, client: bool) -> list[str]:
     """Return the arguments that start the head, which is a node with devices, too.
@@ -114,6 +116,9 @@ def _common_arguments(share: ClusterShare, ports: Ports, temporary: str) -> list
     if share.num_nodes > 1:
         arguments.append(f"--node-ip-address={share.address}")
     return arguments
+
+
+# --- environment ------------------------------------------------------------------------------------------------------
 
 
 TOKEN_FILE = "token"
@@ -213,7 +218,9 @@ def token_of(secret: str) -> str:
     return hmac.new(secret.encode(), b"the token of the run's Ray cluster", hashlib.sha256).hexdigest()
 
 
-_LOOPBACK = "127.0.0.1"
+# --- ports ------------------------------------------------------------------------------------------------------------
+
+
 _LOWEST_PORT, _HIGHEST_PORT = 11_000, 30_000  # below, services have their own; above, Kubernetes gives some away
 _PORT_RANGE_FILE = "/proc/sys/net/ipv4/ip_local_port_range"
 _PORT_RANGE_MIN = 1_000
@@ -236,7 +243,7 @@ class Ports(NamedTuple):
     dashboard: int  # the head's web page, where asked for
 
 
-def find_ports(address: str = _LOOPBACK, range_file: str = _PORT_RANGE_FILE) -> Ports:
+def find_ports(address: str = LOOPBACK, range_file: str = _PORT_RANGE_FILE) -> Ports:
     """Return free ports at `address` ("" for all addresses of this machine); raises OSError.
 
     `range_file` holds the kernel's ephemeral range.
@@ -266,6 +273,9 @@ def _port_range(range_file: str) -> tuple[int, int]:
     if 65_535 - high >= _PORT_RANGE_MIN:
         return high + 1, 65_535
     return _LOWEST_PORT, 65_535  # it takes nearly all of them: then the tries have to do
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
 
 
 OUTPUT_FILE = "ray-start.log"
