@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.ambient import SystemClock, format_soon
-from serverless_gpu.client.plots.attempt_marks import Try
+from serverless_gpu.client.plots.curves import Try
 from serverless_gpu.client.remote.event_stream import Away, EventStream, Heard
 from serverless_gpu.client.remote.run_copies import Copies, write_whole
 from serverless_gpu.client.remote.server import RemoteServer

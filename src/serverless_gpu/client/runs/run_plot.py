@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from serverless_gpu.client.metrics import read_metrics
-from serverless_gpu.client.plots.attempt_marks import marks
-from serverless_gpu.client.plots.curves import lanes, span
+from serverless_gpu.client.plots.curves import lanes, marks, span
 from serverless_gpu.client.runs.result_files import refuse_other
 from serverless_gpu.client.runs.run_source import RunSource
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, StorageError

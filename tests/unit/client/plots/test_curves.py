@@ -7,8 +7,7 @@ import math
 import pytest
 
 from serverless_gpu.client.plots import curves
-from serverless_gpu.client.plots.attempt_marks import Try, marks
-from serverless_gpu.client.plots.curves import CurveMark
+from serverless_gpu.client.plots.curves import CurveMark, Try, marks
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 
 GPU = "system/node_0/gpu_3_"
