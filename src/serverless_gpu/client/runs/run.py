@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from matplotlib.figure import Figure
 
-    from serverless_gpu.client.metrics import Series
+    from serverless_gpu.client.runs.run_plot import Series
     from serverless_gpu.client.runs.started_runs import StartedRun
     from serverless_gpu.model.cost import Cost
 
@@ -301,7 +301,9 @@ class Run(Generic[R]):
         Names are those in MLflow, as ``"system/node_0/gpu_0_utilization_percentage"``; attempts follow each other.
         """
         self._refuse_session()
-        series: dict[str, Series] = load("serverless_gpu.client.metrics").read_metrics(self._source.read_telemetry())
+        series: dict[str, Series] = load("serverless_gpu.client.runs.run_plot").read_metrics(
+            self._source.read_telemetry()
+        )
         return series
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:

@@ -440,3 +440,19 @@ def is_refused(standing: Standing, hold: BudgetUse) -> bool:
     if standing.is_used_up:
         return True
     return standing.budget.hard and standing.budget.counts(standing.used + hold) > standing.budget.limit
+
+
+def part_until(amount: int, gpu_ms: int, gpus: int, start_ns: int, end_ns: int, until_ns: int) -> int:
+    """Return what of an amount of a charge, which is of one UTC day, lies before a moment in that day.
+
+    A period of another zone begins within such a day. Both parts add up to the whole.
+    `amount` and `gpu_ms` may have any sign. The time that counts comes last: environment and start precede it.
+    """
+    took_ns = abs(gpu_ms) // gpus * 1_000_000 if gpus > 0 else 0
+    from_ns = max(start_ns, end_ns - took_ns) if took_ns else start_ns
+    if until_ns >= end_ns:
+        return amount
+    if until_ns <= from_ns:
+        return 0
+    sign = -1 if amount < 0 else 1
+    return sign * (abs(amount) * (until_ns - from_ns) // (end_ns - from_ns))

@@ -53,10 +53,10 @@ from serverless_gpu.model.billing.budget import (
     is_refused,
     judge,
     may_start,
+    part_until,
     used,
     window,
 )
-from serverless_gpu.model.billing.budget_periods import part_until
 from serverless_gpu.model.billing.ledger import LedgerLine
 from serverless_gpu.model.billing.pricing import Tariff, rate
 from serverless_gpu.model.billing.spend_forecast import FORECAST_DAYS

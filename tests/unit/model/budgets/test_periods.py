@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serverless_gpu.model.billing.budget import Budget, Period, Scope, window
-from serverless_gpu.model.billing.budget_periods import local_day, midnight_ns, part_until
+from serverless_gpu.model.billing.budget import Budget, Period, Scope, part_until, window
+from serverless_gpu.model.billing.budget_periods import local_day, midnight_ns
 from serverless_gpu.model.utc_days import DAY_NS, HOUR_NS
 
 BERLIN = ZoneInfo("Europe/Berlin")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.client.metrics import read_metrics
+from serverless_gpu.client.runs.run_plot import read_metrics
 from serverless_gpu.model.telemetry import Header, Sample, decode, encode
 from serverless_gpu.node.monitor import records
 from serverless_gpu.node.monitor.records import Recording
