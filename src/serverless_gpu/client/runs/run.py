@@ -6,6 +6,8 @@ nothing but live output (which is in the logs).
 
 A run whose environment is damaged in the store has not begun: it is captured and launched again, and the handle is from
 then on that of the new run.
+
+Sessions that this process holds open: a run of its own that waits for one of them would wait for ever.
 """
 
 from __future__ import annotations
@@ -22,7 +24,6 @@ import msgspec
 from serverless_gpu.ambient import SystemClock, created_wall_ns
 from serverless_gpu.client.caller.interrupts import interruptible
 from serverless_gpu.client.display.run_display import Display, TerminalDisplay, again, make_display
-from serverless_gpu.client.runs.open_sessions import advised
 from serverless_gpu.client.runs.outcome import checked_rank, load_result, make_exception, untold_tails
 from serverless_gpu.client.runs.rank_failures import in_notebooks
 from serverless_gpu.client.runs.run_source import ConnectionNote, RunSource
@@ -43,6 +44,17 @@ if TYPE_CHECKING:
     from serverless_gpu.client.runs.run_plot import Series
     from serverless_gpu.client.runs.started_runs import StartedRun
     from serverless_gpu.model.cost import Cost
+
+own_sessions: set[str] = set()
+"""Identifiers of those that are open now."""
+
+
+def advised(sentence: str) -> str:
+    """Return the reason of a wait, with advice for a caller that blocks itself."""
+    if any(f"session {session} " in sentence for session in own_sessions):
+        return f"{sentence}; that session is open in this process: call session.distributed(...), or close it"
+    return sentence
+
 
 R = TypeVar("R")
 

@@ -24,8 +24,7 @@ from serverless_gpu.client.decorator import DistributedFunction, parse_options
 from serverless_gpu.client.display.run_display import Display, TerminalDisplay, again, make_display
 from serverless_gpu.client.launch.launch import Lender, hold, launch
 from serverless_gpu.client.launch.preflight import bind_arguments, check_function
-from serverless_gpu.client.runs.open_sessions import own_sessions
-from serverless_gpu.client.runs.run import Run
+from serverless_gpu.client.runs.run import Run, own_sessions
 from serverless_gpu.client.runs.run_list import RunList
 from serverless_gpu.client.runs.run_source import ConnectionNote
 from serverless_gpu.client.sessions.actors import Actors
