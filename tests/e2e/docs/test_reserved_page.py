@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from serverless_gpu.model.billing.advice import GpuRates, GpuUse, advise, curve_of, mix
-from serverless_gpu.model.utc_days import HOUR_NS
+from serverless_gpu.model.calendars import HOUR_NS
 from serverless_gpu.units import MICROS_PER_UNIT
 from tests.support.paths import REPOSITORY
 

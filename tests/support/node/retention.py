@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from serverless_gpu.ambient import SystemClock, new_run_id
-from serverless_gpu.model.utc_days import DAY_NS
+from serverless_gpu.model.calendars import DAY_NS
 
 
 def make_run(runs: Path, *, age_ns: int = 2 * DAY_NS, kilobytes: int = 4, ended: bool = True) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from serverless_gpu.model.billing.metering import SEGMENTS
-from serverless_gpu.model.utc_days import DAY_NS
+from serverless_gpu.model.calendars import DAY_NS
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.records import charges
 

@@ -20,7 +20,7 @@ from serverless_gpu.cli.planning.advice_sources import (
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.billing.advice import GpuRates, GpuUse, Ran, advise, curve_of, formulas
 from serverless_gpu.model.billing.pricing import Price
-from serverless_gpu.model.utc_days import HOUR_NS
+from serverless_gpu.model.calendars import HOUR_NS
 from serverless_gpu.wire.billing import DemandPage, DemandRow
 from tests.support.golden import golden
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from serverless_gpu.model.billing.advice import GpuRates, GpuUse
-from serverless_gpu.model.utc_days import HOUR_NS
+from serverless_gpu.model.calendars import HOUR_NS
 from serverless_gpu.replay import queue_cost
 from serverless_gpu.replay.queue_cost import QueueOutcome, queues
 

@@ -14,7 +14,7 @@ from serverless_gpu.cli.amounts import duration_s
 from serverless_gpu.cli.money import usage_files
 from serverless_gpu.cli.output import columns, print_json, say
 from serverless_gpu.cli.server_connection import server
-from serverless_gpu.model import utc_days
+from serverless_gpu.model import calendars
 from serverless_gpu.model.billing import usage_report as model
 from serverless_gpu.model.billing.usage_report import Amounts, DayRange, ReportRow, UsageUnit
 from serverless_gpu.model.hardware import time_unit
@@ -121,7 +121,7 @@ def _window(asked: dict[str, Any]) -> DayRange:
         raise click.UsageError("which days? one of --last, --month, or --from and --to")
     if asked["in_month"] or asked["chargeback"]:
         return model.month(asked["in_month"] or asked["chargeback"])
-    today = SystemClock().wall_ns() // utc_days.DAY_NS
+    today = SystemClock().wall_ns() // calendars.DAY_NS
     until = model.day_of(asked["last"]) + 1 if asked["last"] else today + 1
     if asked["first"]:
         return model.checked(DayRange(model.day_of(asked["first"]), until))
@@ -188,7 +188,7 @@ def _lines(view: UsageView) -> list[str]:
         row += [model.time_in(unit, amounts.unpriced_ms)] if has["unpriced_ms"] else []
         row += [_cost(group, exact=exact), *([model.decimal(amounts.dbu_micros)] if has["dbu_micros"] else [])]
         rows.append([*row, _percent(amounts.busy), _percent(amounts.idle)])
-    dates = f"{utc_days.format_day(view.from_day)} to {utc_days.format_day(view.until_day - 1)}, UTC"
+    dates = f"{calendars.format_day(view.from_day)} to {calendars.format_day(view.until_day - 1)}, UTC"
     waiting = f"QUEUED: {unit.name} of waiting, else " if has["queued_ms"] else ""
     note = f"{dates}; {waiting}{_word(view)}-{unit.name}"
     return [*columns(rows), note, *_remarks(view), *(FORMULAS if has["observed_ms"] or has["idle_ms"] else ())]
@@ -213,7 +213,7 @@ def _chargeback_lines(view: UsageView) -> list[str]:
         used = [model.time_in(unit, getattr(amounts, name)) for name in _OF_SHARES]
         cost = _cost(total, exact=exact)
         rows.append(["all", "", f"{amounts.runs:,}", *used, cost, "100.00 %" if amounts.micros else "-"])
-    first, last = utc_days.format_day(view.from_day), utc_days.format_day(view.until_day - 1)
+    first, last = calendars.format_day(view.from_day), calendars.format_day(view.until_day - 1)
     dates = f"{first} to {last}, UTC; {_word(view)}-{unit.name}"
     return [*columns(rows), dates, *_remarks(view)]
 
@@ -254,8 +254,8 @@ def _word(view: UsageView) -> str:
 
 def _told(view: UsageView) -> dict[str, object]:
     return {
-        "from": utc_days.format_day(view.from_day),
-        "to": utc_days.format_day(view.until_day - 1),
+        "from": calendars.format_day(view.from_day),
+        "to": calendars.format_day(view.until_day - 1),
         "totals": [usage_files.amounts_of(total) for total in view.totals],
         "is_cut": view.is_cut,
         "remarks": _remarks(view),

@@ -20,7 +20,7 @@ import msgspec
 from serverless_gpu.cli.output import say
 from serverless_gpu.client.runs.result_files import whole
 from serverless_gpu.errors import ServerlessGpuError, StorageError
-from serverless_gpu.model import utc_days
+from serverless_gpu.model import calendars
 from serverless_gpu.model.billing import usage_report as model
 from serverless_gpu.model.billing.billing_rows import BillingRow, ListPrice
 from serverless_gpu.model.billing.usage_report import Amounts, CostShare, ReportRow
@@ -56,7 +56,7 @@ def chargeback(view: UsageView, shares: Iterable[CostShare]) -> UsageTable:
     made = _table(
         ("month", "who", "is"),
         (
-            ((utc_days.format_month(view.from_day), share.name, "team" if share.is_team else "user"), share.group)
+            ((calendars.format_month(view.from_day), share.name, "team" if share.is_team else "user"), share.group)
             for share in kept
         ),
     )

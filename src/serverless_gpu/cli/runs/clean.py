@@ -15,8 +15,8 @@ from serverless_gpu.cli.amounts import age_s, size_bytes
 from serverless_gpu.cli.output import columns, say
 from serverless_gpu.cli.runs.run_location import choose, queued_runs, this_home
 from serverless_gpu.errors import InvalidValue
+from serverless_gpu.model.calendars import HOUR_NS
 from serverless_gpu.model.lifecycle.retention import Policy, RunDirectory, to_delete
-from serverless_gpu.model.utc_days import HOUR_NS
 from serverless_gpu.node.attempt.history import read_run, run_ids, size_on_disk
 from serverless_gpu.node.attempt.retention import Cleaned, cleaned_text, delete_all, empty_trash, scan
 from serverless_gpu.node.base.configuration import read_configuration

@@ -34,8 +34,8 @@ import msgspec
 
 from serverless_gpu import units
 from serverless_gpu.errors import InvalidValue
+from serverless_gpu.model.calendars import HOUR_NS
 from serverless_gpu.model.hardware import CATALOGUE, CPU, FAMILIES, GpuType, canonical, find_type, is_listed
-from serverless_gpu.model.utc_days import HOUR_NS
 from serverless_gpu.units import MICROS_PER_UNIT, format_micros
 
 BUSY_MIN_PERCENT = 5

@@ -24,8 +24,8 @@ from serverless_gpu import units
 from serverless_gpu.model.billing.ledger import EntryKind, LedgerEntry
 from serverless_gpu.model.billing.pricing import CORE, MEMORY, Price, Tariff, tariff
 from serverless_gpu.model.billing.usage_report import Accounted
+from serverless_gpu.model.calendars import format_day
 from serverless_gpu.model.hardware import CPU, families_of
-from serverless_gpu.model.utc_days import format_day
 
 CLOUD = "OWN"
 """Not AWS, AZURE or GCP: the machines are your own."""

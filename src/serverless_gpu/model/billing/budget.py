@@ -49,7 +49,7 @@ from typing import Literal, get_args
 import msgspec
 
 from serverless_gpu import units
-from serverless_gpu.model.utc_days import DAY_NS, bounds_ns
+from serverless_gpu.model.calendars import DAY_NS, bounds_ns
 
 
 def teams_charged(team: str, member_of: Sequence[str]) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from serverless_gpu import units
 from serverless_gpu.model.billing.budget import CLOSED, FULL, Budget, Period, Standing
-from serverless_gpu.model.utc_days import format_day, local_day
+from serverless_gpu.model.calendars import format_day, local_day
 
 PERIOD_WORDS = {Period.DAY: "today", Period.WEEK: "this week", Period.MONTH: "this month"}
 

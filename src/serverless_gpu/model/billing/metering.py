@@ -25,8 +25,8 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
+from serverless_gpu.model.calendars import DAY_NS
 from serverless_gpu.model.lifecycle.attempt import Fact, FactKind
-from serverless_gpu.model.utc_days import DAY_NS
 
 STRETCH_NS_MAX = 400 * DAY_NS
 """Devices that are lent for longer without a break are lent by a clock that is wrong."""

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from serverless_gpu.model.billing.budget import Standing
-from serverless_gpu.model.utc_days import DAY_NS, HOUR_NS
+from serverless_gpu.model.calendars import DAY_NS, HOUR_NS
 
 FORECAST_DAYS = 7
 """How many days before today a forecast looks at."""

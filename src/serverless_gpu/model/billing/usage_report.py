@@ -22,7 +22,7 @@ import msgspec
 
 from serverless_gpu import units
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model import utc_days
+from serverless_gpu.model import calendars
 from serverless_gpu.model.spec import TAG_CHARACTERS_MAX
 
 DAYS_MAX = 3_660
@@ -213,16 +213,16 @@ def label(field: str, value: object) -> str:
     A day is its number since 1970-01-01, a week the number of weeks after that of 1970-01-01.
     """
     if field == "day":
-        return utc_days.format_day(int(str(value)))
+        return calendars.format_day(int(str(value)))
     if field == "week":
-        return utc_days.format_week(int(str(value)))
+        return calendars.format_week(int(str(value)))
     return "" if value is None else str(value)
 
 
 def day_of(text: str) -> int:
     """Return the number of a day that is written ``2026-11-30``."""
     try:
-        return utc_days.number_of(datetime.date.fromisoformat(text))
+        return calendars.number_of(datetime.date.fromisoformat(text))
     except ValueError:
         raise InvalidValue(f"{text[:40]!r} is no day", hint="write it as 2026-11-30; days are of UTC") from None
 
@@ -230,7 +230,7 @@ def day_of(text: str) -> int:
 def month(text: str) -> DayRange:
     """Return the days of a month that is written ``2026-11``."""
     try:
-        found = utc_days.days_of_month(utc_days.number_of(datetime.date.fromisoformat(f"{text}-01")))
+        found = calendars.days_of_month(calendars.number_of(datetime.date.fromisoformat(f"{text}-01")))
     except ValueError:
         raise InvalidValue(f"{text[:40]!r} is no month", hint="write it as 2026-11") from None
     return checked(DayRange(found.start, found.stop))
@@ -241,7 +241,7 @@ def months(window: DayRange) -> list[tuple[int, str]]:
     found: list[tuple[int, str]] = []
     day = window.from_day
     while day < window.until_day:
-        name, day = utc_days.format_month(day), utc_days.days_of_month(day).stop
+        name, day = calendars.format_month(day), calendars.days_of_month(day).stop
         found.append((day, name))
     return found
 
@@ -346,9 +346,9 @@ def _part(field: str, account: Accounted, run_id: str, day: int) -> str:
     if field == "run":
         return run_id
     if field == "month":
-        return utc_days.format_month(day)
+        return calendars.format_month(day)
     if field in PERIODS:
-        return label(field, utc_days.week_of(day) if field == "week" else day)
+        return label(field, calendars.week_of(day) if field == "week" else day)
     return account.tags.get(field.removeprefix(TAG), "")
 
 

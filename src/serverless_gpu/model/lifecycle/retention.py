@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from serverless_gpu.model.utc_days import DAY_NS, HOUR_NS
+from serverless_gpu.model.calendars import DAY_NS, HOUR_NS
 
 DEFAULT_DAYS = 30.0
 DEFAULT_GIB = 20.0

@@ -22,7 +22,7 @@ import msgspec
 from serverless_gpu.ambient import created_wall_ns
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.billing.pricing import UNPRICED, Tariff
-from serverless_gpu.model.utc_days import DAY_NS
+from serverless_gpu.model.calendars import DAY_NS
 from serverless_gpu.node.attempt.account import write_text
 from serverless_gpu.node.attempt.history import SERVED, touched_ns
 

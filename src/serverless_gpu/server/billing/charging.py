@@ -33,9 +33,9 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.billing.ledger import LedgerEntry, LedgerLine, post
+from serverless_gpu.model.calendars import DAY_NS
 from serverless_gpu.model.lifecycle.attempt import Fact, FactKind
 from serverless_gpu.model.receipt import observed
-from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.server.core.hub import CHARGED, Hub
 from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.core.settings import Settings

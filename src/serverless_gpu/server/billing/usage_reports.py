@@ -30,8 +30,8 @@ from serverless_gpu.model.billing import billing_rows, usage_report
 from serverless_gpu.model.billing.ledger import LedgerLine
 from serverless_gpu.model.billing.metering import SEGMENTS
 from serverless_gpu.model.billing.usage_report import PERIODS, Amounts, DayRange, ReportRow, parse_by
+from serverless_gpu.model.calendars import DAY_NS
 from serverless_gpu.model.lifecycle.attempt import Fact
-from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions

@@ -26,8 +26,8 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import AlreadyFinished, StaleAttempt
 from serverless_gpu.model.billing import budget_messages
 from serverless_gpu.model.billing.budget import CLOSED, FULL, Standing
+from serverless_gpu.model.calendars import DAY_NS
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, StopReason
-from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.server.budgets.budget_admission import BudgetAdmission
 from serverless_gpu.server.budgets.spending import GoingOn, Spending, first_day_of, is_open_to
 from serverless_gpu.server.core.hub import NOTICES, Hub, run_key

@@ -16,9 +16,9 @@ from serverless_gpu.model.access import roles
 from serverless_gpu.model.access.roles import AccessReach
 from serverless_gpu.model.billing import budget_messages, spend_forecast
 from serverless_gpu.model.billing.budget import Budget, Scope, Standing
+from serverless_gpu.model.calendars import DAY_NS
 from serverless_gpu.model.hardware import time_unit
 from serverless_gpu.model.spec import TAG_CHARACTERS_MAX
-from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.server.budgets.budget_admission import BudgetAdmission
 from serverless_gpu.server.budgets.spending import Spending
 from serverless_gpu.server.core.caller import Caller

@@ -25,9 +25,9 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.model.billing import spend_forecast
 from serverless_gpu.model.billing.budget import NOTHING, BudgetUse, BudgetWindow, used
 from serverless_gpu.model.billing.spend_forecast import HOURS, HOURS_MIN, RUNS_MAX, RUNS_MIN, Alarm
+from serverless_gpu.model.calendars import DAY_NS, HOUR_NS
 from serverless_gpu.model.hardware import time_unit
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.model.utc_days import DAY_NS, HOUR_NS
 from serverless_gpu.server.budgets.spending import GoingOn, Spending, rate_of
 from serverless_gpu.server.core.hub import NOTICES, Hub, run_key
 from serverless_gpu.server.core.server_metrics import Measures

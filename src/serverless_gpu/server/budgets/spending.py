@@ -60,10 +60,10 @@ from serverless_gpu.model.billing.budget import (
 from serverless_gpu.model.billing.ledger import LedgerLine
 from serverless_gpu.model.billing.pricing import Tariff, rate
 from serverless_gpu.model.billing.spend_forecast import FORECAST_DAYS
+from serverless_gpu.model.calendars import DAY_NS
 from serverless_gpu.model.lifecycle.attempt import MEANINGS
 from serverless_gpu.model.scheduling.concurrency_limits import Candidate
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.server.budgets.budget_index import BudgetIndex, BudgetsLeft, subject_of_run, with_hold
 from serverless_gpu.server.lifecycle.liveness import Leases
 from serverless_gpu.server.lifecycle.metering import ClockPair, Lifetime

@@ -22,9 +22,9 @@ import sqlalchemy as sa
 
 from serverless_gpu.model.billing.budget import Subject
 from serverless_gpu.model.billing.ledger import EntryKind, LedgerEntry, LedgerLine, standing
+from serverless_gpu.model.calendars import DAY_NS
 from serverless_gpu.model.hardware import CPU
 from serverless_gpu.model.lifecycle.attempt import ACTIVE
-from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.server.db.database import portions
 from serverless_gpu.server.db.tables import account_tags, accounts, attempts, charges, crews, runs, utilisations
 from serverless_gpu.server.records import pools

@@ -27,7 +27,7 @@ from serverless_gpu.model.billing import usage_report
 from serverless_gpu.model.billing.ledger import EntryKind
 from serverless_gpu.model.billing.metering import SEGMENTS
 from serverless_gpu.model.billing.usage_report import ACCOUNT_FIELDS, TAG, Amounts, DayRange, ReportRow
-from serverless_gpu.model.utc_days import SINCE_MONDAY
+from serverless_gpu.model.calendars import SINCE_MONDAY
 from serverless_gpu.server.db.tables import (
     account_tags,
     accounts,

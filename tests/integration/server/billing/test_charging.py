@@ -14,9 +14,9 @@ import sqlalchemy as sa
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.billing.ledger import EntryKind, LedgerEntry, lines, post
 from serverless_gpu.model.billing.pricing import Tariff
+from serverless_gpu.model.calendars import DAY_NS
 from serverless_gpu.model.lifecycle.attempt import FactKind, Reason
 from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp
-from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.server.billing import charging
 from serverless_gpu.server.composition import Services, make_charging, make_retention
 from serverless_gpu.server.db import tables

@@ -16,7 +16,7 @@ from serverless_gpu.model.access.roles import AccessReach
 from serverless_gpu.model.billing import usage_report as model
 from serverless_gpu.model.billing.pricing import Price
 from serverless_gpu.model.billing.usage_report import Amounts, DayRange, ReportRow
-from serverless_gpu.model.utc_days import DAY_NS
+from serverless_gpu.model.calendars import DAY_NS
 from serverless_gpu.server.billing import usage_reports
 from serverless_gpu.server.billing.usage_rollup import fold
 from serverless_gpu.server.composition import Services, make_folding

@@ -24,7 +24,7 @@ from serverless_gpu.cli.money.usage import FORMULAS
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, StorageError
 from serverless_gpu.model.billing import usage_report as model
 from serverless_gpu.model.billing.billing_rows import BillingRow, ListPrice
-from serverless_gpu.model.utc_days import DAY_NS
+from serverless_gpu.model.calendars import DAY_NS
 from serverless_gpu.server.db import tables
 from serverless_gpu.wire.access import PrincipalRequest, TeamRequest, TeamView, TokenMade
 from tests.support.golden import golden

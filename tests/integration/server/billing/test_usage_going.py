@@ -10,8 +10,8 @@ import pytest
 
 from serverless_gpu.model.access.roles import AccessReach
 from serverless_gpu.model.billing.usage_report import Amounts, DayRange
+from serverless_gpu.model.calendars import DAY_NS
 from serverless_gpu.model.lifecycle.attempt import FactKind
-from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.server.billing import usage_reports
 from serverless_gpu.server.composition import Services, make_charging
 from serverless_gpu.server.core.caller import Caller

@@ -22,7 +22,7 @@ from serverless_gpu.model.billing.advice import (
     mix,
     price,
 )
-from serverless_gpu.model.utc_days import HOUR_NS
+from serverless_gpu.model.calendars import HOUR_NS
 from tests.support.golden import golden
 
 SPAN = 100

@@ -14,7 +14,7 @@ from serverless_gpu.model.billing import billing_rows
 from serverless_gpu.model.billing.billing_rows import BillingRow
 from serverless_gpu.model.billing.ledger import EntryKind, LedgerEntry, LedgerLine
 from serverless_gpu.model.billing.pricing import Price, cost, dbu_cost, tariff
-from serverless_gpu.model.utc_days import DAY_NS
+from serverless_gpu.model.calendars import DAY_NS
 from tests.support.model.usage import Account
 
 HOUR_MS = 3_600_000

@@ -20,8 +20,8 @@ from serverless_gpu.model.billing.ledger import (
 )
 from serverless_gpu.model.billing.metering import Meter, lendings
 from serverless_gpu.model.billing.pricing import UNPRICED, Tariff, cost
+from serverless_gpu.model.calendars import DAY_NS
 from serverless_gpu.model.lifecycle.attempt import Fact, FactKind
-from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.server.invariants.allocations import LentDevice, doubly, of_facts
 
 DAY = 20_000

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model import utc_days
+from serverless_gpu.model import calendars
 from serverless_gpu.model.billing import usage_report
 from serverless_gpu.model.billing.usage_report import Amounts, DayRange, ReportRow
 from tests.support.model.usage import Account
@@ -55,12 +55,12 @@ def test_a_charge_is_in_the_group_of_its_account_its_run_and_its_day() -> None:
 def test_weeks_begin_on_monday_and_months_on_their_first(day: int) -> None:
     date = datetime.date(1970, 1, 1) + datetime.timedelta(days=day)
     year, week, _ = date.isocalendar()
-    assert usage_report.label("week", utc_days.week_of(day)) == f"{year}-W{week:02d}"
+    assert usage_report.label("week", calendars.week_of(day)) == f"{year}-W{week:02d}"
     assert usage_report.label("day", day) == date.isoformat() and usage_report.day_of(date.isoformat()) == day
-    assert utc_days.format_month(day) == f"{date.year}-{date.month:02d}"
-    window = usage_report.month(utc_days.format_month(day))
+    assert calendars.format_month(day) == f"{date.year}-{date.month:02d}"
+    window = usage_report.month(calendars.format_month(day))
     assert window.from_day <= day < window.until_day
-    assert utc_days.date_of(window.from_day).day == utc_days.date_of(window.until_day).day == 1
+    assert calendars.date_of(window.from_day).day == calendars.date_of(window.until_day).day == 1
 
 
 @given(first=st.integers(0, 30_000), length=st.integers(1, 800))
@@ -69,7 +69,7 @@ def test_the_months_of_a_window_cover_it_each_once(first: int, length: int) -> N
     names = [name for _, name in found]
     assert len(set(names)) == len(names) and found[-1][0] >= first + length
     for day in (first, first + length // 2, first + length - 1):
-        assert next(name for until, name in found if day < until) == utc_days.format_month(day)
+        assert next(name for until, name in found if day < until) == calendars.format_month(day)
 
 
 def test_days_that_are_none_are_refused() -> None:

@@ -31,7 +31,7 @@ from serverless_gpu.model.billing.budget import (
     used,
     window,
 )
-from serverless_gpu.model.utc_days import DAY_NS, format_day
+from serverless_gpu.model.calendars import DAY_NS, format_day
 from tests.support.golden import golden
 
 NOW = 1_795_000_000_000_000_000  # 2026-11-18 15:06:40 UTC

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from serverless_gpu.model.billing import budget_messages, spend_forecast
 from serverless_gpu.model.billing.budget import Budget, BudgetUse, Period, Scope, Standing, window
 from serverless_gpu.model.billing.spend_forecast import Alarm, forecast, spread, unusual
-from serverless_gpu.model.utc_days import DAY_NS, HOUR_NS
+from serverless_gpu.model.calendars import DAY_NS, HOUR_NS
 from tests.support.golden import golden
 
 DAY = 20_775  # 2026-11-18, a Wednesday

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serverless_gpu.model.billing.budget import Budget, Period, Scope, part_until, window
-from serverless_gpu.model.utc_days import DAY_NS, HOUR_NS, local_day, midnight_ns
+from serverless_gpu.model.calendars import DAY_NS, HOUR_NS, local_day, midnight_ns
 
 BERLIN = ZoneInfo("Europe/Berlin")
 ZONES = [datetime.UTC, BERLIN, *map(ZoneInfo, ("America/Sao_Paulo", "Pacific/Kiritimati", "Asia/Kathmandu"))]
