@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from serverless_gpu.client.decorator import DistributedFunction as DistributedFunction
     from serverless_gpu.client.decorator import distributed as distributed
     from serverless_gpu.client.runs.attachment import attach as attach
-    from serverless_gpu.client.runs.completion_order import as_completed as as_completed
     from serverless_gpu.client.runs.run import Run as Run
     from serverless_gpu.client.runs.run_list import RunList as RunList
+    from serverless_gpu.client.runs.run_list import as_completed as as_completed
     from serverless_gpu.client.sessions.session import Session as Session
     from serverless_gpu.client.sessions.session import session as session
     from serverless_gpu.compute import GPUType as GPUType
@@ -46,7 +46,7 @@ _HOMES = {
     "distributed": "serverless_gpu.client.decorator",
     "Run": "serverless_gpu.client.runs.run",
     "RunList": "serverless_gpu.client.runs.run_list",
-    "as_completed": "serverless_gpu.client.runs.completion_order",
+    "as_completed": "serverless_gpu.client.runs.run_list",
     "attach": "serverless_gpu.client.runs.attachment",
     "Session": "serverless_gpu.client.sessions.session",
     "session": "serverless_gpu.client.sessions.session",

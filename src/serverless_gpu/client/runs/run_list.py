@@ -1,13 +1,19 @@
-"""The runs of one `.map()`: a list with the values of all of them."""
+"""The runs of one `.map()`: a list with the values of all of them.
+
+Runs in the order in which they end, as `concurrent.futures.as_completed` has it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import select
+from collections.abc import Iterable, Iterator
 from typing import Literal, TypeVar, cast, overload
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.client.runs.completion_order import as_completed
+from serverless_gpu.client.caller.interrupts import interruptible
+from serverless_gpu.client.display.run_display import TerminalDisplay
 from serverless_gpu.client.runs.run import Run
+from serverless_gpu.errors import InvalidOption
 from serverless_gpu.model.spec import patience
 
 R = TypeVar("R")
@@ -70,3 +76,60 @@ class RunList(list[Run[R]]):
         """Ask for every run to be stopped; those that have ended stay as they are."""
         for run in self:
             run.cancel()
+
+
+_LOOK_S = 1.0  # another thread may be waiting for one of the runs, and have read what its end says
+
+
+def as_completed(runs: Iterable[Run[R]], timeout: float | None = None) -> Iterator[Run[R]]:
+    """Yield runs as they end, well or not; what ended them is raised by `result()` or `results()` of each.
+
+    Args:
+        runs: runs of this process, or attached to.
+        timeout: seconds to wait for all of them at most, or None.
+
+    Raises:
+        InvalidOption: something in it is no run.
+        TimeoutError: some have not ended by then; they go on.
+        KeyboardInterrupt: Ctrl-C; they go on.
+    """
+    given: Iterable[object] = runs
+    if not isinstance(given, Iterable):
+        raise InvalidOption(f"as_completed takes a list of runs, not {given!r}")
+    pending: dict[Run[R], None] = {}
+    for run in given:
+        if not isinstance(run, Run):
+            raise InvalidOption(f"as_completed takes a list of runs; {run!r} is none")
+        pending[run] = None
+    return _as_completed(list(pending), patience("timeout", timeout))
+
+
+def _as_completed(pending: list[Run[R]], timeout: float | None) -> Iterator[Run[R]]:
+    clock = SystemClock()
+    deadline_ns = None if timeout is None else clock.boottime_ns() + round(timeout * 1e9)
+    total = len(pending)
+    while pending:
+        ended = [run for run in pending if run._ended(0)]
+        pending = [run for run in pending if run not in ended]
+        yield from ended
+        left_s = _LOOK_S if deadline_ns is None else min(_LOOK_S, (deadline_ns - clock.boottime_ns()) / 1e9)
+        if pending and not ended:
+            if left_s <= 0:
+                raise TimeoutError(f"{len(pending)} of {total} runs have not ended")
+            try:
+                _wait_for_any(pending, left_s)
+            except KeyboardInterrupt:
+                TerminalDisplay(quiet=False).say(
+                    f"{len(pending)} of {total} runs go on; cancel() of a handle stops one"
+                )
+                raise KeyboardInterrupt from None
+
+
+def _wait_for_any(runs: list[Run[R]], limit_s: float) -> None:
+    poll = select.poll()  # not `select`, which knows no descriptor above 1023
+    for run in runs:
+        fd = run.fileno()
+        if fd >= 0:
+            poll.register(fd, select.POLLIN)
+    with interruptible():
+        poll.poll(limit_s * 1000)
