@@ -16,7 +16,8 @@ from serverless_gpu.environment.documents import (
     make_snapshot,
     unit_address,
 )
-from serverless_gpu.environment.scan.scan import LocalUnit, Scan
+from serverless_gpu.environment.scan.scan import Scan
+from serverless_gpu.environment.scan.snapshot_composition import LocalUnit
 from tests.support.environment.hostile import PYTHON
 
 

@@ -17,7 +17,7 @@ from serverless_gpu.cli.output import columns, print_json, say
 from serverless_gpu.environment.documents import FileRow, Root, Snapshot, SnapshotMember
 from serverless_gpu.environment.scan.changes import Change
 from serverless_gpu.environment.scan.changes import differences as differences_of_files
-from serverless_gpu.environment.scan.scan import LocalUnit
+from serverless_gpu.environment.scan.snapshot_composition import LocalUnit
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.errors import EnvironmentMissing
 from serverless_gpu.units import format_bytes, format_duration_ms

@@ -5,6 +5,11 @@
 
 A run may have several attempts, one after the other; the files are those of the last. Of a run on several nodes the end
 may come twice: first the known part, then all of it. The server states the ending of a run whose node never came back.
+
+Finding a run of a server again by its id, from any machine that has a token for it.
+
+Only the caller's own results are loaded, since loading runs code. Another principal's results need
+`allow_pickle_from="bob"`.
 """
 
 from __future__ import annotations
@@ -12,7 +17,9 @@ from __future__ import annotations
 import codecs
 import contextlib
 import functools
+import os
 from collections import deque
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import msgspec
@@ -20,9 +27,11 @@ import msgspec
 from serverless_gpu.ambient import SystemClock, format_soon
 from serverless_gpu.client.plots.curves import Try
 from serverless_gpu.client.remote.event_stream import Away, EventStream, Heard
+from serverless_gpu.client.remote.profile import is_configured
 from serverless_gpu.client.remote.run_copies import Copies, write_whole
-from serverless_gpu.client.remote.server import RemoteServer
+from serverless_gpu.client.remote.server import RemoteServer, server_of
 from serverless_gpu.client.runs.outcome import Origin
+from serverless_gpu.client.runs.run import Run
 from serverless_gpu.client.runs.run_source import ConnectionNote, RunSource
 from serverless_gpu.errors import AlreadyFinished, NotFound, ServerProblem
 from serverless_gpu.json_codec import from_json
@@ -31,6 +40,7 @@ from serverless_gpu.model.lifecycle.attempt import TERMINAL, Failure, Reason, St
 from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.model.scheduling import wait_messages
 from serverless_gpu.node.base import protocol
+from serverless_gpu.node.base.home import Home, find_home
 from serverless_gpu.wire.attempts import NOT_SENT
 from serverless_gpu.wire.base import Json
 from serverless_gpu.wire.queue import wait_of
@@ -333,3 +343,20 @@ def _stopped(message: EndedMessage) -> protocol.Stopped:
             return msgspec.structs.replace(said, cause=why) if message.reason in _DISPLACED else said
     cause = why if message.sentence and message.reason is not Reason.COMPLETED else None
     return protocol.Stopped(state=message.state, reason=message.reason, cause=cause, consequences=())
+
+
+def attach(home: Home, run_id: str, trusted: Collection[str]) -> Run[object] | None:
+    """Return a server's run, or None without a server; `trusted` principals' results load, too."""
+    if not is_configured(home.root, os.environ):
+        return None
+    server = server_of(home.root, os.environ)
+    view = server.run(run_id)
+    is_trusted = view.owner in trusted or view.owner == server.principal()
+    untrusted = "" if is_trusted else view.owner
+    return Run(RemoteRun(server, view, home.remote / run_id, untrusted=untrusted), view.spec)
+
+
+def unfinished(run_ids: Sequence[str]) -> list[str]:
+    """Return which runs of the server have not ended, without waiting for a server that is away."""
+    server = server_of(find_home(os.environ).root, os.environ)
+    return [run_id for run_id in run_ids if server.run(run_id, patiently=False).state not in TERMINAL]

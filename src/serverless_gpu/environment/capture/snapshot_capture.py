@@ -37,7 +37,8 @@ from serverless_gpu.environment.rules import check_rows
 from serverless_gpu.environment.rules.limits import CONTENT_BYTES_MAX
 from serverless_gpu.environment.scan.description import Description
 from serverless_gpu.environment.scan.project_files import same_matter
-from serverless_gpu.environment.scan.scan import LocalUnit, Recogniser, Scan, garbage_kept
+from serverless_gpu.environment.scan.scan import Recogniser, Scan, garbage_kept
+from serverless_gpu.environment.scan.snapshot_composition import LocalUnit
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.errors import (
     EnvironmentProblem,

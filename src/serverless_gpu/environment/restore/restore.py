@@ -26,13 +26,12 @@ import msgspec
 
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.progress import ProgressPoint, Report, nobody
-from serverless_gpu.environment.restore.assembly import library_name, moved, paths_before
+from serverless_gpu.environment.restore.assembly import paths_before
 from serverless_gpu.environment.restore.bytecode import jobs
 from serverless_gpu.environment.restore.cache.cache_directory import full, is_full, locked, occupied_bytes
 from serverless_gpu.environment.restore.cache.unit_cache import Cache, Ensured
-from serverless_gpu.environment.restore.export import Exported, ExportRequest, export
 from serverless_gpu.environment.restore.preparation import Prepared, known_snapshot, loaded_jobs, prepare
-from serverless_gpu.environment.restore.pythons import ask, find_python
+from serverless_gpu.environment.restore.pythons import ask
 from serverless_gpu.environment.restore.trees import (
     LAYERS_MAX,
     MAKING_S_MAX,
@@ -53,20 +52,6 @@ from serverless_gpu.environment.restore.trees import (
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.repair import read_snapshot
 from serverless_gpu.errors import StorageError
-
-__all__ = [
-    "ExportRequest",
-    "Exported",
-    "Mount",
-    "RestoredTree",
-    "Way",
-    "compile_rest",
-    "export",
-    "find_python",
-    "library_name",
-    "moved",
-    "restore",
-]
 
 Mode = Literal["overlay", "links"]
 

@@ -21,7 +21,7 @@ import msgspec
 
 from serverless_gpu.environment.documents import FileRow, Generated, Root, Snapshot, SnapshotMember
 from serverless_gpu.environment.scan.distributions import parse_record, read_text
-from serverless_gpu.environment.scan.scan import LocalUnit
+from serverless_gpu.environment.scan.snapshot_composition import LocalUnit
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.errors import EnvironmentProblem
 

@@ -35,8 +35,6 @@ from serverless_gpu.environment.scan.snapshot_composition import Composed, Local
 from serverless_gpu.environment.scan.stdlib_rescan import look_again
 from serverless_gpu.environment.scan.watcher import LibraryWatcher, Unwatchable
 
-__all__ = ["LocalUnit", "Recogniser", "Scan"]
-
 
 class Scan(msgspec.Struct, frozen=True, kw_only=True):
     """An environment as it was found: its snapshot, and by address where its units are."""

@@ -56,8 +56,9 @@ from serverless_gpu.units import format_duration_ms
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
-    from obstore.store import ClientConfig, RetryConfig
+    from obstore.store import AzureStore, ClientConfig, GCSStore, RetryConfig, S3Store
 
+    Client = S3Store | GCSStore | AzureStore
 
 _CONNECT_S = 10.0
 _READ_S = 30.0

@@ -14,7 +14,8 @@ from serverless_gpu.environment.documents import (
     make_snapshot,
     unit_address,
 )
-from serverless_gpu.environment.scan.scan import LocalUnit, Scan
+from serverless_gpu.environment.scan.scan import Scan
+from serverless_gpu.environment.scan.snapshot_composition import LocalUnit
 from serverless_gpu.environment.service_messages import CapturedEnvironment, Taken
 from tests.support.environment.hostile import PYTHON
 from tests.support.golden import golden

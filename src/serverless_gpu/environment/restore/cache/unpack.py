@@ -370,8 +370,6 @@ def _umask() -> int:
     return 0o777  # not known: modes are set once more
 
 
-__all__ = ["MTIME_S", "unpack", "unpack_each"]
-
 FETCHING_THREADS = 3
 PACKS_IN_FLIGHT = 4
 REPORT_S = 0.2
