@@ -7,20 +7,28 @@ The counterpart of `launch.py`. The identifier is on the caller's disk before th
 has the same one: a lost answer costs nothing. A refusal leaves no files; an unanswered request may have become a run,
 so its identifier stays here and is printed. Ctrl-C during the request cancels the run that it may have started. An
 environment that changes during the check is checked again.
+
+Uploads large payloads in parts named by their content, so that a broken upload resumes.
+
+    call.pkl ──▶ parts of 16 MiB, BLAKE3 each ──▶ which are missing? ──▶ these are sent ──▶ BlobReference
+
+Each part is retried while patience lasts; a part that arrives damaged is sent once more.
 """
 
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import platform
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+import blake3
 import msgspec
 
 from serverless_gpu.ambient import SystemClock, machine, new_run_id
@@ -34,7 +42,6 @@ from serverless_gpu.client.launch.ray_preflight import process_state_refusal
 from serverless_gpu.client.launch.remedies import explain
 from serverless_gpu.client.remote import environment_variables
 from serverless_gpu.client.remote.event_stream import Away, EventStream
-from serverless_gpu.client.remote.payload_upload import upload
 from serverless_gpu.client.remote.pool_choice import choose
 from serverless_gpu.client.remote.profile import remote_home
 from serverless_gpu.client.remote.run_copies import clean_now_and_then, write_whole
@@ -43,6 +50,7 @@ from serverless_gpu.client.remote.server import RemoteServer, server_of
 from serverless_gpu.client.runs.run import Run
 from serverless_gpu.errors import (
     AlreadyFinished,
+    HashMismatch,
     InvalidValue,
     NoSuitableNode,
     NotFound,
@@ -51,7 +59,7 @@ from serverless_gpu.errors import (
     ServerUnavailable,
 )
 from serverless_gpu.model.lifecycle.attempt import StopReason
-from serverless_gpu.model.spec import Environment, Function, RunSpec
+from serverless_gpu.model.spec import BLOB_PART_BYTES, BlobReference, Environment, Function, RunSpec
 from serverless_gpu.node.attempt.submission import Submission
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.systems import require_linux
@@ -164,7 +172,7 @@ def _request(server: RemoteServer, root: Path, run_id: str, spec: RunSpec, snaps
     elif path.stat().st_size <= INLINE_BYTES_MAX:
         call = path.read_bytes()
     else:
-        spec = msgspec.structs.replace(spec, payload=Function(call=upload(server, path)))
+        spec = msgspec.structs.replace(spec, payload=Function(call=upload_payload(server, path)))
     return RunRequest(
         id=run_id,
         spec=spec,
@@ -249,3 +257,33 @@ def _accepted(stream: EventStream, *, quiet: bool) -> RunView:
         if not isinstance(heard, Away):
             raise ServerProblem(f"the server began the stream of a new run with {type(heard).__name__}")
         TerminalDisplay(quiet=quiet).say(heard.sentence)
+
+
+_TRIES = 2
+
+
+def upload_payload(server: RemoteServer, path: Path) -> BlobReference:
+    """Upload a file of at least one byte and return its reference in the server's store."""
+    size = path.stat().st_size
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        parts = tuple(blake3.blake3(part).hexdigest() for part in _parts(content, size))
+        missing = set(server.missing(tuple(dict.fromkeys(parts))))
+        for digest, part in zip(parts, _parts(content, size), strict=True):
+            if digest in missing:
+                missing.discard(digest)
+                _put(server, digest, part)
+    return BlobReference(size=size, parts=parts)
+
+
+def _parts(content: mmap.mmap, size: int) -> Iterator[bytes]:
+    for start in range(0, size, BLOB_PART_BYTES):
+        yield content[start : start + BLOB_PART_BYTES]
+
+
+def _put(server: RemoteServer, digest: str, part: bytes) -> None:
+    for attempt in range(_TRIES):
+        try:
+            return server.put_part(digest, part)
+        except HashMismatch:
+            if attempt + 1 == _TRIES:
+                raise
