@@ -30,7 +30,7 @@ from serverless_gpu.environment.restore.cache.cache_directory import (
 from serverless_gpu.environment.restore.cache.unit_cache import Cache
 from serverless_gpu.environment.restore.cache.unit_integrity import linking
 from serverless_gpu.environment.restore.link_tree import ContentSource, Linked, fill
-from serverless_gpu.environment.restore.preparation import Prepared, known_snapshot, loaded_jobs, prepare
+from serverless_gpu.environment.restore.restore import Prepared, known_snapshot, loaded_jobs, prepare
 from serverless_gpu.environment.restore.trees import MAKING_S_MAX, assembled
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.repair import read_snapshot

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.environment.documents import Snapshot, SnapshotOrigin
-from serverless_gpu.environment.restore import preparation
 from serverless_gpu.environment.restore.bytecode import compile_all, jobs
 from serverless_gpu.environment.restore.cache.unit_cache import Cache
 from serverless_gpu.environment.restore.cache.unpack import MTIME_S

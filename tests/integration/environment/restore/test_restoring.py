@@ -16,8 +16,7 @@ import pytest
 
 from serverless_gpu.environment.documents import Generated, Snapshot, SnapshotOrigin, make_snapshot
 from serverless_gpu.environment.restore.cache.unit_cache import Cache
-from serverless_gpu.environment.restore.preparation import glibc
-from serverless_gpu.environment.restore.restore import RestoredTree, Way, restore
+from serverless_gpu.environment.restore.restore import RestoredTree, Way, glibc, restore
 from serverless_gpu.environment.restore.trees import LAYERS_MAX
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.directory_store import DirectoryStore
