@@ -2,6 +2,10 @@
 
 Validated here and nowhere else, before anything starts. What only a server can enforce is recorded in the spec, so that
 the same code means the same with `remote=True`.
+
+The tracking context of a run: its MLflow destination, as the client found it, and its content.
+
+Values and rules; who speaks to MLflow is `serverless_gpu.tracking`, who does so for a run is the node's monitor.
 """
 
 from __future__ import annotations
@@ -21,8 +25,37 @@ from serverless_gpu.model import secrets
 from serverless_gpu.model.hardware import CPU, GpuType, find_type
 from serverless_gpu.model.lifecycle.attempt import UNSAVED_MAX, Limits
 from serverless_gpu.model.ray_cluster import RayCluster
-from serverless_gpu.model.tracking_context import Tracking
 from serverless_gpu.units import parse_duration_s
+
+
+class Tracking(msgspec.Struct, frozen=True, kw_only=True):
+    """The MLflow destination of a run, as its client resolved it at the call.
+
+    One of `uri` and `store` says where; with neither it is the home's own MLflow server.
+
+    Attributes:
+        uri: of an MLflow server, http or https, without credentials: those stay in the caller's variables.
+        store: of the caller's, with no server in front of it (``sqlite:////…``, a directory): the node's home puts one
+            there.
+        experiment: name; made if it is not there. "" where `experiment_id` says which.
+        experiment_id: of one that is there.
+        run_id: an MLflow run that is continued and stays its maker's to end; "" makes one.
+        parent_id: the MLflow run below which it is nested, or "".
+        run_name: of a run that is made.
+        tags: of the source: user, program, commit.
+        params: of the call, as text.
+    """
+
+    uri: str = ""
+    store: str = ""
+    experiment: str = ""
+    experiment_id: str = ""
+    run_id: str = ""
+    parent_id: str = ""
+    run_name: str = ""
+    tags: dict[str, str] = {}
+    params: dict[str, str] = {}
+
 
 SPEC_VERSION = 2
 BLOB_PART_BYTES = 16 << 20

@@ -16,8 +16,7 @@ from typing import Literal
 from serverless_gpu.model.arguments import command_text
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.receipt import Receipt
-from serverless_gpu.model.spec import Command, RunSpec
-from serverless_gpu.model.tracking_context import Tracking
+from serverless_gpu.model.spec import Command, RunSpec, Tracking
 
 KEY_CHARACTERS_MAX = 250
 PARAM_CHARACTERS_MAX = 6000

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
 
-from serverless_gpu.model.tracking_context import Tracking
+from serverless_gpu.model.spec import Tracking
 from serverless_gpu.model.tracking_rules import Status
 
 

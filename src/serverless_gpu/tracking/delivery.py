@@ -40,8 +40,7 @@ from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.receipt import Receipt
-from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.model.tracking_context import Tracking
+from serverless_gpu.model.spec import RunSpec, Tracking
 from serverless_gpu.model.tracking_rules import (
     ATTEMPT_TAG,
     GIVE_UP_S,

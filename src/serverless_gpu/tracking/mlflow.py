@@ -20,7 +20,7 @@ from urllib.parse import quote, urlsplit
 
 import msgspec
 
-from serverless_gpu.model.tracking_context import Tracking
+from serverless_gpu.model.spec import Tracking
 from serverless_gpu.model.tracking_rules import KEY_CHARACTERS_MAX, RUN_TAG, Status, cut
 from serverless_gpu.tracking.base import Metric, TrackerAway, TrackerRefused, TrackerRun
 from serverless_gpu.tracking.rest import LONG_TIMEOUT_S, Exists, NotThere, Rest

@@ -20,8 +20,7 @@ from serverless_gpu.client.launch.preflight import pack
 from serverless_gpu.errors import RunTimedOut
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.receipt import DeviceUse, Receipt
-from serverless_gpu.model.spec import Command, RunSpec
-from serverless_gpu.model.tracking_context import Tracking
+from serverless_gpu.model.spec import Command, RunSpec, Tracking
 from serverless_gpu.node.agent.connection import connect
 from serverless_gpu.node.attempt.submission import write_submission
 from serverless_gpu.node.base import protocol

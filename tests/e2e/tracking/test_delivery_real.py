@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.model.lifecycle.attempt import Reason, State
-from serverless_gpu.model.tracking_context import Tracking
+from serverless_gpu.model.spec import Tracking
 from serverless_gpu.model.tracking_rules import valid_key
 from serverless_gpu.testing.mlflow import FakeMlflow
 from serverless_gpu.tracking.base import Metric, TrackerAway, TrackerRefused

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serverless_gpu.model.tracking_context import Tracking
+from serverless_gpu.model.spec import Tracking
 from tests.support.tracking.mlflow_server import PYTHON, MlflowServer
 
 pytestmark = [pytest.mark.heavy, pytest.mark.slow]

@@ -14,8 +14,7 @@ from serverless_gpu.ambient import SystemClock
 from serverless_gpu.engines.simulated.simulated_agents import SimulatedAgent, SimulatedWork
 from serverless_gpu.engines.simulated.simulated_telemetry import Telemetry
 from serverless_gpu.model.hardware import Device, DeviceKind
-from serverless_gpu.model.spec import Resources, RunSpec
-from serverless_gpu.model.tracking_context import Tracking
+from serverless_gpu.model.spec import Resources, RunSpec, Tracking
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.tracking.mlflow import MlflowTracker
 from serverless_gpu.wire.agents import (

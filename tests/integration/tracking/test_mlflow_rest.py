@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.model.tracking_context import Tracking
+from serverless_gpu.model.spec import Tracking
 from serverless_gpu.testing.mlflow import FakeMlflow, FakeRun
 from serverless_gpu.tracking.base import Metric, TrackerAway, TrackerRefused, TrackerRun, split_userinfo
 from serverless_gpu.tracking.mlflow import MlflowTracker

@@ -9,9 +9,8 @@ from pathlib import Path
 
 from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.model.hardware import DeviceKind
-from serverless_gpu.model.spec import Resources, RunSpec
+from serverless_gpu.model.spec import Resources, RunSpec, Tracking
 from serverless_gpu.model.telemetry import SECOND_NS, GpuSample, Header, HostSample, Sample, Sampled, encode
-from serverless_gpu.model.tracking_context import Tracking
 from serverless_gpu.testing.mlflow import FakeMlflow
 from serverless_gpu.tracking.base import Tracker, TrackerRun
 from serverless_gpu.tracking.delivery import DeliveryJob, MlflowDelivery

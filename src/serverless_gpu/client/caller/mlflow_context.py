@@ -31,8 +31,7 @@ import msgspec
 from serverless_gpu.client.display.run_display import TerminalDisplay
 from serverless_gpu.json_codec import from_builtins
 from serverless_gpu.model.arguments import argument_texts
-from serverless_gpu.model.spec import Command, RunSpec
-from serverless_gpu.model.tracking_context import Tracking
+from serverless_gpu.model.spec import Command, RunSpec, Tracking
 
 SWITCH = "SERVERLESS_GPU_TRACKING"
 URI = "MLFLOW_TRACKING_URI"

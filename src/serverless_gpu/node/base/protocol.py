@@ -35,8 +35,7 @@ from serverless_gpu.model.lifecycle.rendezvous import Chosen, CrewReach, Offer
 from serverless_gpu.model.placement import CrewPlace, numbered
 from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.model.secrets import DeliveredSecrets
-from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.model.tracking_context import Tracking
+from serverless_gpu.model.spec import RunSpec, Tracking
 from serverless_gpu.node.base.stop_message import Stopped as Stopped
 from serverless_gpu.node.inside.channel import Channel, close_all
 from serverless_gpu.version import __version__

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.errors import AgentUnavailable
-from serverless_gpu.model.tracking_context import Tracking
+from serverless_gpu.model.spec import Tracking
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.lock_files import held_note
 from serverless_gpu.node.base.protocol import Context, original

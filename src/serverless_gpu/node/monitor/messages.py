@@ -23,9 +23,8 @@ import msgspec
 from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.receipt import DeviceUse
-from serverless_gpu.model.spec import RunSpec
+from serverless_gpu.model.spec import RunSpec, Tracking
 from serverless_gpu.model.telemetry import Sample
-from serverless_gpu.model.tracking_context import Tracking
 from serverless_gpu.node.base.protocol import PROTOCOL, decoded
 from serverless_gpu.node.inside.channel import Channel, close_all
 from serverless_gpu.version import __version__

@@ -12,8 +12,7 @@ import pytest
 
 from serverless_gpu.client.caller import mlflow_context
 from serverless_gpu.client.caller.mlflow_context import Far, Resolved, TrackingStore, place_of, resolve, tracked
-from serverless_gpu.model.spec import Command, RunSpec
-from serverless_gpu.model.tracking_context import Tracking
+from serverless_gpu.model.spec import Command, RunSpec, Tracking
 from tests.support.golden import golden
 
 SPEC = RunSpec(name="train")

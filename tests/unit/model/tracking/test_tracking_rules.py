@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, Reason, State
 from serverless_gpu.model.receipt import Receipt, Segments
-from serverless_gpu.model.spec import Command, Resources, RunSpec
-from serverless_gpu.model.tracking_context import Tracking
+from serverless_gpu.model.spec import Command, Resources, RunSpec, Tracking
 from serverless_gpu.model.tracking_rules import (
     POINTS_MAX,
     cut,

@@ -9,8 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.model.tracking_context import Tracking
+from serverless_gpu.model.spec import RunSpec, Tracking
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.mlflow_server.control import Serving
 from serverless_gpu.node.monitor import delivery as delivering

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.model.tracking_context import Tracking
+from serverless_gpu.model.spec import RunSpec, Tracking
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.monitor import backlog
 from serverless_gpu.node.monitor.backlog import Backlog, ClaimedAttempt
