@@ -24,8 +24,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import AlreadyFinished, StaleAttempt
-from serverless_gpu.model.billing import budget_messages
-from serverless_gpu.model.billing.budget import CLOSED, FULL, Standing
+from serverless_gpu.model.billing.budget import CLOSED, FULL, Standing, goes_on_text, stopped_text, warning_text
 from serverless_gpu.model.calendars import DAY_NS
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, StopReason
 from serverless_gpu.server.budgets.budget_admission import BudgetAdmission
@@ -135,7 +134,7 @@ class Keeper:
             for mark in marks:
                 if not budgets.say(connection, name, start_ns=start_ns, percent=mark, at_ns=at_ns):
                     continue
-                sentence = budget_messages.warning(name, standing, currency, is_open=True, mark=mark)
+                sentence = warning_text(name, standing, currency, is_open=True, mark=mark)
                 document = _document(name, standing, mark, currency) | {"sentence": sentence}
                 action, kind = _KINDS.get(mark, (Action.BUDGET_WARNING, NoticeKind.WARNING))
                 audit.record(connection, who=audit.SERVER, action=action, subject=name, now_ns=at_ns, detail=document)
@@ -163,9 +162,9 @@ class Keeper:
             for one in concerned:
                 is_open = is_open_to(standing.budget, one.subject)
                 if mark == CLOSED:
-                    said = budget_messages.goes_on(name, standing, currency, is_open=is_open)
+                    said = goes_on_text(name, standing, currency, is_open=is_open)
                 else:
-                    said = budget_messages.warning(name, standing, currency, is_open=is_open, mark=mark)
+                    said = warning_text(name, standing, currency, is_open=is_open, mark=mark)
                 transitions.remark(connection, one.spender.run_id, one.spender.fence, said, at_ns=at_ns)
 
         self._database.write(work)
@@ -181,7 +180,7 @@ def _ask(connection: sa.Connection, due: _Due, currency: str, at_ns: int) -> Tra
         return None  # judged anew with what it is now
     if run is None or run.fence != one.spender.fence or run.state not in ACTIVE:
         return None
-    because = budget_messages.stopped(name, standing, currency, is_open=is_open_to(standing.budget, one.subject))
+    because = stopped_text(name, standing, currency, is_open=is_open_to(standing.budget, one.subject))
     try:
         return transitions.ask_to_stop(
             connection, run.id, who=audit.SERVER, why=StopReason.BUDGET, at_ns=at_ns, because=because

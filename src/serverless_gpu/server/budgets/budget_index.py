@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from serverless_gpu.model.billing import budget_messages
-from serverless_gpu.model.billing.budget import BudgetUse, Standing, Subject, keys, may_start
+from serverless_gpu.model.billing.budget import BudgetUse, Standing, Subject, keys, may_start, no_room_text
 from serverless_gpu.model.hardware import CPU
 from serverless_gpu.model.scheduling.concurrency_limits import Candidate
 from serverless_gpu.model.spec import RunSpec
@@ -69,7 +68,7 @@ class BudgetsLeft:
         hold = self._hold(candidate)
         for name in names:
             if not may_start(self._standings[name], hold):
-                return budget_messages.no_room(name, self._standings[name])
+                return no_room_text(name, self._standings[name])
         self._count(names, hold)
         return ""
 

@@ -14,8 +14,8 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, NotFound, TooLarge
 from serverless_gpu.model.access import roles
 from serverless_gpu.model.access.roles import AccessReach
-from serverless_gpu.model.billing import budget_messages, spend_forecast
-from serverless_gpu.model.billing.budget import Budget, Scope, Standing
+from serverless_gpu.model.billing import spend_forecast
+from serverless_gpu.model.billing.budget import Budget, Scope, Standing, next_day_text, renewal_text, used_text
 from serverless_gpu.model.calendars import DAY_NS
 from serverless_gpu.model.hardware import time_unit
 from serverless_gpu.model.spec import TAG_CHARACTERS_MAX
@@ -146,8 +146,8 @@ class BudgetService:
             raise _unknown(name)
         if standing.is_spent:
             raise InvalidValue(
-                f"budget {name!r} is used up: {budget_messages.used_words(standing, self._settings.currency)}",
-                hint=f"raise it: sgpu budget set {name}; or wait: {budget_messages.anew(standing)}",
+                f"budget {name!r} is used up: {used_text(standing, self._settings.currency)}",
+                hint=f"raise it: sgpu budget set {name}; or wait: {renewal_text(standing)}",
             )
 
         def work(connection: sa.Connection) -> None:
@@ -302,10 +302,10 @@ def _detail(budget: Budget) -> dict[str, object]:
 
 
 def _sentence(standing: Standing, currency: str) -> str:
-    parts = [budget_messages.used_words(standing, currency)]
+    parts = [used_text(standing, currency)]
     if standing.is_used_up:
         why = "" if standing.is_spent else "closed: what is left did not pay for another minute of its runs; "
-        parts.append(f"{why}nothing new starts until {budget_messages.next_day(standing)}")
+        parts.append(f"{why}nothing new starts until {next_day_text(standing)}")
     unpriced_ms = standing.used.unpriced_ms
     if unpriced_ms and standing.budget.limit_micros is not None:
         parts.append(f"{format_gpu_ms(unpriced_ms, unit=time_unit())} have no price and count nothing: sgpu price set")

@@ -38,7 +38,6 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.errors import BudgetExhausted
-from serverless_gpu.model.billing import budget_messages
 from serverless_gpu.model.billing.budget import (
     NOTHING,
     Budget,
@@ -52,9 +51,14 @@ from serverless_gpu.model.billing.budget import (
     first_hold,
     is_refused,
     judge,
+    left_text,
     may_start,
+    no_room_text,
     part_until,
+    refused_text,
+    renewal_text,
     used,
+    warning_text,
     window,
 )
 from serverless_gpu.model.billing.ledger import LedgerLine
@@ -370,8 +374,8 @@ class Spending:
                 standing = self._standings.get(name)
                 if standing is not None and is_refused(standing, hold):
                     raise BudgetExhausted(
-                        budget_messages.refused(name, standing, currency, is_open=is_open_to(standing.budget, subject)),
-                        hint=f"{budget_messages.anew(standing)}; an operator can raise it: sgpu budget set {name}",
+                        refused_text(name, standing, currency, is_open=is_open_to(standing.budget, subject)),
+                        hint=f"{renewal_text(standing)}; an operator can raise it: sgpu budget set {name}",
                     )
 
     def left(self, subject: Subject, *, currency: str, sees_all: bool = False) -> tuple[str, ...]:
@@ -385,7 +389,7 @@ class Spending:
         with self._lock:
             there = [(name, self._standings.get(name)) for name in sorted(self._index.names(subject))]
             return tuple(
-                budget_messages.left(name, standing, currency, is_open=sees_all or is_open_to(standing.budget, subject))
+                left_text(name, standing, currency, is_open=sees_all or is_open_to(standing.budget, subject))
                 for name, standing in there
                 if standing is not None
             )
@@ -396,9 +400,7 @@ class Spending:
             for name in self._index.names(subject):
                 standing = self._standings.get(name)
                 if standing is not None and standing.reached:
-                    return budget_messages.warning(
-                        name, standing, currency, is_open=is_open_to(standing.budget, subject)
-                    )
+                    return warning_text(name, standing, currency, is_open=is_open_to(standing.budget, subject))
         return ""
 
     def rooms(self, holds: Callable[[Candidate], BudgetUse]) -> BudgetsLeft | None:
@@ -449,7 +451,7 @@ class Spending:
             hold = first_hold(run.spec.grace_s, gpus=gpus, micros_per_hour=micros_per_hour, longest_s=longest_s)
             for name in names:
                 if not may_start(self._standings[name], hold):
-                    return budget_messages.no_room(name, self._standings[name])
+                    return no_room_text(name, self._standings[name])
             spender = Spender(
                 run_id=run.id,
                 fence=run.fence + 1,

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serverless_gpu.model.billing import budget_messages
 from serverless_gpu.model.billing.budget import (
     CLOSED,
     FULL,
@@ -23,12 +22,14 @@ from serverless_gpu.model.billing.budget import (
     Standing,
     Subject,
     first_hold,
+    goes_on_text,
     held,
     is_refused,
     judge,
     keys,
     may_start,
     used,
+    warning_text,
     window,
 )
 from serverless_gpu.model.calendars import DAY_NS, format_day
@@ -291,11 +292,11 @@ def test_22D6_a_budget_that_stops_runs_is_closed_and_not_at_100_per_cent() -> No
     assert standing.stop == ("a", "b") and standing.reached == (80, 95, CLOSED)
     standing = judge(money(100), NOTHING, [spender("a", used_s=4), spender("b", used_s=4)], NOW)
     assert standing.stop == ("b",) and standing.percent == 8.0
-    said = budget_messages.warning("llm", standing, "USD", is_open=True)
+    said = warning_text("llm", standing, "USD", is_open=True)
     assert (
         "is closed" in said and "8.00 of 100.00 USD used" in said and "100 %" not in said and "1 run is stopped" in said
     )
-    goes_on = budget_messages.goes_on("llm", standing, "USD", is_open=True)
+    goes_on = goes_on_text("llm", standing, "USD", is_open=True)
     assert golden("server.budgets.one-goes") in goes_on
-    assert "USD" not in budget_messages.goes_on("llm", standing, "USD", is_open=False)
-    assert "80 % of budget 'llm'" in budget_messages.warning("llm", standing, "USD", is_open=True, mark=80)
+    assert "USD" not in goes_on_text("llm", standing, "USD", is_open=False)
+    assert "80 % of budget 'llm'" in warning_text("llm", standing, "USD", is_open=True, mark=80)

@@ -6,8 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serverless_gpu.model.billing import budget_messages, spend_forecast
-from serverless_gpu.model.billing.budget import Budget, BudgetUse, Period, Scope, Standing, window
+from serverless_gpu.model.billing import spend_forecast
+from serverless_gpu.model.billing.budget import (
+    Budget,
+    BudgetUse,
+    Period,
+    Scope,
+    Standing,
+    no_room_text,
+    stopped_text,
+    used_text,
+    warning_text,
+    window,
+)
 from serverless_gpu.model.billing.spend_forecast import Alarm, forecast, spread, unusual
 from serverless_gpu.model.calendars import DAY_NS, HOUR_NS
 from tests.support.golden import golden
@@ -74,24 +85,24 @@ def test_what_is_taken_back_is_taken_back_hour_by_hour_to_one(amount: int, start
     ("said", "text"),
     [
         (
-            budget_messages.warning("llm", standing(10**8, 81_200_000), "USD", is_open=True),
+            warning_text("llm", standing(10**8, 81_200_000), "USD", is_open=True),
             "budget 'llm' is at 81 % this month (81.20 of 100.00 USD used);"
             " at 100 % its runs are stopped, with their grace for a checkpoint",
         ),
         (
-            budget_messages.warning("llm", standing(10**8, 81_200_000, hard=False), "USD", is_open=False),
+            warning_text("llm", standing(10**8, 81_200_000, hard=False), "USD", is_open=False),
             "budget 'llm' is at 81 % this month; at 100 % nothing new starts",
         ),
         (
-            budget_messages.stopped("llm", standing(10**8, 100_020_000), "USD", is_open=True),
+            stopped_text("llm", standing(10**8, 100_020_000), "USD", is_open=True),
             "budget 'llm' is used up: 100.02 of 100.00 USD this month",
         ),
         (
-            budget_messages.stopped("llm", standing(10**8, 99_000_000, stop=True), "USD", is_open=False),
+            stopped_text("llm", standing(10**8, 99_000_000, stop=True), "USD", is_open=False),
             "what is left of budget 'llm' this month does not pay for its next minute",
         ),
         (
-            budget_messages.no_room("llm", standing(10**8, 10**8)),
+            no_room_text("llm", standing(10**8, 10**8)),
             "budget 'llm' is used up this month; the next period begins on 2026-12-01 (UTC)",
         ),
     ],
@@ -105,4 +116,4 @@ def test_gpu_time_is_written_as_gpu_time() -> None:
     told = Standing(
         budget=budget, window=window(Period.WEEK, NOON), used=BudgetUse(gpu_ms=291_600_000), held=BudgetUse()
     )
-    assert budget_messages.used_words(told, "USD") == golden("model.forecasting.81-100-gpu")
+    assert used_text(told, "USD") == golden("model.forecasting.81-100-gpu")
