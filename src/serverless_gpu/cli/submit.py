@@ -57,7 +57,7 @@ from serverless_gpu.node.supervisor.rank_environment import program_path
 _OPTIONS = ("cpus", "memory", "pool", "team", "policy", "priority", "retries", "grace", "idle_timeout", "env")
 _RANKS_ALL = "all"
 _SUBMITTING = "serverless_gpu.client.remote.submission"
-_CHOICE = "serverless_gpu.client.remote.pool_choice"
+_CHOICE = "serverless_gpu.client.remote.submission"
 _SERVER = "serverless_gpu.client.remote.server"
 _SHORT = 12
 _NEVER = 1  # as of a run that ends because nothing can serve it

@@ -12,10 +12,9 @@ import os
 import msgspec
 
 from serverless_gpu.client.estimating import Estimate, made, unknown
-from serverless_gpu.client.remote.pool_choice import choose
 from serverless_gpu.client.remote.profile import remote_home
 from serverless_gpu.client.remote.server import RemoteServer, server_of
-from serverless_gpu.client.remote.submission import environment_of, target
+from serverless_gpu.client.remote.submission import choose_pool, environment_of, target
 from serverless_gpu.errors import InvalidValue, NotFound, ServerUnavailable
 from serverless_gpu.model.spec import Command, Function, RunSpec
 from serverless_gpu.wire.estimates import EstimateRequest, estimate_of
@@ -38,7 +37,7 @@ def _asked(server: RemoteServer, spec: RunSpec) -> Estimate:
     environment = environment_of(spec, server)
     travels = environment == "snapshot"
     payload = spec.payload if isinstance(spec.payload, Command) else Function()
-    choice = choose(spec, os.environ, functools.partial(server.pools, patiently=False))
+    choice = choose_pool(spec, os.environ, functools.partial(server.pools, patiently=False))
     spec = msgspec.structs.replace(choice.applied(spec), environment=environment, payload=payload, tracker=None)
     try:
         answer = server.estimate(EstimateRequest(spec=spec, target=target(travels=travels), snapshot=travels))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from serverless_gpu.client.remote.pool_choice import POOL, POOL_ID, USE_RESERVED, PoolChoice, choose
+from serverless_gpu.client.remote.submission import POOL, POOL_ID, USE_RESERVED, PoolChoice, choose_pool
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.wire.agents import PoolView
@@ -42,22 +42,22 @@ def unasked() -> list[PoolView]:
 def test_code_wins_over_variables_and_those_have_an_order(
     spec: RunSpec, environ: Mapping[str, str], chosen: PoolChoice
 ) -> None:
-    assert choose(spec, environ, unasked) == chosen
+    assert choose_pool(spec, environ, unasked) == chosen
 
 
 def test_a_reserved_pool_is_the_only_one_there_is() -> None:
     environ = {USE_RESERVED: "TRUE"}
     there = [pool("default", "on-demand"), pool("gold")]
-    assert choose(RunSpec(), environ, lambda: there) == PoolChoice("gold", USE_RESERVED)
+    assert choose_pool(RunSpec(), environ, lambda: there) == PoolChoice("gold", USE_RESERVED)
     with pytest.raises(InvalidValue, match=re.escape(golden("client.pool_choice.server-none"))):
-        choose(RunSpec(), environ, lambda: there[:1])
+        choose_pool(RunSpec(), environ, lambda: there[:1])
     with pytest.raises(InvalidValue, match="has 2: gold, silver"):
-        choose(RunSpec(), environ, lambda: [*there, pool("silver")])
+        choose_pool(RunSpec(), environ, lambda: [*there, pool("silver")])
 
 
 def test_what_is_neither_true_nor_false_is_refused() -> None:
     with pytest.raises(InvalidValue, match="DATABRICKS_USE_RESERVED_GPU_POOL='maybe'"):
-        choose(RunSpec(), {USE_RESERVED: "maybe"}, unasked)
+        choose_pool(RunSpec(), {USE_RESERVED: "maybe"}, unasked)
 
 
 def test_a_refusal_names_the_variable_that_named_the_pool() -> None:
