@@ -80,7 +80,7 @@ from serverless_gpu.node.supervisor.monitor_link import Observation
 from serverless_gpu.node.supervisor.peers import Peers
 from serverless_gpu.node.supervisor.process_drain import LOOK_S, Emptying
 from serverless_gpu.node.supervisor.ray_cluster import NoDirectory
-from serverless_gpu.node.supervisor.watchdogs import Eyes
+from serverless_gpu.node.supervisor.watchdogs import Watchdogs
 
 _RETRY_S = 0.05  # between two looks at devices that were taken
 _TURN_S = 5.0
@@ -105,7 +105,7 @@ class Supervisor:
         self._account.mark("asked", assign.asked_ns)
         self._selector = selectors.DefaultSelector()
         self._audience = Audience(sockets / f"{launch.run_id}.sock", self._selector, self._greet, self._obey)
-        self._eyes = Eyes(launch, home, self._clock, self._say, self._account.notes)
+        self._eyes = Watchdogs(launch, home, self._clock, self._say, self._account.notes)
         self._observation = Observation(launch, sockets, self._clock, self._selector, self._audience.tell)
         self._observation.on_seen = self._eyes.idleness.seen
         self._reservation: DeviceReservation | Borrowed | None = None

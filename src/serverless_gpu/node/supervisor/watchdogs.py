@@ -22,7 +22,7 @@ from serverless_gpu.node.supervisor.idle_watchdog import IdleWatch
 from serverless_gpu.node.supervisor.peers import Peers
 
 
-class Eyes:
+class Watchdogs:
     """Watchdogs of one attempt; they add to `notes` of the receipt."""
 
     def __init__(self, launch: Launch, home: Home, clock: Clock, say: Callable[[str], None], notes: list[str]) -> None:

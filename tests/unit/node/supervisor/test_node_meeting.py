@@ -38,19 +38,19 @@ def test_an_interface_that_no_variable_can_name_is_not_offered(monkeypatch: pyte
     """The server would refuse each report that has it, until the lease is over."""
     there = [("lo", "127.0.0.1"), ("eth0,eth1", "10.0.0.1"), ("eth0:1", "10.0.0.2"), ("n\ufffd", "10.0.0.3")]
     monkeypatch.setattr(
-        addresses, "ipv4_addresses", lambda: [Address(interface=name, address=at) for name, at in there]
+        network, "ipv4_addresses", lambda: [Address(interface=name, address=at) for name, at in there]
     )
-    monkeypatch.setattr(addresses, "ipv6_addresses", lambda path: [])
+    monkeypatch.setattr(network, "ipv6_addresses", lambda path: [])
     assert [one.interface for one in network.own_addresses()] == ["eth0:1", "lo"]
 
 
 def test_interfaces_of_containers_come_after_those_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     there = [("lo", "127.0.0.1"), ("docker0", "172.17.0.1"), *((f"eth{n}", f"10.0.0.{n}") for n in range(20))]
     made = [Address(interface=name, address=address) for name, address in there]
-    monkeypatch.setattr(addresses, "ipv4_addresses", lambda: made)
-    monkeypatch.setattr(addresses, "ipv6_addresses", lambda path: [Address(interface="eth0", address="fd00::1")])
+    monkeypatch.setattr(network, "ipv4_addresses", lambda: made)
+    monkeypatch.setattr(network, "ipv6_addresses", lambda path: [Address(interface="eth0", address="fd00::1")])
     own = network.own_addresses()
     assert len(own) == ADDRESSES_MAX and own[-1].interface == "lo"
     assert {one.interface for one in own[:-1]} == {f"eth{n}" for n in range(ADDRESSES_MAX - 1)}
-    monkeypatch.setattr(addresses, "ipv4_addresses", lambda: made[:3])
+    monkeypatch.setattr(network, "ipv4_addresses", lambda: made[:3])
     assert [one.interface for one in network.own_addresses()] == ["eth0", "eth0", "docker0", "lo"]

@@ -34,7 +34,7 @@ from serverless_gpu.node.supervisor.gang import LocalGang
 from serverless_gpu.node.supervisor.gang_hang_reporter import HangWitness
 from serverless_gpu.node.supervisor.hang_watchdog import HangWatch
 from serverless_gpu.node.supervisor.peers import Peers
-from serverless_gpu.node.supervisor.watchdogs import Eyes
+from serverless_gpu.node.supervisor.watchdogs import Watchdogs
 from serverless_gpu.testing import FakeClock
 from tests.support.golden import golden
 from tests.support.node.account import launch
@@ -194,10 +194,10 @@ def test_F05_ranks_that_wait_for_those_on_other_nodes_are_told_after_a_minute(sc
 def test_of_several_crews_none_ends_the_gang_for_standing_still_or_idling(tmp_path: Path) -> None:
     own = launch(tmp_path)
     clock, said = FakeClock(), list[str]()
-    alone = Eyes(own, Home(tmp_path), clock, said.append, [])
+    alone = Watchdogs(own, Home(tmp_path), clock, said.append, [])
     assert isinstance(alone.hangs, HangWatch) and alone.idleness.tell_server is None
     several = msgspec.structs.replace(own, crews=laid_out([("n1", 2), ("n2", 2)]), crew=1, nonce="n")
-    eyes = Eyes(several, Home(tmp_path), clock, said.append, [])
+    eyes = Watchdogs(several, Home(tmp_path), clock, said.append, [])
     with selectors.DefaultSelector() as selector:
         peers = Peers(several, "", clock, selector, lambda message: None)
         eyes.judged_by(peers)
