@@ -19,7 +19,7 @@ from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.units import format_duration_ms
 
 
-class IdleWatch:
+class IdleWatchdog:
     """Detects that one attempt does not use its devices; adds to `notes` of the receipt."""
 
     def __init__(self, spec: RunSpec, clock: Clock, tell: Callable[[str], None], notes: list[str]) -> None:

@@ -18,7 +18,7 @@ from serverless_gpu.node.supervisor.gang import LocalGang
 from serverless_gpu.node.supervisor.gang_hang_reporter import HangWitness
 from serverless_gpu.node.supervisor.gpu_faults import AttemptFaults
 from serverless_gpu.node.supervisor.hang_watchdog import HangWatch
-from serverless_gpu.node.supervisor.idle_watchdog import IdleWatch
+from serverless_gpu.node.supervisor.idle_watchdog import IdleWatchdog
 from serverless_gpu.node.supervisor.peers import Peers
 
 
@@ -30,7 +30,7 @@ class Watchdogs:
         self.hangs: HangWatch | HangWitness = HangWatch(directory, clock, say, notes)
         if len(launch.all_crews) > 1:  # a rank may rightly wait for one on another node, which this node does not see
             self.hangs = HangWitness(directory, launch.crews[launch.crew], clock, say, notes)
-        self.idleness = IdleWatch(launch.spec, clock, say, notes)
+        self.idleness = IdleWatchdog(launch.spec, clock, say, notes)
         self.gpus = AttemptFaults(launch, home, clock, notes)
 
     @property

@@ -8,7 +8,7 @@ import pytest
 from serverless_gpu.model.hangs.idleness import IdleVerdict, of_gang
 from serverless_gpu.model.lifecycle.attempt import Attempt, Limits, State, StopReason, StopRequested
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.node.supervisor.idle_watchdog import IdleWatch
+from serverless_gpu.node.supervisor.idle_watchdog import IdleWatchdog
 from serverless_gpu.testing import FakeClock
 from tests.support.golden import golden
 
@@ -26,7 +26,7 @@ class Scene:
         self.clock = FakeClock()
         self.told: list[str] = []
         self.notes: list[str] = []
-        self.watch = IdleWatch(RunSpec(idle_timeout_s=limit_s), self.clock, self.told.append, self.notes)
+        self.watch = IdleWatchdog(RunSpec(idle_timeout_s=limit_s), self.clock, self.told.append, self.notes)
         assert self.watch.look(RUNNING) is None  # user code has started
 
     def live(self, seconds: float, *, busy: bool | None = False) -> list[StopRequested]:
@@ -78,7 +78,7 @@ def test_nothing_is_stopped_that_was_not_asked_for() -> None:
 
 def test_time_before_user_code_and_after_the_stop_does_not_count() -> None:
     clock = FakeClock()
-    watch = IdleWatch(RunSpec(idle_timeout_s=10.0), clock, lambda _: None, [])
+    watch = IdleWatchdog(RunSpec(idle_timeout_s=10.0), clock, lambda _: None, [])
     for state in (State.STARTING, State.STOPPING):
         for _ in range(20):
             clock.advance(1)
