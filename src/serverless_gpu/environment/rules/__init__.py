@@ -17,7 +17,7 @@ from collections.abc import Mapping
 
 from serverless_gpu.environment.documents import VERSION, Snapshot, Unit, unit_address
 from serverless_gpu.environment.rules.blocks import check_blocks
-from serverless_gpu.environment.rules.limits import (
+from serverless_gpu.environment.rules.rows import (
     BLOCKS_MAX,
     CONTENT_BYTES_MAX,
     DEPTH_MAX,
@@ -29,9 +29,11 @@ from serverless_gpu.environment.rules.limits import (
     PATH_BYTES_MAX,
     RATIO_MAX,
     ROWS_MAX,
+    Tree,
+    check_path,
+    check_rows,
     refuse,
 )
-from serverless_gpu.environment.rules.rows import Tree, check_path, check_rows
 from serverless_gpu.environment.rules.snapshots import check_snapshot, is_digest
 
 __all__ = [

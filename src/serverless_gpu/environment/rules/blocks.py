@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Sequence
 
 from serverless_gpu.environment.documents import BLOCK_BYTES, ContentPlace, FileRow, PackBlock, Unit
-from serverless_gpu.environment.rules.limits import (
+from serverless_gpu.environment.rules.rows import (
     BLOCKS_MAX,
     FREE_RATIO_BYTES,
     PACK_BYTES_MAX,

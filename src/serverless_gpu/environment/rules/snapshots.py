@@ -20,7 +20,7 @@ from serverless_gpu.environment.documents import (
     in_order,
     snapshot_address,
 )
-from serverless_gpu.environment.rules.limits import (
+from serverless_gpu.environment.rules.rows import (
     CONTENT_BYTES_MAX,
     FACT_BYTES_MAX,
     FACTS_MAX,
@@ -32,9 +32,10 @@ from serverless_gpu.environment.rules.limits import (
     ROWS_MAX,
     TEXT_BYTES_MAX,
     TEXTS_MAX,
+    Tree,
+    check_path,
     refuse,
 )
-from serverless_gpu.environment.rules.rows import Tree, check_path
 
 _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _VERSION = re.compile(r"\d{1,2}\.\d{1,3}(\.\d{1,3})?[a-z0-9.+]{0,16}", re.ASCII)

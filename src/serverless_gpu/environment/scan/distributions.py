@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from serverless_gpu.environment.rules.limits import NOTE_BYTES_MAX, NOTE_NAMES
+from serverless_gpu.environment.rules.rows import NOTE_BYTES_MAX, NOTE_NAMES
 from serverless_gpu.environment.scan.directory_listing import ListedFile, Listing
 from serverless_gpu.errors import EnvironmentUnsupported
 

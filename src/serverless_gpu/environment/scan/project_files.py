@@ -39,8 +39,7 @@ from collections.abc import Collection
 
 import msgspec
 
-from serverless_gpu.environment.rules.limits import DEPTH_MAX, PATH_BYTES_MAX
-from serverless_gpu.environment.rules.rows import fold_name
+from serverless_gpu.environment.rules.rows import DEPTH_MAX, PATH_BYTES_MAX, fold_name
 from serverless_gpu.environment.scan.directory_listing import (
     BYTECODE,
     ListedFile,

@@ -37,7 +37,7 @@ from typing import Literal
 import msgspec
 
 from serverless_gpu.environment.documents import FileRow, SnapshotMember
-from serverless_gpu.environment.rules.limits import ROOTS_MAX
+from serverless_gpu.environment.rules.rows import ROOTS_MAX
 from serverless_gpu.environment.scan.description import Description
 from serverless_gpu.environment.scan.directory_listing import (
     BYTECODE,

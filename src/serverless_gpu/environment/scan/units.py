@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from serverless_gpu.environment.documents import Generated, UnitKind
-from serverless_gpu.environment.rules.limits import LINK_HOPS_MAX, TEXT_BYTES_MAX
+from serverless_gpu.environment.rules.rows import LINK_HOPS_MAX, TEXT_BYTES_MAX
 from serverless_gpu.environment.scan.digests import may_be_script
 from serverless_gpu.environment.scan.directory_listing import ListedFile, read_file, show
 from serverless_gpu.environment.scan.distributions import (

@@ -45,7 +45,7 @@ _NOBODY = Hang(waiting=(), elsewhere=())
 TellServer = Callable[..., None]
 
 
-class HangWitness:
+class GangHangReporter:
     """Observes the ranks of one crew; writes files with stacks to `directory`, and adds to `notes`."""
 
     def __init__(

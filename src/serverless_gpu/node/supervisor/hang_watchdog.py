@@ -26,7 +26,7 @@ from serverless_gpu.node.supervisor.rank_inspection import POLL_NS, Looking
 from serverless_gpu.units import format_duration_ms
 
 
-class HangWatch:
+class HangWatchdog:
     """Detects a hang of one attempt; writes files with stacks to `directory`, and adds to `notes`."""
 
     def __init__(

@@ -15,9 +15,9 @@ from serverless_gpu.model.lifecycle.attempt import Attempt, Event, GpuFailed, Ha
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.protocol import GangNews, Launch
 from serverless_gpu.node.supervisor.gang import LocalGang
-from serverless_gpu.node.supervisor.gang_hang_reporter import HangWitness
+from serverless_gpu.node.supervisor.gang_hang_reporter import GangHangReporter
 from serverless_gpu.node.supervisor.gpu_faults import AttemptFaults
-from serverless_gpu.node.supervisor.hang_watchdog import HangWatch
+from serverless_gpu.node.supervisor.hang_watchdog import HangWatchdog
 from serverless_gpu.node.supervisor.idle_watchdog import IdleWatchdog
 from serverless_gpu.node.supervisor.peers import Peers
 
@@ -27,9 +27,9 @@ class Watchdogs:
 
     def __init__(self, launch: Launch, home: Home, clock: Clock, say: Callable[[str], None], notes: list[str]) -> None:
         directory = Path(launch.directory)
-        self.hangs: HangWatch | HangWitness = HangWatch(directory, clock, say, notes)
+        self.hangs: HangWatchdog | GangHangReporter = HangWatchdog(directory, clock, say, notes)
         if len(launch.all_crews) > 1:  # a rank may rightly wait for one on another node, which this node does not see
-            self.hangs = HangWitness(directory, launch.crews[launch.crew], clock, say, notes)
+            self.hangs = GangHangReporter(directory, launch.crews[launch.crew], clock, say, notes)
         self.idleness = IdleWatchdog(launch.spec, clock, say, notes)
         self.gpus = AttemptFaults(launch, home, clock, notes)
 
@@ -40,7 +40,7 @@ class Watchdogs:
 
     def judged_by(self, peers: Peers) -> None:
         """Send observations to the other crews, and act on their judgement; does nothing on one node."""
-        if isinstance(self.hangs, HangWitness):
+        if isinstance(self.hangs, GangHangReporter):
             self.hangs.tell_server = self.idleness.tell_server = peers.tell
             peers.judge = self._judged
 
@@ -60,12 +60,12 @@ class Watchdogs:
 
     def ended(self) -> Hang | None:
         """Return who waited for whom, now that the run has ended."""
-        if isinstance(self.hangs, HangWitness):
+        if isinstance(self.hangs, GangHangReporter):
             self.hangs.ended()
         return self.hangs.hang
 
     def _judged(self, news: GangNews) -> list[Event]:
-        assert isinstance(self.hangs, HangWitness)
+        assert isinstance(self.hangs, GangHangReporter)
         if news.ask is not None:
             self.hangs.asked(news.ask)
         if news.idle is not None:

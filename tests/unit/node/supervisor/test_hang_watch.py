@@ -15,7 +15,7 @@ from serverless_gpu.model.lifecycle.attempt import Attempt, Limits, State
 from serverless_gpu.node.attempt.account import AttemptAccount
 from serverless_gpu.node.inside.channel import Channel, pair
 from serverless_gpu.node.supervisor.gang import LocalGang
-from serverless_gpu.node.supervisor.hang_watchdog import HangWatch
+from serverless_gpu.node.supervisor.hang_watchdog import HangWatchdog
 from serverless_gpu.testing import FakeClock
 from tests.support.golden import golden
 from tests.support.node.account import launch
@@ -33,7 +33,7 @@ class Scene:
         self.clock = FakeClock()
         self.told: list[str] = []
         self.notes: list[str] = []
-        self.watch = HangWatch(directory, self.clock, self.told.append, self.notes)
+        self.watch = HangWatchdog(directory, self.clock, self.told.append, self.notes)
         self._gang = LocalGang(launch(directory), channel, AttemptAccount(launch(directory), self.clock))
 
     def live(self, seconds: float) -> None:

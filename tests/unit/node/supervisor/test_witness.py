@@ -31,8 +31,8 @@ from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.protocol import GangNews
 from serverless_gpu.node.inside.channel import Channel, pair
 from serverless_gpu.node.supervisor.gang import LocalGang
-from serverless_gpu.node.supervisor.gang_hang_reporter import HangWitness
-from serverless_gpu.node.supervisor.hang_watchdog import HangWatch
+from serverless_gpu.node.supervisor.gang_hang_reporter import GangHangReporter
+from serverless_gpu.node.supervisor.hang_watchdog import HangWatchdog
 from serverless_gpu.node.supervisor.peers import Peers
 from serverless_gpu.node.supervisor.watchdogs import Watchdogs
 from serverless_gpu.testing import FakeClock
@@ -63,7 +63,7 @@ class Scene:
         self.said: dict[str, Any] = {}
         self.attempt = ATTEMPT
         place = CrewPlace(number=1, node="n2", first_rank=2, gpus=2)
-        self.witness = HangWitness(directory, place, self.clock, self.told.append, self.notes)
+        self.witness = GangHangReporter(directory, place, self.clock, self.told.append, self.notes)
         self.witness.tell_server = self.said.update
         self._gang = LocalGang(launch(directory), channel, AttemptAccount(launch(directory), self.clock))
 
@@ -195,13 +195,13 @@ def test_of_several_crews_none_ends_the_gang_for_standing_still_or_idling(tmp_pa
     own = launch(tmp_path)
     clock, said = FakeClock(), list[str]()
     alone = Watchdogs(own, Home(tmp_path), clock, said.append, [])
-    assert isinstance(alone.hangs, HangWatch) and alone.idleness.tell_server is None
+    assert isinstance(alone.hangs, HangWatchdog) and alone.idleness.tell_server is None
     several = msgspec.structs.replace(own, crews=laid_out([("n1", 2), ("n2", 2)]), crew=1, nonce="n")
     eyes = Watchdogs(several, Home(tmp_path), clock, said.append, [])
     with selectors.DefaultSelector() as selector:
         peers = Peers(several, "", clock, selector, lambda message: None)
         eyes.judged_by(peers)
-        assert isinstance(eyes.hangs, HangWitness) and eyes.idleness.tell_server == peers.tell
+        assert isinstance(eyes.hangs, GangHangReporter) and eyes.idleness.tell_server == peers.tell
         [event] = peers.hear(GangNews(judgement=msgspec.structs.replace(JUDGEMENT, ends=True)))
         assert event == HangConfirmed(detail=TOLD)
         both = peers.hear(GangNews(judgement=msgspec.structs.replace(JUDGEMENT, number=2, ends=True), peer_failed="it"))
