@@ -11,9 +11,9 @@ Failure cases: a text that is no window is refused with the forms there are (`In
 
 from __future__ import annotations
 
+import datetime
 import re
 from collections.abc import Iterator, Sequence
-from datetime import date, datetime, timedelta, tzinfo
 
 import msgspec
 
@@ -48,10 +48,10 @@ class Calendar(msgspec.Struct, frozen=True, kw_only=True):
     """The times at which a node is shared."""
 
     windows: tuple[WeeklyWindow, ...]  # the times; without any it always is
-    zone: tzinfo  # whose time that is
+    zone: datetime.tzinfo  # whose time that is
 
 
-def parse(texts: Sequence[str], zone: tzinfo) -> Calendar:
+def parse(texts: Sequence[str], zone: datetime.tzinfo) -> Calendar:
     """Return a calendar. Raises InvalidValue when a text is no window, or there are too many."""
     if len(texts) > WINDOWS_MAX:
         raise InvalidValue(f"a calendar has {len(texts)} windows", hint=f"{WINDOWS_MAX} at most")
@@ -75,7 +75,7 @@ def parse_window(text: str) -> WeeklyWindow:
 
 def is_shared(calendar: Calendar, at_ns: int) -> bool:
     """Return whether others than its owner may use a node."""
-    local = datetime.fromtimestamp(at_ns // _NS, calendar.zone)
+    local = datetime.datetime.fromtimestamp(at_ns // _NS, calendar.zone)
     minute = local.hour * 60 + local.minute
     today, yesterday = local.weekday(), (local.weekday() - 1) % len(_DAYS)
     return not calendar.windows or any(
@@ -102,24 +102,24 @@ def turns_at(calendar: Calendar, at_ns: int) -> int | None:
 
 def _seconds(calendar: Calendar, now: int, days: int) -> tuple[list[int], int]:
     """Return when that may be: every end of a window, and when the clock is moved; and until when that is all."""
-    yesterday = datetime.fromtimestamp(now, calendar.zone).date() - timedelta(days=1)
+    yesterday = datetime.datetime.fromtimestamp(now, calendar.zone).date() - datetime.timedelta(days=1)
     minutes = {minute % _DAY for window in calendar.windows for minute in (window.begins, window.ends)}
     found = {
-        _second(yesterday + timedelta(days=number), minute, fold, calendar.zone)
+        _second(yesterday + datetime.timedelta(days=number), minute, fold, calendar.zone)
         for number in range(days)
         for minute in minutes
         for fold in (0, 1)
     }
     found.update(_moved(calendar.zone, now, days))
-    return sorted(found), _second(yesterday + timedelta(days=days - 1), 0, 0, calendar.zone)
+    return sorted(found), _second(yesterday + datetime.timedelta(days=days - 1), 0, 0, calendar.zone)
 
 
-def _second(day: date, minute: int, fold: int, zone: tzinfo) -> int:
-    local = datetime(day.year, day.month, day.day, minute // 60, minute % 60, tzinfo=zone, fold=fold)
+def _second(day: datetime.date, minute: int, fold: int, zone: datetime.tzinfo) -> int:
+    local = datetime.datetime(day.year, day.month, day.day, minute // 60, minute % 60, tzinfo=zone, fold=fold)
     return int(local.timestamp())
 
 
-def _moved(zone: tzinfo, now: int, days: int) -> Iterator[int]:
+def _moved(zone: datetime.tzinfo, now: int, days: int) -> Iterator[int]:
     """Yield the seconds in which the zone's clock is moved; two that make up for each other in a day are not seen."""
     for number in range(days):
         low, high = (now + (number + step) * _DAY * 60 for step in (0, 1))
@@ -132,8 +132,8 @@ def _moved(zone: tzinfo, now: int, days: int) -> Iterator[int]:
         yield high
 
 
-def _offset(zone: tzinfo, second: int) -> timedelta | None:
-    return datetime.fromtimestamp(second, zone).utcoffset()
+def _offset(zone: datetime.tzinfo, second: int) -> datetime.timedelta | None:
+    return datetime.datetime.fromtimestamp(second, zone).utcoffset()
 
 
 def _is_times(word: str) -> bool:

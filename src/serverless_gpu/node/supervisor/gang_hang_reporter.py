@@ -38,7 +38,7 @@ from serverless_gpu.model.lifecycle.attempt import (
 )
 from serverless_gpu.model.placement import CrewPlace
 from serverless_gpu.node.supervisor.gang import LocalGang
-from serverless_gpu.node.supervisor.rank_inspection import POLL_NS, Looking
+from serverless_gpu.node.supervisor.rank_inspection import POLL_NS, RankInspector
 
 _LAST_WORDS_NS = 10_000_000_000  # who fails so soon after a sign of progress has not got on: that was its traceback
 _NOBODY = Hang(waiting=(), elsewhere=())
@@ -69,7 +69,7 @@ class GangHangReporter:
         self._ask: InspectionRequest | None = None
         self._round = self._own
         self._until_ns = 0
-        self._looking: Looking | None = None
+        self._looking: RankInspector | None = None
         self._is_last = False
         self._awaits_word = False
         self._moved_ns: int | None = None
@@ -174,7 +174,7 @@ class GangHangReporter:
             return
         self._is_last = step.action is not HangAction.LOOK
         ranks = sorted(set(attempt.numbers) - attempt.returned - attempt.exited)
-        self._looking = Looking(gang, ranks, self._is_last, now_ns)
+        self._looking = RankInspector(gang, ranks, self._is_last, now_ns)
         self._wake(now_ns + POLL_NS)
 
     def _tell_seen(self, attempt: Attempt) -> None:

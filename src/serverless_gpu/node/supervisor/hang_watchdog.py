@@ -22,7 +22,7 @@ from serverless_gpu.model.hangs.hang_detection import HangAction
 from serverless_gpu.model.hangs.hang_report import HangFinding, ranks_text, report, sentence, stacks
 from serverless_gpu.model.lifecycle.attempt import Attempt, Event, Hang, HangConfirmed, Phase, RankReturned, State
 from serverless_gpu.node.supervisor.gang import LocalGang
-from serverless_gpu.node.supervisor.rank_inspection import POLL_NS, Looking
+from serverless_gpu.node.supervisor.rank_inspection import POLL_NS, RankInspector
 from serverless_gpu.units import format_duration_ms
 
 
@@ -45,7 +45,7 @@ class HangWatchdog:
         self._notes = notes
         self._watch = hang_detection.begin(clock.boottime_ns())
         self._heard = True
-        self._looking: Looking | None = None
+        self._looking: RankInspector | None = None
         self._then = HangAction.LOOK
         self._numbers = itertools.count(1)
         self._silent_ns: int | None = None  # since when, as long as a warning stands
@@ -87,7 +87,7 @@ class HangWatchdog:
             return
         ranks = sorted(set(attempt.numbers) - attempt.returned - attempt.exited)
         self._then = step.action
-        self._looking = Looking(gang, ranks, step.action is not HangAction.LOOK, now_ns)
+        self._looking = RankInspector(gang, ranks, step.action is not HangAction.LOOK, now_ns)
         self.wake_ns = now_ns + POLL_NS
 
     def _finish_look(self, attempt: Attempt, gang: LocalGang, now_ns: int) -> HangConfirmed | None:

@@ -44,7 +44,7 @@ _ENDED = ("Z", "X", "")
 _OWN = f"{INSIDE}/"
 
 
-class Looking:
+class RankInspector:
     """One inspection of some ranks; `wake` lets stopped ranks run for a moment."""
 
     def __init__(self, gang: LocalGang, ranks: Iterable[int], wake: bool, now_ns: int) -> None:

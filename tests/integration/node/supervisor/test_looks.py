@@ -14,7 +14,7 @@ import pytest
 from serverless_gpu.model.hangs.hang_detection import RankInspection
 from serverless_gpu.node.inside import linux, protocol
 from serverless_gpu.node.supervisor.gang import LocalGang
-from serverless_gpu.node.supervisor.rank_inspection import Looking
+from serverless_gpu.node.supervisor.rank_inspection import RankInspector
 from tests.support.node.rank_process import INSIDE, PREAMBLE
 
 _LIMIT_S = 30.0
@@ -69,7 +69,7 @@ class OneRank:
 
     def look(self) -> RankInspection:
         """Look once."""
-        looking = Looking(cast(LocalGang, self), [0], False, time.monotonic_ns())
+        looking = RankInspector(cast(LocalGang, self), [0], False, time.monotonic_ns())
         until = time.monotonic() + _LIMIT_S
         while (found := looking.poll(time.monotonic_ns())) is None:
             assert time.monotonic() < until
