@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from serverless_gpu.environment.documents import VERSION, Snapshot, Unit, unit_address
-from serverless_gpu.environment.rules.blocks import check_blocks
 from serverless_gpu.environment.rules.rows import (
     BLOCKS_MAX,
     CONTENT_BYTES_MAX,
@@ -30,6 +29,7 @@ from serverless_gpu.environment.rules.rows import (
     RATIO_MAX,
     ROWS_MAX,
     Tree,
+    check_blocks,
     check_path,
     check_rows,
     refuse,
