@@ -32,7 +32,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.ambient import Clock, format_clock, format_soon
 from serverless_gpu.errors import AlreadyFinished, InvalidValue, StaleAttempt
-from serverless_gpu.model import sharing_calendar
+from serverless_gpu.model import calendars
 from serverless_gpu.model.lifecycle.attempt import StopReason
 from serverless_gpu.model.scheduling import wait_messages
 from serverless_gpu.server.core.hub import Hub, run_key
@@ -139,20 +139,18 @@ def check_calendar(asked: NodeCalendar) -> None:
     """
     if asked.owner_first and not asked.owner:
         raise InvalidValue("nobody can be first on a node that is nobody's", hint="name its owner, too")
-    sharing_calendar.parse(asked.shared, _zone(asked.zone))
+    calendars.parse_calendar(asked.shared, _zone(asked.zone))
 
 
 @lru_cache(maxsize=4096)
 def _sharing(asked: NodeCalendar, minute: int) -> Sharing:
     """Return what holds for a whole minute: windows begin and end with one, and clocks are moved with one."""
     try:
-        windows = sharing_calendar.parse(asked.shared, _zone(asked.zone))
+        windows = calendars.parse_calendar(asked.shared, _zone(asked.zone))
     except InvalidValue as error:
         return Sharing(shared=False, problem=f"has a calendar that cannot be read: {error.message}")
     at_ns = minute * _MINUTE_NS
-    return Sharing(
-        shared=sharing_calendar.is_shared(windows, at_ns), turns_ns=sharing_calendar.turns_at(windows, at_ns)
-    )
+    return Sharing(shared=calendars.is_shared(windows, at_ns), turns_ns=calendars.turns_at(windows, at_ns))
 
 
 def _zone(name: str) -> ZoneInfo:

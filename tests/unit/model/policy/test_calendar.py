@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.sharing_calendar import Calendar, WeeklyWindow, is_shared, parse, parse_window, turns_at
+from serverless_gpu.model.calendars import Calendar, WeeklyWindow, is_shared, parse_calendar, parse_window, turns_at
 
 _BERLIN = ZoneInfo("Europe/Berlin")
 _NIGHTS = ("mon-fri 19:00-07:00", "sat-sun")
@@ -25,7 +25,7 @@ def at(text: str, zone: ZoneInfo | timezone = UTC, fold: int = 0) -> int:
 
 def turn(texts: Sequence[str], now: int, zone: ZoneInfo | timezone = UTC) -> str:
     """Return when a node changes hands next, as a clock there shows it and by how far that is from UTC."""
-    found = turns_at(parse(texts, zone), now)
+    found = turns_at(parse_calendar(texts, zone), now)
     return "never" if found is None else datetime.fromtimestamp(found // 10**9, zone).isoformat()
 
 
@@ -74,7 +74,7 @@ def test_what_is_no_window_is_refused_with_what_would_be_one(text: str, what: st
 
 def test_a_calendar_has_a_bound() -> None:
     with pytest.raises(InvalidValue, match="33 windows"):
-        parse(["sat"] * 33, UTC)
+        parse_calendar(["sat"] * 33, UTC)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_a_calendar_has_a_bound() -> None:
     ],
 )
 def test_nights_and_weekends(now: str, shared: bool, turns: str) -> None:
-    assert is_shared(parse(_NIGHTS, UTC), at(now)) is shared
+    assert is_shared(parse_calendar(_NIGHTS, UTC), at(now)) is shared
     assert turn(_NIGHTS, at(now)) == turns
 
 
@@ -101,7 +101,7 @@ def test_what_never_changes_has_no_turn() -> None:
 
 def test_a_night_in_which_the_clock_goes_forward_is_an_hour_shorter() -> None:
     begins = at("2026-03-28 22:00", _BERLIN)
-    ends = turns_at(parse(["22:00-06:00"], _BERLIN), begins)
+    ends = turns_at(parse_calendar(["22:00-06:00"], _BERLIN), begins)
     assert ends is not None
     assert (ends - begins) // 10**9 == 7 * 3600
     # What lies in the hour that there is not is not there, and what begins in it begins when it would be over.
@@ -112,12 +112,12 @@ def test_a_night_in_which_the_clock_goes_forward_is_an_hour_shorter() -> None:
 
 def test_a_night_in_which_the_clock_goes_back_is_an_hour_longer_and_its_hour_is_there_twice() -> None:
     begins = at("2026-10-24 22:00", _BERLIN)
-    ends = turns_at(parse(["22:00-06:00"], _BERLIN), begins)
+    ends = turns_at(parse_calendar(["22:00-06:00"], _BERLIN), begins)
     assert ends is not None
     assert (ends - begins) // 10**9 == 9 * 3600
     turns, now = [], begins
     for _ in range(4):
-        found = turns_at(parse(["sun 02:00-02:30"], _BERLIN), now)
+        found = turns_at(parse_calendar(["sun 02:00-02:30"], _BERLIN), now)
         assert found is not None
         turns.append(datetime.fromtimestamp(found // 10**9, _BERLIN).isoformat())
         now = found
