@@ -13,7 +13,7 @@ import pytest
 
 from serverless_gpu import distributed
 from serverless_gpu.model.lifecycle.attempt import FactKind
-from serverless_gpu.node.attempt.account import DIRECTORY, FACTS_BYTES, SIZES
+from serverless_gpu.node.attempt.account import FACTS_BYTES, RESERVE, RESERVE_SIZES
 from serverless_gpu.node.attempt.history import first_facts, read_ending, read_receipt
 from tests.e2e.rows.machines import Machine
 from tests.support.golden import golden
@@ -73,7 +73,7 @@ def test_F28_the_user_gets_the_error_and_the_server_the_end_while_the_disk_is_fu
     assert caught.value.errno == errno.ENOSPC
     receipt = run.receipt(timeout=60)
     free = os.statvfs(disk)
-    assert free.f_bavail * free.f_frsize <= sum(SIZES) + FACTS_BYTES, "nothing is free but what was not needed"
+    assert free.f_bavail * free.f_frsize <= sum(RESERVE_SIZES) + FACTS_BYTES, "nothing is free but what was not needed"
     assert (receipt.state, receipt.reason) == ("FAILED", "rank_raised")
     assert any(golden("local.output.rank-output-kept") in note for note in receipt.notes), receipt.notes
     attempt = machine.home.attempt(run.id, 1)
@@ -82,7 +82,7 @@ def test_F28_the_user_gets_the_error_and_the_server_the_end_while_the_disk_is_fu
     assert kept is not None and kept.gpu_ms == receipt.gpu_ms > 0
     kinds = [fact.kind for fact in first_facts(attempt) if fact.kind is not FactKind.ALIVE]
     assert kinds[-4:] == [FactKind.EXEC, FactKind.STOPPING, FactKind.EXITED, FactKind.FREED]
-    wait_for(lambda: not (attempt / DIRECTORY).exists(), "what of the reserve was not needed is given back")
+    wait_for(lambda: not (attempt / RESERVE).exists(), "what of the reserve was not needed is given back")
     (disk / "filler").unlink()
     assert distributed(gpus=1, remote=True, env="live", quiet=True)(len).distributed("abc") == [3]
 

@@ -72,7 +72,7 @@ class AttemptAccount:
 
     def prepare(self) -> None:
         """Have room for what is to be written, also on a disk that is full by then."""
-        prepare(self._directory)
+        prepare_reserve(self._directory)
 
     def mark(self, name: str, at_ns: int | None = None) -> None:
         """Remember when something happened for the first time."""
@@ -187,7 +187,7 @@ class AttemptAccount:
         )
         faults.reach("after_freed_before_receipt")
         write_json(self._directory / "receipt.json", receipt)
-        give_back(self._directory)  # it is the last word
+        give_back_reserve(self._directory)  # it is the last word
         return receipt
 
     def _segments(self) -> Segments:
@@ -243,22 +243,22 @@ def write_json(path: Path, value: msgspec.Struct) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a whole file or none (OSError); an attempt's file goes into its reserve when the disk is full."""
-    write(path, text.encode(), path.parent)
+    write_bytes(path, text.encode(), path.parent)
 
 
-DIRECTORY = ".reserve"
-SIZES = (256 << 10, 64 << 10, 64 << 10, 64 << 10)
+RESERVE = ".reserve"
+RESERVE_SIZES = (256 << 10, 64 << 10, 64 << 10, 64 << 10)
 """An ending with the last output of some ranks; a receipt; what a rank raised, in words and pickled."""
 FACTS_BYTES = 64 << 10
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
-def prepare(directory: Path) -> None:
+def prepare_reserve(directory: Path) -> None:
     """Allocate the reserve of an attempt, if the file system can."""
     with contextlib.suppress(OSError):
-        place = directory / DIRECTORY
+        place = directory / RESERVE
         place.mkdir(mode=0o700, exist_ok=True)
-        for number, size in enumerate(SIZES):
+        for number, size in enumerate(RESERVE_SIZES):
             fd = os.open(place / str(number), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 os.posix_fallocate(fd, 0, size)
@@ -266,15 +266,15 @@ def prepare(directory: Path) -> None:
                 os.close(fd)
 
 
-def give_back(directory: Path) -> None:
+def give_back_reserve(directory: Path) -> None:
     """Give back the unused reserve."""
-    shutil.rmtree(directory / DIRECTORY, ignore_errors=True)
+    shutil.rmtree(directory / RESERVE, ignore_errors=True)
     with contextlib.suppress(OSError):
         facts = directory / "facts.jsonl"
         os.truncate(facts, facts.stat().st_size)  # what is allocated behind its end
 
 
-def write(path: Path, data: bytes, directory: Path) -> None:
+def write_bytes(path: Path, data: bytes, directory: Path) -> None:
     """Write a file of an attempt whole or not at all; on a full disk into the attempt's reserve.
 
     Raises OSError when it cannot be written and no reserve is large enough.
@@ -286,7 +286,7 @@ def write(path: Path, data: bytes, directory: Path) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        if error.errno not in _FULL or not _write_in_place(path, data, directory / DIRECTORY):
+        if error.errno not in _FULL or not _write_in_place(path, data, directory / RESERVE):
             raise
 
 

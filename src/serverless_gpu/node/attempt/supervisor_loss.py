@@ -82,7 +82,7 @@ def settle_loss(
         write_json(directory / "stopped.json", known)
     if not is_settled:
         write_json(directory / "receipt.json", _receipt(directory, lost or _of_this_node(directory), known))
-        account.give_back(directory)
+        account.give_back_reserve(directory)
     return known
 
 

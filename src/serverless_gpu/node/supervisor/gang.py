@@ -29,7 +29,7 @@ from serverless_gpu.model.lifecycle.attempt import (
 )
 from serverless_gpu.model.placement import share_of_cores, threads_per_rank
 from serverless_gpu.model.spec import Command
-from serverless_gpu.node.attempt.account import AttemptAccount, write, write_text
+from serverless_gpu.node.attempt.account import AttemptAccount, write_bytes, write_text
 from serverless_gpu.node.base.home import in_pool
 from serverless_gpu.node.base.protocol import Context, Launch, original
 from serverless_gpu.node.inside import protocol as inside
@@ -360,7 +360,7 @@ class LocalGang:
             if ending in inside.UNSTORED and isinstance(text, str):
                 path = Path(self.launch.directory, "failures", f"{rank}.{ending}")
                 with contextlib.suppress(OSError, ValueError):
-                    write(path, base64.b64decode(text), Path(self.launch.directory))
+                    write_bytes(path, base64.b64decode(text), Path(self.launch.directory))
 
     def _explained(self, failure: Failure) -> Failure:
         """Return a rank's failure as what is known on this side makes of it."""

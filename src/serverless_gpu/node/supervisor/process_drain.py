@@ -12,13 +12,13 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.node.supervisor.attempt_result import left_text
 from serverless_gpu.node.supervisor.gang import LocalGang
 
-LOOK_S = 0.002
+DRAIN_LOOK_S = 0.002
 """Between two looks at a tree that is being ended."""
-_LIMIT_S = 60.0
-_TOLD_S = 10.0
+_DRAIN_LIMIT_S = 60.0
+_DRAIN_TOLD_S = 10.0
 
 
-class Emptying:
+class ProcessDrain:
     """Wait for the processes of a killed attempt."""
 
     def __init__(self, clock: Clock, say: Callable[[str], None]) -> None:
@@ -38,9 +38,9 @@ class Emptying:
         """Return whether the wait is over."""
         assert self.since_ns is not None
         waited_s = (self._clock.boottime_ns() - self.since_ns) / 1e9
-        if gang is None or gang.empty() or waited_s > _LIMIT_S:
+        if gang is None or gang.empty() or waited_s > _DRAIN_LIMIT_S:
             return True
-        if waited_s > _TOLD_S and not self._told:
+        if waited_s > _DRAIN_TOLD_S and not self._told:
             self._told = True
             self._say(f"{left_text(gang.left())} does not end, though it was killed")
         return False

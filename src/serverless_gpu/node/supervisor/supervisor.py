@@ -78,7 +78,7 @@ from serverless_gpu.node.supervisor.attempt_result import (
 from serverless_gpu.node.supervisor.gang import LocalGang
 from serverless_gpu.node.supervisor.monitor_link import Observation
 from serverless_gpu.node.supervisor.peers import Peers
-from serverless_gpu.node.supervisor.process_drain import LOOK_S, Emptying
+from serverless_gpu.node.supervisor.process_drain import DRAIN_LOOK_S, ProcessDrain
 from serverless_gpu.node.supervisor.ray_cluster import NoDirectory
 from serverless_gpu.node.supervisor.watchdogs import Watchdogs
 
@@ -117,7 +117,7 @@ class Supervisor:
         self._begin_pending = False
         self._confirmed = launch.confirmed
         self._client: Watcher | None = None
-        self._emptying = Emptying(self._clock, self._say)
+        self._emptying = ProcessDrain(self._clock, self._say)
         self._segments = LeftSegments()
         self._lease_ns = launch.lease_ns
         self._done = False
@@ -490,7 +490,7 @@ class Supervisor:
             ahead = self._reservation.ahead if self._reservation is not None else 0
             return _RETRY_S * min(20, 1 + ahead)
         if self._emptying.since_ns is not None:
-            return LOOK_S
+            return DRAIN_LOOK_S
         behind = self._audience.waiting or (self._gang is not None and self._gang.behind)
         pauses = [_RETRY_S if behind else min(_TURN_S, self._eyes.gpus.pause_s)]
         hold_ns = self._observation.hold_ns if self._begin_pending else None

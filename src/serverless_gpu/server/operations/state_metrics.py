@@ -68,7 +68,7 @@ class StateSample(msgspec.Struct, frozen=True, kw_only=True):
     free: int | None
     drained: bool
     unchained: int
-    charges: int
+    uncharged: int
     clock_off_s: float
 
 
@@ -80,7 +80,7 @@ class _Rows(msgspec.Struct, frozen=True, kw_only=True):
     orders: tuple[int, int | None]
     drained: bool
     unchained: int
-    charges: int
+    uncharged: int
 
 
 class Sampling(Source):

@@ -14,7 +14,7 @@ from serverless_gpu.model.lifecycle.attempt import Fact, FactKind, Reason, State
 from serverless_gpu.node.attempt.server_attempt import Remote
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.processes.process_tree import Left, left_in
-from serverless_gpu.node.supervisor.process_drain import Emptying
+from serverless_gpu.node.supervisor.process_drain import ProcessDrain
 from serverless_gpu.node.uplink import attempt_controller as minder_room
 from serverless_gpu.node.uplink.attempt_controller import Minder
 from serverless_gpu.node.uplink.server import UplinkServer
@@ -43,11 +43,11 @@ class Full:
         return self.is_empty
 
 
-def killed(ago_s: float) -> tuple[Emptying, Any, FakeClock, list[str]]:
+def killed(ago_s: float) -> tuple[ProcessDrain, Any, FakeClock, list[str]]:
     """Return the wait for ranks that were killed so long ago, the ranks, the clock, and what was said."""
     said: list[str] = []
     clock, gang = FakeClock(), cast(Any, Full())
-    made = Emptying(clock, said.append)
+    made = ProcessDrain(clock, said.append)
     made.begin(gang)
     clock.advance(ago_s)
     return made, gang, clock, said
