@@ -20,7 +20,7 @@ from serverless_gpu.ambient import SystemClock
 from serverless_gpu.model.lifecycle.rendezvous import Address, Chosen, CrewReach, Offer, choose, word
 from serverless_gpu.node.base.network import reserve_port
 from serverless_gpu.node.supervisor import rendezvous
-from serverless_gpu.node.supervisor.rendezvous import FILL_BYTES, Meeting
+from serverless_gpu.node.supervisor.rendezvous import FILL_BYTES, Rendezvous
 
 NONCE = "a secret of the gang"
 HERE = Address(interface="lo", address="127.0.0.1")
@@ -32,7 +32,9 @@ class Crews:
     def __init__(self, count: int, nonces: list[str] | None = None) -> None:
         self.selector = selectors.DefaultSelector()
         nonces = nonces or [NONCE] * count
-        self.all = [Meeting(nonce, number, count, self.selector, SystemClock()) for number, nonce in enumerate(nonces)]
+        self.all = [
+            Rendezvous(nonce, number, count, self.selector, SystemClock()) for number, nonce in enumerate(nonces)
+        ]
         self.port = reserve_port()  # of crew 0, for rank 0
         offers = [one.offer(0 if number else self.port.getsockname()[1]) for number, one in enumerate(self.all)]
         self.offers = [msgspec.structs.replace(offer, addresses=(HERE,)) for offer in offers]

@@ -27,7 +27,7 @@ from serverless_gpu.node.base import protocol
 from serverless_gpu.node.base.network import NoPort, reserve_port
 from serverless_gpu.node.inside.checkpoints import saved_before
 from serverless_gpu.node.supervisor.rank_environment import Network
-from serverless_gpu.node.supervisor.rendezvous import Meeting
+from serverless_gpu.node.supervisor.rendezvous import Rendezvous
 
 _DETAIL_CHARACTERS_MAX = 1_000
 
@@ -51,9 +51,9 @@ class Peers:
         self._port: socket.socket | None = None
         self._chosen: Chosen | None = None
         self._news = protocol.CrewNews()
-        self._meeting: Meeting | None = None
+        self._meeting: Rendezvous | None = None
         if len(launch.crews) > 1:
-            self._meeting = Meeting(launch.nonce, launch.crew, len(launch.crews), selector, clock)
+            self._meeting = Rendezvous(launch.nonce, launch.crew, len(launch.crews), selector, clock)
 
     @property
     def news(self) -> protocol.CrewNews | None:

@@ -235,7 +235,7 @@ class _Call:
         return "" if self.answered_ns is not None and wire.has_said and len(wire.got) == FILL_BYTES else None
 
 
-class Meeting:
+class Rendezvous:
     """One crew's part of a rendezvous."""
 
     def __init__(self, nonce: str, crew: int, crews: int, selector: selectors.BaseSelector, clock: Clock) -> None:
