@@ -18,8 +18,7 @@ import msgspec
 
 from serverless_gpu.ambient import SystemClock, format_soon
 from serverless_gpu.client.launch.launch import check_call, check_nccl, check_shown, noted_home
-from serverless_gpu.client.launch.preflight import check_travels
-from serverless_gpu.client.launch.ray_preflight import process_state_refusal
+from serverless_gpu.client.launch.preflight import check_travels, refusing_reducer
 from serverless_gpu.model.billing.pricing import UNPRICED, Tariff
 from serverless_gpu.model.cost import CostEstimate, Devices, Lasting, estimated
 from serverless_gpu.model.placement import Candidates, candidates, restrict
@@ -92,7 +91,7 @@ def estimate(
 ) -> Estimate:
     """Return when a call would start; raise what would refuse it."""
     check_call(function, args, kwargs, spec)
-    check_travels(function, args, kwargs, process_state_refusal(spec))
+    check_travels(function, args, kwargs, refusing_reducer(spec))
     return estimate_run(spec)
 
 

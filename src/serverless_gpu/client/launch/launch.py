@@ -30,8 +30,7 @@ from serverless_gpu.client.caller.caller_context import caller_context
 from serverless_gpu.client.caller.mlflow_context import resolve, tracked
 from serverless_gpu.client.launch import snapshot_environment
 from serverless_gpu.client.launch.local_secrets import with_secrets
-from serverless_gpu.client.launch.preflight import bind_arguments, check_function, pack
-from serverless_gpu.client.launch.ray_preflight import check_ray, process_state_refusal
+from serverless_gpu.client.launch.preflight import bind_arguments, check_function, check_ray, pack, refusing_reducer
 from serverless_gpu.client.runs.run import Run
 from serverless_gpu.client.runs.run_source import LocalRun
 from serverless_gpu.errors import AgentUnavailable, HardwareError, InvalidValue, UsageError
@@ -100,7 +99,7 @@ def launch(
     order = LaunchOrder(tracked(spec, arguments), called_ns, lender)
 
     def write_call(directory: Path) -> None:
-        packed = pack(str(directory / "call.pkl"), function, args, kwargs, process_state_refusal(spec))
+        packed = pack(str(directory / "call.pkl"), function, args, kwargs, refusing_reducer(spec))
         if packed.warning and not spec.quiet:
             print(f"serverless-gpu: {packed.warning}", file=sys.stderr)
 

@@ -46,8 +46,7 @@ from serverless_gpu.client.caller.interrupts import interruptible
 from serverless_gpu.client.caller.mlflow_context import Far, tracked
 from serverless_gpu.client.display.run_display import TerminalDisplay
 from serverless_gpu.client.launch import snapshot_environment
-from serverless_gpu.client.launch.preflight import pack
-from serverless_gpu.client.launch.ray_preflight import process_state_refusal
+from serverless_gpu.client.launch.preflight import pack, refusing_reducer
 from serverless_gpu.client.launch.remedies import explain
 from serverless_gpu.client.remote import environment_variables
 from serverless_gpu.client.remote.event_stream import Away, EventStream
@@ -111,7 +110,7 @@ def launch(call: SubmittedCall | None, spec: RunSpec, *, watch: bool) -> Run[obj
         submission = Submission(run_id=run_id, fence=1, world_size=ranks, spec=spec, version=__version__)
         write_whole(root / "1" / "spec.json", msgspec.json.encode(submission))
         if call is not None:
-            packed = pack(str(root / "call.pkl"), call.function, call.args, call.kwargs, process_state_refusal(spec))
+            packed = pack(str(root / "call.pkl"), call.function, call.args, call.kwargs, refusing_reducer(spec))
             if packed.warning and not spec.quiet:
                 print(f"serverless-gpu: {packed.warning}", file=sys.stderr)
         snapshot = _snapshot(home, server, spec, root) if spec.environment == "snapshot" else ""

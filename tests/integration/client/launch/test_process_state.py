@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from serverless_gpu.client.launch import preflight, ray_preflight
+from serverless_gpu.client.launch import preflight
 from serverless_gpu.errors import NotPicklable
 from serverless_gpu.model.spec import Resources, RunSpec
 from serverless_gpu.node.inside import call, payload, process_group
@@ -121,7 +121,7 @@ def test_23A1_a_data_module_travels_without_the_trainer_that_used_it(
     data = LightningDataModule()
     data.trainer, vars(data)["path"] = Trainer(), "/data"
     path = str(tmp_path / "call.pkl")
-    preflight.pack(path, print, (data,), {}, ray_preflight.process_state_refusal(RunSpec(resources=Resources())))
+    preflight.pack(path, print, (data,), {}, preflight.refusing_reducer(RunSpec(resources=Resources())))
     assert vars(call.load_call(path).args[0]) == {"trainer": None, "path": "/data"}
     assert data.trainer is not None
 
@@ -139,7 +139,7 @@ def test_23A1_what_is_set_up_for_one_process_is_refused_by_name(
     def train() -> object:
         return trainer.accelerator
 
-    refuse = ray_preflight.process_state_refusal(RunSpec(resources=Resources()))
+    refuse = preflight.refusing_reducer(RunSpec(resources=Resources()))
     with pytest.raises(NotPicklable) as caught:
         preflight.pack(str(tmp_path / "call.pkl"), train, (), {}, refuse)
     assert golden("client.process_state.closure-variable-trainer", name__=__name__, name___2=kind.__name__) in (

@@ -14,8 +14,7 @@ import pytest
 from serverless_gpu import distributed
 from serverless_gpu import ray as door
 from serverless_gpu.client.decorator import VALID, DistributedFunction, read_options
-from serverless_gpu.client.launch.preflight import pack
-from serverless_gpu.client.launch.ray_preflight import RayInstallation, check_ray, look, refusal
+from serverless_gpu.client.launch.preflight import RayInstallation, check_ray, find_ray, pack, ray_reference_reducer
 from serverless_gpu.errors import InvalidOption, InvalidValue, NotPicklable, RayMissing, UsageError
 from serverless_gpu.model.ray_cluster import RayCluster
 from serverless_gpu.model.spec import Options
@@ -221,19 +220,19 @@ def test_finders_that_fail_are_as_if_there_was_nothing(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(importlib.metadata, "version", fail)
     monkeypatch.setitem(sys.modules, "ray", types.ModuleType("ray"))  # which has no spec
-    assert look() == RayInstallation("", "")
+    assert find_ray() == RayInstallation("", "")
 
 
 @pytest.mark.parametrize("remote", [False, True])
 def test_a_call_without_ray_leaves_nothing_behind(home: Path, monkeypatch: pytest.MonkeyPatch, remote: bool) -> None:
-    monkeypatch.setattr("serverless_gpu.client.launch.ray_preflight.look", lambda: RayInstallation("", ""))
+    monkeypatch.setattr("serverless_gpu.client.launch.preflight.find_ray", lambda: RayInstallation("", ""))
     with pytest.raises(RayMissing):
         ray_launch(gpus=1, gpu_type="CPU", remote=remote)(driver).submit()
     assert list(home.iterdir()) == []
 
 
 def test_arguments_that_do_not_fit_are_said_before_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serverless_gpu.client.launch.ray_preflight.look", lambda: RayInstallation("", ""))
+    monkeypatch.setattr("serverless_gpu.client.launch.preflight.find_ray", lambda: RayInstallation("", ""))
     with pytest.raises(TypeError, match=re.escape(golden("client.ray_launch.arguments-do-fit"))):
         ray_launch(gpus=1, gpu_type="CPU")(driver).distributed(3)  # type: ignore[call-arg]  # what a user may write
 
@@ -258,7 +257,7 @@ def callers_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("value", [ObjectRef(), ActorHandle()], ids=["object", "actor"])
 def test_what_the_callers_own_cluster_has_does_not_travel(tmp_path: Path, value: object) -> None:
     held = {"kept": [1, value]}
-    refuse = refusal(ray_launch(gpus=1)(driver).spec)
+    refuse = ray_reference_reducer(ray_launch(gpus=1)(driver).spec)
     with pytest.raises(NotPicklable) as caught:
         pack(str(tmp_path / "call.pkl"), lambda: held, (), {}, refuse)
     name = type(value).__name__
@@ -270,17 +269,20 @@ def test_what_the_callers_own_cluster_has_does_not_travel(tmp_path: Path, value:
 @pytest.mark.usefixtures("callers_ray")
 def test_everything_else_does(tmp_path: Path) -> None:
     spec = ray_launch(gpus=1)(driver).spec
-    assert pack(str(tmp_path / "call.pkl"), driver, ([ObjectRef, {"a": 1}],), {}, refusal(spec)).size_bytes > 0
+    assert (
+        pack(str(tmp_path / "call.pkl"), driver, ([ObjectRef, {"a": 1}],), {}, ray_reference_reducer(spec)).size_bytes
+        > 0
+    )
 
 
 @pytest.mark.usefixtures("callers_ray")
 def test_only_runs_that_have_a_cluster_of_their_own_refuse() -> None:
-    assert refusal(distributed(gpus=1)(driver).spec) is None
+    assert ray_reference_reducer(distributed(gpus=1)(driver).spec) is None
 
 
 def test_without_ray_in_the_calling_process_there_is_nothing_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "ray", raising=False)
-    assert refusal(ray_launch(gpus=1)(driver).spec) is None
+    assert ray_reference_reducer(ray_launch(gpus=1)(driver).spec) is None
 
 
 # --- ray_init ---------------------------------------------------------------------------------------------------------
