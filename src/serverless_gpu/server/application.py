@@ -21,7 +21,7 @@ from serverless_gpu.server.http.access_log import AccessLogMiddleware
 from serverless_gpu.server.http.auth_middleware import Authenticate, Gate, Reach
 from serverless_gpu.server.http.proxy_middleware import Door
 from serverless_gpu.server.http.routing import Route
-from serverless_gpu.server.identity import principal_routes
+from serverless_gpu.server.identity import principal_service
 from serverless_gpu.server.lifecycle import attempt_routes
 from serverless_gpu.server.nodes import drain, node_routes
 from serverless_gpu.server.operations import state_routes
@@ -42,7 +42,7 @@ MODULES = (
     pools,
     policies,
     price_service,
-    principal_routes,
+    principal_service,
     queue_routes,
     run_routes,
     secrets,

@@ -26,6 +26,15 @@ from serverless_gpu.errors import StorageError, UsageError
 from serverless_gpu.node.base import protocol
 from serverless_gpu.node.processes.spawn import PRELOAD_ROOTS
 
+_INSTALLED = ("site-packages", "dist-packages")
+_NO_FILE = ("built-in", "frozen")
+_ENTRIES_MAX = 100_000
+_DIRECTORIES_MAX = 256
+_NAMES_MAX = 10_000
+_State = tuple[object, ...]  # what a search for modules depends on
+_listed: dict[str, tuple[int, frozenset[str]]] = {}  # directory → its modification time, and the names in it
+_resolved: dict[str, tuple[_State, str]] = {}  # module → in which state it was looked for, and its file
+
 
 def caller_context() -> protocol.Context:
     """Return the context of this process; raise StorageError when its working directory is gone."""
@@ -58,18 +67,6 @@ def _umask() -> int:
             if line.startswith("Umask:"):
                 return int(line.split()[1], 8)
     return 0o077
-
-
-_INSTALLED = ("site-packages", "dist-packages")
-_NO_FILE = ("built-in", "frozen")
-_ENTRIES_MAX = 100_000
-_DIRECTORIES_MAX = 256
-
-_NAMES_MAX = 10_000
-
-_State = tuple[object, ...]  # what a search for modules depends on
-_listed: dict[str, tuple[int, frozenset[str]]] = {}  # directory → its modification time, and the names in it
-_resolved: dict[str, tuple[_State, str]] = {}  # module → in which state it was looked for, and its file
 
 
 def origins() -> dict[str, str]:

@@ -40,7 +40,6 @@ EXPERIMENT_ID = "MLFLOW_EXPERIMENT_ID"
 RUN_ID = "MLFLOW_RUN_ID"
 ARGUMENT = "call."
 """In front of the names of arguments, so that none is in the way of a parameter that user code logs itself."""
-
 _IN_A_RANK = "SGPU_RUN_ID"
 _FLUENT = "mlflow.tracking.fluent"
 _SERVICE = "mlflow.tracking._tracking_service.utils"
@@ -56,6 +55,15 @@ _NOWHERE = (
     "(`sgpu up --mlflow`)"
 )
 _said: set[str] = set()
+INTERACTIVE = "interactive"
+_SESSION = "JPY_SESSION_NAME"  # of Jupyter: the notebook a kernel belongs to
+_EDITOR = "__vsc_ipynb_file__"  # VS Code's variable in the notebook, with its path
+_NOTEBOOK = ".ipynb"
+_COMMIT = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
+_ABOVE_MAX = 64
+_SMALL_BYTES = 4_096
+_PACKED_BYTES_MAX = 4_000_000
+_packed: dict[Path, tuple[tuple[int, int], str]] = {}  # file of packed references → what it was, and its text
 
 
 class TrackingStore(NamedTuple):
@@ -315,18 +323,6 @@ def _sendable(value: object) -> object:
     if isinstance(value, dict):
         return {_sendable(key): _sendable(inner) for key, inner in value.items()}
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
-
-
-INTERACTIVE = "interactive"
-_SESSION = "JPY_SESSION_NAME"  # of Jupyter: the notebook a kernel belongs to
-_EDITOR = "__vsc_ipynb_file__"  # VS Code's variable in the notebook, with its path
-_NOTEBOOK = ".ipynb"
-_COMMIT = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
-_ABOVE_MAX = 64
-_SMALL_BYTES = 4_096
-_PACKED_BYTES_MAX = 4_000_000
-
-_packed: dict[Path, tuple[tuple[int, int], str]] = {}  # file of packed references → what it was, and its text
 
 
 class Program(NamedTuple):

@@ -47,13 +47,29 @@ if TYPE_CHECKING:
     from serverless_gpu.node.inside.payload import Reduced
 
 __all__ = ["WrittenCall", "bind_arguments", "check_function", "check_travels", "explain_unpicklable"]
-__all__ += ["largest_captured", "pack"]
-
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _SIZE_WARNED = 10_000_000
 _SOURCES_SIZE_MAX = 2_000_000
 _UNWRAP_MAX = 100
 _OF_RAY = ("ray.remote_function", "ray.actor")
+_PIP = "pip install {}'ray[default]'"
+_PROCESS_STATE_KINDS = (
+    ("accelerate.accelerator", "Accelerator"),
+    ("accelerate.state", "AcceleratorState"),
+    ("accelerate.state", "PartialState"),
+    ("accelerate.state", "GradientState"),
+    ("lightning.pytorch.trainer.trainer", "Trainer"),
+    ("pytorch_lightning.trainer.trainer", "Trainer"),
+    ("lightning.fabric.fabric", "Fabric"),
+    ("lightning_fabric.fabric", "Fabric"),
+)
+_DATA_MODULES = (
+    ("lightning.pytorch.core.datamodule", "LightningDataModule"),
+    ("pytorch_lightning.core.datamodule", "LightningDataModule"),
+)
+
+
+__all__ += ["largest_captured", "pack"]
 
 
 class WrittenCall(NamedTuple):
@@ -259,9 +275,6 @@ def _sources(function: Callable[..., object]) -> dict[str, list[str]]:
     return sources
 
 
-_PIP = "pip install {}'ray[default]'"
-
-
 class RayInstallation(NamedTuple):
     """The Ray that `import ray` would load."""
 
@@ -318,22 +331,6 @@ def _is_ray(origin: str) -> bool:
     """Return whether a file is the `__init__.py` of Ray's package: its compiled half lies beside it."""
     path = Path(origin)
     return path.name == "__init__.py" and any(path.parent.glob("_raylet*"))
-
-
-_PROCESS_STATE_KINDS = (
-    ("accelerate.accelerator", "Accelerator"),
-    ("accelerate.state", "AcceleratorState"),
-    ("accelerate.state", "PartialState"),
-    ("accelerate.state", "GradientState"),
-    ("lightning.pytorch.trainer.trainer", "Trainer"),
-    ("pytorch_lightning.trainer.trainer", "Trainer"),
-    ("lightning.fabric.fabric", "Fabric"),
-    ("lightning_fabric.fabric", "Fabric"),
-)
-_DATA_MODULES = (
-    ("lightning.pytorch.core.datamodule", "LightningDataModule"),
-    ("pytorch_lightning.core.datamodule", "LightningDataModule"),
-)
 
 
 def refusing_reducer(spec: RunSpec) -> Reducer | None:

@@ -41,6 +41,17 @@ from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.inside.call import distributed_cell
 from serverless_gpu.units import parse_duration_s
 
+# What `distributed_cell` gives each rank.
+GIVEN = frozenset({"rank", "world_size"})
+# The notebook's own machinery: it cannot travel, and ranks have an `exit` and a `quit` of their own.
+_SHELL = frozenset({"get_ipython", "exit", "quit"})
+# Python itself reads these where a class or an annotation stands, and each rank has its own.
+_OF_ANY_MODULE = {"__name__", "__annotations__"}
+_SHELL_LINE = re.compile(r"\s*(?:[%!]|[\w, ]+=\s*[%!]|[\w.]*\?{1,2}\s*$)")
+_NOW = {"LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "DELETE_NAME"}
+_SIMPLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Import, ast.ImportFrom)
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
 
 class Compiler(Protocol):
     """The used part of IPython's compiler."""
@@ -244,20 +255,6 @@ def _told(error: BaseException) -> str:
         return "\n".join([cause.text.rstrip("\n"), *map(str, notes)])
     said = "".join(traceback.format_exception_only(error)).rstrip("\n")
     return said.removeprefix(f"{type(error).__module__}.")
-
-
-# What `distributed_cell` gives each rank.
-GIVEN = frozenset({"rank", "world_size"})
-
-# The notebook's own machinery: it cannot travel, and ranks have an `exit` and a `quit` of their own.
-_SHELL = frozenset({"get_ipython", "exit", "quit"})
-
-# Python itself reads these where a class or an annotation stands, and each rank has its own.
-_OF_ANY_MODULE = {"__name__", "__annotations__"}
-_SHELL_LINE = re.compile(r"\s*(?:[%!]|[\w, ]+=\s*[%!]|[\w.]*\?{1,2}\s*$)")
-_NOW = {"LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "DELETE_NAME"}
-_SIMPLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Import, ast.ImportFrom)
-_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 class Cell(NamedTuple):

@@ -31,7 +31,6 @@ from serverless_gpu.node.supervisor.rank_environment import STOP_FILE
 
 Curve = tuple[Sequence[float], Sequence[float]]
 """Times in seconds since 1970, and values."""
-
 POINTS_MAX = 1_500
 COLUMNS_MAX = 600
 _GIB = 1 << 30
@@ -40,6 +39,7 @@ _HOLE = 4.0  # so many times the interval before: intervals grow with a run's ag
 _GPU = re.compile(r"system/node_(\d+)/gpu_(\d+)_(utilization_percentage|memory_usage_megabytes)")
 _RANK = re.compile(r"system/node_(\d+)/rank_(\d+)_(cpu_utilization_percentage|memory_usage_megabytes)")
 _EMPTY: Curve = ((), ())
+_WORD_CHARACTERS = 32
 
 
 class Lane(NamedTuple):
@@ -203,9 +203,6 @@ def _thinned(times: Sequence[float], values: Sequence[float]) -> Curve:
             thin.append(sum(values[start : place + 1]) / count)
             start = place + 1
     return thin_times, thin
-
-
-_WORD_CHARACTERS = 32
 
 
 class Try(msgspec.Struct, frozen=True, kw_only=True):

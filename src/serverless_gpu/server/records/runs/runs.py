@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 import sqlalchemy as sa
