@@ -53,9 +53,47 @@ if TYPE_CHECKING:
 
 _WHERE_RETURN_EXCEPTIONS = "keywords of .map() go to the function; write .map(…).results(return_exceptions=True)"
 _ESTIMATING = "serverless_gpu.client.estimating"  # loaded when it is asked for: a call has no use for it
-
 P = ParamSpec("P")
 R = TypeVar("R")
+OWN = ("dashboard", "object_store_memory")
+"""Options that only `ray_launch` has."""
+NOT_TAKEN = frozenset({"hang_timeout", "init"})
+"""Options of `distributed` that say nothing about a Ray driver."""
+VALID = tuple(sorted({"gpus", "gpu_type", "remote", "timeout", *OWN, *Options.__annotations__} - NOT_TAKEN))
+_WORKER_GPUS = "write gpus=, the GPUs of the whole cluster; a task or an actor takes its own: @ray.remote(num_gpus=1)"
+_WORKER_CPUS = "write cpus=, the cores of the whole run; a task or an actor takes its own: @ray.remote(num_cpus=2)"
+_SIZE = "write gpus=: the cluster is made of the nodes that have them, and does not grow or shrink"
+_TYPE = "write gpu_type="
+_STORE = "write object_store_memory=, of each node"
+_MEMORY = "write memory=, the host memory of the whole run"
+_DASHBOARD = "write dashboard=True; its port is chosen, and the link is printed"
+_DIRECTORY = "leave it out: Ray's files lie in a directory of the run's own, and its logs are kept with the run"
+_DRIVER = "give it to ray.init(...) inside the function"
+_FIXED = (
+    "leave it out: how Ray is started is the run's; what is for the driver goes to ray.init(...) inside the function"
+)
+_WAITS = "a Ray driver waits for its tasks for hours; timeout= and idle_timeout= end a run that takes too long"
+_GROUP = "leave it out: a driver is alone; Ray Train makes the process group of its workers"
+_MEANT = {
+    _WORKER_GPUS: "num_gpus_per_worker gpus_per_worker gpus_per_node num_gpus_per_node num_gpus_worker_node "
+    "num_gpus_head_node num_accelerators",
+    _WORKER_CPUS: "num_cpus num_cpus_per_worker cpus_per_worker num_cpus_per_node num_cpus_worker_node "
+    "num_cpus_head_node",
+    _SIZE: "min_workers max_workers num_workers num_nodes num_worker_nodes min_worker_nodes max_worker_nodes autoscale "
+    "autoscale_upscaling_speed autoscale_idle_timeout_minutes use_gpu resources_per_worker scaling_config",
+    _TYPE: "accelerator_type",
+    _STORE: "object_store_memory_per_node object_store_memory_worker_node object_store_memory_head_node "
+    "object_store_bytes",
+    _MEMORY: "memory_per_node memory_worker_node memory_head_node heap_memory_per_node",
+    _DASHBOARD: "include_dashboard dashboard_port dashboard_host",
+    _DIRECTORY: "temp_dir _temp_dir ray_temp_dir ray_temp_root_dir collect_log_to_path",
+    _DRIVER: "runtime_env namespace log_to_driver logging_level job_config ray_init_kwargs",
+    _FIXED: "address port resources system_config head_node_options worker_node_options ray_start_args strict_mode "
+    "is_global",
+    _WAITS: "hang_timeout",
+    _GROUP: "init",
+}
+_INSTEAD = {name: words for words, names in _MEANT.items() for name in names.split()}
 
 
 class DistributedFunction(Generic[P, R]):
@@ -259,49 +297,6 @@ def parse_options(
         if not own:
             raise
         return make_spec(gpus, gpu_type, remote, timeout, options, own)
-
-
-OWN = ("dashboard", "object_store_memory")
-"""Options that only `ray_launch` has."""
-NOT_TAKEN = frozenset({"hang_timeout", "init"})
-"""Options of `distributed` that say nothing about a Ray driver."""
-VALID = tuple(sorted({"gpus", "gpu_type", "remote", "timeout", *OWN, *Options.__annotations__} - NOT_TAKEN))
-
-_WORKER_GPUS = "write gpus=, the GPUs of the whole cluster; a task or an actor takes its own: @ray.remote(num_gpus=1)"
-_WORKER_CPUS = "write cpus=, the cores of the whole run; a task or an actor takes its own: @ray.remote(num_cpus=2)"
-_SIZE = "write gpus=: the cluster is made of the nodes that have them, and does not grow or shrink"
-_TYPE = "write gpu_type="
-_STORE = "write object_store_memory=, of each node"
-_MEMORY = "write memory=, the host memory of the whole run"
-_DASHBOARD = "write dashboard=True; its port is chosen, and the link is printed"
-_DIRECTORY = "leave it out: Ray's files lie in a directory of the run's own, and its logs are kept with the run"
-_DRIVER = "give it to ray.init(...) inside the function"
-_FIXED = (
-    "leave it out: how Ray is started is the run's; what is for the driver goes to ray.init(...) inside the function"
-)
-_WAITS = "a Ray driver waits for its tasks for hours; timeout= and idle_timeout= end a run that takes too long"
-_GROUP = "leave it out: a driver is alone; Ray Train makes the process group of its workers"
-
-_MEANT = {
-    _WORKER_GPUS: "num_gpus_per_worker gpus_per_worker gpus_per_node num_gpus_per_node num_gpus_worker_node "
-    "num_gpus_head_node num_accelerators",
-    _WORKER_CPUS: "num_cpus num_cpus_per_worker cpus_per_worker num_cpus_per_node num_cpus_worker_node "
-    "num_cpus_head_node",
-    _SIZE: "min_workers max_workers num_workers num_nodes num_worker_nodes min_worker_nodes max_worker_nodes autoscale "
-    "autoscale_upscaling_speed autoscale_idle_timeout_minutes use_gpu resources_per_worker scaling_config",
-    _TYPE: "accelerator_type",
-    _STORE: "object_store_memory_per_node object_store_memory_worker_node object_store_memory_head_node "
-    "object_store_bytes",
-    _MEMORY: "memory_per_node memory_worker_node memory_head_node heap_memory_per_node",
-    _DASHBOARD: "include_dashboard dashboard_port dashboard_host",
-    _DIRECTORY: "temp_dir _temp_dir ray_temp_dir ray_temp_root_dir collect_log_to_path",
-    _DRIVER: "runtime_env namespace log_to_driver logging_level job_config ray_init_kwargs",
-    _FIXED: "address port resources system_config head_node_options worker_node_options ray_start_args strict_mode "
-    "is_global",
-    _WAITS: "hang_timeout",
-    _GROUP: "init",
-}
-_INSTEAD = {name: words for words, names in _MEANT.items() for name in names.split()}
 
 
 class RayRequest(NamedTuple):

@@ -84,7 +84,7 @@ from serverless_gpu.server.db.leader_lock import LOOK_S, Claim
 from serverless_gpu.server.http.auth_middleware import Admission
 from serverless_gpu.server.identity import uid_sharing
 from serverless_gpu.server.identity.bootstrap import FirstTokens, first_tokens, join_token
-from serverless_gpu.server.operations import restore, rollback_detection, rotation
+from serverless_gpu.server.operations import restore, rotation
 from serverless_gpu.server.operations.mlflow_sidecar import mlflow_checks
 from serverless_gpu.server.operations.ray_sidecar import RayBeside
 from serverless_gpu.server.records import audit, stored_secrets
@@ -199,7 +199,7 @@ def assembled(
         database = stack.enter_context(contextlib.closing(Database(settings.database, clock=clock, measures=measures)))
         operator = operator or Operator()
         take_when_started(database, clock=clock, announce=operator.announce)
-        rolled_back = rollback_detection.refuse(settings, database.read, now_ns=clock.wall_ns(), other=other)
+        rolled_back = restore.refuse_rollback(settings, database.read, now_ns=clock.wall_ns(), other=other)
         if rolled_back:
             _log.warning("the operator accepts that the database was rolled back: %s", rolled_back)
         database.migrate()
@@ -268,7 +268,7 @@ def assembled(
 def _marked(settings: Settings, database: Database, clock: Clock) -> MarkFile:
     """Give this server its generation, and have the high-water mark follow what it writes."""
     position = database.number(now_ns=clock.wall_ns())
-    path, place = rollback_detection.mark_path(settings), rollback_detection.place_of(settings)
+    path, place = restore.mark_path(settings), restore.place_of(settings)
     mark = MarkFile(path, position, now_ns=clock.wall_ns(), place=place)
     database.on_commit(mark.commit)
     return mark

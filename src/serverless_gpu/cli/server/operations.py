@@ -151,7 +151,7 @@ def check(as_json: bool) -> None:
     path = settings.database.partition("sqlite:///")[2]
     if path and not Path(path).exists():
         raise ServerProblem(f"there is no server in this home: {path} is not there", hint="`sgpu up` starts one")
-    rollback = load("serverless_gpu.server.operations.rollback_detection")
+    rollback = load("serverless_gpu.server.operations.restore")
     with contextlib.closing(database_room.Database(settings.database, clock=SystemClock())) as database:
         lost = rollback.evidence(settings, database.read)
         checked = load("serverless_gpu.server.invariants.self_check").check(database.read)

@@ -45,6 +45,89 @@ _LIVE_CHARACTERS_MAX = 2_000
 _WAIT_TICK_S = 1.0
 _STARTED = ("STARTING", "RUNNING")
 _PASSING_S = 10.0  # between two such sentences where a line cannot be replaced
+ROWS_MAX = 4
+_SAID_FIRST_S, _SAID_LAST_S = 10.0, 300.0
+_WORTH_SAYING_S = 5.0
+LIVE_ROWS_MAX = 8
+_COLUMNS = 80  # where the terminal does not say
+
+
+class LiveBlock:
+    """The rows that are on the terminal now."""
+
+    def __init__(self) -> None:
+        self._target: TextIO | None = None
+        self._rows = 0
+
+    @property
+    def there(self) -> bool:
+        """Return whether there are rows on the screen."""
+        return self._rows > 0
+
+    def draw(self, target: TextIO, lines: Sequence[str]) -> None:
+        """Replace the rows with `safe` lines, cut to the terminal's size."""
+        columns, height = _size(target)
+        lines = lines[: max(1, height - 1)]
+        if not lines:
+            self.erase()
+            return
+        text = self._to_top() + "\r\n".join(fit(line, columns - 1) + "\x1b[K" for line in lines)
+        write(target, text + ("\x1b[J" if len(lines) < self._rows else ""))
+        self._target, self._rows = target, len(lines)
+
+    def erase(self) -> None:
+        """Take the rows away, so that something can be printed."""
+        if self._rows:
+            write(self._target, self._to_top() + "\x1b[J")
+            self._rows = 0
+
+    def _to_top(self) -> str:
+        return "\r" + (f"\x1b[{self._rows - 1}A" if self._rows > 1 else "")
+
+
+def is_terminal(target: TextIO | None) -> bool:
+    """Return whether a stream is a terminal."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return target is not None and target.isatty()
+    return False
+
+
+def live_target(stdout: TextIO | None, stderr: TextIO | None) -> TextIO | None:
+    """Return the terminal for redrawn rows, or None."""
+    if os.environ.get("TERM", "dumb") == "dumb":
+        return None
+    return next((target for target in (stderr, stdout) if is_terminal(target)), None)
+
+
+def columns_of(target: TextIO) -> int:
+    """Return how many columns a terminal has."""
+    return _size(target)[0]
+
+
+def write(target: TextIO | None, text: str) -> str:
+    """Write and flush; return why that failed if the user would miss the text, or ""."""
+    if target is None:
+        return ""
+    try:
+        try:
+            target.write(text)
+        except UnicodeEncodeError:
+            encoding = target.encoding or "ascii"
+            target.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        target.flush()
+    except (BrokenPipeError, ValueError):  # the reader has gone, or closed it
+        return ""
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def _size(target: TextIO) -> tuple[int, int]:
+    try:
+        columns, height = os.get_terminal_size(target.fileno())
+    except (OSError, ValueError):
+        return _COLUMNS, LIVE_ROWS_MAX + 1
+    return columns or _COLUMNS, height or LIVE_ROWS_MAX + 1
 
 
 class Display:
@@ -317,11 +400,6 @@ def standard_stream(stream: str) -> TextIO | None:
     return sys.stdout if stream == "stdout" else sys.stderr
 
 
-ROWS_MAX = 4
-_SAID_FIRST_S, _SAID_LAST_S = 10.0, 300.0
-_WORTH_SAYING_S = 5.0
-
-
 def waited_text(seconds: float) -> str:
     """Return a wait in words that do not change often: ``"12 s"``, ``"2 h 5 min"``."""
     minutes = int(seconds // 60)
@@ -379,85 +457,3 @@ class WaitingLine:
         text = f"serverless-gpu: queued for {self.waited(now_ns)}: {self.sentence}"
         rows = textwrap.wrap(text, max(20, columns - 1), subsequent_indent="  ", break_on_hyphens=False)
         return rows if len(rows) <= ROWS_MAX else [*rows[: ROWS_MAX - 1], f"{rows[ROWS_MAX - 1][: columns - 4]} …"]
-
-
-LIVE_ROWS_MAX = 8
-_COLUMNS = 80  # where the terminal does not say
-
-
-class LiveBlock:
-    """The rows that are on the terminal now."""
-
-    def __init__(self) -> None:
-        self._target: TextIO | None = None
-        self._rows = 0
-
-    @property
-    def there(self) -> bool:
-        """Return whether there are rows on the screen."""
-        return self._rows > 0
-
-    def draw(self, target: TextIO, lines: Sequence[str]) -> None:
-        """Replace the rows with `safe` lines, cut to the terminal's size."""
-        columns, height = _size(target)
-        lines = lines[: max(1, height - 1)]
-        if not lines:
-            self.erase()
-            return
-        text = self._to_top() + "\r\n".join(fit(line, columns - 1) + "\x1b[K" for line in lines)
-        write(target, text + ("\x1b[J" if len(lines) < self._rows else ""))
-        self._target, self._rows = target, len(lines)
-
-    def erase(self) -> None:
-        """Take the rows away, so that something can be printed."""
-        if self._rows:
-            write(self._target, self._to_top() + "\x1b[J")
-            self._rows = 0
-
-    def _to_top(self) -> str:
-        return "\r" + (f"\x1b[{self._rows - 1}A" if self._rows > 1 else "")
-
-
-def is_terminal(target: TextIO | None) -> bool:
-    """Return whether a stream is a terminal."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        return target is not None and target.isatty()
-    return False
-
-
-def live_target(stdout: TextIO | None, stderr: TextIO | None) -> TextIO | None:
-    """Return the terminal for redrawn rows, or None."""
-    if os.environ.get("TERM", "dumb") == "dumb":
-        return None
-    return next((target for target in (stderr, stdout) if is_terminal(target)), None)
-
-
-def columns_of(target: TextIO) -> int:
-    """Return how many columns a terminal has."""
-    return _size(target)[0]
-
-
-def write(target: TextIO | None, text: str) -> str:
-    """Write and flush; return why that failed if the user would miss the text, or ""."""
-    if target is None:
-        return ""
-    try:
-        try:
-            target.write(text)
-        except UnicodeEncodeError:
-            encoding = target.encoding or "ascii"
-            target.write(text.encode(encoding, "backslashreplace").decode(encoding))
-        target.flush()
-    except (BrokenPipeError, ValueError):  # the reader has gone, or closed it
-        return ""
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""
-
-
-def _size(target: TextIO) -> tuple[int, int]:
-    try:
-        columns, height = os.get_terminal_size(target.fileno())
-    except (OSError, ValueError):
-        return _COLUMNS, LIVE_ROWS_MAX + 1
-    return columns or _COLUMNS, height or LIVE_ROWS_MAX + 1

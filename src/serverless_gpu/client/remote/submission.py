@@ -80,6 +80,13 @@ _ON_ITS_WAY_S = 2.0
 """How long a request that was interrupted is given to arrive, so that what comes of it can be stopped."""
 _AGAIN_S = 0.1
 _UNKNOWN = "whether run {} was started is not known"
+_TRIES = 2
+POOL = "SGPU_POOL"
+POLICY = "SGPU_POLICY"
+POOL_ID = "DATABRICKS_REMOTE_GPU_POOL_ID"
+USE_RESERVED = "DATABRICKS_USE_RESERVED_GPU_POOL"
+_RESERVED = "reserved"
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
 class SubmittedCall(NamedTuple):
@@ -267,9 +274,6 @@ def _accepted(stream: EventStream, *, quiet: bool) -> RunView:
         TerminalDisplay(quiet=quiet).say(heard.sentence)
 
 
-_TRIES = 2
-
-
 def upload_payload(server: RemoteServer, path: Path) -> BlobReference:
     """Upload a file of at least one byte and return its reference in the server's store."""
     size = path.stat().st_size
@@ -295,14 +299,6 @@ def _put(server: RemoteServer, digest: str, part: bytes) -> None:
         except HashMismatch:
             if attempt + 1 == _TRIES:
                 raise
-
-
-POOL = "SGPU_POOL"
-POLICY = "SGPU_POLICY"
-POOL_ID = "DATABRICKS_REMOTE_GPU_POOL_ID"
-USE_RESERVED = "DATABRICKS_USE_RESERVED_GPU_POOL"
-_RESERVED = "reserved"
-_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
 class PoolChoice(NamedTuple):

@@ -47,6 +47,13 @@ if TYPE_CHECKING:
 
 own_sessions: set[str] = set()
 """Identifiers of those that are open now."""
+R = TypeVar("R")
+_FUTURES = "serverless_gpu.client.runs.futures"  # loaded when it is asked for: a call has no use for it
+_RELAUNCHES = 3  # behind a damaged snapshot damaged units may be found, and behind these damaged packs
+_STARTED = "serverless_gpu.client.runs.started_runs"
+_RECEIPT_AFTER_FAILURE_S = 0.05
+Relaunch = Callable[[], RunSource | None]
+"""Captures the environment once more and launches anew; None where that does not help."""
 
 
 def advised(sentence: str) -> str:
@@ -54,17 +61,6 @@ def advised(sentence: str) -> str:
     if any(f"session {session} " in sentence for session in own_sessions):
         return f"{sentence}; that session is open in this process: call session.distributed(...), or close it"
     return sentence
-
-
-R = TypeVar("R")
-
-_FUTURES = "serverless_gpu.client.runs.futures"  # loaded when it is asked for: a call has no use for it
-_RELAUNCHES = 3  # behind a damaged snapshot damaged units may be found, and behind these damaged packs
-_STARTED = "serverless_gpu.client.runs.started_runs"
-_RECEIPT_AFTER_FAILURE_S = 0.05
-
-Relaunch = Callable[[], RunSource | None]
-"""Captures the environment once more and launches anew; None where that does not help."""
 
 
 class Run(Generic[R]):

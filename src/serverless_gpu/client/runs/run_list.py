@@ -17,6 +17,7 @@ from serverless_gpu.errors import InvalidOption
 from serverless_gpu.model.spec import patience
 
 R = TypeVar("R")
+_LOOK_S = 1.0  # another thread may be waiting for one of the runs, and have read what its end says
 
 
 class RunList(list[Run[R]]):
@@ -76,9 +77,6 @@ class RunList(list[Run[R]]):
         """Ask for every run to be stopped; those that have ended stay as they are."""
         for run in self:
             run.cancel()
-
-
-_LOOK_S = 1.0  # another thread may be waiting for one of the runs, and have read what its end says
 
 
 def as_completed(runs: Iterable[Run[R]], timeout: float | None = None) -> Iterator[Run[R]]:
