@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.contestants import ROUND_S_MAX, Contestant, ContestantFailed, interleave
 from benchmarks.report import Timing
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.mlflow_server.control import stop_servers
+from serverless_gpu.node.mlflow_server.server import stop_servers
 from serverless_gpu.testing import stop_agent
 
 

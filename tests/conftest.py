@@ -74,7 +74,7 @@ def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             # Loaded late: most tests have no agent and need not load the package's doors.
             importlib.import_module("serverless_gpu.testing").stop_agent(directory)
         if (directory / "mlflow").exists():
-            serving = importlib.import_module("serverless_gpu.node.mlflow_server.control")
+            serving = importlib.import_module("serverless_gpu.node.mlflow_server.server")
             serving.stop_servers(importlib.import_module("serverless_gpu.node.base.home").Home(directory))
         shutil.rmtree(directory, ignore_errors=True)
 

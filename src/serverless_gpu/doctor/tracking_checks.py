@@ -6,7 +6,7 @@ import shlex
 
 from serverless_gpu.doctor.facts import MachineFacts, TrackingFacts, TrackingServer
 from serverless_gpu.doctor.findings import Check, CheckGroup, Finding, about, ok, warning
-from serverless_gpu.node.mlflow_server.control import NO_DATABASE, OTHER_VERSION
+from serverless_gpu.node.mlflow_server.server import NO_DATABASE, OTHER_VERSION
 
 
 @about(lambda facts: facts.tracking)

@@ -17,7 +17,7 @@ from serverless_gpu import distributed
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.lock_files import is_held
-from serverless_gpu.node.mlflow_server.control import (
+from serverless_gpu.node.mlflow_server.server import (
     ServerFiles,
     Serving,
     ensure_server,

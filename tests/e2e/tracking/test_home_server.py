@@ -12,7 +12,7 @@ import pytest
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.mlflow_server.control import (
+from serverless_gpu.node.mlflow_server.server import (
     ServerFiles,
     ensure_server,
     look,

@@ -7,7 +7,7 @@ from pathlib import Path
 from serverless_gpu.doctor.facts import TrackingServer
 from serverless_gpu.doctor.probes.tracking import look_at_tracking
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.mlflow_server.control import Noted, place_of
+from serverless_gpu.node.mlflow_server.server import Noted, place_of
 
 
 def test_what_is_looked_at(home: Path) -> None:

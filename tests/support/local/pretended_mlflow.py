@@ -13,7 +13,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from serverless_gpu.node.mlflow_server.control import ServerFiles
+from serverless_gpu.node.mlflow_server.server import ServerFiles
 from tests.support.local.observe import Process
 
 _SERVER = """

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-
 class Series(NamedTuple):
     """One series: values and their moments, in seconds since 1970, oldest first."""
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from serverless_gpu.client.caller.mlflow_context import SWITCH
 from serverless_gpu.doctor.facts import TrackingFacts, TrackingServer
 from serverless_gpu.node.base.home import find_home
-from serverless_gpu.node.mlflow_server.control import MlflowServer, local_path, servers, without_password
+from serverless_gpu.node.mlflow_server.server import MlflowServer, local_path, servers, without_password
 
 _ANSWER_S = 2.0
 

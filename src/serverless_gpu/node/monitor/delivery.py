@@ -31,7 +31,7 @@ from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.node.attempt.account import write_text
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.inside.mlflow import job as mlflow_job
-from serverless_gpu.node.mlflow_server.control import ensure_server
+from serverless_gpu.node.mlflow_server.server import ensure_server
 from serverless_gpu.node.monitor import messages
 from serverless_gpu.node.monitor.backlog import BacklogAttempt, ClaimedAttempt
 from serverless_gpu.tracking.base import TrackerAway, TrackerRun, split_userinfo

@@ -52,7 +52,7 @@ from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.lock_files import hold
 from serverless_gpu.node.inside import linux
 from serverless_gpu.node.inside.channel import Channel
-from serverless_gpu.node.mlflow_server.control import ensure_server
+from serverless_gpu.node.mlflow_server.server import ensure_server
 from serverless_gpu.node.monitor import messages
 from serverless_gpu.node.monitor.backlog import KEPT_MAX, Backlog, BacklogAttempt, has_secrets, key_of, origin_of
 from serverless_gpu.node.monitor.delivery import Delivering, target_of

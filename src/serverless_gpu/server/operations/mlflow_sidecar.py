@@ -29,7 +29,7 @@ import msgspec
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, ServerProblem
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.mlflow_server.control import ServerFiles, kept, look, place_of, start_keeper, stop_server
+from serverless_gpu.node.mlflow_server.server import ServerFiles, kept, look, place_of, start_keeper, stop_server
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.http.auth_middleware import LOOPBACK
 from serverless_gpu.server.http.listener import names

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.errors import InvalidOption, InvalidValue, ServerProblem
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.mlflow_server.control import ServerFiles, Serving, ensure_server, look, place_of, stop_servers
+from serverless_gpu.node.mlflow_server.server import ServerFiles, Serving, ensure_server, look, place_of, stop_servers
 from serverless_gpu.server.core.settings import Settings, read_settings
 from serverless_gpu.server.operations.mlflow_sidecar import mlflow_beside, mlflow_checks
 from tests.support.golden import golden

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.mlflow_server.control import (
+from serverless_gpu.node.mlflow_server.keeper import Starting, server_variables
+from serverless_gpu.node.mlflow_server.server import (
     Attempted,
     Backing,
     Noted,
@@ -20,7 +21,6 @@ from serverless_gpu.node.mlflow_server.control import (
     sentence,
     without_password,
 )
-from serverless_gpu.node.mlflow_server.keeper import Starting, server_variables
 
 TRIED = Attempted("/env/bin/python", "sqlite:////h/mlflow.db", "/h/server.log")
 TRACEBACK = 'Traceback (most recent call last):\n  File "x.py", line 1, in <module>\n'

@@ -11,7 +11,7 @@ import pytest
 
 from serverless_gpu.model.spec import RunSpec, Tracking
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.mlflow_server.control import Serving
+from serverless_gpu.node.mlflow_server.server import Serving
 from serverless_gpu.node.monitor import delivery as delivering
 from serverless_gpu.node.monitor.backlog import Backlog, BacklogAttempt
 from serverless_gpu.node.monitor.messages import Observe, Untracked
