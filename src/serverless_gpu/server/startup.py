@@ -85,7 +85,7 @@ from serverless_gpu.server.http.auth_middleware import Admission
 from serverless_gpu.server.identity import uid_sharing
 from serverless_gpu.server.identity.bootstrap import FirstTokens, first_tokens, join_token
 from serverless_gpu.server.operations import restore, rotation
-from serverless_gpu.server.operations.ray_sidecar import RayBeside, mlflow_checks
+from serverless_gpu.server.operations.sidecars import RayBeside, mlflow_checks
 from serverless_gpu.server.records import audit, stored_secrets
 from serverless_gpu.server.records.audit import SERVER, Action
 from serverless_gpu.server.records.runs import runs

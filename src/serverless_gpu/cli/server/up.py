@@ -98,7 +98,7 @@ def up(hosts: Sequence[str], behind_proxy: Sequence[str], **options: Any) -> Non
     for problem in (*settings_room.unknown(os.environ), *disk_warnings(home)):
         say(f"warning: {problem}", err=True)
 
-    ray_beside = load("serverless_gpu.server.operations.ray_sidecar")
+    ray_beside = load("serverless_gpu.server.operations.sidecars")
     ray_beside.refuse(settings)
 
     def write_files(url: str, running: Running) -> list[str]:
@@ -115,7 +115,7 @@ def up(hosts: Sequence[str], behind_proxy: Sequence[str], **options: Any) -> Non
             say(f"warning: {warning}", err=True)
 
     try:
-        with load("serverless_gpu.server.operations.ray_sidecar").mlflow_beside(settings) as complete:
+        with load("serverless_gpu.server.operations.sidecars").mlflow_beside(settings) as complete:
             load("serverless_gpu.server.process").serve(
                 complete,
                 ready=lambda url, running: ready(url, running, complete.mlflow_url if complete.mlflow else ""),

@@ -19,7 +19,7 @@ from serverless_gpu.errors import InvalidOption, InvalidValue, ServerProblem
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.mlflow_server.server import ServerFiles, Serving, ensure_server, look, place_of, stop_servers
 from serverless_gpu.server.core.settings import Settings, read_settings
-from serverless_gpu.server.operations.ray_sidecar import mlflow_beside, mlflow_checks
+from serverless_gpu.server.operations.sidecars import mlflow_beside, mlflow_checks
 from tests.support.golden import golden
 from tests.support.local.observe import wait_for
 from tests.support.local.pretended_mlflow import PretendedMlflow, asked, environ_of, keeper_of, server_of

@@ -12,7 +12,7 @@ from serverless_gpu.engines.ray import ray_machine
 from serverless_gpu.engines.ray.join_file import read_join_file
 from serverless_gpu.errors import InvalidValue, ServerProblem
 from serverless_gpu.server.core.settings import RaySettings, Settings, read_settings
-from serverless_gpu.server.operations import ray_sidecar
+from serverless_gpu.server.operations import sidecars
 from tests.support.golden import golden
 from tests.support.server.certificates import Authority
 
@@ -28,7 +28,7 @@ def told(home: Path, **more: object) -> Settings:
 
 def test_without_a_word_of_ray_there_is_none(home: Path) -> None:
     assert read_settings(home).ray is None
-    assert ray_sidecar.offer_joining(read_settings(home), url="http://127.0.0.1:7878", port=7878) == []
+    assert sidecars.offer_joining(read_settings(home), url="http://127.0.0.1:7878", port=7878) == []
 
 
 def test_ray_is_what_option_variable_and_file_say(home: Path) -> None:
@@ -69,16 +69,16 @@ def test_a_cluster_that_is_there_has_to_answer_and_its_token_is_private(
     ray = msgspec.structs.replace(RAY, address="127.0.0.1:1", token_file=str(token))
     token.chmod(0o644)
     with pytest.raises(InvalidValue, match=re.escape(golden("server.ray_beside.lets-whoever"))):
-        ray_sidecar.refuse(told(home, ray=ray))
+        sidecars.refuse(told(home, ray=ray))
     token.chmod(0o600)
     with pytest.raises(ServerProblem) as refused:
-        ray_sidecar.refuse(told(home, ray=ray))
+        sidecars.refuse(told(home, ray=ray))
     assert refused.value.message == golden("server.ray_beside.ray-answers-127")
 
 
 def test_on_loopback_the_first_machine_says_that_no_other_can_join_and_why(home: Path) -> None:
     settings = told(home)
-    lines = ray_sidecar.offer_joining(settings, url="http://127.0.0.1:7878", port=7878)
+    lines = sidecars.offer_joining(settings, url="http://127.0.0.1:7878", port=7878)
     assert lines == [
         "Ray at 127.0.0.2:7900, ports 7900-7999",
         golden("server.ray_beside.another-home-machine", directory=settings.directory),
@@ -91,7 +91,7 @@ def test_on_loopback_the_first_machine_says_that_no_other_can_join_and_why(home:
 
 def test_with_an_address_of_a_network_homes_of_this_machine_are_not_spoken_of(home: Path) -> None:
     settings = told(home, ray=msgspec.structs.replace(RAY, node_address="10.0.0.5"))
-    lines = ray_sidecar.offer_joining(settings, url="http://127.0.0.1:7878", port=7878)
+    lines = sidecars.offer_joining(settings, url="http://127.0.0.1:7878", port=7878)
     assert lines[1:] == [golden("server.ray_beside.other-machines-cannot-join")]
 
 
@@ -100,7 +100,7 @@ def test_with_a_certificate_the_join_file_has_its_name_and_who_issued_it(home: P
     cert, key = authority.sign("gpu-1", "127.0.0.2")
     settings = told(home, tls_cert=str(cert), tls_key=str(key), tls_ca=str(authority.ca))
     url = "http://127.0.0.1:7879"
-    lines = ray_sidecar.offer_joining(settings, url=url, port=7878, certified=("gpu-1", "127.0.0.2"))
+    lines = sidecars.offer_joining(settings, url=url, port=7878, certified=("gpu-1", "127.0.0.2"))
     path = settings.directory / "join.json"
     assert lines == [
         "Ray at 127.0.0.2:7900, ports 7900-7999",
@@ -127,22 +127,20 @@ def test_others_are_told_a_name_that_the_certificate_has(
 ) -> None:
     settings = told(home, tls_cert="x", hosts=hosts)
     url = "http://127.0.0.1:7879"
-    assert ray_sidecar.server_url(settings, url=url, port=7878, address="127.0.0.2", certified=certified) == server
+    assert sidecars.server_url(settings, url=url, port=7878, address="127.0.0.2", certified=certified) == server
 
 
 def test_behind_a_proxy_others_are_told_its_name(home: Path) -> None:
     settings = told(home, hosts=("gpu.example.com",))
-    found = ray_sidecar.server_url(settings, url="http://127.0.0.1:7878", port=7878, address="127.0.0.2", certified=())
+    found = sidecars.server_url(settings, url="http://127.0.0.1:7878", port=7878, address="127.0.0.2", certified=())
     assert found == "https://gpu.example.com"
 
 
 def test_a_certificate_that_is_its_own_authority_travels_in_the_join_file(home: Path, tmp_path: Path) -> None:
     authority = Authority(tmp_path)  # its own certificate is one
     settings = told(home, tls_cert=str(authority.ca), tls_key="x")
-    ray_sidecar.offer_joining(settings, url="http://127.0.0.1:7879", port=7878, certified=("gpu-1",))
+    sidecars.offer_joining(settings, url="http://127.0.0.1:7879", port=7878, certified=("gpu-1",))
     assert read_join_file(settings.directory / "join.json").ca == authority.ca.read_text()
     cert, _ = authority.sign("gpu-1")
-    ray_sidecar.offer_joining(
-        msgspec.structs.replace(settings, tls_cert=str(cert)), url="http://127.0.0.1:7879", port=1
-    )
+    sidecars.offer_joining(msgspec.structs.replace(settings, tls_cert=str(cert)), url="http://127.0.0.1:7879", port=1)
     assert read_join_file(settings.directory / "join.json").ca == ""
