@@ -53,7 +53,7 @@ from serverless_gpu.model.telemetry import SECOND_NS, GpuSample, HostSample, Ran
 from serverless_gpu.node.base.configuration import read_configuration
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.devices.inventory import FAKE_VARIABLE, Provider, providers
-from serverless_gpu.node.monitor.devices import FakeGpu, GpuReading, NvmlSampler, fake_state, from_rank
+from serverless_gpu.node.monitor.gpu_sampler import FakeGpu, GpuReading, NvmlSampler, fake_state, from_rank
 
 
 class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,8 +17,8 @@ from serverless_gpu.errors import InvalidOption
 from serverless_gpu.model.hardware import DeviceKind, cpu_slots, parse_fake
 from serverless_gpu.model.telemetry import SECOND_NS, THROTTLED, GpuSample, RankSample
 from serverless_gpu.node.devices.inventory import FAKE_STATE_FILE, NvmlProvider
-from serverless_gpu.node.monitor import devices
-from serverless_gpu.node.monitor.devices import NvmlSampler
+from serverless_gpu.node.monitor import gpu_sampler
+from serverless_gpu.node.monitor.gpu_sampler import NvmlSampler
 from serverless_gpu.node.monitor.sampler import Host, RankLook, RankProcesses, ThisMachine
 from serverless_gpu.testing import FakeClock, FakeGpus
 from tests.support.golden import golden
@@ -189,15 +189,15 @@ def test_the_real_binding_has_every_name_and_number_that_is_used() -> None:
     used = [name for name in vars(SampledNvml) if name.startswith("nvml")]
     assert [name for name in (*used, "nvmlDeviceGetTotalEccErrors") if not hasattr(pynvml, name)] == []
     numbers = {
-        "NVML_TEMPERATURE_GPU": devices.TEMPERATURE_GPU,
-        "NVML_CLOCK_SM": devices.CLOCK_SM,
-        "NVML_CLOCK_MEM": devices.CLOCK_MEMORY,
-        "NVML_PCIE_UTIL_TX_BYTES": devices.PCIE_TRANSMIT,
-        "NVML_PCIE_UTIL_RX_BYTES": devices.PCIE_RECEIVE,
-        "NVML_MEMORY_ERROR_TYPE_UNCORRECTED": devices.UNCORRECTED,
-        "NVML_VOLATILE_ECC": devices.SINCE_DRIVER_LOADED,
-        "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX": devices.NVLINK_TRANSMIT,
-        "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX": devices.NVLINK_RECEIVE,
+        "NVML_TEMPERATURE_GPU": gpu_sampler.TEMPERATURE_GPU,
+        "NVML_CLOCK_SM": gpu_sampler.CLOCK_SM,
+        "NVML_CLOCK_MEM": gpu_sampler.CLOCK_MEMORY,
+        "NVML_PCIE_UTIL_TX_BYTES": gpu_sampler.PCIE_TRANSMIT,
+        "NVML_PCIE_UTIL_RX_BYTES": gpu_sampler.PCIE_RECEIVE,
+        "NVML_MEMORY_ERROR_TYPE_UNCORRECTED": gpu_sampler.UNCORRECTED,
+        "NVML_VOLATILE_ECC": gpu_sampler.SINCE_DRIVER_LOADED,
+        "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX": gpu_sampler.NVLINK_TRANSMIT,
+        "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX": gpu_sampler.NVLINK_RECEIVE,
     }
     assert {name: getattr(pynvml, name) for name in numbers} == numbers
     throttled = ("SwPowerCap", "HwSlowdown", "SwThermalSlowdown", "HwThermalSlowdown", "HwPowerBrakeSlowdown")
@@ -283,7 +283,7 @@ def test_cpu_slots_are_what_their_ranks_use(monkeypatch: pytest.MonkeyPatch, tmp
     look = machine.look(wanted({"a:1": (slots, {0: 1, 1: 2})}), 1)
     assert look.gpus == {"CPU-0": GpuSample(100.0, 10), "CPU-1": GpuSample(30.0, 20)}
     assert look.ranks["a:1"][0] == RankSample(0, 250.0, 10)
-    # One process for a node has all of its devices.
+    # One process for a node has all of its gpu_sampler.
     looks.pop(("a:1", 1))
     look = machine.look(wanted({"a:1": (slots, {0: 1})}), 1)
     assert look.gpus == dict.fromkeys(("CPU-0", "CPU-1"), GpuSample(100.0, 5))
