@@ -6,31 +6,41 @@
 The queries go by indexes to what is alive: ended runs are counted when they end (`server_metrics.py`), not here. A
 database that is away costs a scrape its bound and no more: counters and the process's own figures are answered all the
 same.
+
+Routes of `wire/state.py`: is it there, what does it speak, how does it do. Silent about anybody's work.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
 import msgspec
 import sqlalchemy as sa
 from prometheus_client.core import GaugeMetricFamily, Metric
+from starlette.responses import Response
 
+from serverless_gpu import ambient
 from serverless_gpu.ambient import Clock
 from serverless_gpu.model.hardware import census
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, State
 from serverless_gpu.server.core.disk_space import free_bytes
-from serverless_gpu.server.core.health import Probe, ServerHealth
-from serverless_gpu.server.core.server_metrics import LABEL_VALUES_MAX, OTHER, Source
+from serverless_gpu.server.core.health import RETRY_AFTER_S, Probe, ServerHealth
+from serverless_gpu.server.core.health import ServerHealth as HealthChecks
+from serverless_gpu.server.core.server_metrics import CONTENT_TYPE, LABEL_VALUES_MAX, OTHER, Measures, Source
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.db.tables import attempts, crews, orders, runs
+from serverless_gpu.server.http.routing import JSON, PUBLIC, Call, Routes, reading
 from serverless_gpu.server.lifecycle.liveness import Leases, Presence
 from serverless_gpu.server.nodes import capacity, drain
 from serverless_gpu.server.records import audit, charges, nodes
 from serverless_gpu.server.records.nodes import StoredNode
 from serverless_gpu.server.records.runs.crews import CrewId
+from serverless_gpu.version import __version__
+from serverless_gpu.wire.base import PROTOCOL, PROTOCOLS
+from serverless_gpu.wire.state import Health, HealthCheck, Version
 
 FRESH_S = 2.0
 BOUND_S = 3.0
@@ -247,3 +257,45 @@ def _single(name: str, sentence: str, value: float) -> Metric:
 
 def _age_s(since_ns: int | None, now_ns: int) -> float:
     return 0.0 if since_ns is None else max(0, now_ns - since_ns) / 1e9
+
+
+routes = Routes("state")
+
+
+class PrometheusText(Response):
+    """An answer that Prometheus reads."""
+
+    media_type = CONTENT_TYPE
+
+
+@routes.get("/health", needs=PUBLIC)
+async def health(call: Call, server_health: HealthChecks) -> Health | Response:
+    """Say whether the server can do its work."""
+    found = await server_health.look()
+    checks = tuple(HealthCheck(name=one.name, ok=not one.problem, problem=one.problem, ms=one.ms) for one in found)
+    problems = tuple(one.problem for one in found if one.problem)
+    if not problems:
+        return Health(ok=True, checks=checks)
+    answer = msgspec.json.encode(Health(ok=False, problems=problems, checks=checks))
+    headers = {"Retry-After": str(RETRY_AFTER_S), "Cache-Control": "no-store"}
+    return Response(answer, status_code=503, headers=headers, media_type=JSON)
+
+
+@routes.get("/metrics", needs=reading("metrics"))
+async def metrics(call: Call, measures: Measures, server_health: HealthChecks) -> PrometheusText:
+    """Return figures of the whole server, in the text format of Prometheus."""
+    await asyncio.gather(server_health.look(), measures.refresh())
+    return PrometheusText(await call.in_thread(measures.text), headers={"Cache-Control": "no-store"})
+
+
+@routes.get("/version", needs=PUBLIC)
+def version(call: Call, settings: Settings) -> Version:
+    """Say what the server speaks."""
+    return Version(
+        version=__version__,
+        protocol=PROTOCOL,
+        protocols=PROTOCOLS,
+        machine=ambient.machine(),
+        mlflow=settings.mlflow_url,
+        joinable=settings.ray is not None,
+    )
