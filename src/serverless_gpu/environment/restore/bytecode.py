@@ -44,7 +44,9 @@ class CompileJob(msgspec.Struct, frozen=True, kw_only=True):
     size: int
 
 
-def jobs(directory: Path, rows: Sequence[FileRow], tag: str, only: Collection[str] | None = None) -> list[CompileJob]:
+def compile_jobs(
+    directory: Path, rows: Sequence[FileRow], tag: str, only: Collection[str] | None = None
+) -> list[CompileJob]:
     """Return what there is to compile in a unit.
 
     Args:

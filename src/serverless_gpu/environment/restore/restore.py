@@ -31,7 +31,7 @@ from serverless_gpu.environment.documents import Root, Snapshot, Unit
 from serverless_gpu.environment.progress import ProgressPoint, Report, nobody
 from serverless_gpu.environment.restore import bytecode
 from serverless_gpu.environment.restore.assembly import paths_before
-from serverless_gpu.environment.restore.bytecode import CompileJob, jobs
+from serverless_gpu.environment.restore.bytecode import CompileJob, compile_jobs
 from serverless_gpu.environment.restore.cache.cache_directory import (
     full,
     is_full,
@@ -138,9 +138,9 @@ def loaded_jobs(prepared: Prepared, cache: Cache) -> dict[str, list[CompileJob]]
     A few short files are left to whoever imports them, and to `compile_rest`: a process takes longer to start.
     """
     work: dict[str, list[CompileJob]] = {}
-    for address, jobs in _loaded(prepared.snapshot, cache, prepared.base.tag):
-        work.setdefault(address, []).extend(jobs)
-    return work if sum(job.size for jobs in work.values() for job in jobs) > FEW_BYTES else {}
+    for address, compile_jobs in _loaded(prepared.snapshot, cache, prepared.base.tag):
+        work.setdefault(address, []).extend(compile_jobs)
+    return work if sum(job.size for compile_jobs in work.values() for job in compile_jobs) > FEW_BYTES else {}
 
 
 def _hints(snapshot: Snapshot, python: str) -> Iterator[str]:
@@ -178,7 +178,7 @@ def _loaded(snapshot: Snapshot, cache: Cache, tag: str) -> Iterator[tuple[str, l
             unit = str(cache.unit(address))
             missing = {path for path in here if not os.path.lexists(_bytecode(unit, path, tag))}
             if missing:
-                yield address, bytecode.jobs(cache.unit(address), cache.document(address).rows, tag, missing)
+                yield address, bytecode.compile_jobs(cache.unit(address), cache.document(address).rows, tag, missing)
 
 
 def _by_unit(root: Root, cache: Cache, paths: Iterable[str]) -> dict[str, list[str]]:
@@ -328,7 +328,7 @@ def compile_rest(address: str, cache: Cache, *, report: Report = nobody) -> int:
             return 0
         made = 0
         for unit in snapshot.addresses():
-            work = jobs(cache.unit(unit), cache.document(unit).rows, python.tag)
+            work = compile_jobs(cache.unit(unit), cache.document(unit).rows, python.tag)
             made += cache.compile({unit: work}, python.path, report) if work else 0
         link_bytecode(snapshot, cache)
         cache.settle(snapshot.addresses())

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.environment.documents import Snapshot, SnapshotOrigin
-from serverless_gpu.environment.restore.bytecode import compile_all, jobs
+from serverless_gpu.environment.restore.bytecode import compile_all, compile_jobs
 from serverless_gpu.environment.restore.cache.unit_cache import Cache
 from serverless_gpu.environment.restore.cache.unpack import MTIME_S
 from serverless_gpu.environment.restore.restore import RestoredTree, Way, compile_rest, restore
@@ -163,7 +163,7 @@ def test_S221_the_compiler_starts_without_site_packages_variables_and_directory(
     )
     python.chmod(0o755)
     piece = Made(StoreBlobs(Counting())).piece({"site/a.py": "x = 1\n"})
-    assert compile_all(jobs(tmp_path, piece.unit.rows, TAG), str(python)) == 1
+    assert compile_all(compile_jobs(tmp_path, piece.unit.rows, TAG), str(python)) == 1
     first, *variables = (tmp_path / "log").read_text().splitlines()
     assert first == "-I -S /"
     assert {line.partition("=")[0] for line in variables if "=" in line} <= {"PWD", "OLDPWD", "_", "SHLVL"}
@@ -171,7 +171,7 @@ def test_S221_the_compiler_starts_without_site_packages_variables_and_directory(
 
 def test_files_under_the_names_of_bytecode_are_left_alone(made: Made, tmp_path: Path) -> None:
     piece = made.piece({"site/a.py": "x = 1\n", "site/__pycache__": "a file", "site/b/c.py": "", "prefix/bin/t.py": ""})
-    assert [job.source for job in jobs(tmp_path, piece.unit.rows, TAG)] == [f"{tmp_path}/site/b/c.py"]
+    assert [job.source for job in compile_jobs(tmp_path, piece.unit.rows, TAG)] == [f"{tmp_path}/site/b/c.py"]
 
 
 def test_a_link_in_the_way_is_not_followed(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_a_link_in_the_way_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "site/a.py").write_text("x = 1\n")
     (tmp_path / "site/__pycache__").symlink_to(tmp_path / "elsewhere")
     piece = Made(StoreBlobs(Counting())).piece({"site/a.py": "x = 1\n"})
-    assert compile_all(jobs(tmp_path, piece.unit.rows, TAG), base_python()) == 0
+    assert compile_all(compile_jobs(tmp_path, piece.unit.rows, TAG), base_python()) == 0
     assert os.listdir(tmp_path / "elsewhere") == []
 
 
@@ -188,7 +188,7 @@ def test_a_file_that_is_not_as_long_as_its_row_says_is_left_out(tmp_path: Path) 
     (tmp_path / "site").mkdir()
     (tmp_path / "site/a.py").write_text("x = 1 # and more\n")
     piece = Made(StoreBlobs(Counting())).piece({"site/a.py": "x = 1\n"})
-    assert compile_all(jobs(tmp_path, piece.unit.rows, TAG), base_python()) == 0
+    assert compile_all(compile_jobs(tmp_path, piece.unit.rows, TAG), base_python()) == 0
 
 
 def sources(directory: Path, **texts: str) -> list[Path]:
@@ -221,7 +221,7 @@ def test_a_file_that_ends_its_compiler_is_passed_over(tmp_path: Path) -> None:
     work = []
     made = Made(StoreBlobs(Counting()))
     for path in sources(tmp_path / "site", **good, **killers):
-        work += jobs(tmp_path, made.piece({f"site/{path.name}": path.read_text()}).unit.rows, TAG)
+        work += compile_jobs(tmp_path, made.piece({f"site/{path.name}": path.read_text()}).unit.rows, TAG)
     fragile = tmp_path / "fragile"
     fragile.write_text(FRAGILE.format(python=base_python()))
     fragile.chmod(0o755)
@@ -234,7 +234,7 @@ def test_a_file_that_takes_too_long_is_passed_over(tmp_path: Path) -> None:
     made = Made(StoreBlobs(Counting()))
     work = []
     for path in sources(tmp_path / "site", a="x = 1\n", b=slow, c="x = 2\n"):
-        work += jobs(tmp_path, made.piece({f"site/{path.name}": path.read_text()}).unit.rows, TAG)
+        work += compile_jobs(tmp_path, made.piece({f"site/{path.name}": path.read_text()}).unit.rows, TAG)
     began = time.monotonic()
     assert compile_all(work, base_python(), patience_s=1) == 2
     assert time.monotonic() - began < 20
@@ -244,4 +244,4 @@ def test_an_interpreter_that_does_not_start_leaves_everything_as_it_is(tmp_path:
     sources(tmp_path / "site", a="x = 1\n")
     piece = Made(StoreBlobs(Counting())).piece({"site/a.py": "x = 1\n"})
     for python in ("/bin/false", "/does/not/exist"):
-        assert compile_all(jobs(tmp_path, piece.unit.rows, TAG), python) == 0
+        assert compile_all(compile_jobs(tmp_path, piece.unit.rows, TAG), python) == 0
