@@ -19,7 +19,7 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason
 from serverless_gpu.model.telemetry import SECOND_NS, GpuSample, Header, HostSample, Sample, Sampled
-from serverless_gpu.node.monitor.records import Recording
+from serverless_gpu.node.monitor.telemetry_file import Recording
 from serverless_gpu.tracking.base import Tracker, TrackerRun
 from serverless_gpu.tracking.delivery import DeliveryJob, MlflowDelivery
 from serverless_gpu.tracking.metric_points import telemetry_path

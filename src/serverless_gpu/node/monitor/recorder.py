@@ -43,8 +43,8 @@ from serverless_gpu.node.monitor import messages
 from serverless_gpu.node.monitor.backlog import key_of
 from serverless_gpu.node.monitor.delivery import Delivering
 from serverless_gpu.node.monitor.messages import Peer
-from serverless_gpu.node.monitor.records import Recording
 from serverless_gpu.node.monitor.sampler import NodeSample
+from serverless_gpu.node.monitor.telemetry_file import Recording
 
 
 class RayFile:

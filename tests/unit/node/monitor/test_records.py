@@ -10,8 +10,8 @@ import pytest
 
 from serverless_gpu.client.runs.run_plot import read_metrics
 from serverless_gpu.model.telemetry import Header, Sample, decode, encode
-from serverless_gpu.node.monitor import records
-from serverless_gpu.node.monitor.records import Recording
+from serverless_gpu.node.monitor import telemetry_file
+from serverless_gpu.node.monitor.telemetry_file import Recording
 from serverless_gpu.tracking.metric_points import Samples
 from tests.support.node.sampled import ORIGIN_NS, gpu, header, sample
 
