@@ -24,7 +24,7 @@ from serverless_gpu.server.http.routing import Route
 from serverless_gpu.server.identity import principal_service
 from serverless_gpu.server.lifecycle import attempt_routes
 from serverless_gpu.server.nodes import drain, node_routes
-from serverless_gpu.server.operations import state_metrics
+from serverless_gpu.server.operations import server_status
 from serverless_gpu.server.runs import estimate_routes, queue_routes, run_routes
 from serverless_gpu.server.storage import blob_routes
 from serverless_gpu.wire.base import API
@@ -46,7 +46,7 @@ MODULES = (
     queue_routes,
     run_routes,
     secrets,
-    state_metrics,
+    server_status,
     usage_reports,
 )
 """Modules of `api/` with `routes`; whoever adds one adds it here."""

@@ -50,7 +50,7 @@ from serverless_gpu.server.nodes.drain import DrainService
 from serverless_gpu.server.nodes.node_admission import JoinService, NodeAdmission
 from serverless_gpu.server.nodes.node_rules import Evacuation
 from serverless_gpu.server.nodes.node_service import NodeRuleService, NodeService
-from serverless_gpu.server.operations.state_metrics import Sampling
+from serverless_gpu.server.operations.server_status import Sampling
 from serverless_gpu.server.policies import PolicyAdmission, PolicyService
 from serverless_gpu.server.pools import PoolService
 from serverless_gpu.server.runs.estimates import EstimateService

@@ -15,8 +15,8 @@ from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.server.composition import Services, make_sampling
 from serverless_gpu.server.core.server_metrics import LABEL_VALUES_MAX, OTHER, Measures
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.operations import state_metrics
-from serverless_gpu.server.operations.state_metrics import Sampling
+from serverless_gpu.server.operations import server_status
+from serverless_gpu.server.operations.server_status import Sampling
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.access import PrincipalRequest, TokenMade, TokenRequest
 from serverless_gpu.wire.base import API
@@ -129,7 +129,7 @@ def test_a_sample_counts_what_is_alive(watched: Services, clock: FakeClock) -> N
 
 def test_types_of_devices_that_a_node_makes_up_become_other() -> None:
     counted = Counter({(f"made-up-{number:03}", "free"): 1 for number in range(100)} | {("H100", "leased"): 8})
-    few = state_metrics.few_types(counted)
+    few = server_status.few_types(counted)
     names = {name for name, _ in few}
     assert len(names) == LABEL_VALUES_MAX + 1 and {OTHER, "H100"} <= names
     assert sum(few.values()) == 108
@@ -140,7 +140,7 @@ def test_a_database_that_hangs_costs_a_scrape_its_bound_and_no_more(
 ) -> None:
     go = threading.Event()
     measures = Measures()
-    monkeypatch.setattr(state_metrics, "BOUND_S", 0.05)
+    monkeypatch.setattr(server_status, "BOUND_S", 0.05)
     monkeypatch.setattr(Sampling, "look", lambda _sampling: go.wait(60))
     measures.watch(make_sampling(watched))
     asyncio.run(measures.refresh())

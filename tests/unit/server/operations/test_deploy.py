@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.metrics import MetricWrapperBase
 
 from serverless_gpu.server.core.server_metrics import Measures
-from serverless_gpu.server.operations.state_metrics import StateSample, families
+from serverless_gpu.server.operations.server_status import StateSample, families
 from tests.support.paths import REPOSITORY
 
 FILES = [REPOSITORY / "deploy" / name for name in ("grafana.json", "alerts.yml", "prometheus.yml")]
