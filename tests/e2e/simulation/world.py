@@ -24,9 +24,9 @@ from serverless_gpu.model.lifecycle.attempt import TERMINAL
 from serverless_gpu.server import audit
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db import tables
+from serverless_gpu.server.invariants.invariant_inputs import Violation
 from serverless_gpu.server.invariants.run_invariants import History, Stretch
 from serverless_gpu.server.invariants.self_check import check
-from serverless_gpu.server.invariants.violation import Violation
 from serverless_gpu.server.lifecycle import rendezvous
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.pools import NO_ISOLATION

@@ -29,7 +29,6 @@ import msgspec
 
 from serverless_gpu.environment.documents import Root, Snapshot, Unit
 from serverless_gpu.environment.progress import ProgressPoint, Report, nobody
-from serverless_gpu.environment.restore import bytecode
 from serverless_gpu.environment.restore.assembly import paths_before
 from serverless_gpu.environment.restore.bytecode import CompileJob, compile_jobs
 from serverless_gpu.environment.restore.cache.cache_directory import (
@@ -178,7 +177,7 @@ def _loaded(snapshot: Snapshot, cache: Cache, tag: str) -> Iterator[tuple[str, l
             unit = str(cache.unit(address))
             missing = {path for path in here if not os.path.lexists(_bytecode(unit, path, tag))}
             if missing:
-                yield address, bytecode.compile_jobs(cache.unit(address), cache.document(address).rows, tag, missing)
+                yield address, compile_jobs(cache.unit(address), cache.document(address).rows, tag, missing)
 
 
 def _by_unit(root: Root, cache: Cache, paths: Iterable[str]) -> dict[str, list[str]]:

@@ -76,9 +76,33 @@ def refuse(what: str, path: str, rule: str) -> NoReturn:
 AREAS = ("site", "prefix")
 EMPTY_SHA256 = hashlib.sha256().digest()
 # Control characters, and halves of surrogate pairs (they stand for bytes that are not UTF-8).
+_DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _KINDS = ("f", "x", "l", "d")
 _DIRECTORY = "directory"
+
+
+def check_unit(unit: Unit) -> None:
+    """Check everything a unit says: its address, its rows, and where their bytes lie.
+
+    Args:
+        unit: as decoded; nothing of it is believed.
+
+    Raises:
+        EnvironmentRejected: it breaks a rule; says which, and where.
+    """
+    if not is_digest(unit.address):
+        refuse("a unit", unit.address, "an address is 64 hexadecimal digits")
+    what = f"unit {unit.address[:12]}"
+    if unit.version != VERSION:
+        refuse(what, "", f"its format is {unit.version!r}, and this program reads {VERSION}")
+    for pack in unit.packs:
+        if not is_digest(pack):
+            refuse(what, pack, "the name of a pack is 64 hexadecimal digits")
+    check_rows(unit.rows, what)
+    if unit_address(unit.rows) != unit.address:
+        refuse(what, "", "its address is not that of its rows")
+    check_blocks(unit, what)
 
 
 def check_path(path: str, what: str = "a path") -> None:
@@ -270,6 +294,11 @@ def _check_name(name: str, path: str, what: str) -> None:
         refuse(what, path, "a name is not '.' or '..'")
     if len(name) * 4 > NAME_BYTES_MAX and len(name.encode()) > NAME_BYTES_MAX:
         refuse(what, path, f"a name has at most {NAME_BYTES_MAX} bytes")
+
+
+def is_digest(text: str) -> bool:
+    """Return whether this is a BLAKE3 digest as we write it: 64 hexadecimal digits, lower case."""
+    return _DIGEST.fullmatch(text) is not None
 
 
 def fold_name(name: str) -> str:

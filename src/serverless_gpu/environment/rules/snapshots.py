@@ -37,17 +37,11 @@ from serverless_gpu.environment.rules.rows import (
     refuse,
 )
 
-_DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _VERSION = re.compile(r"\d{1,2}\.\d{1,3}(\.\d{1,3})?[a-z0-9.+]{0,16}", re.ASCII)
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", re.ASCII)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _PLACEHOLDER = re.compile(r"\{\{sgpu:([^{}]*)\}\}")
 _NATIVE = re.compile(r"\.(so|pyd|dylib|pyc)(\.|$)", re.ASCII | re.IGNORECASE)
-
-
-def is_digest(text: str) -> bool:
-    """Return whether this is a BLAKE3 digest as we write it: 64 hexadecimal digits, lower case."""
-    return _DIGEST.fullmatch(text) is not None
 
 
 def check_snapshot(snapshot: Snapshot) -> None:
@@ -82,6 +76,32 @@ def check_snapshot(snapshot: Snapshot) -> None:
     for index, root in enumerate(roots):
         if root.members != in_order(root.members):
             refuse(what, f"root {index}", "units are in order of kind, name and address")
+
+
+def check_together(snapshot: Snapshot, units: Mapping[str, Unit]) -> None:
+    """Check a snapshot against its units, both already checked by themselves.
+
+    Raises:
+        EnvironmentRejected: a unit is not as large as the snapshot says, or a generated file or a note would lie on top
+            of a row, or below a file.
+    """
+    what = f"snapshot {snapshot.address[:12]}"
+    for index, root in enumerate(snapshot.roots):
+        tree = Tree(what)
+        texts = {file.path for file in root.generated}
+        if index < len(snapshot.facts.notes):
+            texts |= snapshot.facts.notes[index].keys()
+        for path in sorted(texts):
+            tree.add(path, "f")
+        for member in root.members:
+            unit = units[member.address]
+            content = [row.size for row in unit.rows if row.has_content]
+            if (member.size, member.files) != (sum(content), len(content)):
+                refuse(what, member.name or member.address[:12], "size and number of files are not those of its unit")
+            for row in unit.rows:
+                # Units may share directories, and even files (then the order of layers decides): only generated
+                # files are looked for.
+                tree.meet(row.path, row.kind)
 
 
 def _check_interpreter(python: Interpreter, what: str) -> None:

@@ -9,8 +9,7 @@ import msgspec
 
 from serverless_gpu.model.billing import metering
 from serverless_gpu.model.lifecycle.attempt import Fact
-from serverless_gpu.server.invariants.invariant_inputs import Books
-from serverless_gpu.server.invariants.violation import Violation
+from serverless_gpu.server.invariants.invariant_inputs import Books, Violation
 
 LENDINGS_MAX = 50_000
 """How many lendings are held against those of later pages."""

@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason, State
-from serverless_gpu.server.invariants.invariant_inputs import Booked
-from serverless_gpu.server.invariants.violation import Violation, of_run
+from serverless_gpu.server.invariants.invariant_inputs import Booked, Violation, violation_of
 from serverless_gpu.server.records.runs.attempts import StoredAttempt
 from serverless_gpu.server.records.runs.crews import StoredCrew
 
@@ -23,14 +22,14 @@ def gangs(booked: Booked) -> Iterator[Violation]:
     """Yield what is wrong with the crews of a run."""
     for attempt in booked.attempts:
         for sentence in (*_laid_out(attempt), *_amounting(attempt), *_met(attempt, booked), *_released(attempt)):
-            yield of_run(booked, "I3", f"attempt {attempt.fence} {sentence}")
+            yield violation_of(booked, "I3", f"attempt {attempt.fence} {sentence}")
     for attempt in booked.attempts:
         left = [crew for crew in attempt.crews if not crew.proven]
         if left and attempt.fence < booked.run.fence:
             sentence = f"attempt {attempt.fence} may have left a process on {left[0].node}, and another one was made"
-            yield of_run(booked, "I3", sentence)
+            yield violation_of(booked, "I3", sentence)
     if booked.run.reason is Reason.PEER_FAILED:
-        yield of_run(booked, "I3", "ended because of a peer, which is nobody's own reason")
+        yield violation_of(booked, "I3", "ended because of a peer, which is nobody's own reason")
 
 
 def _laid_out(attempt: StoredAttempt) -> Iterator[str]:

@@ -5,6 +5,8 @@
 
 A page costs a handful of queries by key, whatever the tables hold, and is one moment of the database. What would make
 it large is left out and said (`Books.skipped`): a run of many thousand events, an attempt of many thousand facts.
+
+What is wrong, as a value: the word that all invariants speak (`run_invariants.py`).
 """
 
 from __future__ import annotations
@@ -293,3 +295,25 @@ def pages(read: Callable[[Callable[[sa.Connection], Books]], Books], *, limit: i
         after = books.following
         if not after:
             return
+
+
+class Violation(msgspec.Struct, frozen=True, kw_only=True, order=True):
+    """Something that is never true, and is.
+
+    Attributes:
+        invariant: ``"I3"``.
+        subject: what it is about: ``"run <id>"``, ``"device <uuid>"``.
+        sentence: what is wrong.
+    """
+
+    invariant: str
+    subject: str
+    sentence: str
+
+    def __str__(self) -> str:
+        return f"{self.invariant} {self.subject}: {self.sentence}"
+
+
+def violation_of(booked: Booked, invariant: str, sentence: str) -> Violation:
+    """Return what is wrong with a run."""
+    return Violation(invariant=invariant, subject=f"run {booked.run.id}", sentence=sentence)

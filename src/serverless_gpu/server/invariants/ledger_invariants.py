@@ -18,8 +18,7 @@ import msgspec
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.billing.ledger import EntryKind, LedgerLine, charge, reversed_line, standing, sum_of
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Fact, FactKind, Reason
-from serverless_gpu.server.invariants.invariant_inputs import Booked, OfCrew, SeenReceipt
-from serverless_gpu.server.invariants.violation import Violation, of_run
+from serverless_gpu.server.invariants.invariant_inputs import Booked, OfCrew, SeenReceipt, Violation, violation_of
 from serverless_gpu.server.lifecycle import metering
 from serverless_gpu.server.records.charges import Posted
 from serverless_gpu.server.records.runs.attempts import StoredAttempt
@@ -31,20 +30,20 @@ def ledger(booked: Booked) -> Iterator[Violation]:
     all_crews = [_OfCrew(attempt=attempt, crew=crew) for attempt in booked.attempts for crew in attempt.crews]
     ended = {one.key for one in all_crews if one.crew.ended_ns is not None}
     for fence, _ in sorted(set(booked.receipts) - ended):
-        yield of_run(booked, "I7", f"attempt {fence} has a receipt, and has not ended")
+        yield violation_of(booked, "I7", f"attempt {fence} has a receipt, and has not ended")
     for one in all_crews:
         own = booked.facts.get(one.key, ())
         for fact, following in pairwise(own):
             if fact.boot_id == following.boot_id and following.boottime_ns < fact.boottime_ns:
                 sentence = f"fact {following.seq} of {one.name} is older than fact {fact.seq}"
-                yield of_run(booked, "I7", sentence)
+                yield violation_of(booked, "I7", sentence)
         posted = booked.charges.get(one.key, ())
         for sentence in _entries(posted):
-            yield of_run(booked, "I7", f"{one.name}: {sentence}")
+            yield violation_of(booked, "I7", f"{one.name}: {sentence}")
         if one.key in booked.unread:
             continue  # nothing to compare
         for sentence in (*_receipt(one, own, booked), *_charged(one, own, posted, booked)):
-            yield of_run(booked, "I7", sentence)
+            yield violation_of(booked, "I7", sentence)
 
 
 class _OfCrew(msgspec.Struct, frozen=True, kw_only=True):

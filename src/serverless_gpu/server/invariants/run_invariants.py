@@ -40,9 +40,8 @@ from serverless_gpu.model.lifecycle.run_lifecycle import FAULT_RETRIES_MAX, INFR
 from serverless_gpu.model.spec import Function
 from serverless_gpu.server.invariants.allocations import LentDevice, crew_name, doubly, lent_once
 from serverless_gpu.server.invariants.gang_invariants import gangs
-from serverless_gpu.server.invariants.invariant_inputs import Booked, BookedOrder, Books
+from serverless_gpu.server.invariants.invariant_inputs import Booked, BookedOrder, Books, Violation, violation_of
 from serverless_gpu.server.invariants.ledger_invariants import ledger
-from serverless_gpu.server.invariants.violation import Violation, of_run
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.runs.attempts import StoredAttempt
 from serverless_gpu.server.records.runs.crews import StoredCrew
@@ -169,23 +168,25 @@ def _one_end(booked: Booked) -> Iterator[Violation]:
     run, told = booked.run, booked.events
     ends = [event for event in told if event.state in TERMINAL]
     if len(ends) > 1:
-        yield of_run(booked, "I2", f"has {len(ends)} ends: {_listed(event.state for event in ends)}")
+        yield violation_of(booked, "I2", f"has {len(ends)} ends: {_listed(event.state for event in ends)}")
     if ends and told[-1] is not ends[-1]:
-        yield of_run(booked, "I2", f"event {told[-1].seq} ({told[-1].state}) came after its end")
+        yield violation_of(booked, "I2", f"event {told[-1].seq} ({told[-1].state}) came after its end")
     if told and told[-1].state is not run.state:
-        yield of_run(booked, "I2", f"is {run.state}, and its last event says {told[-1].state}")
+        yield violation_of(booked, "I2", f"is {run.state}, and its last event says {told[-1].state}")
     is_over = run.state in TERMINAL
     if is_over != (run.ended_ns is not None) or is_over != (run.reason is not None):
-        yield of_run(booked, "I2", f"is {run.state}, with reason {run.reason} and end {run.ended_ns}")
+        yield violation_of(booked, "I2", f"is {run.state}, with reason {run.reason} and end {run.ended_ns}")
     if run.reason is not None and is_over and MEANINGS[run.reason].state is not run.state:
-        yield of_run(booked, "I2", f"is {run.state} because of {run.reason}, which means {MEANINGS[run.reason].state}")
+        yield violation_of(
+            booked, "I2", f"is {run.state} because of {run.reason}, which means {MEANINGS[run.reason].state}"
+        )
 
 
 def _still_ended(booked: Booked, history: History) -> Iterator[Violation]:
     end = history.ends.get(booked.run.id)
     if end is not None and end != (booked.run.state, booked.run.reason):
         state, reason = end
-        yield of_run(booked, "I2", f"was {state} ({reason}), and is {booked.run.state} ({booked.run.reason})")
+        yield violation_of(booked, "I2", f"was {state} ({reason}), and is {booked.run.state} ({booked.run.reason})")
 
 
 def _moves(booked: Booked) -> Iterator[Violation]:
@@ -193,19 +194,21 @@ def _moves(booked: Booked) -> Iterator[Violation]:
     if not told:
         return
     if [event.seq for event in told] != list(range(told[0].seq, told[0].seq + len(told))):
-        yield of_run(booked, "I5", f"its events are numbered {_listed(event.seq for event in told)}")
+        yield violation_of(booked, "I5", f"its events are numbered {_listed(event.seq for event in told)}")
     if told[-1].seq != booked.run.events:
-        yield of_run(booked, "I5", f"its last event is {told[-1].seq}, and it is said to have {booked.run.events}")
+        yield violation_of(
+            booked, "I5", f"its last event is {told[-1].seq}, and it is said to have {booked.run.events}"
+        )
     for before, event in pairwise(told):
         yield from _move(booked, before, event)
 
 
 def _move(booked: Booked, before: StoredEvent, event: StoredEvent) -> Iterator[Violation]:
     if event.state not in MOVES[before.state] and not is_remark(before, event):
-        yield of_run(booked, "I5", f"went from {before.state} to {event.state} (event {event.seq})")
+        yield violation_of(booked, "I5", f"went from {before.state} to {event.state} (event {event.seq})")
     places = before.state is State.QUEUED and event.state is State.STARTING
     if event.fence != before.fence + places:
-        yield of_run(
+        yield violation_of(
             booked, "I5", f"event {event.seq} ({event.state}) is of attempt {event.fence}, after {before.fence}"
         )
 
@@ -217,16 +220,16 @@ def _attempts_in_order(booked: Booked) -> Iterator[Violation]:
     run, tries = booked.run, booked.attempts
     fences = [attempt.fence for attempt in tries]
     if fences != list(range(1, run.fence + 1)):
-        yield of_run(booked, "I3", f"is at attempt {run.fence}, and has attempts {_listed(fences) or 'none'}")
+        yield violation_of(booked, "I3", f"is at attempt {run.fence}, and has attempts {_listed(fences) or 'none'}")
     still_open = [attempt.fence for attempt in tries if attempt.ended_ns is None]
     if still_open != ([run.fence] if run.state in _OPEN else []):
-        yield of_run(booked, "I3", f"is {run.state}, and open are its attempts {_listed(still_open) or 'none'}")
+        yield violation_of(booked, "I3", f"is {run.state}, and open are its attempts {_listed(still_open) or 'none'}")
     for attempt in tries:
         yield from _attempt(booked, attempt)
     began = sum(attempt.began for attempt in tries)
     again = run.retries_used + run.fault_retries_used
     if not run.spec.resume and began > 1 + again:
-        yield of_run(booked, "I3", f"ran user code {began} times, and {again} retries were used")
+        yield violation_of(booked, "I3", f"ran user code {began} times, and {again} retries were used")
     faults_max = FAULT_RETRIES_MAX if run.spec.retry_on_infra else 0
     uses = (
         (run.retries_used, run.spec.retries),
@@ -235,14 +238,14 @@ def _attempts_in_order(booked: Booked) -> Iterator[Violation]:
     )
     if any(used > most for used, most in uses):
         used = ", ".join(f"{used} of {most}" for used, most in uses)
-        yield of_run(booked, "I3", f"used more retries than it has: {used}")
+        yield violation_of(booked, "I3", f"used more retries than it has: {used}")
 
 
 def _attempt(booked: Booked, attempt: StoredAttempt) -> Iterator[Violation]:
     if (attempt.ended_ns is None) != (attempt.state in _OPEN) or (attempt.ended_ns is None) != (attempt.reason is None):
-        yield of_run(booked, "I3", f"attempt {attempt.fence} is {attempt.state}, ended {attempt.ended_ns}")
+        yield violation_of(booked, "I3", f"attempt {attempt.fence} is {attempt.state}, ended {attempt.ended_ns}")
     if attempt.fence == booked.run.fence and attempt.ended_ns is None and attempt.state is not booked.run.state:
-        yield of_run(booked, "I3", f"is {booked.run.state}, and its open attempt is {attempt.state}")
+        yield violation_of(booked, "I3", f"is {booked.run.state}, and its open attempt is {attempt.state}")
     own = [order for order in booked.orders if order.fence == attempt.fence]
     for crew in attempt.crews:
         yield from _crew(booked, crew, [order for order in own if order.crew == crew.number])
@@ -251,13 +254,13 @@ def _attempt(booked: Booked, attempt: StoredAttempt) -> Iterator[Violation]:
 def _crew(booked: Booked, crew: StoredCrew, own: Sequence[BookedOrder]) -> Iterator[Violation]:
     name = f"attempt {crew.fence}{f' (crew {crew.number})' if crew.number else ''}"
     if (crew.ended_ns is None) != (crew.state in _OPEN) or (crew.ended_ns is None) != (crew.reason is None):
-        yield of_run(booked, "I3", f"{name} is {crew.state} on {crew.node_id}, ended {crew.ended_ns}")
+        yield violation_of(booked, "I3", f"{name} is {crew.state} on {crew.node_id}, ended {crew.ended_ns}")
     starts = [order for order in own if order.kind == "start"]
     if len(starts) != 1:
-        yield of_run(booked, "I3", f"{name} has {len(starts)} orders to start")
+        yield violation_of(booked, "I3", f"{name} has {len(starts)} orders to start")
     for order in own:
         if order.node_id != crew.node_id:
-            yield of_run(booked, "I3", f"{name} is on {crew.node_id}, order {order.seq} is not")
+            yield violation_of(booked, "I3", f"{name} is on {crew.node_id}, order {order.seq} is not")
 
 
 def _facts_in_order(booked: Booked) -> Iterator[Violation]:
@@ -271,7 +274,7 @@ def _facts_in_order(booked: Booked) -> Iterator[Violation]:
             if not ended or not began or ended[-1].boot_id != began[0].boot_id:
                 continue
             if began[0].boottime_ns < ended[-1].boottime_ns:
-                yield of_run(booked, "I3", f"attempt {following} ran user code while {fence} still had processes")
+                yield violation_of(booked, "I3", f"attempt {following} ran user code while {fence} still had processes")
 
 
 def _one_after_another(stretches: Sequence[Stretch]) -> Iterator[Violation]:
@@ -303,10 +306,10 @@ def _ran_as_asked(books: Books, history: History) -> Iterator[Violation]:
         run = booked.run
         for attempt in booked.attempts:
             if attempt.called_off and (run.id, attempt.fence) in attempts:
-                yield of_run(booked, "I3", f"attempt {attempt.fence} was called off, and user code of it ran")
+                yield violation_of(booked, "I3", f"attempt {attempt.fence} was called off, and user code of it ran")
         again = run.retries_used + run.fault_retries_used
         if not run.spec.resume and ran[run.id] > 1 + again:
-            yield of_run(booked, "I3", f"ran user code {ran[run.id]} times, and {again} retries were used")
+            yield violation_of(booked, "I3", f"ran user code {ran[run.id]} times, and {again} retries were used")
 
 
 # --- I4 ---------------------------------------------------------------------------------------------------------------
@@ -333,12 +336,12 @@ def _stored(booked: Booked, missing: frozenset[str]) -> Iterator[Violation]:
     ranks = attempt.num_nodes if run.spec.per_node else attempt.world_size
     there = results.count if results is not None else 0
     if there < ranks:
-        yield of_run(booked, "I6", f"has succeeded, and {there} of {ranks} results are there")
+        yield violation_of(booked, "I6", f"has succeeded, and {there} of {ranks} results are there")
     if results is not None and results.cut:
-        yield of_run(booked, "I6", f"{results.cut} of its results are not whole")
+        yield violation_of(booked, "I6", f"{results.cut} of its results are not whole")
     gone = missing.intersection(results.parts if results is not None else ())
     if gone:
-        yield of_run(booked, "I6", f"{len(gone)} parts of its results are not in the store")
+        yield violation_of(booked, "I6", f"{len(gone)} parts of its results are not in the store")
 
 
 # --- I8 ---------------------------------------------------------------------------------------------------------------
@@ -347,11 +350,11 @@ def _stored(booked: Booked, missing: frozenset[str]) -> Iterator[Violation]:
 def _created_once(booked: Booked) -> Iterator[Violation]:
     created = booked.actions.get(Action.RUN_CREATE, 0)
     if created != 1:
-        yield of_run(booked, "I8", f"the audit says {created} times that it was asked for")
+        yield violation_of(booked, "I8", f"the audit says {created} times that it was asked for")
     if booked.run.stop is not None and not booked.actions.get(Action.RUN_STOP, 0):
-        yield of_run(booked, "I8", f"was asked to stop ({booked.run.stop}), and the audit does not say by whom")
+        yield violation_of(booked, "I8", f"was asked to stop ({booked.run.stop}), and the audit does not say by whom")
     if booked.actions.get(Action.RUN_EXPIRE, 0):
-        yield of_run(booked, "I8", "the audit says that it was removed, and it is there")
+        yield violation_of(booked, "I8", "the audit says that it was removed, and it is there")
 
 
 def broken_chain(number: int, sentence: str) -> Violation:

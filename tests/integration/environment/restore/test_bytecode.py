@@ -67,14 +67,14 @@ def environment(made: Made) -> tuple[Piece, Snapshot]:
 @pytest.fixture(autouse=True)
 def even_short_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compile before the first use what is too short to be worth it."""
-    monkeypatch.setattr(preparation, "FEW_BYTES", 0)
+    monkeypatch.setattr("serverless_gpu.environment.restore.restore.FEW_BYTES", 0)
 
 
 def test_a_few_short_files_are_left_to_whoever_imports_them(
     made: Made, cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     piece, snapshot = environment(made)
-    monkeypatch.setattr(preparation, "FEW_BYTES", 10_000)
+    monkeypatch.setattr("serverless_gpu.environment.restore.restore.FEW_BYTES", 10_000)
     restore(snapshot.address, made.blobs, cache)
     assert bytecode_in(cache.unit(piece.unit.address)) == []
     assert compile_rest(snapshot.address, cache) == 6
