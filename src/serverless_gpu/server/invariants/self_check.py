@@ -35,9 +35,8 @@ from serverless_gpu.server.core.hub import Hub
 from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.db.database import Transactions, portions
 from serverless_gpu.server.invariants import invariant_inputs as book_rows
-from serverless_gpu.server.invariants.allocations import Lendings
 from serverless_gpu.server.invariants.invariant_inputs import PAGE_RUNS, Books, Violation
-from serverless_gpu.server.invariants.run_invariants import History, LiveState, broken_chain, violations
+from serverless_gpu.server.invariants.run_invariants import History, Lendings, LiveState, broken_chain, violations
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.scheduling.missed_run_check import SecondLook
 from serverless_gpu.server.scheduling.wait_reasons import Sentences

@@ -17,9 +17,8 @@ from serverless_gpu.server.billing import charging
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.invariants import invariant_inputs
-from serverless_gpu.server.invariants.allocations import Lendings
 from serverless_gpu.server.invariants.invariant_inputs import Books, Violation
-from serverless_gpu.server.invariants.run_invariants import History, Stretch, violations
+from serverless_gpu.server.invariants.run_invariants import History, Lendings, Stretch, violations
 from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.records.runs import facts, files
 from serverless_gpu.server.records.runs.files import StoredFile

@@ -23,7 +23,7 @@ from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.server_key import parse_attempt_token
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.invariants import allocations, invariant_inputs
+from serverless_gpu.server.invariants import invariant_inputs, run_invariants
 from serverless_gpu.server.lifecycle import metering, transitions
 from serverless_gpu.server.lifecycle.transitions import Note
 from serverless_gpu.server.nodes import capacity
@@ -392,7 +392,7 @@ def test_each_crew_is_charged_for_what_it_had(services: Services, database: Data
     )
     assert (cost.gpu_ms, cost.micros, cost.is_final, cost.attempts) == (150_000, 150_000, True, 1)
     assert wrong(database) == []
-    assert list(allocations.Lendings().look(database.read(invariant_inputs.load))) == []
+    assert list(run_invariants.Lendings().look(database.read(invariant_inputs.load))) == []
 
 
 def test_nobody_pays_for_peers_of_a_lost_node(services: Services, database: Database, run_id: str) -> None:

@@ -22,7 +22,7 @@ from serverless_gpu.model.billing.metering import Meter, lendings
 from serverless_gpu.model.billing.pricing import UNPRICED, Tariff, cost
 from serverless_gpu.model.calendars import DAY_NS
 from serverless_gpu.model.lifecycle.attempt import Fact, FactKind
-from serverless_gpu.server.invariants.allocations import LentDevice, doubly, of_facts
+from serverless_gpu.server.invariants.run_invariants import LentDevice, doubly, of_facts
 
 DAY = 20_000
 MIDNIGHT_NS = DAY * DAY_NS
