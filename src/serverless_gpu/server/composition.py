@@ -35,7 +35,7 @@ from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.environments import Collector
 from serverless_gpu.server.identity.bootstrap import FileTokens
 from serverless_gpu.server.identity.principal_service import PrincipalService
-from serverless_gpu.server.invariants.self_check import SelfCheck
+from serverless_gpu.server.invariants.self_check import SecondLook, SelfCheck
 from serverless_gpu.server.lifecycle.attempt_tokens import AttemptTokens
 from serverless_gpu.server.lifecycle.gang_hangs import GangHangs, GangProgress
 from serverless_gpu.server.lifecycle.gang_reconciler import GangReconciler
@@ -63,7 +63,6 @@ from serverless_gpu.server.runs.submission import SubmissionService
 from serverless_gpu.server.scheduling.engine_reservations import Reserving
 from serverless_gpu.server.scheduling.feasibility import Feasibility
 from serverless_gpu.server.scheduling.feasibility_cache import FeasibilityMemory
-from serverless_gpu.server.scheduling.missed_run_check import SecondLook
 from serverless_gpu.server.scheduling.planner_state import Planning
 from serverless_gpu.server.scheduling.preemption import Preemptor
 from serverless_gpu.server.scheduling.queue_snapshot import Roster

@@ -14,6 +14,16 @@ once are found pages apart (of the last `LENDINGS_MAX` lendings).
 Failure cases: the database or the store is away (tried again, nothing is said to be wrong for it); more is wrong than
 anybody reads (each thing is logged once, whatever numbers its sentence has by then; beyond `TOLD_MAX` things the log
 says that it names no more, and they are counted at each look). What is wrong of the moment and no more is forgotten.
+
+A second look at the queue, by somebody who was not told what the scheduler was: is anybody forgotten?
+
+    database ─▶ a planner of its own, with everybody who runs and nobody who waits
+                   └─ for each that waits: would it start at once if it came alone?
+                          └─ yes, and the scheduler says that there is no room ─▶ forgotten
+
+Who is kept back by a rule (devices are kept for others, somebody is ahead, a calendar, the server is drained) is not
+forgotten: that is what the scheduler says of them, and it is their wait to explain. What is found here is a scheduler
+that does not know what the database knows: a change that it was not told, a node that it counts as away.
 """
 
 from __future__ import annotations
@@ -27,20 +37,83 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
+from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import ServerProblem, StorageError
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, Reason, State
+from serverless_gpu.model.scheduling.planner import Planner
+from serverless_gpu.model.scheduling.values import Change, DevicesTaken, NodeSeen, PoolSeen, QueuedRun, Wait, WaitReason
 from serverless_gpu.server.audit import ChainCheck
 from serverless_gpu.server.budgets.spending import Spending
 from serverless_gpu.server.core.hub import Hub
 from serverless_gpu.server.core.server_metrics import Measures
+from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions, portions
 from serverless_gpu.server.invariants import invariant_inputs as book_rows
 from serverless_gpu.server.invariants.invariant_inputs import PAGE_RUNS, Books, Violation
 from serverless_gpu.server.invariants.run_invariants import History, Lendings, LiveState, broken_chain, violations
+from serverless_gpu.server.lifecycle.liveness import Presence
+from serverless_gpu.server.nodes import capacity
 from serverless_gpu.server.records.runs import runs
-from serverless_gpu.server.scheduling.missed_run_check import SecondLook
+from serverless_gpu.server.scheduling.queue_snapshot import Reading, Roster
 from serverless_gpu.server.scheduling.wait_reasons import Sentences
 from serverless_gpu.server.storage.blobs import Blobs
+
+_NO_ROOM = frozenset({WaitReason.CAPACITY, WaitReason.AWAY, WaitReason.ISOLATION, WaitReason.UNSATISFIABLE})
+
+
+class SecondLook:
+    """Looks for runs that could be placed and of which the scheduler says something else. For one thread."""
+
+    def __init__(
+        self,
+        *,
+        settings: Settings,
+        clock: Clock,
+        database: Transactions,
+        presence: Presence,
+        sentences: Sentences,
+        roster: Roster,
+    ) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._database = database
+        self._presence = presence
+        self._sentences = sentences
+        self._roster = roster
+
+    def forgotten(self) -> list[str]:
+        """Return the runs that could be placed now and are not, by no rule."""
+        now_ns = self._clock.wall_ns()
+        reading = self._database.read(lambda connection: self._roster.read(connection, now_ns=now_ns, afresh=False))
+        if not reading.waiting:
+            return []
+        planner = Planner(reading.policy)
+        planner.apply(self._everything(reading))
+        fits: dict[QueuedRun, bool] = {}
+        found = []
+        for run_id, wanted in reading.waiting.items():
+            if wanted.not_before_ns > now_ns:
+                continue
+            alike = msgspec.structs.replace(wanted, run_id="", title="", queued_ns=now_ns, not_before_ns=0, held="")
+            if alike not in fits:
+                estimate = planner.estimate(alike, now_ns)
+                fits[alike] = estimate.at_ns is not None and estimate.at_ns <= now_ns and not estimate.impossible
+            if fits[alike] and _is_forgotten(self._sentences.wait(run_id)):
+                found.append(run_id)
+        return found
+
+    def _everything(self, reading: Reading) -> list[Change]:
+        nodes = capacity.offers(reading.floor, self._presence, capacity.now(self._settings, self._clock))
+        changes: list[Change] = [PoolSeen(pool.planned) for pool in reading.floor.pools]
+        changes += [NodeSeen(node) for node in nodes]
+        changes += [DevicesTaken(running) for running in reading.running.values()]
+        return changes
+
+
+def _is_forgotten(wait: Wait | None) -> bool:
+    """Return whether what the scheduler says of a run that fits is no rule: nobody is ahead, and there is no room."""
+    return wait is None or wait.reason in _NO_ROOM or (wait.reason is WaitReason.TURN and wait.place == 1)
+
 
 EVERY_S = 5.0
 ROUND_S = 60.0
