@@ -22,7 +22,7 @@ from serverless_gpu.server.http.auth_middleware import Authenticate, Gate, Reach
 from serverless_gpu.server.http.proxy_middleware import Door
 from serverless_gpu.server.http.routing import Route
 from serverless_gpu.server.identity import principal_service
-from serverless_gpu.server.lifecycle import attempt_routes
+from serverless_gpu.server.lifecycle import reports
 from serverless_gpu.server.nodes import drain, node_routes
 from serverless_gpu.server.operations import server_status
 from serverless_gpu.server.runs import estimate_routes, queue_routes, run_routes
@@ -31,7 +31,7 @@ from serverless_gpu.wire.base import API
 
 MODULES = (
     node_routes,
-    attempt_routes,
+    reports,
     audit,
     blob_routes,
     budget_service,

@@ -27,6 +27,8 @@ What can go wrong:
   completed has the results of all its ranks here.
 - The server dies after the logs and before the transaction: the node sends the report again, and only what is missing
   is appended.
+
+Route of `wire/attempts.py`: how a node reports about an attempt. Parts of its payload: `blob_routes.py`.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ from serverless_gpu.server.core.hub import LEDGER, SCHEDULER, Hub, run_key
 from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
+from serverless_gpu.server.http.routing import ATTEMPT, Call, Routes
 from serverless_gpu.server.lifecycle import gang_hangs as stillness
 from serverless_gpu.server.lifecycle import gangs, report_text, transitions
 from serverless_gpu.server.lifecycle import rendezvous as meetings
@@ -69,6 +72,15 @@ from serverless_gpu.server.storage.blobs import Blobs, check_reference
 from serverless_gpu.server.storage.logs import STREAMS, Logs
 from serverless_gpu.wire.attempts import File, LogPiece, Report, ReportAnswer
 from serverless_gpu.wire.base import INLINE_BYTES_MAX
+
+routes = Routes("attempts")
+
+
+@routes.post("/attempts/{run}/{fence}/report", needs=ATTEMPT)
+def report(call: Call, reports: ReportService, run: str, fence: int, body: Report) -> ReportAnswer:
+    """Take what is new about an attempt."""
+    return reports.receive(call.who, run_id=run, fence=fence, said=body)
+
 
 SIGNS_PER_S = 100
 """Signs of life of all attempts together, about: half a processor has nothing else to do than to answer 250."""
