@@ -8,6 +8,21 @@ For gangs on several nodes see `gang_hang_reporter.py`.
 
 It never blocks: an inspection takes several turns of the loop, and output goes on meanwhile. Failure cases: a full disk
 loses the file, not the sentence; a sign of progress during an inspection makes it void.
+
+Reports the ranks of one crew of a gang on several nodes; the server judges their hangs.
+
+    output, events ──heard──▶ HangWitness ──silent since──▶ server ◀── the other crews
+    the loop ────────look───▶    │  ▲  └────what it saw───▶   │
+                                 │  └──────look at them───────┤
+    hang-<node>-<n>.txt, ◀───────┴──────who waits for whom────┘
+    HangConfirmed
+
+A crew alone cannot tell a hang from ranks that rightly wait for those on another node. So it reports only how long its
+ranks were silent; once all nodes are silent, the server asks each to inspect its ranks, over the same time.
+
+Failure cases: the server does not answer (no judgement); a sign of progress during an inspection makes it void; a full
+disk loses the file, not the sentence. The node that is judged first ends its ranks, and those of this one fail for it
+before its own judgement arrives: the inspection is written all the same.
 """
 
 from __future__ import annotations
@@ -16,11 +31,24 @@ import itertools
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from serverless_gpu.ambient import Clock, format_clock
 from serverless_gpu.model.hangs import hang_detection
+from serverless_gpu.model.hangs.gang_hang_detection import CrewObservation, InspectionRequest, Judgement
 from serverless_gpu.model.hangs.hang_detection import HangAction
 from serverless_gpu.model.hangs.hang_report import HangFinding, ranks_text, report, sentence, stacks
-from serverless_gpu.model.lifecycle.attempt import Attempt, Event, Hang, HangConfirmed, Phase, RankReturned, State
+from serverless_gpu.model.lifecycle.attempt import (
+    Attempt,
+    Event,
+    Hang,
+    HangConfirmed,
+    Limits,
+    Phase,
+    RankReturned,
+    State,
+)
+from serverless_gpu.model.placement import CrewPlace
 from serverless_gpu.node.supervisor.gang import LocalGang
 from serverless_gpu.node.supervisor.rank_inspection import POLL_NS, RankInspector
 from serverless_gpu.units import format_duration_ms
@@ -170,6 +198,215 @@ class HangWatchdog:
         running = sorted(set(attempt.numbers) - attempt.returned)
         early = ranks_text(sorted(attempt.returned))
         told = f"{early} returned (the first at {self._returned_at}), {ranks_text(running)} still running"
+        self._notes.append(told)
+        self._say(told)
+
+    def _say(self, told: str) -> None:
+        self.said = told
+        self._tell(told)
+
+
+_LAST_WORDS_NS = 10_000_000_000  # who fails so soon after a sign of progress has not got on: that was its traceback
+_NOBODY = Hang(waiting=(), elsewhere=())
+TellServer = Callable[..., None]
+
+
+class GangHangReporter:
+    """Observes the ranks of one crew; writes files with stacks to `directory`, and adds to `notes`."""
+
+    def __init__(
+        self, directory: Path, place: CrewPlace, clock: Clock, tell: Callable[[str], None], notes: list[str]
+    ) -> None:
+        self.said = ""  # the last sentence for watchers, "" once the ranks make progress again
+        self.hang: Hang | None = None  # the ranks that wait, and for which, as the server says
+        self.wake_ns: int | None = None  # when it is next worth a look, or None
+        # called with changes: `silent`, `silent_since_ns`, `seen`
+        self.tell_server: TellServer = lambda **changes: None
+        self._directory = directory
+        self._place = place
+        self._clock = clock
+        self._tell = tell
+        self._notes = notes
+        self._attempt: Attempt | None = None
+        self._own = hang_detection.begin(clock.boottime_ns())
+        self._heard = True
+        self._silences = 0
+        self._is_told = False
+        self._ask: InspectionRequest | None = None
+        self._round = self._own
+        self._until_ns = 0
+        self._looking: RankInspector | None = None
+        self._is_last = False
+        self._awaits_word = False
+        self._moved_ns: int | None = None
+        self._judgement: Judgement | None = None
+        self._files = 0
+        self._returned_ns: int | None = None
+        self._early_said = False
+
+    def heard(self, event: Event | None = None) -> None:
+        """Record a sign of progress: an event, or output where that is None."""
+        self._heard = True
+        if isinstance(event, RankReturned):
+            self._returned_ns = self._clock.boottime_ns()
+
+    def asked(self, ask: InspectionRequest) -> None:
+        """Take note that the ranks of all nodes are to be looked at now."""
+        if ask == self._ask or self._heard:
+            return
+        self._ask = ask
+        now_ns, window_ns = self._clock.boottime_ns(), ask.window_ms * 1_000_000
+        self._leave()
+        self._round = msgspec.structs.replace(hang_detection.begin(now_ns - window_ns), seen_ns=now_ns)
+        self._until_ns = now_ns + window_ns
+
+    def judged(self, judgement: Judgement) -> HangConfirmed | None:
+        """Take what the server says of all nodes; return the event that ends the run, if it is to end."""
+        if judgement == self._judgement:
+            return None
+        self._judgement = judgement
+        self._awaits_word = False
+        if not judgement.sentence:
+            if self.said:
+                self._say("the ranks get on again")
+                self._say("")
+            return None
+        self._files = max(judgement.number, self._files + 1)
+        who, where = judgement.hang or _NOBODY, f"hang-*-{self._files}.txt"
+        self.hang = msgspec.structs.replace(who, file=where)
+        path, problem = self._write(self._files, who, judgement.sentence)
+        told = f"{path.name}{problem}" if problem else f"{where} have the stacks of all ranks"
+        self._notes.append(f"{told}: {judgement.sentence}")  # the same on all nodes, so that the receipt has it once
+        if judgement.ends:
+            return HangConfirmed(detail=judgement.sentence)
+        self._say(f"{judgement.sentence}; stacks of all ranks: {self._directory}/{where}{problem}")
+        return None
+
+    def ended(self) -> None:
+        """Write the inspection of ranks that hung until the end, where the server's judgement is late."""
+        moved_ns, now_ns = self._moved_ns, self._clock.boottime_ns()
+        has_returned = self._attempt is not None and self._attempt.phase is Phase.RETURNED
+        has_moved = moved_ns is not None and now_ns - moved_ns >= _LAST_WORDS_NS
+        if self._awaits_word and not has_returned and not has_moved:
+            self._write(self._files + 1, _NOBODY, "the run ended before it was said here who waits for whom")
+        self._awaits_word = False
+
+    def look(self, attempt: Attempt, gang: LocalGang | None) -> None:
+        """Do the work that is due."""
+        self.wake_ns = None
+        self._attempt = attempt
+        now_ns = self._clock.boottime_ns()
+        self._say_early_return(attempt, now_ns)
+        due = hang_detection.due_of(hang_detection.begin(0), attempt.limits)
+        quiet_ns = None if due is None else due.at_ns - due.window_ns  # the silence before an inspection, if any
+        if attempt.state is not State.RUNNING or attempt.phase is Phase.RETURNED or gang is None or quiet_ns is None:
+            self._leave()
+            if attempt.state is not State.RUNNING:
+                self.ended()
+            return
+        before = self._own
+        self._own = hang_detection.observed(before, now_ns)
+        if self._heard or self._own.since_ns > before.since_ns:
+            self._heard = False
+            self._own = hang_detection.progressed(self._own, now_ns)
+            self._forget()
+        elif not self._is_told and now_ns - self._own.since_ns >= quiet_ns:
+            self._is_told, self._silences = True, self._silences + 1
+            self.tell_server(silent=self._silences, silent_since_ns=self._own.since_ns)
+        if not self._is_told:
+            self._wake(self._own.since_ns + quiet_ns)
+        if self._until_ns:
+            self._go_on_looking(attempt, gang, now_ns)
+
+    def _go_on_looking(self, attempt: Attempt, gang: LocalGang, now_ns: int) -> None:
+        if self._looking is not None:
+            looks = self._looking.poll(now_ns)
+            if looks is None:
+                self._wake(now_ns + POLL_NS)
+                return
+            self._looking = None
+            kinds = {device.kind for device in gang.devices}
+            spins = hang_detection.may_spin(
+                attempt.world_size + 1, kinds
+            )  # one alone on its node waits for those on others
+            self._round = hang_detection.noted(self._round, looks, now_ns, spins=spins)
+            if self._is_last:
+                self._tell_seen(attempt)
+                return
+        window_ns = self._until_ns - self._round.since_ns >> 1
+        step = hang_detection.next_step(self._round, Limits(hang_warning_ns=2 * window_ns), now_ns)
+        if step.action is HangAction.WAIT:
+            self._wake(step.at_ns)
+            return
+        self._is_last = step.action is not HangAction.LOOK
+        ranks = sorted(set(attempt.numbers) - attempt.returned - attempt.exited)
+        self._looking = RankInspector(gang, ranks, self._is_last, now_ns)
+        self._wake(now_ns + POLL_NS)
+
+    def _tell_seen(self, attempt: Attempt) -> None:
+        assert self._ask is not None
+        self._until_ns = 0
+        ranks, returned = hang_detection.seen(self._round), tuple(sorted(attempt.returned))
+        waiting, elsewhere = hang_detection.divided(ranks, returned)
+        own = self._finding(tuple(waiting), tuple(elsewhere))
+        seen = CrewObservation(number=self._ask.number, ranks=ranks, returned=returned, stacks=stacks(own))
+        self._awaits_word, self._moved_ns = True, None
+        self.tell_server(seen=seen)
+
+    def _finding(self, waiting: tuple[int, ...], elsewhere: tuple[int, ...]) -> HangFinding:
+        now_ns, watch = self._clock.boottime_ns(), self._round
+        return HangFinding(
+            waiting=waiting,
+            elsewhere=elsewhere,
+            looks=watch.last,
+            first=watch.first,
+            moving=hang_detection.moving(watch),
+            silent_ms=(now_ns - self._own.since_ns) // 1_000_000,
+            watched_ms=(now_ns - watch.began_ns) // 1_000_000 if watch.looks else 0,
+        )
+
+    def _write(self, number: int, who: Hang, sentence: str) -> tuple[Path, str]:
+        """Write the file with this node's stacks; return where it is, and why it is not or ""."""
+        path = self._directory / f"hang-{self._place.number}-{number}.txt"
+        if self._attempt is None:
+            return path, " could not be written (no rank was seen yet)"
+        attempt = self._attempt
+        at = format_clock(self._clock.wall_ns())
+        title = f"run {attempt.run_id}, attempt {attempt.fence}, node {self._place.node}, at {at}"
+        text = report(self._finding(who.waiting, who.elsewhere), title, attempt.numbers, sentence)
+        try:
+            path.write_text(text, encoding="utf-8", errors="backslashreplace")
+        except OSError as error:
+            return path, f" could not be written ({error.strerror})"
+        return path, ""
+
+    def _forget(self) -> None:
+        """Leave what a silence has led to: there was a sign of progress."""
+        self._leave()
+        self._until_ns = 0
+        if self._moved_ns is None:
+            self._moved_ns = self._own.since_ns
+        if self._is_told:
+            self._is_told = False
+            self.tell_server(silent=0, silent_since_ns=0, seen=None)
+
+    def _leave(self) -> None:
+        if self._looking is not None:
+            self._looking.close()
+            self._looking = None
+
+    def _wake(self, at_ns: int | None) -> None:
+        if at_ns is not None:
+            self.wake_ns = at_ns if self.wake_ns is None else min(self.wake_ns, at_ns)
+
+    def _say_early_return(self, attempt: Attempt, now_ns: int) -> None:
+        """Explain to watchers (F05) why nothing happens on a node; this ends nothing."""
+        if self._early_said or not hang_detection.returned_early(attempt, self._returned_ns, now_ns):
+            return
+        self._early_said = True
+        running = sorted(set(attempt.numbers) - attempt.returned)
+        others = ranks_text(running) if running else "those on other nodes"
+        told = f"{ranks_text(sorted(attempt.returned))} returned a minute ago, {others} still running"
         self._notes.append(told)
         self._say(told)
 

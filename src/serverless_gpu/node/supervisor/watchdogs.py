@@ -35,9 +35,8 @@ from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.protocol import GangNews, Launch
 from serverless_gpu.node.supervisor.gang import LocalGang
-from serverless_gpu.node.supervisor.gang_hang_reporter import GangHangReporter
 from serverless_gpu.node.supervisor.gpu_faults import AttemptFaults
-from serverless_gpu.node.supervisor.hang_watchdog import HangWatchdog
+from serverless_gpu.node.supervisor.hang_watchdog import GangHangReporter, HangWatchdog
 from serverless_gpu.node.supervisor.peers import Peers
 from serverless_gpu.units import format_duration_ms
 

@@ -31,8 +31,7 @@ from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.protocol import GangNews
 from serverless_gpu.node.inside.channel import Channel, pair
 from serverless_gpu.node.supervisor.gang import LocalGang
-from serverless_gpu.node.supervisor.gang_hang_reporter import GangHangReporter
-from serverless_gpu.node.supervisor.hang_watchdog import HangWatchdog
+from serverless_gpu.node.supervisor.hang_watchdog import GangHangReporter, HangWatchdog
 from serverless_gpu.node.supervisor.peers import Peers
 from serverless_gpu.node.supervisor.watchdogs import Watchdogs
 from serverless_gpu.testing import FakeClock
