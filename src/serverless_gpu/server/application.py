@@ -26,14 +26,14 @@ from serverless_gpu.server.lifecycle import reports
 from serverless_gpu.server.nodes import drain, node_routes
 from serverless_gpu.server.operations import server_status
 from serverless_gpu.server.runs import estimate_routes, queue_routes, run_routes
-from serverless_gpu.server.storage import blob_routes
+from serverless_gpu.server.storage import blobs
 from serverless_gpu.wire.base import API
 
 MODULES = (
     node_routes,
     reports,
     audit,
-    blob_routes,
+    blobs,
     budget_service,
     drain,
     environments,

@@ -17,6 +17,8 @@ store that does not answer (StoreUnavailable, after trying for as long as a stor
 altered where it lies (NotFound: it has to be sent again).
 
 The bytes of a file that an attempt left behind, wherever they are: in its row, or as a blob.
+
+Routes of `wire/blobs.py` about parts, and the one by which an attempt reads its payload.
 """
 
 from __future__ import annotations
@@ -32,11 +34,16 @@ from blake3 import blake3
 from serverless_gpu import faults
 from serverless_gpu.ambient import Clock
 from serverless_gpu.environment.stores.base import Store
-from serverless_gpu.errors import EnvironmentProblem, HashMismatch, InvalidValue, NotFound, StorageError
+from serverless_gpu.errors import EnvironmentProblem, HashMismatch, InvalidValue, NotFound, StorageError, TooLarge
 from serverless_gpu.model.spec import BLOB_PART_BYTES, BlobReference
 from serverless_gpu.server.core.disk_space import KEPT_FREE_BYTES, check_room, full
 from serverless_gpu.server.core.health import Unwell
+from serverless_gpu.server.db.database import Transactions
+from serverless_gpu.server.http.routing import ATTEMPT, Bytes, Call, Incoming, Routes, writing
+from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.records.runs.files import StoredFile
+from serverless_gpu.server.storage.upload_spool import Spool
+from serverless_gpu.wire.blobs import NAMES_MAX, DigestList
 
 GRACE_S = 24 * 3600
 """How long a part may be there before something refers to it."""
@@ -253,3 +260,33 @@ def file_source(blobs: Blobs, file: StoredFile) -> Callable[[int, int], Iterator
         return lambda start, length: iter([inline[start : start + length]])
     blob = BlobReference(size=file.size, parts=file.parts)
     return lambda start, length: blobs.read(blob, start, length)
+
+
+routes = Routes("blobs")
+
+
+@routes.post("/blobs/missing", needs=writing("blobs", attempts=True))
+async def missing_parts(call: Call, blobs: Blobs, spool: Spool, body: DigestList) -> DigestList:
+    """Say which parts have to be sent."""
+    if len(body.digests) > NAMES_MAX:
+        raise TooLarge(f"{len(body.digests)} digests at once", hint=f"ask for {NAMES_MAX} at most")
+    return DigestList(digests=await spool.in_thread(lambda: blobs.missing(body.digests)))
+
+
+@routes.put("/blobs/{digest}", needs=writing("blobs", attempts=True), limit=BLOB_PART_BYTES)
+async def put_part(call: Call, blobs: Blobs, spool: Spool, digest: str, body: Incoming) -> None:
+    """Store a part."""
+    await spool.in_thread(lambda: blobs.check_room(body.size or 0))
+    async with spool.whole(body, body.size) as data:
+        await spool.in_thread(lambda: blobs.put(digest, data))
+
+
+@routes.get("/attempts/{run}/{fence}/blobs/{digest}", needs=ATTEMPT)
+async def payload_part(
+    call: Call, database: Transactions, blobs: Blobs, spool: Spool, run: str, fence: int, digest: str
+) -> Bytes:
+    """Return a part of what the attempt is to call."""
+    payload = await call.in_thread(lambda: database.read(lambda connection: runs.payload_of(connection, run)))
+    if payload is None or digest not in payload.parts:
+        raise NotFound(f"{digest[:80]!r} is no part of the payload of run {run} (attempt {fence})")
+    return Bytes(await spool.in_thread(lambda: blobs.get(digest)))
