@@ -1,7 +1,7 @@
 """Budgets: how much money or GPU time a user, team or pool may use in a period, and what follows when it is used up.
 
     charges of the period ─┐
-    what goes on now ──────┼─▶ standing: used, held, limit ─┬─▶ 80 %, 95 %: said, once
+    what goes on now ──────┼─▶ standing: used, held, limit ─┬─▶ 80 %, 95 %: one warning each
     what each run holds ───┘                                ├─▶ used up: nothing new starts; soft: the others finish
                                                             └─▶ closed (hard): who cannot hold its share is stopped
 
@@ -21,25 +21,18 @@ At the end of a period a run holds what is left of the period: what comes after 
 What holds was let in one after the other: those that were placed last are stopped first, and the others go on as long
 as what is left holds for them. One that has been asked to stop keeps what it holds: no other run gets that.
 
-Failure cases: a node that is silent may be using devices, so what it may use until now is held as well, up to its
-`partition_grace`; what it used is counted once it is heard of. Time without a price is no money: a budget of money says
-how much of it there was, and stops nothing that costs nothing.
-
-Periods are of UTC or of a budget's time zone (`budget_periods.py`); a week begins on Monday. A zone that the machine
-does not know any more is UTC. Values only: no clock, no database.
-
-Teams that a run counts for: in budgets, in alarms and in the fair share alike.
+Teams that a run counts for, in budgets, in alarms and in the fair share alike, as they are when it is submitted:
 
     team="search"             search
     no team, member of some   all of them in budgets; the first by name in the fair share, where one has to pay
     no team, member of none   no team; in the fair share, the owner alone
 
-A run names one team or none, so a member could otherwise leave the team out to escape its budget and its share. Which
-teams an owner is in is written down when the run is submitted. Values only: no database.
+So no member escapes a team's budget and share by leaving the team out.
 
-Messages about a budget: how much is left, why a run is refused, waits, is warned or stopped.
-
-Readers who may not see the amounts get the same sentence without them. Values only: no clock, no database.
+Failure cases: a node that is silent may be using devices, so what it may use until now is held as well, up to its
+`partition_grace`; what it used is counted once the node reports it. Time without a price is no money: a budget of money
+says how much of it there was, and stops nothing that costs nothing. A time zone that the machine does not know any more
+is UTC. Messages to readers who may not see the amounts leave them out.
 """
 
 from __future__ import annotations
@@ -54,19 +47,6 @@ import msgspec
 
 from serverless_gpu import units
 from serverless_gpu.model.calendars import DAY_NS, bounds_ns, format_day, local_day
-
-
-def teams_charged(team: str, member_of: Sequence[str]) -> tuple[str, ...]:
-    """Return the teams whose budgets count a run, by name."""
-    return (team,) if team else tuple(sorted(set(member_of) - {""}))
-
-
-def share_team(team: str, member_of: Sequence[str]) -> str:
-    """Return the team whose fair share a run uses, or ""; the arguments are those of `teams_charged`.
-
-    A member may name any of the teams, so the first by name gives no member more than they can ask for.
-    """
-    return next(iter(teams_charged(team, member_of)), "")
 
 
 AHEAD_S = 60.0
@@ -272,6 +252,19 @@ def keys(subject: Subject) -> list[tuple[ScopeKind, str]]:
             continue  # "a=b=c" is the tag "a", and no run slips out of its budget, or into another, by a key like that
         found += [("tag", key), ("tag", f"{key}={value}")]
     return found
+
+
+def teams_charged(team: str, member_of: Sequence[str]) -> tuple[str, ...]:
+    """Return the teams whose budgets count a run, by name."""
+    return (team,) if team else tuple(sorted(set(member_of) - {""}))
+
+
+def share_team(team: str, member_of: Sequence[str]) -> str:
+    """Return the team whose fair share a run uses, or ""; the arguments are those of `teams_charged`.
+
+    A member may name any of the teams, so the first by name gives no member more than they can ask for.
+    """
+    return next(iter(teams_charged(team, member_of)), "")
 
 
 # --- what one attempt uses, and holds ---------------------------------------------------------------------------------

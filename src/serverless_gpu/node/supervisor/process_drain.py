@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.node.supervisor.attempt_result import left_text
 from serverless_gpu.node.supervisor.gang import LocalGang
+from serverless_gpu.node.supervisor.supervisor import left_text
 
 DRAIN_LOOK_S = 0.002
 """Between two looks at a tree that is being ended."""
