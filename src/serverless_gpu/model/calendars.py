@@ -1,24 +1,18 @@
-"""Days of UTC: which a moment is in, and which week and month a day belongs to.
+"""Calendars: days, weeks and months of UTC and of time zones, and the weekly hours in which a node is shared.
 
     nanoseconds since 1970 ── ÷ DAY_NS ─▶ day, counted from 1970-01-01 ─▶ week, from Monday on; month; date
+    2026-03-29 in Europe/Berlin           23 hours: from 2026-03-28 23:00 UTC until 2026-03-29 22:00 UTC
+    "mon-fri 19:00-07:00", "sat-sun"      ─▶ `Calendar`: is a node shared now, and when does that change next
 
 The ledger has its rows by day, and reports and budgets add them up by week and month: here, so that both mean the same.
+Time zones come from the caller, as `zoneinfo` gives them.
 
-Failure cases: a day beyond the calendar of Python (the year 9999) raises `OverflowError`.
+A node is shared by what a clock on the wall there shows. The two days of a year on which it is moved need no rule of
+their own: a window from 02:00 to 03:00 does not exist when the clock goes from 02:00 to 03:00 at once, and exists
+twice when the hour does. A window that ends before it begins ends on the next day.
 
-Days, weeks and months of a time zone, whose rules are the caller's.
-
-    2026-03-29 in Europe/Berlin    23 hours: from 2026-03-28 23:00 UTC until 2026-03-29 22:00 UTC
-
-Calendars of nodes that people use themselves and share: "mon-fri 19:00-07:00", "sat-sun".
-
-What counts is what a clock on the wall there shows. For the two days of a year on which it is moved no rule of its own
-is needed: a window from 02:00 to 03:00 is not there when the clock goes from 02:00 to 03:00 at once, and is there
-twice when the hour is. A window that ends before it begins ends on the next day.
-
-Where the zone's rules come from is not decided here: a calendar has a `datetime.tzinfo`, as `zoneinfo` gives them.
-
-Failure cases: a text that is no window is refused with the forms there are (`InvalidValue`).
+Failure cases: a day beyond the calendar of Python (the year 9999) raises `OverflowError`; a text that is no window
+raises `InvalidValue` with the forms there are.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     policy: str = ""
     tags: dict[str, str] = {}
     is_cpu: bool = False  # CPU slots: their time is no GPU-hours and counts for budgets of money alone
-    member_of: tuple[str, ...] = ()  # teams of its owner; a run without a team counts for all of them (`teams.py`)
+    member_of: tuple[str, ...] = ()  # teams of its owner; a run without a team counts for all of them
 
     @property
     def teams(self) -> tuple[str, ...]:
@@ -454,6 +454,9 @@ def part_until(amount: int, gpu_ms: int, gpus: int, start_ns: int, end_ns: int, 
     return sign * (abs(amount) * (until_ns - from_ns) // (end_ns - from_ns))
 
 
+# --- messages ---------------------------------------------------------------------------------------------------------
+
+
 PERIOD_WORDS = {Period.DAY: "today", Period.WEEK: "this week", Period.MONTH: "this month"}
 
 
@@ -494,7 +497,7 @@ def refused_text(name: str, standing: Standing, currency: str, *, is_open: bool)
 
 
 def stopped_text(name: str, standing: Standing, currency: str, *, is_open: bool) -> str:
-    """Return why a run is stopped; as `refused`."""
+    """Return why a run is stopped."""
     if standing.is_spent:
         return _is_used_up(name, standing, currency, is_open=is_open)
     when, amounts = _when(standing), _amounts(standing, currency, is_open=is_open)
@@ -525,7 +528,7 @@ def warning_text(name: str, standing: Standing, currency: str, *, is_open: bool,
 
 
 def goes_on_text(name: str, standing: Standing, currency: str, *, is_open: bool) -> str:
-    """Return the message to a run that goes on when a budget has stopped others; as `refused`."""
+    """Return the message to a run that goes on when a budget has stopped others."""
     when, amounts = _when(standing), _amounts(standing, currency, is_open=is_open)
     return (
         f"budget {name!r} does not pay for all its runs any more {when}{amounts}: those that were placed last are"

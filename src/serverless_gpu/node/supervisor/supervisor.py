@@ -22,6 +22,11 @@ Failure cases:
 - the attempt has ranks on other nodes: `peers.py`.
 
 End of an attempt: the client's message, and the verdicts on its devices.
+
+The wait for the last process of a killed attempt: bounded, and reported when it takes long.
+
+A process that the kernel cannot end (D state) must not keep a run from its end; the code that gives back its devices
+looks at what is left.
 """
 
 from __future__ import annotations
@@ -79,7 +84,6 @@ from serverless_gpu.node.processes.shared_memory import LeftSegments
 from serverless_gpu.node.supervisor.gang import LocalGang
 from serverless_gpu.node.supervisor.monitor_link import Observation
 from serverless_gpu.node.supervisor.peers import Peers
-from serverless_gpu.node.supervisor.process_drain import DRAIN_LOOK_S, ProcessDrain
 from serverless_gpu.node.supervisor.ray_cluster import NoDirectory
 from serverless_gpu.node.supervisor.watchdogs import Watchdogs
 
@@ -585,3 +589,37 @@ def left_text(left: Sequence[Left]) -> str:
     names = [f"{each.pid} ({each.name})" for each in left[:_LEFT_NAMED]]
     more = f" and {len(left) - _LEFT_NAMED} more" if len(left) > _LEFT_NAMED else ""
     return f"process{'es' if len(left) > 1 else ''} {', '.join(names)}{more}"
+
+
+DRAIN_LOOK_S = 0.002
+"""Between two looks at a tree that is being ended."""
+_DRAIN_LIMIT_S = 60.0
+_DRAIN_TOLD_S = 10.0
+
+
+class ProcessDrain:
+    """Wait for the processes of a killed attempt."""
+
+    def __init__(self, clock: Clock, say: Callable[[str], None]) -> None:
+        self.since_ns: int | None = None  # when it was killed, or None
+        self._clock = clock
+        self._say = say
+        self._told = False
+
+    def begin(self, gang: LocalGang | None) -> int:
+        """Kill what there is; return when that was."""
+        self.since_ns = self._clock.boottime_ns()
+        if gang is not None:
+            gang.kill()
+        return self.since_ns
+
+    def is_over(self, gang: LocalGang | None) -> bool:
+        """Return whether the wait is over."""
+        assert self.since_ns is not None
+        waited_s = (self._clock.boottime_ns() - self.since_ns) / 1e9
+        if gang is None or gang.empty() or waited_s > _DRAIN_LIMIT_S:
+            return True
+        if waited_s > _DRAIN_TOLD_S and not self._told:
+            self._told = True
+            self._say(f"{left_text(gang.left())} does not end, though it was killed")
+        return False

@@ -14,7 +14,7 @@ from serverless_gpu.model.lifecycle.attempt import Fact, FactKind, Reason, State
 from serverless_gpu.node.attempt.server_attempt import Remote
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.processes.process_tree import Left, left_in
-from serverless_gpu.node.supervisor.process_drain import ProcessDrain
+from serverless_gpu.node.supervisor.supervisor import ProcessDrain
 from serverless_gpu.node.uplink import attempt_controller as minder_room
 from serverless_gpu.node.uplink.attempt_controller import Minder
 from serverless_gpu.node.uplink.server import UplinkServer
