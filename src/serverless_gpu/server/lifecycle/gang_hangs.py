@@ -92,7 +92,7 @@ class GangProgress:
             self._known = {gang: known for gang, known in self._known.items() if gang in gangs}
 
 
-def check(attempt: StoredAttempt, ranks: range, said: Report) -> None:
+def check_progress(attempt: StoredAttempt, ranks: range, said: Report) -> None:
     """Refuse what no crew can have seen.
 
     Args:

@@ -272,7 +272,7 @@ class ReportService:
         """Refuse what cannot be, before anything of the report is applied."""
         ranks = found.ranks
         meetings.check(found.attempt, found.crew, said)
-        stillness.check(found.attempt, ranks, said)
+        stillness.check_progress(found.attempt, ranks, said)
         for piece in said.logs:
             if not found.has(piece.rank, piece.stream):
                 raise InvalidValue(f"attempt {found.attempt.gang} has no rank {piece.rank}: it has {len(ranks)}")
