@@ -61,7 +61,7 @@ LOOK_S_MAX = 2.0
 _RESTARTED = "the node's uplink ended before the run was launched"
 
 
-class Minder:
+class AttemptController:
     """The uplink's control of one attempt; `say` takes a line for the log."""
 
     def __init__(

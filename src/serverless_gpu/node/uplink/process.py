@@ -42,7 +42,7 @@ from serverless_gpu.node.base.lock_files import hold
 from serverless_gpu.node.base.protocol import GangNews
 from serverless_gpu.node.inside import linux
 from serverless_gpu.node.uplink import attempt_launch
-from serverless_gpu.node.uplink.attempt_controller import Minder
+from serverless_gpu.node.uplink.attempt_controller import AttemptController
 from serverless_gpu.node.uplink.control import lock_path
 from serverless_gpu.node.uplink.presence import NodePresence
 from serverless_gpu.node.uplink.server import Backoff, UplinkServer
@@ -97,7 +97,7 @@ class Uplink:
         self._clock = SystemClock()
         self._server = UplinkServer(profile, self._clock)
         self._presence = NodePresence(home)
-        self._minders: dict[str, Minder] = {}
+        self._minders: dict[str, AttemptController] = {}
         self._lock = threading.Lock()
         self._wake = self._server.credentials.wanted
         self._node = ""
@@ -111,7 +111,7 @@ class Uplink:
     def serve(self) -> None:
         """Work until it is idle."""
         for directory, remote in open_attempts(self._home.runs, str(self._server.path)):
-            minder = Minder(self._home, directory, remote, server=self._server, clock=self._clock, say=say)
+            minder = AttemptController(self._home, directory, remote, server=self._server, clock=self._clock, say=say)
             self._minders[remote.gang] = minder
             say(f"goes on with attempt {remote.gang}")
             minder.adopt()
@@ -244,7 +244,7 @@ class Uplink:
             self._taken.put(order.seq)
             return
         faults.reach("after_directory_before_launch")
-        minder = Minder(self._home, *taken, server=self._server, clock=self._clock, say=say)
+        minder = AttemptController(self._home, *taken, server=self._server, clock=self._clock, say=say)
         with self._lock:
             self._minders[gang] = minder
         minder.start(order)

@@ -16,7 +16,7 @@ from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.processes.process_tree import Left, left_in
 from serverless_gpu.node.supervisor.supervisor import ProcessDrain
 from serverless_gpu.node.uplink import attempt_controller as minder_room
-from serverless_gpu.node.uplink.attempt_controller import Minder
+from serverless_gpu.node.uplink.attempt_controller import AttemptController
 from serverless_gpu.node.uplink.server import UplinkServer
 from serverless_gpu.testing import FakeClock
 from tests.support.golden import golden
@@ -104,7 +104,9 @@ def test_a_run_whose_supervisor_is_lost_goes_on_stopping_while_its_devices_are_h
         memory_bytes=0,
     )
     (directory / "facts.jsonl").write_bytes(msgspec.json.encode(fact) + b"\n")
-    one = Minder(Home(tmp_path), directory, remote, server=cast(UplinkServer, None), clock=clock, say=lambda line: None)
+    one = AttemptController(
+        Home(tmp_path), directory, remote, server=cast(UplinkServer, None), clock=clock, say=lambda line: None
+    )
     settling = threading.Thread(target=one.write_ending, daemon=True)
     settling.start()
     for _ in range(5):
