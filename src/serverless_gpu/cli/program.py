@@ -200,7 +200,7 @@ def main() -> None:
     except (ServerlessGpuError, OSError) as error:  # OSError: a file or terminal that cannot be written to
         _end(error)
     except RuntimeError as error:
-        threads = load("serverless_gpu.threads")
+        threads = load("serverless_gpu.systems")
         if not threads.is_thread_limit(error):
             raise
         _end(threads.thread_limit())
