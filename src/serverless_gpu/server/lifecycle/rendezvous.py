@@ -78,7 +78,7 @@ _log = logging.getLogger(__name__)
 _Work = tuple[StoredAttempt, tuple[TransitionResult, ...]]
 
 
-def check(attempt: StoredAttempt, crew: StoredCrew, said: Report) -> None:
+def check_meeting(attempt: StoredAttempt, crew: StoredCrew, said: Report) -> None:
     """Refuse what no crew can have said.
 
     Raises:

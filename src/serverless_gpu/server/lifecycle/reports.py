@@ -271,7 +271,7 @@ class ReportService:
     def _check(self, found: _Found, said: Report) -> None:
         """Refuse what cannot be, before anything of the report is applied."""
         ranks = found.ranks
-        meetings.check(found.attempt, found.crew, said)
+        meetings.check_meeting(found.attempt, found.crew, said)
         stillness.check_progress(found.attempt, ranks, said)
         for piece in said.logs:
             if not found.has(piece.rank, piece.stream):
