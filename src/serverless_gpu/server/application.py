@@ -25,7 +25,7 @@ from serverless_gpu.server.identity import principal_service
 from serverless_gpu.server.lifecycle import reports
 from serverless_gpu.server.nodes import drain, node_routes
 from serverless_gpu.server.operations import server_status
-from serverless_gpu.server.runs import estimate_routes, queue_routes, run_routes
+from serverless_gpu.server.runs import estimates, queue_routes, run_routes
 from serverless_gpu.server.storage import blobs
 from serverless_gpu.wire.base import API
 
@@ -37,7 +37,7 @@ MODULES = (
     budget_service,
     drain,
     environments,
-    estimate_routes,
+    estimates,
     node_routes,
     pools,
     policies,

@@ -5,6 +5,8 @@
 
 What would refuse the run refuses the question. What would keep it waiting whatever is free (the server starts nothing,
 its owner may start nothing, or has all that their policy allows; a budget has no room) is the answer.
+
+The route of `wire/estimates.py`: when would a run start, and what would it cost?
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from serverless_gpu.server.budgets.budget_admission import BudgetAdmission
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
+from serverless_gpu.server.http.routing import Call, Routes, writing
 from serverless_gpu.server.identity import uid_sharing
 from serverless_gpu.server.lifecycle import owner_suspension
 from serverless_gpu.server.lifecycle.liveness import Leases
@@ -152,3 +155,14 @@ def _imagined(who: Caller, request: EstimateRequest, allowed: Allowed, now_ns: i
         member_of=who.teams,
     )
     return runs.described(new, at_ns=now_ns)
+
+
+routes = Routes("estimates")
+SPEC_BYTES_MAX = 1 << 20
+
+
+# Whoever may ask for a run may ask when it would start; who else has what is said in the answer.
+@routes.post("/estimates", needs=writing("runs"), limit=SPEC_BYTES_MAX)
+def make_estimate(call: Call, estimates: EstimateService, body: EstimateRequest) -> EstimateView:
+    """Say when a run would start if it were asked for now, and what it would cost; nothing of it is kept."""
+    return estimates.make(call.who, body)
