@@ -32,7 +32,7 @@ from serverless_gpu.engines.base import (
 from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink import control
-from serverless_gpu.node.uplink.profile import UplinkProfile, write_profile
+from serverless_gpu.node.uplink.server import UplinkProfile, write_profile
 
 
 class LocalEngine(Engine):

@@ -38,7 +38,7 @@ from serverless_gpu.errors import ServerProblem, ServerUnavailable
 from serverless_gpu.model.access.node_identity import Identity
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink.presence import instance_of
-from serverless_gpu.node.uplink.profile import UplinkProfile
+from serverless_gpu.node.uplink.server import UplinkProfile
 from serverless_gpu.server.composition import (
     ServerResources,
     Services,

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink import control
-from serverless_gpu.node.uplink.profile import UplinkProfile
+from serverless_gpu.node.uplink.server import UplinkProfile
 from serverless_gpu.testing import agent_status, stop_agent
 from serverless_gpu.wire.connection import Connection
 from tests.e2e.chaos import plan

@@ -16,7 +16,7 @@ import pytest
 from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink import control
-from serverless_gpu.node.uplink.profile import read_profile, write_profile
+from serverless_gpu.node.uplink.server import read_profile, write_profile
 from serverless_gpu.server.db import tables
 from serverless_gpu.wire.access import PrincipalRequest, TokenMade
 from serverless_gpu.wire.runs import RunView

@@ -24,7 +24,7 @@ from serverless_gpu.ambient import machine
 from serverless_gpu.client.remote.profile import ServerProfile, write_profile
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink import control
-from serverless_gpu.node.uplink import profile as uplink_profile
+from serverless_gpu.node.uplink.server import UplinkProfile, write_profile
 from tests.e2e.remote.conftest import end_node
 from tests.support.local.observe import wait_for
 from tests.support.network.bad_network import BadNetwork
@@ -137,9 +137,7 @@ def test_F20_a_slow_network_that_breaks_half_of_all_connections_loses_no_run(hom
                 (directory / name).read_text(encoding="ascii").strip() for name in ("token", "node.token")
             )
             profile = directory / "far.json"
-            uplink_profile.write_profile(
-                profile, uplink_profile.UplinkProfile(url=network.url, token=node_token, name="far away")
-            )
+            write_profile(profile, UplinkProfile(url=network.url, token=node_token, name="far away"))
             control.ensure(Home(home), profile, {**os.environ, "SERVERLESS_GPU_FAKE": "H100:1"})
             write_profile(home, ServerProfile(url=network.url, token=token, embedded=True, machine=machine()))
             words = [sys.executable, str(script), str(ran)]

@@ -23,7 +23,7 @@ from serverless_gpu.engines.ray.node_file import NodeFile, write_node_file
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.processes.spawn import clean_variables, search_path
 from serverless_gpu.node.uplink import control
-from serverless_gpu.node.uplink.profile import UplinkProfile, write_profile
+from serverless_gpu.node.uplink.server import UplinkProfile, write_profile
 from serverless_gpu.testing import stop_agent
 from tests.e2e.ray.plain_ray import PYTHON
 from tests.e2e.ray.remains import Footprint

@@ -15,7 +15,7 @@ from serverless_gpu.engines.local import LocalEngine
 from serverless_gpu.errors import AgentUnavailable
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink import control
-from serverless_gpu.node.uplink.profile import UplinkProfile, read_profile
+from serverless_gpu.node.uplink.server import UplinkProfile, read_profile
 from serverless_gpu.testing.engines import EngineConformance, Losing, Shares
 
 PROFILE = UplinkProfile(url="http://127.0.0.1:9", token="none", name="here")  # nobody answers on the discard port

@@ -14,7 +14,7 @@ import pytest
 from serverless_gpu.client.remote.profile import find_profile
 from serverless_gpu.engines.ray.join_file import read_join_file
 from serverless_gpu.errors import InvalidValue, NotAllowed
-from serverless_gpu.node.uplink.profile import UplinkProfile
+from serverless_gpu.node.uplink.server import UplinkProfile
 from serverless_gpu.server.lifecycle.liveness import PRESENT_S
 from serverless_gpu.wire.agents import NodeList
 from serverless_gpu.wire.connection import Connection

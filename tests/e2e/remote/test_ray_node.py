@@ -19,7 +19,7 @@ from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.inside import linux
 from serverless_gpu.node.processes.spawn import clean_variables, search_path
 from serverless_gpu.node.uplink import control
-from serverless_gpu.node.uplink.profile import UplinkProfile, write_profile
+from serverless_gpu.node.uplink.server import UplinkProfile, write_profile
 from serverless_gpu.version import __version__
 from tests.support.golden import golden
 

@@ -29,7 +29,7 @@ from blake3 import blake3
 from serverless_gpu.ambient import SystemClock, new_run_id
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.node.uplink.profile import UplinkProfile, write_profile
+from serverless_gpu.node.uplink.server import UplinkProfile, write_profile
 from serverless_gpu.wire.agents import (
     AgentHello,
     AgentWelcome,

@@ -24,7 +24,7 @@ from serverless_gpu import attach
 from serverless_gpu.client.runs.run import Run
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink import control
-from serverless_gpu.node.uplink.profile import UplinkProfile, write_profile
+from serverless_gpu.node.uplink.server import UplinkProfile, write_profile
 from serverless_gpu.testing import stop_agent
 from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.runs import RunView

@@ -34,8 +34,7 @@ from typing import Any
 from serverless_gpu.ambient import format_utc, machine
 from serverless_gpu.client.remote.profile import ServerProfile, write_profile
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.uplink import control
-from serverless_gpu.node.uplink import profile as uplink_profile
+from serverless_gpu.node.uplink import control, server
 from serverless_gpu.testing import stop_agent
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.base import API, PROTOCOL
@@ -237,9 +236,7 @@ def _converse(home: Path, recorder: Recorder) -> None:
     node_token = (home / "server" / "node.token").read_text(encoding="ascii").strip()
     recorder.node_token = node_token
     path = home / "server" / "uplink.json"
-    uplink_profile.write_profile(
-        path, uplink_profile.UplinkProfile(url=recorder.url, token=node_token, name="recorded")
-    )
+    server.write_profile(path, server.UplinkProfile(url=recorder.url, token=node_token, name="recorded"))
     write_profile(home, ServerProfile(url=recorder.url, token=token, embedded=True, machine=machine()))
     base = {"PATH": "/usr/bin:/bin", "HOME": "/root", "LANG": "C.UTF-8", "PYTHONPATH": os.getcwd() + "/src"}
     environ = {**base, "SERVERLESS_GPU_HOME": str(home), "SERVERLESS_GPU_FAKE": FAKES}

@@ -27,7 +27,7 @@ from serverless_gpu.errors import InvalidValue, NotAllowed, NotAuthenticated, No
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.private_files import write_private
 from serverless_gpu.node.uplink.presence import LEFT, instance_of
-from serverless_gpu.node.uplink.profile import UplinkProfile, read_profile, write_profile
+from serverless_gpu.node.uplink.server import UplinkProfile, read_profile, write_profile
 from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.nodes import JoinAnswer, JoinRequest, RayPool
 

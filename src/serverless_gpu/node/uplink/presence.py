@@ -35,7 +35,7 @@ from serverless_gpu.node.devices.locks import DeviceLocks, Quarantine, holder_ru
 from serverless_gpu.node.devices.nvml import Usage, unknown_usage
 from serverless_gpu.node.devices.reservation import find_provider, retest_quarantined
 from serverless_gpu.node.supervisor.gpu_faults import NodeFaults
-from serverless_gpu.node.uplink.profile import UplinkProfile
+from serverless_gpu.node.uplink.server import UplinkProfile
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.agents import AgentHello, AttemptSeen, ClockReading, Heartbeat
 from serverless_gpu.wire.base import PROTOCOL

@@ -52,7 +52,7 @@ from serverless_gpu.errors import InvalidValue, ServerlessGpuError, ServerProble
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.private_files import readers
 from serverless_gpu.node.mlflow_server.server import ServerFiles, kept, look, place_of, start_keeper, stop_server
-from serverless_gpu.node.uplink.profile import UplinkProfile, write_profile
+from serverless_gpu.node.uplink.server import UplinkProfile, write_profile
 from serverless_gpu.server.core.server_key import sha256
 from serverless_gpu.server.core.settings import RaySettings, Settings
 from serverless_gpu.server.http import tls

@@ -15,7 +15,7 @@ from serverless_gpu.errors import HardwareError
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.requirements import pidfd_refusal, require_pidfd
 from serverless_gpu.node.uplink import control
-from serverless_gpu.node.uplink.profile import UplinkProfile
+from serverless_gpu.node.uplink.server import UplinkProfile
 from tests.support.golden import golden
 
 
