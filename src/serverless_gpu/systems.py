@@ -6,13 +6,19 @@ standard library lacks modules that the client needs (fcntl, resource, termios).
 Starting a thread, where a container or a user may be at the limit of processes and threads.
 
 Failure cases: the limit is reached (a HardwareError; Python itself says "can't start new thread").
+
+Whether a disk that answers "no space left" has room, but no inodes: then freeing bytes does not help.
+
+Some file systems make inodes as they go and count none (btrfs); those are never out of them.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 from serverless_gpu.errors import HardwareError
 
@@ -76,3 +82,22 @@ def thread_limit() -> HardwareError:
         "no thread can be started: the limit of processes and threads is reached",
         hint="raise it: `ulimit -u`, in a container `docker run --pids-limit=…` (Kubernetes: podPidsLimit of the node)",
     )
+
+
+_BYTES_MIN = 1 << 20
+_FEW = 8
+
+
+def lacks_inodes(path: Path) -> bool:
+    """Return whether no file can be made on the disk of a path, though there is room for one.
+
+    Args:
+        path: of the file or directory that could not be made; it need not be there.
+    """
+    for directory in (path, *path.parents):
+        try:
+            disk = os.statvfs(directory)
+        except OSError:
+            continue
+        return disk.f_files > 0 and disk.f_favail < _FEW and disk.f_bavail * disk.f_frsize >= _BYTES_MIN
+    return False

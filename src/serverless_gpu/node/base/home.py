@@ -35,8 +35,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from serverless_gpu.errors import StorageError
-from serverless_gpu.inodes import lacks_inodes
 from serverless_gpu.node.base.lock_files import held_note
+from serverless_gpu.systems import lacks_inodes
 
 _ATTEMPT_DIRECTORIES = ("logs", "results", "failures")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
