@@ -54,12 +54,11 @@ from serverless_gpu.server.operations.server_status import Sampling
 from serverless_gpu.server.policies import PolicyAdmission, PolicyService
 from serverless_gpu.server.pools import PoolService
 from serverless_gpu.server.runs.estimates import EstimateService
-from serverless_gpu.server.runs.queue_limits import WaitingRoom
 from serverless_gpu.server.runs.queue_views import QueueViews
 from serverless_gpu.server.runs.retention import Retention
 from serverless_gpu.server.runs.run_queries import RunQueries
 from serverless_gpu.server.runs.stop_requests import StopService
-from serverless_gpu.server.runs.submission import SubmissionService
+from serverless_gpu.server.runs.submission import SubmissionService, WaitingRoom
 from serverless_gpu.server.scheduling.engine_reservations import Reserving
 from serverless_gpu.server.scheduling.feasibility import Feasibility
 from serverless_gpu.server.scheduling.feasibility_cache import FeasibilityMemory

@@ -8,10 +8,13 @@ conflict, and changes nothing.
 
 Nothing of the payload is looked into: the call is bytes, and the context (it holds the caller's variables) is sealed
 before it reaches the database.
+
+How many more runs each principal may have waiting: a bound on the queue that costs nothing until it is near.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import msgspec
@@ -51,7 +54,6 @@ from serverless_gpu.server.records.runs import events, runs
 from serverless_gpu.server.records.runs.events import StoredEvent
 from serverless_gpu.server.records.runs.runs import NewRun, StoredRun
 from serverless_gpu.server.runs import views
-from serverless_gpu.server.runs.queue_limits import WaitingRoom
 from serverless_gpu.server.scheduling.feasibility import Feasibility
 from serverless_gpu.server.scheduling.feasibility_cache import FeasibilityMemory
 from serverless_gpu.server.scheduling.wait_reasons import Sentences
@@ -59,6 +61,36 @@ from serverless_gpu.server.storage.blobs import Blobs, check_reference
 from serverless_gpu.server.storage.environment_store import Environments
 from serverless_gpu.wire.base import INLINE_BYTES_MAX, LABEL_CHARACTERS_MAX, NAME_CHARACTERS_MAX
 from serverless_gpu.wire.runs import RunRequest, RunView, Target
+
+_OWNERS_MAX = 10_000
+
+
+class WaitingRoom:
+    """Room that is certainly there, by owner. What waits is counted when that is used up, not for every run.
+
+    Between two counts runs of an owner only leave the queue, but for those that are counted down here and the few that
+    go back into it, so the count is never wrong by more than those.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._room: dict[str, int] = {}
+
+    def enter(self, owner: str) -> bool:
+        """Take a place; return whether one was certainly there, else somebody has to count."""
+        with self._lock:
+            room = self._room.get(owner, 0)
+            if room > 0:
+                self._room[owner] = room - 1
+            return room > 0
+
+    def counted(self, owner: str, free: int) -> None:
+        """Note how many places an owner has, as was counted just now."""
+        with self._lock:
+            if len(self._room) >= _OWNERS_MAX:
+                self._room.clear()
+            self._room[owner] = free
+
 
 CONTEXT_BYTES_MAX = 2 << 20
 RETRIES_MAX = 100
