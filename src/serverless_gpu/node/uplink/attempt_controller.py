@@ -40,7 +40,6 @@ from serverless_gpu.node.base import protocol
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.uplink import attempt_launch
-from serverless_gpu.node.uplink.credentials import Credential
 from serverless_gpu.node.uplink.orphans import refusal, settle, still_held
 from serverless_gpu.node.uplink.report_state import (
     AT_ONCE_S,
@@ -52,7 +51,7 @@ from serverless_gpu.node.uplink.report_state import (
     News,
 )
 from serverless_gpu.node.uplink.reporter import Reporter
-from serverless_gpu.node.uplink.server import UplinkServer
+from serverless_gpu.node.uplink.server import Credential, UplinkServer
 from serverless_gpu.wire.agents import AttemptSeen, ReportNow, Start
 
 LAUNCHES_MAX = 3

@@ -6,6 +6,11 @@ A server's address and token for this node: one small file, 0600, written by the
 
 The uplink reads it again whenever the server does not answer: a server that was started again on another port, or with
 another token, writes the same file.
+
+The tokens of attempts on this node: short-lived, and replaced while the server answers.
+
+report ─▶ answer with the next token ─▶ take ─▶ every line of the attempt uses it, and its directory has it
+   └─ refused ─▶ wanted ─▶ the node's next heartbeat, with the node's own token ─▶ take
 """
 
 from __future__ import annotations
@@ -13,15 +18,16 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
 
+from serverless_gpu import faults
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.json_codec import from_json
-from serverless_gpu.node.uplink.credentials import Credentials
 from serverless_gpu.node.uplink.server_time import ServerTime
 from serverless_gpu.wire.connection import Connection
 
@@ -136,3 +142,78 @@ class Backoff:
     def reset(self) -> None:
         """Begin with short pauses again."""
         self._pause_s = _PAUSE_S
+
+
+_AT_ONCE = 1_000
+
+
+class Credential:
+    """The current token of one attempt; `keep` writes the next one down, for a restarted uplink."""
+
+    def __init__(self, token: str, keep: Callable[[str], None]) -> None:
+        self._token = token
+        self._keep = keep
+        self._refused = ""
+
+    def token(self) -> str:
+        """Return the token."""
+        return self._token
+
+    def take(self, token: str) -> None:
+        """Replace the token; "" means that it has ended."""
+        if token and token != self._token:
+            self._token = token
+            faults.reach("before_token_is_written")
+            self._keep(token)
+            faults.reach("after_token_is_written")
+
+    def refused(self) -> None:
+        """Note that the server does not take it any more."""
+        self._refused = self._token
+
+    @property
+    def is_wanted(self) -> bool:
+        """Return whether another one is wanted."""
+        return self._refused == self._token
+
+
+class Credentials:
+    """The tokens of all attempts, by gang; thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.wanted = threading.Event()  # set when a heartbeat should not wait for its time
+        self._by_gang: dict[str, Credential] = {}
+
+    def add(self, gang: str, credential: Credential) -> None:
+        """Have one."""
+        with self._lock:
+            self._by_gang[gang] = credential
+
+    def of(self, gang: str) -> Credential:
+        """Return that of an attempt which is looked after."""
+        with self._lock:
+            return self._by_gang[gang]
+
+    def refused(self, gang: str) -> None:
+        """Note that the server does not take a token any more, and have that said soon."""
+        self.of(gang).refused()
+        self.wanted.set()
+
+    def remove(self, gang: str) -> None:
+        """Have it no more."""
+        with self._lock:
+            self._by_gang.pop(gang, None)
+
+    def to_renew(self) -> tuple[str, ...]:
+        """Return the gangs that want another token; the others come next time where there are too many."""
+        with self._lock:
+            return tuple(gang for gang, one in self._by_gang.items() if one.is_wanted)[:_AT_ONCE]
+
+    def take(self, tokens: Mapping[str, str]) -> None:
+        """Use what the server has given."""
+        for gang, token in tokens.items():
+            with self._lock:
+                one = self._by_gang.get(gang)
+            if one is not None:
+                one.take(token)
