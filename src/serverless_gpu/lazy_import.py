@@ -34,7 +34,7 @@ def load(room: str) -> ModuleType:
         HardwareError: this is Windows.
     """
     if sys.platform == "win32" and room not in _ON_WINDOWS:
-        refusal: Exception = importlib.import_module("serverless_gpu.systems").windows_refusal()
+        refusal: Exception = importlib.import_module("serverless_gpu.operating_system").windows_refusal()
         raise refusal
     try:
         return importlib.import_module(room)

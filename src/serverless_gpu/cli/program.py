@@ -172,7 +172,7 @@ class _Commands(LazyGroup):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return a command; refuse one that needs Linux elsewhere."""
         if cmd_name in _ON_LINUX and sys.platform not in ("linux", "win32"):  # Windows: see `load`
-            load("serverless_gpu.systems").require_linux(f"nodes and servers, which `sgpu {cmd_name}` is for,")
+            load("serverless_gpu.operating_system").require_linux(f"nodes and servers, which `sgpu {cmd_name}` is for,")
         return super().get_command(ctx, cmd_name)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -200,7 +200,7 @@ def main() -> None:
     except (ServerlessGpuError, OSError) as error:  # OSError: a file or terminal that cannot be written to
         _end(error)
     except RuntimeError as error:
-        threads = load("serverless_gpu.systems")
+        threads = load("serverless_gpu.operating_system")
         if not threads.is_thread_limit(error):
             raise
         _end(threads.thread_limit())

@@ -68,7 +68,7 @@ from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.store_urls import is_remote, is_served, open_store
 from serverless_gpu.environment.watch_process import Patience, WatchProcess
 from serverless_gpu.errors import EnvironmentProblem, ServerlessGpuError, StorageError
-from serverless_gpu.systems import is_thread_limit, lacks_inodes, thread_limit
+from serverless_gpu.operating_system import is_thread_limit, lacks_inodes, thread_limit
 
 CHANGES_TOLD_MAX = 3
 WATCHED_MAX = 4

@@ -45,7 +45,7 @@ from serverless_gpu.node.base import protocol
 from serverless_gpu.node.base.home import Home, find_home
 from serverless_gpu.node.devices.inventory import offered
 from serverless_gpu.node.inside.channel import Channel
-from serverless_gpu.systems import start_thread
+from serverless_gpu.operating_system import start_thread
 
 R = TypeVar("R")
 Handle = TypeVar("Handle", bound=Run)  # type: ignore[type-arg]  # of what its ranks return

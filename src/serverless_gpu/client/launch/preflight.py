@@ -40,7 +40,7 @@ from serverless_gpu.node.base.home import storage_error
 from serverless_gpu.node.inside import call, payload
 from serverless_gpu.node.inside.payload import Reducer
 from serverless_gpu.node.inside.raycluster import ray_installation
-from serverless_gpu.systems import lacks_inodes
+from serverless_gpu.operating_system import lacks_inodes
 from serverless_gpu.units import format_bytes
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from serverless_gpu.errors import HardwareError, ServerlessGpuError, ServerProbl
 from serverless_gpu.node.attempt.retention import clean
 from serverless_gpu.node.base.configuration import read_configuration
 from serverless_gpu.node.base.home import Home, storage_error
-from serverless_gpu.systems import start_thread
+from serverless_gpu.operating_system import start_thread
 from serverless_gpu.wire.runs import FileView
 
 _NAME = re.compile(

@@ -69,7 +69,7 @@ from serverless_gpu.model.lifecycle.attempt import StopReason
 from serverless_gpu.model.spec import BLOB_PART_BYTES, BlobReference, Environment, Function, RunSpec
 from serverless_gpu.node.attempt.submission import Submission
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.systems import require_linux
+from serverless_gpu.operating_system import require_linux
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.agents import PoolView
 from serverless_gpu.wire.base import INLINE_BYTES_MAX

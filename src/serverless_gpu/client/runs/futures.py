@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from serverless_gpu.client.runs.run import Run
-from serverless_gpu.systems import start_thread
+from serverless_gpu.operating_system import start_thread
 
 R = TypeVar("R")
 

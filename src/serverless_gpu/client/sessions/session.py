@@ -34,7 +34,7 @@ from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.spec import RunSpec, SessionOptions, seconds
 from serverless_gpu.node.base import protocol
 from serverless_gpu.node.inside.actor import serve_actor
-from serverless_gpu.systems import start_thread
+from serverless_gpu.operating_system import start_thread
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -10,7 +10,7 @@ from typing import TypeVar
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.doctor.facts import UnknownFact
 from serverless_gpu.errors import HardwareError
-from serverless_gpu.systems import start_thread
+from serverless_gpu.operating_system import start_thread
 
 T = TypeVar("T")
 

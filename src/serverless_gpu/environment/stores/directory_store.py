@@ -58,7 +58,7 @@ from serverless_gpu.environment.stores.base import (
     check_size,
 )
 from serverless_gpu.errors import EnvironmentRejected, ServerlessGpuError, StorageError, StoreUnavailable
-from serverless_gpu.systems import lacks_inodes
+from serverless_gpu.operating_system import lacks_inodes
 from serverless_gpu.units import format_bytes
 
 SIZE_MIN = 1024 * 1024

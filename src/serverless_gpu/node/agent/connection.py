@@ -23,7 +23,7 @@ from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.requirements import require_for_runs
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.processes.spawn import clean_process, clean_variables, open_log
-from serverless_gpu.systems import require_linux
+from serverless_gpu.operating_system import require_linux
 
 _START_S = 30.0
 _LAST_WORDS_BYTES = 2_000

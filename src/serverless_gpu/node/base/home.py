@@ -36,7 +36,7 @@ from pathlib import Path
 
 from serverless_gpu.errors import StorageError
 from serverless_gpu.node.base.lock_files import held_note
-from serverless_gpu.systems import lacks_inodes
+from serverless_gpu.operating_system import lacks_inodes
 
 _ATTEMPT_DIRECTORIES = ("logs", "results", "failures")
 _FULL = (errno.ENOSPC, errno.EDQUOT)

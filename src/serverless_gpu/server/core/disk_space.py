@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 
 from serverless_gpu.errors import ServerStorageFull
-from serverless_gpu.systems import lacks_inodes
+from serverless_gpu.operating_system import lacks_inodes
 from serverless_gpu.units import format_bytes
 
 KEPT_FREE_BYTES = 128 << 20

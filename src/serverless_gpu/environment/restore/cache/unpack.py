@@ -40,7 +40,7 @@ from serverless_gpu.environment.documents import FileRow, Unit
 from serverless_gpu.environment.progress import ProgressPoint, Report, nobody
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentRejected, StorageError
-from serverless_gpu.systems import lacks_inodes
+from serverless_gpu.operating_system import lacks_inodes
 
 MTIME_S = 1_577_836_800
 """The modification time of every file: 1 January 2020."""
