@@ -14,7 +14,7 @@ from PIL import Image
 
 from serverless_gpu.client.plots import curves, run_figure
 from serverless_gpu.client.plots.curves import CurveMark
-from serverless_gpu.client.runs.run_plot import Series
+from serverless_gpu.client.runs.run_metrics import Series
 
 TARGET = Path(__file__).parents[1] / "docs" / "images" / "plot.png"
 BEGAN = 1_800_000_000
