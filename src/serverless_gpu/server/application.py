@@ -25,7 +25,7 @@ from serverless_gpu.server.identity import principal_service
 from serverless_gpu.server.lifecycle import reports
 from serverless_gpu.server.nodes import drain, node_routes
 from serverless_gpu.server.operations import server_status
-from serverless_gpu.server.runs import estimates, queue_routes, run_routes
+from serverless_gpu.server.runs import estimates, queue_views, run_routes
 from serverless_gpu.server.storage import blobs
 from serverless_gpu.wire.base import API
 
@@ -43,7 +43,7 @@ MODULES = (
     policies,
     price_service,
     principal_service,
-    queue_routes,
+    queue_views,
     run_routes,
     secrets,
     server_status,

@@ -3,11 +3,14 @@
 Who waits ahead of whom is everybody's business: owner, team and need of each are shown. The identifier of a run and its
 sentence are for those who may see the run. What it is called is told to those, too, and to nobody who only looks; but
 who waits reads it in their own sentence where it has devices that they need, or is ahead: they know then whom to ask.
+
+Routes of `wire/queue.py`: who waits, and shares of the queue.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Annotated
 
 import msgspec
 import sqlalchemy as sa
@@ -19,13 +22,23 @@ from serverless_gpu.model.scheduling.values import CLASSES, Reservation, TeamUse
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
+from serverless_gpu.server.http.routing import Call, Query, Routes, reading, writing
+from serverless_gpu.server.pools import PoolService
 from serverless_gpu.server.records import shares
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.records.runs.runs import StoredRun
 from serverless_gpu.server.records.shares import Kind, StoredShare
 from serverless_gpu.server.runs import views
 from serverless_gpu.server.scheduling.wait_reasons import Sentences, WaitNotice
-from serverless_gpu.wire.queue import QueueEntry, QueueView, ShareList, ShareView, wait_view
+from serverless_gpu.wire.queue import (
+    LIMIT_MAX,
+    QueueEntry,
+    QueueView,
+    ShareList,
+    ShareRequest,
+    ShareView,
+    wait_view,
+)
 
 _NOT_IN_LINE = (WaitReason.ISOLATION.value, WaitReason.UNSATISFIABLE.value)
 
@@ -146,3 +159,37 @@ def _entry(run: StoredRun, reserved: Reservation | None, told: WaitNotice | None
     if told.wait is None:
         return entry
     return msgspec.structs.replace(entry, place=told.wait.place, waiting=wait_view(told.wait))
+
+
+routes = Routes("queue")
+
+
+class QueueQuery(Query, frozen=True, kw_only=True):
+    """How much of the queue, and whether only one's own runs."""
+
+    limit: Annotated[int, msgspec.Meta(ge=1, le=LIMIT_MAX)] = LIMIT_MAX
+    mine: bool = False
+
+
+@routes.get("/queue", needs=reading("runs"))
+def view_queue(call: Call, queue_views: QueueViews, query: QueueQuery) -> QueueView:
+    """Return those that wait, in the order in which they are looked at."""
+    return queue_views.view(call.who, call.reach, limit=query.limit, mine=query.mine)
+
+
+@routes.get("/shares", needs=reading("shares"))
+def list_shares(call: Call, queue_views: QueueViews) -> ShareList:
+    """List shares of the queue, and what was used."""
+    return queue_views.view_shares(call.who, call.reach)
+
+
+@routes.put("/shares/{kind}/{name}", needs=writing("shares"))
+def put_share(call: Call, pools: PoolService, kind: str, name: str, body: ShareRequest) -> ShareView:
+    """Set how much a team, or a user within their team, gets while others want devices, too."""
+    return pools.put_share(call.who, kind, name, body.weight)
+
+
+@routes.delete("/shares/{kind}/{name}", needs=writing("shares"))
+def remove_share(call: Call, pools: PoolService, kind: str, name: str) -> ShareView:
+    """Take a share away: it is 1 again."""
+    return pools.remove_share(call.who, kind, name)

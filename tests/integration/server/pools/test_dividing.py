@@ -20,7 +20,7 @@ from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.shares import StoredShare
 from serverless_gpu.server.runs import queue_views
-from serverless_gpu.server.runs.queue_routes import QueueQuery
+from serverless_gpu.server.runs.queue_views import QueueQuery
 from serverless_gpu.server.scheduling.wait_reasons import WaitNotice
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import PoolRequest
