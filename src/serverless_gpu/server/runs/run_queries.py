@@ -1,17 +1,30 @@
-"""Views of single runs, and their streams, for the callers that may see them."""
+"""Views of single runs, and their streams, for the callers that may see them.
+
+A run is asked to stop: written with who asked, and sent to its node.
+
+A stop and an end may cross. What was written first counts: a run whose results were durable before the stop arrived has
+succeeded, and whoever asked is told that it has ended. Asking again for the same is answered with what came of it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import msgspec
+import sqlalchemy as sa
 
+from serverless_gpu import faults
 from serverless_gpu.ambient import Clock
-from serverless_gpu.model.lifecycle.attempt import State
+from serverless_gpu.errors import InvalidValue, NotAllowed
+from serverless_gpu.model.access import roles
+from serverless_gpu.model.lifecycle.attempt import State, StopReason
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import Hub
 from serverless_gpu.server.db.database import Transactions
+from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.lifecycle.reports import ReportService
+from serverless_gpu.server.lifecycle.transitions import Announcer, TransitionResult
+from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.records.runs.runs import StoredRun
 from serverless_gpu.server.runs import views
 from serverless_gpu.server.runs.run_stream import Look, Position, Watch
@@ -75,3 +88,55 @@ class RunQueries:
         told = msgspec.structs.replace(self._sentences.told(run_id), trouble=self._unwritable())
         quiet = self._reports.quiet_s
         return self._database.read(lambda db: views.look(db, run_id, after, told=told, quiet=quiet))
+
+
+ASKED_BY_PEOPLE = (StopReason.CANCEL, StopReason.PREEMPT, StopReason.DRAIN)
+"""The others follow from limits, and nobody can claim them."""
+
+
+class StopService:
+    """Stops runs on request of callers."""
+
+    def __init__(self, *, clock: Clock, database: Transactions, sentences: Sentences, announcer: Announcer) -> None:
+        self._clock = clock
+        self._database = database
+        self._sentences = sentences
+        self._announcer = announcer
+
+    def request(self, who: Caller, reach: str, *, run_id: str, why: StopReason) -> RunView:
+        """Ask a run to stop.
+
+        Args:
+            who: asks.
+            reach: how far they may change runs.
+            run_id: the run.
+            why: what its ranks are told.
+
+        Raises:
+            NotFound: there is no such run, or they may not see it.
+            NotAllowed: they may see it, and not stop it.
+            AlreadyFinished: it has ended, and not because of such a request.
+        """
+        if why not in ASKED_BY_PEOPLE:
+            raise InvalidValue(f"nobody can ask for {why.value!r}", hint=f"possible: {', '.join(ASKED_BY_PEOPLE)}")
+        at_ns = self._clock.wall_ns()
+
+        def work(connection: sa.Connection) -> TransitionResult | None:
+            _check_reach(connection, who, reach, run_id)
+            return transitions.ask_to_stop(connection, run_id, who=who, why=why, at_ns=at_ns)
+
+        told = self._database.write(work)
+        faults.reach("after_stop_before_answer")
+        if told is not None:
+            self._announcer.announce(told)
+        run = self._database.read(lambda connection: views.visible(connection, run_id, who=who, reach=reach))
+        return views.run_view(run, told=self._sentences.told(run_id), reader=who.name)
+
+
+def _check_reach(connection: sa.Connection, who: Caller, reach: str, run_id: str) -> None:
+    to_see = roles.reach(who.role, "runs", write=False, scopes=who.scopes)
+    run = runs.find(connection, run_id)
+    if run is not None and views.in_reach(run, who=who, reach=reach):
+        return
+    views.visible(connection, run_id, who=who, reach=to_see)
+    raise NotAllowed(f"{who.name} may see run {run_id}, and not stop it", hint="its owner can, or an operator")
