@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serverless_gpu.node.uplink.server_time import ServerTime
+from serverless_gpu.node.uplink.server import ServerTime
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import ClockReading, clock_text, is_off
 from tests.support.golden import golden
