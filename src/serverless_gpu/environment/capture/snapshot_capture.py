@@ -33,13 +33,12 @@ from serverless_gpu.environment.capture.unit_blocks import unreadable
 from serverless_gpu.environment.compression import LEVEL_LOCAL
 from serverless_gpu.environment.documents import FileRow, Root, Snapshot, SnapshotMember, Unit, in_order, make_snapshot
 from serverless_gpu.environment.progress import ProgressPoint, Report, nobody
-from serverless_gpu.environment.rules import check_rows
-from serverless_gpu.environment.rules.rows import CONTENT_BYTES_MAX
 from serverless_gpu.environment.scan.description import Description
 from serverless_gpu.environment.scan.project_files import same_matter
 from serverless_gpu.environment.scan.scan import Recogniser, Scan, garbage_kept
 from serverless_gpu.environment.scan.snapshot_composition import LocalUnit
 from serverless_gpu.environment.stores.blobs import StoreBlobs
+from serverless_gpu.environment.unit_rules import CONTENT_BYTES_MAX, check_rows
 from serverless_gpu.errors import (
     EnvironmentProblem,
     EnvironmentRejected,

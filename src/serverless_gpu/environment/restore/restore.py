@@ -58,7 +58,7 @@ from serverless_gpu.environment.restore.trees import (
     repair_sentence,
     tree_change,
 )
-from serverless_gpu.environment.rules import check_snapshot
+from serverless_gpu.environment.rules.snapshots import check_snapshot
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.repair import mended, read_snapshot
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentMissing, EnvironmentRejected, StorageError
@@ -137,9 +137,9 @@ def loaded_jobs(prepared: Prepared, cache: Cache) -> dict[str, list[CompileJob]]
     A few short files are left to whoever imports them, and to `compile_rest`: a process takes longer to start.
     """
     work: dict[str, list[CompileJob]] = {}
-    for address, compile_jobs in _loaded(prepared.snapshot, cache, prepared.base.tag):
-        work.setdefault(address, []).extend(compile_jobs)
-    return work if sum(job.size for compile_jobs in work.values() for job in compile_jobs) > FEW_BYTES else {}
+    for address, missing in _loaded(prepared.snapshot, cache, prepared.base.tag):
+        work.setdefault(address, []).extend(missing)
+    return work if sum(job.size for each in work.values() for job in each) > FEW_BYTES else {}
 
 
 def _hints(snapshot: Snapshot, python: str) -> Iterator[str]:

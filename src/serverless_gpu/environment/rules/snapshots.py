@@ -1,7 +1,12 @@
-"""Rules of a snapshot by itself: names that become paths, sums, generated files, facts.
+"""Rules of a snapshot: names that become paths, sums, generated files, facts.
 
-Nothing that is said here is worth believing for a decision, but some of it becomes part of a path (the interpreter's
-version), of a generated file (placeholders), or of a line in a terminal (names).
+    check_snapshot  interpreter, roots, members ─ files that are generated ─ facts and notes
+    check_together  a snapshot with its units: sizes as it says, nothing generated on top of a file, or below one
+
+Nothing that a snapshot says is worth believing for a decision, but some of it becomes part of a path (the interpreter's
+version), of a generated file (placeholders), or of a line in a terminal (names). `unit_rules.py` has the limits.
+
+Failure: `EnvironmentRejected` naming the snapshot, the path, and the rule it breaks.
 """
 
 from __future__ import annotations
@@ -17,10 +22,11 @@ from serverless_gpu.environment.documents import (
     Snapshot,
     SnapshotMember,
     SnapshotOrigin,
+    Unit,
     in_order,
     snapshot_address,
 )
-from serverless_gpu.environment.rules.rows import (
+from serverless_gpu.environment.unit_rules import (
     CONTENT_BYTES_MAX,
     FACT_BYTES_MAX,
     FACTS_MAX,
@@ -34,6 +40,7 @@ from serverless_gpu.environment.rules.rows import (
     TEXTS_MAX,
     Tree,
     check_path,
+    is_digest,
     refuse,
 )
 

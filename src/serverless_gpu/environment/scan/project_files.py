@@ -39,7 +39,6 @@ from collections.abc import Collection
 
 import msgspec
 
-from serverless_gpu.environment.rules.rows import DEPTH_MAX, PATH_BYTES_MAX, fold_name
 from serverless_gpu.environment.scan.directory_listing import (
     BYTECODE,
     ListedFile,
@@ -58,6 +57,7 @@ from serverless_gpu.environment.scan.gitignore import (
     outer_ignoring,
     tracked_files,
 )
+from serverless_gpu.environment.unit_rules import DEPTH_MAX, PATH_BYTES_MAX, fold_name
 from serverless_gpu.errors import EnvironmentTooLarge
 
 MARK = " that git ignores ("

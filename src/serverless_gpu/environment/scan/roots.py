@@ -37,7 +37,6 @@ from typing import Literal
 import msgspec
 
 from serverless_gpu.environment.documents import FileRow, SnapshotMember
-from serverless_gpu.environment.rules.rows import ROOTS_MAX
 from serverless_gpu.environment.scan.description import Description
 from serverless_gpu.environment.scan.directory_listing import (
     BYTECODE,
@@ -59,6 +58,7 @@ from serverless_gpu.environment.scan.distributions import (
     row_path,
 )
 from serverless_gpu.environment.scan.project_files import CodePlace, list_code, wanted_files
+from serverless_gpu.environment.unit_rules import ROOTS_MAX
 from serverless_gpu.errors import EnvironmentUnsupported
 
 SpotKind = Literal["own", "library", "archive", "code"]

@@ -21,7 +21,6 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from serverless_gpu.environment.documents import Generated, UnitKind
-from serverless_gpu.environment.rules.rows import LINK_HOPS_MAX, TEXT_BYTES_MAX
 from serverless_gpu.environment.scan.digests import may_be_script
 from serverless_gpu.environment.scan.directory_listing import ListedFile, read_file, show
 from serverless_gpu.environment.scan.distributions import (
@@ -35,6 +34,7 @@ from serverless_gpu.environment.scan.distributions import (
     row_path,
 )
 from serverless_gpu.environment.scan.roots import FINDER, Spot, SurveyedRoot
+from serverless_gpu.environment.unit_rules import LINK_HOPS_MAX, TEXT_BYTES_MAX
 from serverless_gpu.errors import EnvironmentUnsupported
 
 # Made by venv, virtualenv and uv for the environment itself; `𝜋thon` is Python 3.14's joke.

@@ -26,10 +26,11 @@ from blake3 import blake3
 
 from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.environment.documents import Snapshot, Unit
-from serverless_gpu.environment.rules import check_snapshot, check_unit
+from serverless_gpu.environment.rules.snapshots import check_snapshot
 from serverless_gpu.environment.stores.base import CollectionGuard, Store, check_key
 from serverless_gpu.environment.stores.codec import Altered, encode, pack_of, snapshot_of, unit_of
 from serverless_gpu.environment.stores.condemned_objects import LEASE_S, LIST_NAME, Sentence, collectors, read_condemned
+from serverless_gpu.environment.unit_rules import check_unit
 from serverless_gpu.errors import (
     EnvironmentCorrupt,
     EnvironmentMissing,

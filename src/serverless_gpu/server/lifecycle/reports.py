@@ -53,13 +53,11 @@ from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.http.routing import ATTEMPT, Call, Routes
-from serverless_gpu.server.lifecycle import gang_hangs as stillness
 from serverless_gpu.server.lifecycle import gangs, report_text, transitions
-from serverless_gpu.server.lifecycle import rendezvous as meetings
 from serverless_gpu.server.lifecycle.attempt_tokens import AttemptTokens
-from serverless_gpu.server.lifecycle.gang_hangs import GangHangs
+from serverless_gpu.server.lifecycle.gang_hangs import GangHangs, check_progress
 from serverless_gpu.server.lifecycle.liveness import Leases, Looks, Presence
-from serverless_gpu.server.lifecycle.rendezvous import RendezvousService
+from serverless_gpu.server.lifecycle.rendezvous import RendezvousService, check_meeting
 from serverless_gpu.server.lifecycle.transitions import Announcer, Note, TransitionResult
 from serverless_gpu.server.records import audit, nodes
 from serverless_gpu.server.records.audit import Action
@@ -74,22 +72,6 @@ from serverless_gpu.wire.attempts import File, LogPiece, Report, ReportAnswer
 from serverless_gpu.wire.base import INLINE_BYTES_MAX
 
 routes = Routes("attempts")
-
-
-@routes.post("/attempts/{run}/{fence}/report", needs=ATTEMPT)
-def report(call: Call, reports: ReportService, run: str, fence: int, body: Report) -> ReportAnswer:
-    """Take what is new about an attempt."""
-    return reports.receive(call.who, run_id=run, fence=fence, said=body)
-
-
-SIGNS_PER_S = 100
-"""Signs of life of all attempts together, about: half a processor has nothing else to do than to answer 250."""
-_MISSED, _MISSED_IF_LOST = 2.0, 1.2
-_QUIET_S_MAX = 15.0
-_WHOSE = re.compile(r"(?:results|failures)/([0-9]{1,9})\..*|hang-([0-9]{1,9})-[0-9]+\.txt")
-"""Of which rank, or of which node of several, a file is."""
-_log = logging.getLogger(__name__)
-_SEEN = {State.QUEUED: State.STARTING, State.STARTING: State.STARTING, State.RUNNING: State.RUNNING}
 
 
 class _Found(msgspec.Struct, frozen=True, kw_only=True):
@@ -271,8 +253,8 @@ class ReportService:
     def _check(self, found: _Found, said: Report) -> None:
         """Refuse what cannot be, before anything of the report is applied."""
         ranks = found.ranks
-        meetings.check_meeting(found.attempt, found.crew, said)
-        stillness.check_progress(found.attempt, ranks, said)
+        check_meeting(found.attempt, found.crew, said)
+        check_progress(found.attempt, ranks, said)
         for piece in said.logs:
             if not found.has(piece.rank, piece.stream):
                 raise InvalidValue(f"attempt {found.attempt.gang} has no rank {piece.rank}: it has {len(ranks)}")
@@ -544,3 +526,19 @@ def _settle(connection: sa.Connection, crew: StoredCrew, said: Report, *, at_ns:
     if receipt is None and (said.ending is None or report_text.text(said.ending.stopped) is not None):
         return False
     return transitions.settle(connection, crew.id, receipt=receipt, at_ns=at_ns)
+
+
+@routes.post("/attempts/{run}/{fence}/report", needs=ATTEMPT)
+def report(call: Call, reports: ReportService, run: str, fence: int, body: Report) -> ReportAnswer:
+    """Take what is new about an attempt."""
+    return reports.receive(call.who, run_id=run, fence=fence, said=body)
+
+
+SIGNS_PER_S = 100
+"""Signs of life of all attempts together, about: half a processor has nothing else to do than to answer 250."""
+_MISSED, _MISSED_IF_LOST = 2.0, 1.2
+_QUIET_S_MAX = 15.0
+_WHOSE = re.compile(r"(?:results|failures)/([0-9]{1,9})\..*|hang-([0-9]{1,9})-[0-9]+\.txt")
+"""Of which rank, or of which node of several, a file is."""
+_log = logging.getLogger(__name__)
+_SEEN = {State.QUEUED: State.STARTING, State.STARTING: State.STARTING, State.RUNNING: State.RUNNING}

@@ -1,19 +1,22 @@
-"""Rules of paths, rows and links: a tree that means the same on every file system, and never leaves its directory.
+"""Rules of units: what a unit from somewhere else may hold; and the limits of units and snapshots.
 
-Two names that differ only in case or in their Unicode form are one file on some machines, so they are refused on all.
-A link's target is followed name by name through the tree as the rows describe it: every directory on the way has to be
-a real one, so what is checked here is what the kernel will do.
+    check_unit    its address ─ rows (paths, kinds, links) ─ where their bytes lie (packs, blocks, places), and how much
+                  they can become
 
-The bounds of units and snapshots, as numbers, and the one form of saying that something breaks a rule.
+All of it is pure and linear in the size of the document, and it is done before a byte of content is asked for. A unit
+can name regular files, links inside the tree and empty directories, and nothing else: modes, owners, devices, hard
+links and times have no place in the format, so they need no rule. On restore a file is 0444 or 0555.
 
-Why the ratio is as it is: zstd makes 150 bytes of 4 MiB of zeros, so no ratio per block tells a bomb from weights that
-were initialised with zeros. A whole unit may hold 200 bytes for each compressed one, and 256 MiB for nothing: a file of
-256 MiB of zeros passes, 1 GB of zeros in 1 MB does not. Real distributions are at 2 to 20.
+Paths mean the same on every file system: two names that differ only in case or in their Unicode form are one file on
+some machines, so they are refused on all. A link's target is followed name by name through the tree as the rows
+describe it: every directory on the way has to be a real one, so what is checked here is what the kernel will do.
 
-Rules of packs, blocks and places: each file has one place, nothing overlaps, nothing becomes too much.
+No two blocks share a byte of a pack and no two files a byte of a block. So the content of a unit is bounded by what
+was really sent, times a ratio. zstd makes 150 bytes of 4 MiB of zeros, so no ratio per block tells a bomb from weights
+that were initialised with zeros. A whole unit may hold 200 bytes for each compressed one, and 256 MiB for nothing: a
+file of 256 MiB of zeros passes, 1 GB of zeros in 1 MB does not. Real distributions are at 2 to 20.
 
-Because no two blocks share a byte of a pack and no two files a byte of a block, the content of a unit is bounded by
-what was really sent, times the ratio that is allowed.
+Failure: `EnvironmentRejected` naming the unit or snapshot, the path, and the rule it breaks.
 """
 
 from __future__ import annotations
@@ -25,7 +28,16 @@ import unicodedata
 from collections.abc import Sequence
 from typing import NoReturn
 
-from serverless_gpu.environment.documents import BLOCK_BYTES, PACK_BYTES, ContentPlace, FileRow, PackBlock, Unit
+from serverless_gpu.environment.documents import (
+    BLOCK_BYTES,
+    PACK_BYTES,
+    VERSION,
+    ContentPlace,
+    FileRow,
+    PackBlock,
+    Unit,
+    unit_address,
+)
 from serverless_gpu.errors import EnvironmentRejected
 
 ROWS_MAX = 1_000_000
