@@ -56,7 +56,7 @@ from serverless_gpu.server.pools import PoolService
 from serverless_gpu.server.runs.estimates import EstimateService
 from serverless_gpu.server.runs.queue_views import QueueViews
 from serverless_gpu.server.runs.retention import Retention
-from serverless_gpu.server.runs.run_queries import RunQueries, StopService
+from serverless_gpu.server.runs.run_service import RunQueries, StopService
 from serverless_gpu.server.runs.submission import SubmissionService, WaitingRoom
 from serverless_gpu.server.scheduling.engine_reservations import Reserving
 from serverless_gpu.server.scheduling.feasibility import Feasibility

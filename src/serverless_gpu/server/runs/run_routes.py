@@ -22,7 +22,7 @@ from serverless_gpu.server.lifecycle.liveness import Leases
 from serverless_gpu.server.records.runs import attempts, files, runs
 from serverless_gpu.server.records.runs.runs import StoredRun
 from serverless_gpu.server.runs import views
-from serverless_gpu.server.runs.run_queries import RunQueries, StopService
+from serverless_gpu.server.runs.run_service import RunQueries, StopService
 from serverless_gpu.server.runs.run_stream import Position, parse_offsets, parse_ranks
 from serverless_gpu.server.runs.submission import SubmissionService
 from serverless_gpu.server.storage.blobs import Blobs, file_source
