@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.node.uplink.interpreters import FLAGS_MAX, check_flags, check_python
+from serverless_gpu.node.uplink.attempt_launch import FLAGS_MAX, check_flags, check_python
 from tests.support.golden import golden
 
 
