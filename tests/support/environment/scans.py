@@ -10,9 +10,9 @@ from pathlib import Path
 
 from serverless_gpu.environment.documents import FileRow, Snapshot
 from serverless_gpu.environment.progress import nobody
-from serverless_gpu.environment.rules.snapshots import check_snapshot
 from serverless_gpu.environment.scan.index import UNKNOWN, known_mtime
 from serverless_gpu.environment.scan.scan import Recogniser, Scan
+from serverless_gpu.environment.snapshot_rules import check_snapshot
 from serverless_gpu.environment.unit_rules import check_rows
 from tests.support.environment.wheels import Venv
 

@@ -26,7 +26,7 @@ from blake3 import blake3
 
 from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.environment.documents import Snapshot, Unit
-from serverless_gpu.environment.rules.snapshots import check_snapshot
+from serverless_gpu.environment.snapshot_rules import check_snapshot
 from serverless_gpu.environment.stores.base import CollectionGuard, Store, check_key
 from serverless_gpu.environment.stores.codec import Altered, encode, pack_of, snapshot_of, unit_of
 from serverless_gpu.environment.stores.condemned_objects import LEASE_S, LIST_NAME, Sentence, collectors, read_condemned

@@ -72,6 +72,14 @@ from serverless_gpu.wire.attempts import File, LogPiece, Report, ReportAnswer
 from serverless_gpu.wire.base import INLINE_BYTES_MAX
 
 routes = Routes("attempts")
+SIGNS_PER_S = 100
+"""Signs of life of all attempts together, about: half a processor has nothing else to do than to answer 250."""
+_MISSED, _MISSED_IF_LOST = 2.0, 1.2
+_QUIET_S_MAX = 15.0
+_WHOSE = re.compile(r"(?:results|failures)/([0-9]{1,9})\..*|hang-([0-9]{1,9})-[0-9]+\.txt")
+"""Of which rank, or of which node of several, a file is."""
+_log = logging.getLogger(__name__)
+_SEEN = {State.QUEUED: State.STARTING, State.STARTING: State.STARTING, State.RUNNING: State.RUNNING}
 
 
 class _Found(msgspec.Struct, frozen=True, kw_only=True):
@@ -532,13 +540,3 @@ def _settle(connection: sa.Connection, crew: StoredCrew, said: Report, *, at_ns:
 def report(call: Call, reports: ReportService, run: str, fence: int, body: Report) -> ReportAnswer:
     """Take what is new about an attempt."""
     return reports.receive(call.who, run_id=run, fence=fence, said=body)
-
-
-SIGNS_PER_S = 100
-"""Signs of life of all attempts together, about: half a processor has nothing else to do than to answer 250."""
-_MISSED, _MISSED_IF_LOST = 2.0, 1.2
-_QUIET_S_MAX = 15.0
-_WHOSE = re.compile(r"(?:results|failures)/([0-9]{1,9})\..*|hang-([0-9]{1,9})-[0-9]+\.txt")
-"""Of which rank, or of which node of several, a file is."""
-_log = logging.getLogger(__name__)
-_SEEN = {State.QUEUED: State.STARTING, State.STARTING: State.STARTING, State.RUNNING: State.RUNNING}

@@ -21,7 +21,7 @@ from serverless_gpu.environment.documents import (
 )
 from serverless_gpu.environment.restore.cache.unit_cache import Cache
 from serverless_gpu.environment.restore.restore import Way, restore
-from serverless_gpu.environment.rules.snapshots import check_snapshot
+from serverless_gpu.environment.snapshot_rules import check_snapshot
 from serverless_gpu.environment.stores.base import Store
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.codec import encode
