@@ -12,8 +12,8 @@ from pathlib import Path
 
 from PIL import Image
 
-from serverless_gpu.client.plots import curves, run_figure
-from serverless_gpu.client.plots.curves import CurveMark
+from serverless_gpu.client.plots import run_figure, timeline
+from serverless_gpu.client.plots.timeline import CurveMark
 from serverless_gpu.client.runs.run_metrics import Series
 
 TARGET = Path(__file__).parents[1] / "docs" / "images" / "plot.png"
@@ -31,7 +31,7 @@ def main() -> None:
     ]
     titles = run_figure.Titles("train · run 01kaqw3e5r7t9y2u4i6o8p0a1s", "8 H100 · 50 min 00 s · SUCCEEDED")
     totals = {(0, gpu): 81_559 << 20 for gpu in range(8)}
-    run_figure.draw(curves.lanes(metrics, totals), marks, titles, TARGET)
+    run_figure.draw(timeline.lanes(metrics, totals), marks, titles, TARGET)
     with Image.open(TARGET) as picture:
         small = picture.convert("RGB").quantize(64)
     small.save(TARGET, optimize=True)

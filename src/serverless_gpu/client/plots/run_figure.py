@@ -22,8 +22,8 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from serverless_gpu.client.plots import curves
-from serverless_gpu.client.plots.curves import Curve, CurveMark, Lane
+from serverless_gpu.client.plots import timeline
+from serverless_gpu.client.plots.timeline import Curve, CurveMark, Lane
 from serverless_gpu.units import format_duration_ms
 
 ROWS_MAX = 8  # more devices than that are shown as heat maps
@@ -88,7 +88,7 @@ def draw(lanes: Sequence[Lane], marks: Sequence[CurveMark], titles: Titles, path
         _maps(figure, lanes, stage)
     else:
         _rows(figure, lanes, stage)
-    few = stage is not None and curves.samples(lanes) < _LITTLE
+    few = stage is not None and timeline.samples(lanes) < _LITTLE
     _write_titles(figure, titles, "too short for a curve: it is sampled once a second" if few else "")
     if stage is not None:
         _write_marks(figure, stage)
@@ -108,10 +108,12 @@ def _rows(figure: Figure, lanes: Sequence[Lane], stage: _Stage) -> None:
     left = 0.08 if alone else 0.16 if len({lane.node for lane in lanes}) > 1 else 0.11
     right, gap_in = (0.985, 0.6) if alone else (0.89, 0.16)
     _place(figure, stage, shape[0], left=left, right=right, gap_in=gap_in)
-    top = max((value for lane in lanes for value in (lane.memory_total or 0, curves.peak(lane.memory) or 0)), default=0)
+    top = max(
+        (value for lane in lanes for value in (lane.memory_total or 0, timeline.peak(lane.memory) or 0)), default=0
+    )
     for row, lane in enumerate(lanes):
         busy, memory = (panels[0][0], panels[1][0]) if alone else panels[row]
-        _panel(busy, lane.busy, stage, _BUSY, max(100.0, curves.peak(lane.busy) or 0))
+        _panel(busy, lane.busy, stage, _BUSY, max(100.0, timeline.peak(lane.busy) or 0))
         _panel(memory, lane.memory, stage, _MEMORY, 1.05 * (top or 1))
         if lane.memory_total:
             memory.axhline(lane.memory_total, color=_FAINT, linewidth=0.8, linestyle=(0, (2, 2)))
@@ -130,7 +132,7 @@ def _rows(figure: Figure, lanes: Sequence[Lane], stage: _Stage) -> None:
 
 def _panel(panel: Axes, curve: Curve, stage: _Stage, colour: str, top: float) -> None:
     _style(panel)
-    moments, values = curves.line(curve)
+    moments, values = timeline.line(curve)
     points = len(curve[0]) < _LITTLE
     panel.fill_between(stage.at(moments), values, color=colour, alpha=0.18, linewidth=0)
     panel.plot(stage.at(moments), values, color=colour, linewidth=1.2, marker="o" if points else "", markersize=5)
@@ -143,9 +145,9 @@ def _panel(panel: Axes, curve: Curve, stage: _Stage, colour: str, top: float) ->
 def _maps(figure: Figure, lanes: Sequence[Lane], stage: _Stage) -> None:
     panels = figure.subplots(2, 1, sharex=True)
     _place(figure, stage, 2, left=0.13, right=0.955, gap_in=0.55)
-    columns = max(1, min(curves.COLUMNS_MAX, math.ceil(stage.end - stage.begin)))
+    columns = max(1, min(timeline.COLUMNS_MAX, math.ceil(stage.end - stage.begin)))
     total = max(
-        (value for lane in lanes for value in (lane.memory_total or 0, curves.peak(lane.memory) or 0)), default=0
+        (value for lane in lanes for value in (lane.memory_total or 0, timeline.peak(lane.memory) or 0)), default=0
     )
     for panel, colour, head, top in (
         (panels[0], _BUSY, f"{_use_name(lanes[0])}, %", 100.0),
@@ -153,7 +155,7 @@ def _maps(figure: Figure, lanes: Sequence[Lane], stage: _Stage) -> None:
     ):
         _style(panel)
         shown = [lane.busy if colour == _BUSY else lane.memory for lane in lanes]
-        table = [curves.cells(curve, stage.begin, stage.end, columns) for curve in shown]
+        table = [timeline.cells(curve, stage.begin, stage.end, columns) for curve in shown]
         panel.set_facecolor(_NOTHING)
         extent = (0.0, (stage.end - stage.begin) / stage.unit, len(lanes) - 0.5, -0.5)
         image = panel.imshow(
@@ -223,12 +225,12 @@ def _memory_name(lane: Lane) -> str:
 
 
 def _mean_text(lane: Lane) -> str:
-    value = curves.mean(lane.busy)
+    value = timeline.mean(lane.busy)
     return "" if value is None else f"mean {value:.0f} %"
 
 
 def _peak_text(lane: Lane) -> str:
-    value = curves.peak(lane.memory)
+    value = timeline.peak(lane.memory)
     of_all = f" of {lane.memory_total:.0f}" if lane.memory_total else ""
     return "" if value is None else f"peak {value:.1f}{of_all}"
 
@@ -259,7 +261,7 @@ def _draw_marks(panel: Axes, stage: _Stage) -> None:
     width = panel.get_position().width * _WIDTH_IN * 72
     end = stage.at([stage.end])[0]
     gap = _LETTER_POINTS / width * end
-    letters = curves.spread(places, gap, end + gap / 2)
+    letters = timeline.spread(places, gap, end + gap / 2)
     for letter, mark, place, beside in zip(_LETTERS, stage.marks, places, letters, strict=False):
         colour, style = _MARKS[mark.kind]
         panel.axvline(place, color=colour, linestyle=style, linewidth=1.3)
@@ -297,11 +299,11 @@ def _place(figure: Figure, stage: _Stage, rows: int, *, left: float, right: floa
 
 
 def _stage(lanes: Sequence[Lane], marks: Sequence[CurveMark]) -> _Stage | None:
-    ends = curves.span(lanes)
+    ends = timeline.span(lanes)
     if ends is None:
         return None
     moments = [*ends, *(mark.at for mark in marks)]
     begin, end = min(moments), max(moments)
     end = max(end, begin + 1.0)
-    unit, name = curves.unit_of(end - begin)
+    unit, name = timeline.unit_of(end - begin)
     return _Stage(begin, end, unit, name, marks)

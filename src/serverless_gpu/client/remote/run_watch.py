@@ -25,7 +25,7 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.ambient import SystemClock, format_soon
-from serverless_gpu.client.plots.curves import Try
+from serverless_gpu.client.plots.timeline import Try
 from serverless_gpu.client.remote.event_stream import Away, EventStream, Heard
 from serverless_gpu.client.remote.profile import is_configured
 from serverless_gpu.client.remote.run_copies import Copies, write_whole

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.ambient import Clock, created_wall_ns
-from serverless_gpu.client.plots.curves import attempts_here
+from serverless_gpu.client.plots.timeline import attempts_here
 from serverless_gpu.model.billing.ledger import LedgerLine, priced
 from serverless_gpu.model.billing.pricing import UNPRICED
 from serverless_gpu.model.cost import AttemptUse, Cost, together

@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from serverless_gpu.client.plots.curves import lanes, marks, span
+from serverless_gpu.client.plots.timeline import lanes, marks, span
 from serverless_gpu.client.runs.result_files import refuse_other
 from serverless_gpu.client.runs.run_source import RunSource
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, StorageError

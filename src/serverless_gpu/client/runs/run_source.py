@@ -30,11 +30,11 @@ from serverless_gpu.node.base.home import remove_at_once
 from serverless_gpu.node.inside.channel import Channel
 
 if TYPE_CHECKING:
-    from serverless_gpu.client.plots.curves import Try
+    from serverless_gpu.client.plots.timeline import Try
     from serverless_gpu.model.cost import Cost
 
 _LAUNCH_TRIES = 3
-_TRIES = "serverless_gpu.client.plots.curves"  # loaded when it is asked for: a call has no use for it
+_TRIES = "serverless_gpu.client.plots.timeline"  # loaded when it is asked for: a call has no use for it
 _COSTS = "serverless_gpu.client.runs.local_costs"
 _LOSS = "serverless_gpu.node.attempt.supervisor_loss"
 

@@ -6,15 +6,15 @@ import math
 
 import pytest
 
-from serverless_gpu.client.plots import curves
-from serverless_gpu.client.plots.curves import CurveMark, Try, marks
+from serverless_gpu.client.plots import timeline
+from serverless_gpu.client.plots.timeline import CurveMark, Try, marks
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 
 GPU = "system/node_0/gpu_3_"
 
 
 def test_lanes_are_gpus_by_node_and_number_and_know_their_memory() -> None:
-    made = curves.lanes(
+    made = timeline.lanes(
         {
             "system/node_1/gpu_0_utilization_percentage": ([1.0], [50.0]),
             f"{GPU}utilization_percentage": ([1.0, 2.0], [10.0, 20.0]),
@@ -28,12 +28,12 @@ def test_lanes_are_gpus_by_node_and_number_and_know_their_memory() -> None:
     )
     assert [(lane.node, lane.label, lane.memory_total) for lane in made] == [(0, "GPU 3", 80.0), (1, "GPU 0", None)]
     assert list(made[0].memory[1]) == pytest.approx([20.0, 40.0]), "GiB, as nvidia-smi has it"
-    assert curves.span(made) == (1.0, 2.0)
-    assert curves.samples(made) == 2
+    assert timeline.span(made) == (1.0, 2.0)
+    assert timeline.samples(made) == 2
 
 
 def test_without_gpus_lanes_are_ranks() -> None:
-    made = curves.lanes(
+    made = timeline.lanes(
         {
             "system/node_0/rank_10_cpu_utilization_percentage": ([1.0], [99.0]),
             "system/node_0/rank_2_memory_usage_megabytes": ([1.0], [1500.0]),
@@ -43,7 +43,7 @@ def test_without_gpus_lanes_are_ranks() -> None:
         ("rank 2", (), [1.5]),
         ("rank 10", [99.0], []),
     ]
-    assert curves.span([]) is None
+    assert timeline.span([]) is None
 
 
 @pytest.mark.parametrize(
@@ -59,11 +59,11 @@ def test_without_gpus_lanes_are_ranks() -> None:
     ],
 )
 def test_what_would_be_drawn_over_each_other_is_spread(places: list[float], apart: list[float]) -> None:
-    assert curves.spread(places, 1.0, 9.5) == pytest.approx(apart, abs=0.01)
+    assert timeline.spread(places, 1.0, 9.5) == pytest.approx(apart, abs=0.01)
 
 
 def test_a_hole_is_a_break_of_the_line() -> None:
-    times, values = curves.line(([0, 1, 2, 60, 61], [1, 2, 3, 4, 5]))
+    times, values = timeline.line(([0, 1, 2, 60, 61], [1, 2, 3, 4, 5]))
     assert times[:3] == [0, 1, 2] and math.isnan(times[3]) and times[4:] == [60, 61]
     assert values[:3] == [1, 2, 3] and math.isnan(values[3]) and values[4:] == [4, 5]
 
@@ -71,21 +71,21 @@ def test_a_hole_is_a_break_of_the_line() -> None:
 @pytest.mark.parametrize("steps", [[1.0] * 5 + [2.0] * 5 + [4.0] * 5, [64.0, 65.0, 63.0], [2.0], [1, 1.4, 0.6]])
 def test_intervals_that_grow_are_no_holes(steps: list[float]) -> None:
     times = [sum(steps[:place]) for place in range(len(steps) + 1)]
-    assert curves.line((times, times)) == (times, times)
+    assert timeline.line((times, times)) == (times, times)
 
 
 def test_long_curves_are_thinned_to_means_and_keep_their_holes() -> None:
     times = [*range(3000), *range(4000, 7000)]
-    drawn_times, drawn = curves.line((times, [10.0] * 3000 + [30.0] * 3000))
-    assert len(drawn) <= curves.POINTS_MAX + 2
+    drawn_times, drawn = timeline.line((times, [10.0] * 3000 + [30.0] * 3000))
+    assert len(drawn) <= timeline.POINTS_MAX + 2
     assert set(drawn[: drawn_times.index(4000) - 1]) == {10.0}
     assert math.isnan(drawn[drawn_times.index(4000) - 1])
     assert set(drawn[drawn_times.index(4000) :]) == {30.0}
 
 
 def test_cells_are_means_and_late_samples_hold_until_the_next() -> None:
-    assert curves.cells(([0, 1, 2, 3], [10, 20, 30, 40]), 0, 4, 2) == [15, 35]
-    assert curves.cells(([0, 4, 8], [10, 20, 30]), 0, 10, 10) == [
+    assert timeline.cells(([0, 1, 2, 3], [10, 20, 30, 40]), 0, 4, 2) == [15, 35]
+    assert timeline.cells(([0, 4, 8], [10, 20, 30]), 0, 10, 10) == [
         10,
         10,
         10,
@@ -97,22 +97,22 @@ def test_cells_are_means_and_late_samples_hold_until_the_next() -> None:
         30,
         pytest.approx(math.nan, nan_ok=True),
     ]
-    row = curves.cells(([0, 1, 2, 30, 31], [5] * 5), 0, 32, 16)
+    row = timeline.cells(([0, 1, 2, 30, 31], [5] * 5), 0, 32, 16)
     assert row[:2] == [5, 5] and all(math.isnan(cell) for cell in row[2:15]) and row[15] == 5
-    assert curves.cells(([5], [1]), 5, 5, 3)[0] == 1, "a span of nothing"
+    assert timeline.cells(([5], [1]), 5, 5, 3)[0] == 1, "a span of nothing"
 
 
 def test_means_count_time_not_samples_and_leave_holes_out() -> None:
-    assert curves.mean(([0, 1, 2, 5], [0, 0, 0, 60])) == 30
-    assert curves.mean(([0, 1, 2, 1002, 1003], [0, 0, 0, 90, 90])) == 22.5
-    assert curves.mean(([0, 1, 2, 3], [84, 73, 1, 2])) == 40, "as the receipt of a short run says"
-    assert curves.mean(([7], [42])) == 42
-    assert curves.mean(([], [])) is None
-    assert curves.peak(([], [])) is None
+    assert timeline.mean(([0, 1, 2, 5], [0, 0, 0, 60])) == 30
+    assert timeline.mean(([0, 1, 2, 1002, 1003], [0, 0, 0, 90, 90])) == 22.5
+    assert timeline.mean(([0, 1, 2, 3], [84, 73, 1, 2])) == 40, "as the receipt of a short run says"
+    assert timeline.mean(([7], [42])) == 42
+    assert timeline.mean(([], [])) is None
+    assert timeline.peak(([], [])) is None
 
 
 def test_the_unit_of_time_fits_the_run() -> None:
-    assert [curves.unit_of(seconds)[1] for seconds in (5, 600, 36_000, 864_000)] == [
+    assert [timeline.unit_of(seconds)[1] for seconds in (5, 600, 36_000, 864_000)] == [
         "seconds",
         "minutes",
         "hours",
