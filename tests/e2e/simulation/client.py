@@ -17,7 +17,7 @@ from serverless_gpu.model.spec import Function, Resources, RunSpec
 from serverless_gpu.server.composition import Services
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.records.runs import files, runs
-from serverless_gpu.server.runs import views
+from serverless_gpu.server.runs import run_views
 from serverless_gpu.server.runs.run_stream import Look, Place, Position, Watch
 from serverless_gpu.server.storage import blobs
 from serverless_gpu.wire.runs import (
@@ -175,7 +175,9 @@ class Client:
         def stream(services: Services) -> list[StreamMessage]:
             def look(after: int) -> Look:
                 told = services.sentences.told(self.run_id)
-                return services.database.read(lambda connection: views.look(connection, self.run_id, after, told=told))
+                return services.database.read(
+                    lambda connection: run_views.look(connection, self.run_id, after, told=told)
+                )
 
             watch = Watch(self.run_id, position, look=look, files=services.logs, clock=services.clock)
             return watch.next()
@@ -243,14 +245,14 @@ class Client:
 
         def look(services: Services) -> tuple[RunView, list[bytes]]:
             run = services.database.read(
-                lambda connection: views.visible(connection, self.run_id, who=ALICE, reach="own")
+                lambda connection: run_views.visible(connection, self.run_id, who=ALICE, reach="own")
             )
             stored = services.database.read(
                 lambda connection: files.of_attempt(connection, self.run_id, run.fence, prefix="results/")
             )
             stored.sort(key=lambda file: int(file.name.removeprefix("results/").removesuffix(".pkl")))
             data = [b"".join(blobs.file_source(services.blobs, file)(0, file.size)) for file in stored]
-            return views.run_view(run), data
+            return run_views.run_view(run), data
 
         def heard(found: tuple[RunView, list[bytes]]) -> None:
             view, data = found

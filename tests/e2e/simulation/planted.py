@@ -26,7 +26,7 @@ from serverless_gpu.server.records import audit, policies
 from serverless_gpu.server.records.runs import attempts, crews, events, facts, files, orders, runs
 from serverless_gpu.server.records.runs.active_runs import Active, ActiveCrew
 from serverless_gpu.server.records.runs.runs import NewRun, StoredRun
-from serverless_gpu.server.runs import retention, views
+from serverless_gpu.server.runs import retention, run_views
 from serverless_gpu.server.runs.submission import SubmissionService
 from serverless_gpu.server.scheduling import reconciler
 from serverless_gpu.server.storage import logs
@@ -82,7 +82,7 @@ def _acknowledged_before_it_is_durable() -> AbstractContextManager[Any]:
                 request_sha256="",
                 context_sealed=b"",
             )
-            return service._database.read(lambda connection: views.run_view(_unwritten(connection, new)))
+            return service._database.read(lambda connection: run_views.run_view(_unwritten(connection, new)))
 
     return mock.patch.object(SubmissionService, "submit", optimistic)
 

@@ -28,7 +28,7 @@ from serverless_gpu.server.records import shares
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.records.runs.runs import StoredRun
 from serverless_gpu.server.records.shares import Kind, StoredShare
-from serverless_gpu.server.runs import views
+from serverless_gpu.server.runs import run_views
 from serverless_gpu.server.scheduling.wait_reasons import Sentences, WaitNotice
 from serverless_gpu.wire.queue import (
     LIMIT_MAX,
@@ -81,7 +81,7 @@ class QueueViews:
             _entry(
                 run,
                 reserved.get(run.id),
-                self._sentences.glance(run.id) if views.in_reach(run, who=who, reach=reach) else None,
+                self._sentences.glance(run.id) if run_views.in_reach(run, who=who, reach=reach) else None,
             )
             for run in there
         ]

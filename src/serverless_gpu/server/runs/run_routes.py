@@ -21,7 +21,7 @@ from serverless_gpu.server.lifecycle import endings, metering
 from serverless_gpu.server.lifecycle.liveness import Leases
 from serverless_gpu.server.records.runs import attempts, files, runs
 from serverless_gpu.server.records.runs.runs import StoredRun
-from serverless_gpu.server.runs import views
+from serverless_gpu.server.runs import run_views
 from serverless_gpu.server.runs.run_service import RunQueries, StopService
 from serverless_gpu.server.runs.run_stream import Position, parse_offsets, parse_ranks
 from serverless_gpu.server.runs.submission import SubmissionService
@@ -150,7 +150,7 @@ def list_attempts(call: Call, database: Transactions, run: str) -> AttemptList:
 
     def work(db: sa.Connection) -> AttemptList:
         _visible(call, db, run)
-        return AttemptList(attempts=tuple(views.attempt_view(attempt) for attempt in attempts.of_run(db, run)))
+        return AttemptList(attempts=tuple(run_views.attempt_view(attempt) for attempt in attempts.of_run(db, run)))
 
     return database.read(work)
 
@@ -241,13 +241,13 @@ def _files(call: Call, database: Transactions, run: str, fence: int, *, prefix: 
         stored = _visible(call, db, run)
         wanted = fence or stored.fence
         found = files.of_attempt(db, run, wanted, prefix=prefix)
-        return FileList(fence=wanted, files=views.file_views(found))
+        return FileList(fence=wanted, files=run_views.file_views(found))
 
     return database.read(work)
 
 
 def _visible(call: Call, db: sa.Connection, run: str) -> StoredRun:
-    return views.visible(db, run, who=call.who, reach=call.reach)
+    return run_views.visible(db, run, who=call.who, reach=call.reach)
 
 
 def _states(text: str) -> tuple[State, ...]:

@@ -26,7 +26,7 @@ from serverless_gpu.server.lifecycle.reports import ReportService
 from serverless_gpu.server.lifecycle.transitions import Announcer, TransitionResult
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.records.runs.runs import StoredRun
-from serverless_gpu.server.runs import views
+from serverless_gpu.server.runs import run_views
 from serverless_gpu.server.runs.run_stream import Look, Position, Watch
 from serverless_gpu.server.scheduling.wait_reasons import NOTHING, Sentences
 from serverless_gpu.server.storage.logs import Logs
@@ -61,14 +61,14 @@ class RunQueries:
         Raises:
             NotFound: there is no such run, or it is out of reach.
         """
-        run = self._database.read(lambda connection: views.visible(connection, run_id, who=who, reach=reach))
+        run = self._database.read(lambda connection: run_views.visible(connection, run_id, who=who, reach=reach))
         return self.view(run, who)
 
     def view(self, run: StoredRun, who: Caller) -> RunView:
         """Return the view of a stored run, with the reason for which it waits."""
         told = self._sentences.told(run.id) if run.state is State.QUEUED else NOTHING
         told = msgspec.structs.replace(told, trouble=self._unwritable())
-        return views.run_view(run, told=told, reader=who.name)
+        return run_views.run_view(run, told=told, reader=who.name)
 
     async def messages(
         self,
@@ -87,7 +87,7 @@ class RunQueries:
     def _look(self, run_id: str, after: int) -> Look:
         told = msgspec.structs.replace(self._sentences.told(run_id), trouble=self._unwritable())
         quiet = self._reports.quiet_s
-        return self._database.read(lambda db: views.look(db, run_id, after, told=told, quiet=quiet))
+        return self._database.read(lambda db: run_views.look(db, run_id, after, told=told, quiet=quiet))
 
 
 ASKED_BY_PEOPLE = (StopReason.CANCEL, StopReason.PREEMPT, StopReason.DRAIN)
@@ -129,14 +129,14 @@ class StopService:
         faults.reach("after_stop_before_answer")
         if told is not None:
             self._announcer.announce(told)
-        run = self._database.read(lambda connection: views.visible(connection, run_id, who=who, reach=reach))
-        return views.run_view(run, told=self._sentences.told(run_id), reader=who.name)
+        run = self._database.read(lambda connection: run_views.visible(connection, run_id, who=who, reach=reach))
+        return run_views.run_view(run, told=self._sentences.told(run_id), reader=who.name)
 
 
 def _check_reach(connection: sa.Connection, who: Caller, reach: str, run_id: str) -> None:
     to_see = roles.reach(who.role, "runs", write=False, scopes=who.scopes)
     run = runs.find(connection, run_id)
-    if run is not None and views.in_reach(run, who=who, reach=reach):
+    if run is not None and run_views.in_reach(run, who=who, reach=reach):
         return
-    views.visible(connection, run_id, who=who, reach=to_see)
+    run_views.visible(connection, run_id, who=who, reach=to_see)
     raise NotAllowed(f"{who.name} may see run {run_id}, and not stop it", hint="its owner can, or an operator")

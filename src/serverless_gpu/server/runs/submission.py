@@ -53,7 +53,7 @@ from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.runs import events, runs
 from serverless_gpu.server.records.runs.events import StoredEvent
 from serverless_gpu.server.records.runs.runs import NewRun, StoredRun
-from serverless_gpu.server.runs import views
+from serverless_gpu.server.runs import run_views
 from serverless_gpu.server.scheduling.feasibility import Feasibility
 from serverless_gpu.server.scheduling.feasibility_cache import FeasibilityMemory
 from serverless_gpu.server.scheduling.wait_reasons import Sentences
@@ -195,7 +195,7 @@ class SubmissionService:
         faults.reach("after_submit_before_answer")
         self._hub.touch(SCHEDULER)
         self._hub.touch(run_key(run.id))
-        return views.run_view(run, reader=who.name)
+        return run_views.run_view(run, reader=who.name)
 
     def _same(self, run: StoredRun, who: Caller, digest: str) -> RunView:
         if run.owner != who.name or run.request_sha256 != digest:
@@ -203,7 +203,7 @@ class SubmissionService:
                 f"there is a run {run.id} already, and it was asked for differently",
                 hint="every run needs an identifier of its own",
             )
-        return views.run_view(run, told=self._sentences.told(run.id), deduplicated=True, reader=who.name)
+        return run_views.run_view(run, told=self._sentences.told(run.id), deduplicated=True, reader=who.name)
 
     def _written(self, new: NewRun, who: Caller, at_ns: int) -> tuple[StoredRun, bool]:
         """Write a run down; what its policy wants to know of its environment is read between two tries."""

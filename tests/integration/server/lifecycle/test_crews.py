@@ -29,7 +29,7 @@ from serverless_gpu.server.lifecycle.transitions import Note
 from serverless_gpu.server.nodes import capacity
 from serverless_gpu.server.records import charges
 from serverless_gpu.server.records.runs import active_runs, attempts, runs
-from serverless_gpu.server.runs import views
+from serverless_gpu.server.runs import run_views
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import Ending, LogPiece
 from tests.support.golden import golden
@@ -75,7 +75,7 @@ def test_a_gang_is_placed_with_a_crew_and_an_order_for_each_node(database: Datab
         (0, "n1", 0, 2),
         (1, "n2", 2, 1),
     ]
-    assert run.attempt.node == "n1, n2" and views.attempt_view(run.attempt).node == "n1, n2"
+    assert run.attempt.node == "n1, n2" and run_views.attempt_view(run.attempt).node == "n1, n2"
     assert told_of(database, run_id) == [(State.STARTING, golden("server.crews.placed-n1-n2"))]
     for number, node_id in enumerate(("node-1", "node-2")):
         (order,) = waiting(database, node_id)
@@ -164,7 +164,7 @@ def test_one_crew_is_silent_and_the_other_reports(services: Services, database: 
     began(services, run_id)
     happened(database, run_id, 1, Silent())
     run = stored(database, run_id)
-    assert run.state is State.UNREACHABLE and golden("server.crews.word-n2-since") in views.sentence(run)
+    assert run.state is State.UNREACHABLE and golden("server.crews.word-n2-since") in run_views.sentence(run)
     say(services, run_id, 0, sentence="epoch 3")
     say(services, run_id, 0, State.STOPPING)
     assert stored(database, run_id).state is State.UNREACHABLE
@@ -183,7 +183,7 @@ def test_both_are_silent_and_one_answers(services: Services, database: Database,
     happened(database, run_id, 1, Silent())
     say(services, run_id, 0)
     run = stored(database, run_id)
-    assert run.state is State.UNREACHABLE and golden("server.crews.word-n2-since") in views.sentence(run)
+    assert run.state is State.UNREACHABLE and golden("server.crews.word-n2-since") in run_views.sentence(run)
     say(services, run_id, 1)
     assert stored(database, run_id).state is State.RUNNING
 

@@ -16,7 +16,7 @@ from serverless_gpu.server.composition import Services
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.lifecycle.endings import CrewEnding, ending_of_gang
 from serverless_gpu.server.records.runs.crews import StoredCrew
-from serverless_gpu.server.runs import views
+from serverless_gpu.server.runs import run_views
 from serverless_gpu.server.runs.run_stream import Look, Position, Watch
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import Ending, File
@@ -187,7 +187,7 @@ def look(services: Services, database: Database, run_id: str) -> Look:
     def quiet(crew: StoredCrew) -> float | None:
         return services.reports.quiet_s(crew)
 
-    return database.read(lambda connection: views.look(connection, run_id, 0, quiet=quiet))
+    return database.read(lambda connection: run_views.look(connection, run_id, 0, quiet=quiet))
 
 
 def ending(said: Stopped) -> Ending:
@@ -266,13 +266,13 @@ def test_a_run_that_is_tried_again_is_told_when_all_have_ended(services: Service
 def test_nodes_that_say_the_same_say_it_once(services: Services, database: Database) -> None:
     run_id = add_run(database)
     place_gang(database, run_id, 2, 1)
-    assert views.sentence(stored(database, run_id)) == golden("server.gang_endings.n1-n2-get")
+    assert run_views.sentence(stored(database, run_id)) == golden("server.gang_endings.n1-n2-get")
     say(services, run_id, 1, State.STARTING, sentence="environment: 37 %")
-    assert views.sentence(stored(database, run_id)) == "n2: environment: 37 %"
+    assert run_views.sentence(stored(database, run_id)) == "n2: environment: 37 %"
     say(services, run_id, 0, State.STARTING, sentence="environment: 80 %")
-    assert views.sentence(stored(database, run_id)) == golden("server.gang_endings.n1-environment-80")
+    assert run_views.sentence(stored(database, run_id)) == golden("server.gang_endings.n1-environment-80")
     say(services, run_id, 0, State.STARTING, sentence="environment: 37 %")
-    assert views.sentence(stored(database, run_id)) == "environment: 37 %"
+    assert run_views.sentence(stored(database, run_id)) == "environment: 37 %"
 
 
 @pytest.mark.parametrize("why", list(StopReason))

@@ -13,7 +13,7 @@ from serverless_gpu.server.composition import Services
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import run_key
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.runs import views
+from serverless_gpu.server.runs import run_views
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import Ending, LogPiece, Report, ReportAnswer
 from tests.support.server.made import made_services
@@ -50,7 +50,7 @@ def test_the_link_to_mlflow_is_kept_over_attempts_and_what_is_no_link_is_not(
     assert stored(database, run_id).tracked == ""
     seen = services.hub.version(run_key(run_id))
     say(services, run_id, exec_ns=T0, tracked=LINK)
-    assert stored(database, run_id).tracked == views.run_view(stored(database, run_id)).tracked == LINK
+    assert stored(database, run_id).tracked == run_views.run_view(stored(database, run_id)).tracked == LINK
     assert services.hub.version(run_key(run_id)) != seen
     seen = services.hub.version(run_key(run_id))
     say(services, run_id, exec_ns=T0, tracked=LINK)

@@ -23,7 +23,7 @@ from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.runs import crews, facts, files
 from serverless_gpu.server.records.runs.files import StoredFile
-from serverless_gpu.server.runs import views
+from serverless_gpu.server.runs import run_views
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import Ending, File
 from serverless_gpu.wire.base import INLINE_BYTES_MAX
@@ -43,10 +43,10 @@ def test_an_attempt_starts_runs_and_completes(
     clock.advance(5)
     assert say(services, run_id, State.STARTING, sentence="restoring the environment") == CALM
     run = stored(database, run_id)
-    assert run.state is State.STARTING and views.sentence(run) == "restoring the environment"
+    assert run.state is State.STARTING and run_views.sentence(run) == "restoring the environment"
     assert say(services, run_id, exec_ns=T0 + 3 * S) == CALM
     run = stored(database, run_id)
-    assert (run.state, run.started_ns, views.sentence(run)) == (State.RUNNING, T0 + 3 * S, "")
+    assert (run.state, run.started_ns, run_views.sentence(run)) == (State.RUNNING, T0 + 3 * S, "")
     assert say(services, run_id, State.STOPPING, exec_ns=T0 + 3 * S, files=RESULTS, ending=COMPLETED) == CALM
     run = stored(database, run_id)
     assert (run.state, run.reason, run.finished) == (State.SUCCEEDED, Reason.COMPLETED, False)
@@ -60,7 +60,7 @@ def test_a_whole_life_in_one_report_is_told_in_order(services: Services, databas
     assert stored(database, run_id).finished
     states = [row["state"] for row in rows(database, tables.events)]
     assert states == ["STARTING", "RUNNING", "STOPPING", "SUCCEEDED"]
-    look = database.read(lambda connection: views.look(connection, run_id, 2))
+    look = database.read(lambda connection: run_views.look(connection, run_id, 2))
     assert [message.state for message in look.events] == [State.RUNNING, State.STOPPING]
     assert look.ended is not None and look.settled is not None
     assert (look.ended.seq, look.ended.state, look.ended.ending) == (5, State.SUCCEEDED, msgspec.Raw(b'{"a":1}'))
@@ -68,7 +68,7 @@ def test_a_whole_life_in_one_report_is_told_in_order(services: Services, databas
         ("results/0.pkl", b"r0"),
         ("results/1.pkl", b"r1"),
     ]
-    again = database.read(lambda connection: views.look(connection, run_id, 5))
+    again = database.read(lambda connection: run_views.look(connection, run_id, 5))
     assert again.events == () and again.ended is not None and again.settled is not None
 
 
@@ -232,7 +232,7 @@ def test_a_stop_is_told_with_every_answer_until_the_end(services: Services, data
 def test_who_was_silent_is_heard_again(services: Services, database: Database, run_id: str) -> None:
     say(services, run_id, exec_ns=T0)
     tell(database, run_id, Silent())
-    assert golden("server.reporting.word-n1-since") in views.sentence(stored(database, run_id))
+    assert golden("server.reporting.word-n1-since") in run_views.sentence(stored(database, run_id))
     say(services, run_id, exec_ns=T0)
     assert stored(database, run_id).state is State.RUNNING
 
@@ -337,7 +337,7 @@ def test_a_fact_that_contradicts_another_is_said_and_left_out(
 def test_a_failure_is_told_with_what_the_node_says(services: Services, database: Database, run_id: str) -> None:
     say(services, run_id, State.STOPPING, exec_ns=T0, ending=FAILED, sentence="rank 1: ValueError: no")
     run = stored(database, run_id)
-    assert views.sentence(run) == golden("server.reporting.rank-raised-exception")
+    assert run_views.sentence(run) == golden("server.reporting.rank-raised-exception")
 
 
 @pytest.mark.parametrize(
@@ -356,13 +356,13 @@ def test_which_rank_it_was_and_why_is_read_from_what_the_supervisor_said(
 ) -> None:
     ending = msgspec.structs.replace(FAILED, stopped=msgspec.Raw(stopped))
     say(services, run_id, State.STOPPING, exec_ns=T0, ending=ending)
-    assert views.sentence(stored(database, run_id)) == golden("server.reporting.rank-raised-exception-2") + told
+    assert run_views.sentence(stored(database, run_id)) == golden("server.reporting.rank-raised-exception-2") + told
 
 
 def test_no_text_of_a_node_is_too_long_or_odd_to_be_stored(services: Services, database: Database, run_id: str) -> None:
     say(services, run_id, State.STARTING, sentence="zero \0 byte " + "x" * 10_000)
-    assert views.sentence(stored(database, run_id)).startswith("zero  byte xx")
-    assert len(views.sentence(stored(database, run_id))) < 2_001
+    assert run_views.sentence(stored(database, run_id)).startswith("zero  byte xx")
+    assert len(run_views.sentence(stored(database, run_id))) < 2_001
 
 
 def test_those_who_wait_are_woken_by_news_only(services: Services, run_id: str) -> None:
@@ -428,7 +428,7 @@ def test_F51_ten_thousand_ranks_end_in_a_few_writes(services: Services, database
         some = tuple(File(name=f"results/{n}.pkl", size=4, inline=b"%04d" % n) for n in range(first, first + 500))
         say(services, run_id, exec_ns=T0, files=some)
     say(services, run_id, State.STOPPING, exec_ns=T0, ending=COMPLETED)
-    look = database.read(lambda connection: views.look(connection, run_id, 0))
+    look = database.read(lambda connection: run_views.look(connection, run_id, 0))
     assert look.ended is not None and len(look.ended.files) == 10_000
     assert {file.name: file.inline for file in look.ended.files}["results/9999.pkl"] == b"9999"
 

@@ -21,7 +21,7 @@ from serverless_gpu.server.nodes.node_service import NodeCommand
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.runs import active_runs, events, runs
 from serverless_gpu.server.records.runs.runs import StoredRun
-from serverless_gpu.server.runs import views
+from serverless_gpu.server.runs import run_views
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import Heartbeat, NodeView, Start
 from serverless_gpu.wire.nodes import CalendarRequest, LeftOut, NodeDrainRequest, NodeRules, QuarantineRequest
@@ -89,7 +89,7 @@ def later(services: Services, clock: FakeClock, seconds: float) -> None:
 
 
 def sentence(services: Services, run_id: str) -> str:
-    return views.sentence(find(services, run_id), waits_for=services.sentences.of(run_id))
+    return run_views.sentence(find(services, run_id), waits_for=services.sentences.of(run_id))
 
 
 def leave_ns(services: Services, run_id: str) -> int | None:

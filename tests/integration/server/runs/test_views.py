@@ -13,7 +13,7 @@ from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.records.runs import attempts, crews
 from serverless_gpu.server.records.runs.runs import StoredRun
-from serverless_gpu.server.runs import views
+from serverless_gpu.server.runs import run_views
 from serverless_gpu.server.runs.run_stream import Look
 from serverless_gpu.server.scheduling.wait_reasons import WaitNotice
 from tests.support.golden import golden
@@ -51,7 +51,7 @@ def test_a_run_that_is_out_of_reach_is_not_there(
     database: Database, run_id: str, who: Caller, reach: str, sees: bool
 ) -> None:
     def look(wanted: str) -> StoredRun:
-        return database.read(lambda connection: views.visible(connection, wanted, who=who, reach=reach))
+        return database.read(lambda connection: run_views.visible(connection, wanted, who=who, reach=reach))
 
     if sees:
         assert look(run_id).id == run_id
@@ -65,7 +65,7 @@ def test_a_run_that_is_out_of_reach_is_not_there(
 
 def test_what_people_read_of_a_run_as_it_goes_on(database: Database, run_id: str) -> None:
     def seen() -> tuple[State, str, str]:
-        view = views.run_view(stored(database, run_id), told=WaitNotice(sentence="needs 8 H100; you are 2nd"))
+        view = run_views.run_view(stored(database, run_id), told=WaitNotice(sentence="needs 8 H100; you are 2nd"))
         return view.state, view.node, view.sentence
 
     assert seen() == (State.QUEUED, "", golden("server.views.needs-h100-you"))
@@ -81,7 +81,7 @@ def test_what_people_read_of_a_run_as_it_goes_on(database: Database, run_id: str
     assert seen() == (State.UNREACHABLE, "n1", said)
     tell(database, run_id, GivenUp(Reason.NODE_GONE), detail="nothing for 960 s")
     assert seen() == (State.LOST, "n1", golden("server.views.node-never-came"))
-    view = views.run_view(stored(database, run_id))
+    view = run_views.run_view(stored(database, run_id))
     assert (view.name, view.owner, view.team, view.gpu_type, view.world_size) == ("fit", "alice", "search", "H100", 2)
     assert (view.created_ns, view.started_ns, view.ended_ns, view.finished) == (T0, T0, T0 + 2 * S, True)
 
@@ -89,7 +89,7 @@ def test_what_people_read_of_a_run_as_it_goes_on(database: Database, run_id: str
 def test_nobody_is_shown_the_digests_by_which_a_run_could_have_the_call_of_another(database: Database) -> None:
     add_people(database, "alice")
     call = BlobReference(size=1, parts=("d" * 64,))
-    view = views.run_view(stored(database, add_run(database, payload=Function(call=call))))
+    view = run_views.run_view(stored(database, add_run(database, payload=Function(call=call))))
     assert view.spec.payload == Function()
     assert b"dddd" not in msgspec.json.encode(view)
 
@@ -97,9 +97,9 @@ def test_nobody_is_shown_the_digests_by_which_a_run_could_have_the_call_of_anoth
 def test_22A4_only_the_owner_is_shown_the_address_by_which_the_code_of_a_run_can_be_read(database: Database) -> None:
     add_people(database, "alice")
     run = msgspec.structs.replace(stored(database, add_run(database)), snapshot="d" * 64)
-    assert views.run_view(run, reader="alice").snapshot == "d" * 64
+    assert run_views.run_view(run, reader="alice").snapshot == "d" * 64
     for reader in ("bob", ""):
-        assert b"dddd" not in msgspec.json.encode(views.run_view(run, reader=reader))
+        assert b"dddd" not in msgspec.json.encode(run_views.run_view(run, reader=reader))
 
 
 def test_the_attempts_of_a_run_are_all_seen(database: Database) -> None:
@@ -109,7 +109,7 @@ def test_the_attempts_of_a_run_are_all_seen(database: Database) -> None:
     place(database, run_id)
     tell(database, run_id, UserCodeStarted(), AttemptEnded(Reason.RANK_RAISED, began=True), exec_ns=T0 + S)
     place(database, run_id)
-    seen = [views.attempt_view(one) for one in database.read(lambda it: attempts.of_run(it, run_id))]
+    seen = [run_views.attempt_view(one) for one in database.read(lambda it: attempts.of_run(it, run_id))]
     assert [(one.fence, one.state, one.reason, one.started_ns) for one in seen] == [
         (1, State.FAILED, Reason.RANK_RAISED, T0 + S),
         (2, State.STARTING, None, None),
@@ -122,7 +122,7 @@ def test_a_reader_gets_what_it_has_not_and_the_end_once_there_is_one(database: D
 
     def look(after: int) -> Look:
         return database.read(
-            lambda connection: views.look(connection, run_id, after, told=WaitNotice(sentence="waits"))
+            lambda connection: run_views.look(connection, run_id, after, told=WaitNotice(sentence="waits"))
         )
 
     assert [message.state for message in look(0).events] == [State.STARTING, State.RUNNING]
@@ -134,4 +134,4 @@ def test_a_reader_gets_what_it_has_not_and_the_end_once_there_is_one(database: D
     assert (last.ended.seq, last.ended.reason, last.ended.ending) == (4, Reason.GPU_OOM, msgspec.UNSET)
     assert last.ended.sentence == golden("server.views.rank-ran-out")
     with pytest.raises(NotFound):
-        database.read(lambda connection: views.look(connection, "0" * 26, 0))
+        database.read(lambda connection: run_views.look(connection, "0" * 26, 0))

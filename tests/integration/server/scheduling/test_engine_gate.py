@@ -18,7 +18,7 @@ from serverless_gpu.server.composition import Services, make_reconciler, make_sc
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.records.runs import events
 from serverless_gpu.server.records.runs.runs import StoredRun
-from serverless_gpu.server.runs import views
+from serverless_gpu.server.runs import run_views
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import AttemptSeen, Order, Start, Stop
 from tests.support.golden import golden
@@ -82,7 +82,7 @@ class Pool:
         return find(self.services, run_id)
 
     def told(self, run_id: str) -> str:
-        return views.sentence(self.find(run_id))
+        return run_views.sentence(self.find(run_id))
 
 
 @pytest.fixture

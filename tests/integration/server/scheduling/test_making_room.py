@@ -17,7 +17,7 @@ from serverless_gpu.server.invariants.run_invariants import History
 from serverless_gpu.server.invariants.self_check import check
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.runs import attempts, events, runs
-from serverless_gpu.server.runs import views
+from serverless_gpu.server.runs import run_views
 from serverless_gpu.wire.agents import PoolRequest
 from tests.support.golden import golden
 from tests.support.server.simulation import World
@@ -72,7 +72,9 @@ def test_a_critical_run_has_one_of_best_effort_leave_which_goes_on_when_there_is
     assert (run.state, reasons(world, left)) == (State.QUEUED, [Reason.PREEMPTED])
     assert run.queued_ns == run.created_ns
     (attempt,) = world.database.read(lambda connection: attempts.of_run(connection, left))
-    assert "alice/llama" in views.attempt_view(attempt).sentence  # who it was for is still known when it waits again
+    assert (
+        "alice/llama" in run_views.attempt_view(attempt).sentence
+    )  # who it was for is still known when it waits again
     told = world.database.read(lambda connection: events.after(connection, left, 0))
     assert any("is over" in event.sentence and "alice/llama" in event.sentence for event in told)
     (stop,) = [
