@@ -38,7 +38,7 @@ from serverless_gpu.environment.unit_rules import (
     ROWS_MAX,
     TEXT_BYTES_MAX,
     TEXTS_MAX,
-    Tree,
+    RowTree,
     check_path,
     is_digest,
     refuse,
@@ -94,7 +94,7 @@ def check_together(snapshot: Snapshot, units: Mapping[str, Unit]) -> None:
     """
     what = f"snapshot {snapshot.address[:12]}"
     for index, root in enumerate(snapshot.roots):
-        tree = Tree(what)
+        tree = RowTree(what)
         texts = {file.path for file in root.generated}
         if index < len(snapshot.facts.notes):
             texts |= snapshot.facts.notes[index].keys()
@@ -132,7 +132,7 @@ def _check_root(index: int, root: Root, roots: int, what: str) -> None:
         if member.address in seen:
             refuse(what, member.name or member.address[:12], f"root {index} lists the unit twice")
         seen.add(member.address)
-    tree = Tree(what)
+    tree = RowTree(what)
     for file in root.generated:
         _check_generated(file, roots, what)
         tree.add(file.path, "x" if file.executable else "f")

@@ -148,7 +148,7 @@ def check_rows(rows: Sequence[FileRow], what: str = "a unit") -> None:
     """
     if len(rows) > ROWS_MAX:
         refuse(what, "", f"it has {len(rows)} rows, and at most {ROWS_MAX} are allowed")
-    tree = Tree(what)
+    tree = RowTree(what)
     before, size = "", 0
     for row in rows:
         _check_row(row, what)
@@ -166,7 +166,7 @@ def check_rows(rows: Sequence[FileRow], what: str = "a unit") -> None:
         tree.check_link(path)
 
 
-class Tree:
+class RowTree:
     """The tree that rows make, as it grows."""
 
     def __init__(self, what: str) -> None:
