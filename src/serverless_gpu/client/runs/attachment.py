@@ -56,7 +56,7 @@ def attach(run_id: str, allow_pickle_from: str | Collection[str] = ()) -> Run[ob
     if record is None or record.problem or (record.directory / "remote.json").exists():
         try:
             # By name: HTTP is loaded only for those who use a server.
-            module = importlib.import_module("serverless_gpu.client.remote.run_watch") if is_identifier else None
+            module = importlib.import_module("serverless_gpu.client.remote.remote_run") if is_identifier else None
             run = None if module is None else module.attach(home, run_id, trusted)
         except NotFound:
             run, elsewhere = None, ", and none of the server's that you may see"

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from serverless_gpu.client.remote.event_stream import EventStream
-from serverless_gpu.client.remote.run_watch import RemoteRun
+from serverless_gpu.client.remote.remote_run import RemoteRun
 from serverless_gpu.client.remote.server import RemoteServer
 from serverless_gpu.model.ray_cluster import RayCluster
 from serverless_gpu.model.spec import Command, Resources, RunSpec
