@@ -28,6 +28,9 @@ _ON_MACOS = (
 )
 _WINDOWS = "serverless-gpu does not run on Windows, neither the client nor the ranks"
 _ON_WINDOWS = "install it in WSL 2, which is Linux: `wsl --install`, and there `pip install serverless-gpu`"
+_PYTHONS_WORDS = "can't start new thread"
+_BYTES_MIN = 1 << 20
+_FEW = 8
 
 
 def require_linux(what: str, why: str = "") -> None:
@@ -48,9 +51,6 @@ def require_linux(what: str, why: str = "") -> None:
 def windows_refusal() -> HardwareError:
     """Return the exception for any use of this package on Windows."""
     return HardwareError(_WINDOWS, hint=_ON_WINDOWS)
-
-
-_PYTHONS_WORDS = "can't start new thread"
 
 
 def start_thread(work: Callable[[], object], name: str) -> None:
@@ -82,10 +82,6 @@ def thread_limit() -> HardwareError:
         "no thread can be started: the limit of processes and threads is reached",
         hint="raise it: `ulimit -u`, in a container `docker run --pids-limit=…` (Kubernetes: podPidsLimit of the node)",
     )
-
-
-_BYTES_MIN = 1 << 20
-_FEW = 8
 
 
 def lacks_inodes(path: Path) -> bool:

@@ -30,7 +30,9 @@ HOUR_NS = 3_600_000_000_000
 DAY_NS = 24 * HOUR_NS
 SINCE_MONDAY = 3
 """1970-01-01 was a Thursday: day 0 is so many days after the Monday with which week 0 begins."""
+_SECOND_NS = 1_000_000_000
 _EPOCH = datetime.date(1970, 1, 1)
+_EPOCH_UTC = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
 
 def date_of(day: int) -> datetime.date:
@@ -77,10 +79,6 @@ def format_month(day: int) -> str:
     return format_day(day)[:7]
 
 
-_SECOND_NS = 1_000_000_000
-_EPOCH_UTC = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
-
-
 def local_day(at_ns: int, zone: datetime.tzinfo) -> int:
     """Return the day since 1970-01-01 that a clock in a zone shows at a moment."""
     return number_of((_EPOCH_UTC + datetime.timedelta(seconds=at_ns // _SECOND_NS)).astimezone(zone).date())
@@ -113,10 +111,12 @@ def bounds_ns(period: str, at_ns: int, zone: datetime.tzinfo) -> tuple[int, int]
     return midnight_ns(days.start, zone), midnight_ns(days.stop, zone)
 
 
+# --- weekly hours of shared nodes -----------------------------------------------------------------------------------
+
+
 WINDOWS_MAX = 32
 _WEEKDAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 _DAY_MINUTES = 24 * 60
-_SECOND = 1_000_000_000
 _AHEAD_DAYS = (4, 17)  # looked at: mostly it is soon; a window comes every week, or two when a moved clock swallows one
 _TIMES = re.compile(r"(\d{1,2}):(\d{2})-(\d{1,2}):(\d{2})", re.ASCII)
 _FORMS = 'write days, times or both: "mon-fri 19:00-07:00", "sat-sun", "sat,sun 08:00-24:00", "22:00-06:00"'
@@ -169,7 +169,7 @@ def parse_window(text: str) -> WeeklyWindow:
 
 def is_shared(calendar: Calendar, at_ns: int) -> bool:
     """Return whether others than its owner may use a node."""
-    local = datetime.datetime.fromtimestamp(at_ns // _SECOND, calendar.zone)
+    local = datetime.datetime.fromtimestamp(at_ns // _SECOND_NS, calendar.zone)
     minute = local.hour * 60 + local.minute
     today, yesterday = local.weekday(), (local.weekday() - 1) % len(_WEEKDAYS)
     return not calendar.windows or any(
@@ -185,11 +185,11 @@ def turns_at(calendar: Calendar, at_ns: int) -> int | None:
         return None
     now = is_shared(calendar, at_ns)
     for days in _AHEAD_DAYS:
-        seconds, known = _seconds(calendar, at_ns // _SECOND, days)
+        seconds, known = _seconds(calendar, at_ns // _SECOND_NS, days)
         for second in seconds:
-            if second * _SECOND > at_ns and is_shared(calendar, second * _SECOND) != now:
+            if second * _SECOND_NS > at_ns and is_shared(calendar, second * _SECOND_NS) != now:
                 if second < known:
-                    return second * _SECOND
+                    return second * _SECOND_NS
                 break
     return None
 

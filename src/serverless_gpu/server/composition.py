@@ -59,8 +59,7 @@ from serverless_gpu.server.runs.retention import Retention
 from serverless_gpu.server.runs.run_service import RunQueries, StopService
 from serverless_gpu.server.runs.submission import SubmissionService, WaitingRoom
 from serverless_gpu.server.scheduling.engine_reservations import Reserving
-from serverless_gpu.server.scheduling.feasibility import Feasibility
-from serverless_gpu.server.scheduling.feasibility_cache import FeasibilityMemory
+from serverless_gpu.server.scheduling.feasibility import Feasibility, FeasibilityMemory
 from serverless_gpu.server.scheduling.planner_state import Planning
 from serverless_gpu.server.scheduling.preemption import Preemptor
 from serverless_gpu.server.scheduling.queue_snapshot import Roster

@@ -48,7 +48,6 @@ import msgspec
 from serverless_gpu import units
 from serverless_gpu.model.calendars import DAY_NS, bounds_ns, format_day, local_day
 
-
 AHEAD_S = 60.0
 """How much of its time a run holds ahead, in seconds, where its grace is not longer."""
 STOPPING_S = 15.0

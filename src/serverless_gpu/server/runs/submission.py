@@ -54,8 +54,7 @@ from serverless_gpu.server.records.runs import events, runs
 from serverless_gpu.server.records.runs.events import StoredEvent
 from serverless_gpu.server.records.runs.runs import NewRun, StoredRun
 from serverless_gpu.server.runs import run_views
-from serverless_gpu.server.scheduling.feasibility import Feasibility
-from serverless_gpu.server.scheduling.feasibility_cache import FeasibilityMemory
+from serverless_gpu.server.scheduling.feasibility import Feasibility, FeasibilityMemory
 from serverless_gpu.server.scheduling.wait_reasons import Sentences
 from serverless_gpu.server.storage.blobs import Blobs, check_reference
 from serverless_gpu.server.storage.environment_store import Environments

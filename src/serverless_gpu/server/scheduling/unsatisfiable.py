@@ -27,8 +27,7 @@ from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.lifecycle.transitions import Announcer, Note, TransitionResult
 from serverless_gpu.server.records.runs import runs
-from serverless_gpu.server.scheduling.feasibility import Feasibility
-from serverless_gpu.server.scheduling.feasibility_cache import FeasibilityMemory
+from serverless_gpu.server.scheduling.feasibility import Feasibility, FeasibilityMemory
 from serverless_gpu.server.scheduling.wait_reasons import Sentences
 
 EVERY_S = 30.0
