@@ -34,10 +34,9 @@ from serverless_gpu.node.attempt.history import read_receipt
 from serverless_gpu.node.attempt.server_attempt import Remote
 from serverless_gpu.node.base.protocol import CrewNews, GangNews, Stopped
 from serverless_gpu.node.uplink.checkpoint_probe import CheckpointProbe
-from serverless_gpu.node.uplink.delivery import OutputDelivery
+from serverless_gpu.node.uplink.delivery import FactsFile, LogShipment, OutputDelivery
 from serverless_gpu.node.uplink.report_state import AT_ONCE_S, SOON_S, AttemptState, News
 from serverless_gpu.node.uplink.server import Backoff, UplinkServer
-from serverless_gpu.node.uplink.shipment import FactsFile, LogShipment
 from serverless_gpu.wire.attempts import Ending, LogPiece, Report, ReportAnswer
 from serverless_gpu.wire.base import Json
 
