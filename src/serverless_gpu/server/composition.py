@@ -59,13 +59,12 @@ from serverless_gpu.server.runs.retention import Retention
 from serverless_gpu.server.runs.run_service import RunQueries, StopService
 from serverless_gpu.server.runs.submission import SubmissionService, WaitingRoom
 from serverless_gpu.server.scheduling.engine_reservations import Reserving
-from serverless_gpu.server.scheduling.feasibility import Feasibility, FeasibilityMemory
+from serverless_gpu.server.scheduling.feasibility import Feasibility, FeasibilityMemory, UnsatisfiableRuns
 from serverless_gpu.server.scheduling.planner_state import Planning
 from serverless_gpu.server.scheduling.preemption import Preemptor
 from serverless_gpu.server.scheduling.queue_snapshot import Roster
 from serverless_gpu.server.scheduling.reconciler import Reconciler
 from serverless_gpu.server.scheduling.scheduler import Scheduler
-from serverless_gpu.server.scheduling.unsatisfiable import UnsatisfiableRuns
 from serverless_gpu.server.scheduling.wait_reasons import Sentences
 from serverless_gpu.server.secrets import SecretService
 from serverless_gpu.server.storage.blobs import Blobs

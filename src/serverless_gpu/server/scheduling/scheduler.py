@@ -47,12 +47,12 @@ from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.records.runs.attempts import NewAttempt
 from serverless_gpu.server.records.runs.crews import NewCrew
 from serverless_gpu.server.records.runs.runs import StoredRun
-from serverless_gpu.server.scheduling import start_limits, unsatisfiable
+from serverless_gpu.server.scheduling import feasibility, start_limits
 from serverless_gpu.server.scheduling.engine_reservations import Reserving
+from serverless_gpu.server.scheduling.feasibility import UnsatisfiableRuns
 from serverless_gpu.server.scheduling.planner_state import Planning
 from serverless_gpu.server.scheduling.preemption import Preemptor
 from serverless_gpu.server.scheduling.queue_snapshot import Reading
-from serverless_gpu.server.scheduling.unsatisfiable import UnsatisfiableRuns
 from serverless_gpu.server.scheduling.wait_reasons import Sentences
 
 AT_ONCE = 64
@@ -127,7 +127,7 @@ class Scheduler:
         finally:
             if not is_done:  # whatever was decided may not have come about
                 self._planning.forget()
-        more = self._impossible.look(reading.waiting, now_ns) > unsatisfiable.AT_ONCE
+        more = self._impossible.look(reading.waiting, now_ns) > feasibility.AT_ONCE
         for run_id in self._sentences.news():
             self._hub.touch(run_key(run_id))
         if self._planning.underway():
