@@ -41,7 +41,7 @@ from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.uplink import attempt_launch
 from serverless_gpu.node.uplink.orphans import refusal, settle, still_held
-from serverless_gpu.node.uplink.report_state import (
+from serverless_gpu.node.uplink.reporter import (
     AT_ONCE_S,
     BEGUN_S,
     FIRST_OF_GANG_S,
@@ -49,8 +49,8 @@ from serverless_gpu.node.uplink.report_state import (
     SOME_TIME_S,
     SOON_S,
     News,
+    Reporter,
 )
-from serverless_gpu.node.uplink.reporter import Reporter
 from serverless_gpu.node.uplink.server import Credential, UplinkServer
 from serverless_gpu.wire.agents import AttemptSeen, ReportNow, Start
 

@@ -14,8 +14,7 @@ from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.attempt.server_attempt import Remote
 from serverless_gpu.node.base.protocol import GangNews
 from serverless_gpu.node.uplink import server as server_room
-from serverless_gpu.node.uplink.report_state import AT_ONCE_S, News
-from serverless_gpu.node.uplink.reporter import Reporter
+from serverless_gpu.node.uplink.reporter import AT_ONCE_S, News, Reporter
 from serverless_gpu.node.uplink.server import Credential, UplinkServer
 from serverless_gpu.testing import FakeClock
 from tests.support.local.observe import wait_for

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.node.base.protocol import Stopped
-from serverless_gpu.node.uplink.report_state import BEGUN_S, RECEIPT_S, SOON_S, News
+from serverless_gpu.node.uplink.reporter import BEGUN_S, RECEIPT_S, SOON_S, News
 from serverless_gpu.testing import FakeClock
 
 
