@@ -61,10 +61,9 @@ from serverless_gpu.server.runs.submission import SubmissionService, WaitingRoom
 from serverless_gpu.server.scheduling.engine_reservations import Reserving
 from serverless_gpu.server.scheduling.feasibility import Feasibility, FeasibilityMemory, UnsatisfiableRuns
 from serverless_gpu.server.scheduling.planner_state import Planning
-from serverless_gpu.server.scheduling.preemption import Preemptor
 from serverless_gpu.server.scheduling.queue_snapshot import Roster
 from serverless_gpu.server.scheduling.reconciler import Reconciler
-from serverless_gpu.server.scheduling.scheduler import Scheduler
+from serverless_gpu.server.scheduling.scheduler import Preemptor, Scheduler
 from serverless_gpu.server.scheduling.wait_reasons import Sentences
 from serverless_gpu.server.secrets import SecretService
 from serverless_gpu.server.storage.blobs import Blobs

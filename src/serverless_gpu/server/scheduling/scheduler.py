@@ -11,6 +11,13 @@ Killed anywhere in between, the next server finds either a run that waits or an 
 from there: nothing is started by memory.
 
 The planner is memory that is made again from the database: at the start, when a tick fails, when the clock is set.
+
+Who has to leave so that another one finds room is asked to stop, in order, and goes on later.
+
+    decided ─▶ does the other one still wait? ─▶ StopReason.PREEMPT, by the server, with who for ─▶ its node
+            its ranks write a checkpoint ─▶ attempt over: PREEMPTED ─▶ it waits again, as old as before
+
+What was decided on something that is so no more is left out: the next decision finds it so.
 """
 
 from __future__ import annotations
@@ -23,11 +30,11 @@ import sqlalchemy as sa
 
 from serverless_gpu import faults
 from serverless_gpu.ambient import Clock
-from serverless_gpu.errors import SecretMissing, StaleAttempt
-from serverless_gpu.model.lifecycle.attempt import Reason, State
+from serverless_gpu.errors import AlreadyFinished, SecretMissing, StaleAttempt
+from serverless_gpu.model.lifecycle.attempt import ACTIVE, Reason, State, StopReason
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded
 from serverless_gpu.model.placement import laid_out
-from serverless_gpu.model.scheduling.values import Placement
+from serverless_gpu.model.scheduling.values import Placement, Preemption
 from serverless_gpu.server.budgets.spending import Spending
 from serverless_gpu.server.core import log_file
 from serverless_gpu.server.core import server_key as keys
@@ -41,7 +48,7 @@ from serverless_gpu.server.lifecycle import owner_suspension, transitions
 from serverless_gpu.server.lifecycle.liveness import Deliveries, Leases
 from serverless_gpu.server.lifecycle.transitions import Announcer, Note, TransitionResult
 from serverless_gpu.server.nodes import drain
-from serverless_gpu.server.records import charges, nodes, prices, stored_secrets
+from serverless_gpu.server.records import audit, charges, nodes, prices, stored_secrets
 from serverless_gpu.server.records.nodes import StoredNode, by_id
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.records.runs.attempts import NewAttempt
@@ -51,9 +58,59 @@ from serverless_gpu.server.scheduling import feasibility, start_limits
 from serverless_gpu.server.scheduling.engine_reservations import Reserving
 from serverless_gpu.server.scheduling.feasibility import UnsatisfiableRuns
 from serverless_gpu.server.scheduling.planner_state import Planning
-from serverless_gpu.server.scheduling.preemption import Preemptor
 from serverless_gpu.server.scheduling.queue_snapshot import Reading
 from serverless_gpu.server.scheduling.wait_reasons import Sentences
+
+PREEMPTED_TOGETHER = 8
+
+
+class Preemptor:
+    """Stops runs to free devices for others."""
+
+    def __init__(self, *, clock: Clock, database: Transactions, measures: Measures, announcer: Announcer) -> None:
+        self._clock = clock
+        self._database = database
+        self._measures = measures
+        self._announcer = announcer
+
+    def preempt(self, preemptions: Sequence[Preemption]) -> int:
+        """Ask runs to stop for others that wait; return how many were asked.
+
+        Args:
+            preemptions: as they were decided.
+        """
+        asked = 0
+        for first in range(0, len(preemptions), PREEMPTED_TOGETHER):
+            some = preemptions[first : first + PREEMPTED_TOGETHER]
+            at_ns = self._clock.wall_ns()
+
+            def work(
+                connection: sa.Connection, some: Sequence[Preemption] = some, at_ns: int = at_ns
+            ) -> list[TransitionResult | None]:
+                return [_ask(connection, one, at_ns) for one in some]
+
+            for one, told in zip(some, self._database.write(work), strict=True):
+                if told is not None and told.changed:
+                    self._announcer.announce(told)
+                    self._measures.preempted.inc()
+                    _log.info("run %s makes room for run %s", one.run_id, one.for_run)
+                    asked += 1
+        return asked
+
+
+def _ask(connection: sa.Connection, one: Preemption, at_ns: int) -> TransitionResult | None:
+    run, other = runs.find(connection, one.run_id), runs.find(connection, one.for_run)
+    if run is None or run.state not in ACTIVE or run.stop is not None:
+        return None
+    if other is None or other.state is not State.QUEUED:
+        return None
+    try:
+        return transitions.ask_to_stop(
+            connection, run.id, who=audit.SERVER, why=StopReason.PREEMPT, at_ns=at_ns, because=one.sentence
+        )
+    except (AlreadyFinished, StaleAttempt):
+        return None
+
 
 AT_ONCE = 64
 """Placements of one tick; the next one follows at once."""
