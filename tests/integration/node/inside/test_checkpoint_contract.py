@@ -14,7 +14,7 @@ import pytest
 from serverless_gpu.errors import UsageError
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.attempt.server_attempt import Remote
-from serverless_gpu.node.uplink.checkpoint_probe import CheckpointProbe
+from serverless_gpu.node.uplink.reporter import CheckpointProbe
 from tests.support.golden import golden
 
 _FIRST = "import os, signal, sys\nfrom serverless_gpu import runtime as rt\n"
