@@ -36,7 +36,7 @@ from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.records.runs.runs import NewRun, StoredRun
 from serverless_gpu.server.runs import submission
 from serverless_gpu.server.scheduling import start_limits
-from serverless_gpu.server.scheduling.run_demand import Past, wanted
+from serverless_gpu.server.scheduling.queue_snapshot import Past, wanted
 from serverless_gpu.server.scheduling.wait_reasons import Sentences
 from serverless_gpu.wire.estimates import EstimateRequest, EstimateView, estimate_view
 

@@ -45,7 +45,7 @@ from serverless_gpu.server.nodes import capacity
 from serverless_gpu.server.records import nodes, pools
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.records.runs.runs import StoredRun
-from serverless_gpu.server.scheduling.run_demand import Past, wanted
+from serverless_gpu.server.scheduling.queue_snapshot import Past, wanted
 from serverless_gpu.server.scheduling.wait_reasons import Sentences
 
 KEPT_S = 10.0

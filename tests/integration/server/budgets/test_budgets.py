@@ -21,7 +21,7 @@ from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.invariants import invariant_inputs, run_invariants
 from serverless_gpu.server.records import audit, budgets, duration_history, principals
-from serverless_gpu.server.scheduling.run_demand import wanted
+from serverless_gpu.server.scheduling.queue_snapshot import wanted
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.access import TeamChange
 from serverless_gpu.wire.agents import AgentHello

@@ -9,7 +9,7 @@ import pytest
 from serverless_gpu.model.spec import Command, Kernel, Resources, RunSpec
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.records.runs.runs import NewRun, StoredRun
-from serverless_gpu.server.scheduling import run_demand
+from serverless_gpu.server.scheduling import queue_snapshot
 from serverless_gpu.wire.runs import Target
 
 
@@ -37,11 +37,11 @@ def stored(machine: str = "", *, gpus: int | None = 16, same_node: bool = False,
     ],
 )
 def test_who_may_have_several_nodes(run: StoredRun, several: bool, alone: str) -> None:
-    found = run_demand.wanted(run, now_ns=0)
+    found = queue_snapshot.wanted(run, now_ns=0)
     assert (found.several_nodes, found.alone) == (several, alone)
 
 
 def test_nodes_that_did_not_reach_each_other_are_kept_apart() -> None:
-    past = run_demand.Past(failed=frozenset({"n3"}), apart=frozenset({("n1", "n2")}))
-    found = run_demand.wanted(stored(), past, now_ns=0)
+    past = queue_snapshot.Past(failed=frozenset({"n3"}), apart=frozenset({("n1", "n2")}))
+    found = queue_snapshot.wanted(stored(), past, now_ns=0)
     assert (found.avoid, found.apart) == (past.failed, past.apart)
