@@ -10,7 +10,7 @@ of the queue: the first that does not fit is not passed by those behind it, or a
 want different devices may both be let through where there is room for one; `is_full` is asked once more when one of
 them is placed.
 
-Values only. Which runs there are, and what budgets have left, is said by `server/scheduling/start_limits.py`.
+Values only. Which runs there are, and what budgets have left, is said by `server/scheduling/queue_snapshot.py`.
 """
 
 from __future__ import annotations

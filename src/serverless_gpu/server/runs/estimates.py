@@ -35,7 +35,7 @@ from serverless_gpu.server.records import duration_history, pools
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.records.runs.runs import NewRun, StoredRun
 from serverless_gpu.server.runs import submission
-from serverless_gpu.server.scheduling import start_limits
+from serverless_gpu.server.scheduling import queue_snapshot
 from serverless_gpu.server.scheduling.queue_snapshot import Past, wanted
 from serverless_gpu.server.scheduling.wait_reasons import Sentences
 from serverless_gpu.wire.estimates import EstimateRequest, EstimateView, estimate_view
@@ -130,7 +130,7 @@ class EstimateService:
         if run.owner in owner_suspension.shut_out(connection, run.owner):
             return f"{run.owner} may start no runs now"
         there = capacity.load(connection, self._leases)
-        return start_limits.why_not(connection, run, self._budget_admission.rooms(connection, there), there.freed)
+        return queue_snapshot.why_not(connection, run, self._budget_admission.rooms(connection, there), there.freed)
 
 
 def _limit(allowed: Allowed) -> str:

@@ -54,7 +54,7 @@ from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.records.runs.attempts import NewAttempt
 from serverless_gpu.server.records.runs.crews import NewCrew
 from serverless_gpu.server.records.runs.runs import StoredRun
-from serverless_gpu.server.scheduling import feasibility, start_limits
+from serverless_gpu.server.scheduling import feasibility, queue_snapshot
 from serverless_gpu.server.scheduling.engine_reservations import Reserving
 from serverless_gpu.server.scheduling.feasibility import UnsatisfiableRuns
 from serverless_gpu.server.scheduling.planner_state import Planning
@@ -269,7 +269,7 @@ class Scheduler:
             world_size=sum(share.count for share in placement.shares),
             num_nodes=len(on),
         )
-        if start_limits.is_full(connection, run, new.world_size, self._leases.freed()):
+        if queue_snapshot.is_full(connection, run, new.world_size, self._leases.freed()):
             return None  # others of its owner were placed before it
         priced = self._at_its_price(connection, run, new, pool=on[0].pool, at_ns=at_ns)
         if priced is None:
