@@ -15,7 +15,7 @@ The address of a snapshot covers everything that a restore acts on: the interpre
 order, the files that are generated, and where the snapshot came from. Two documents with one address differ only in
 facts that decide nothing (`UNADDRESSED_FACTS`). Snapshots of version 1 covered less: see `snapshot_address_1`.
 
-Whoever reads a document from a store goes through `blobs.py`, which checks it (`unit_rules.py`, `snapshot_rules.py`) before anybody else sees it.
+Readers of a store go through `stores/blobs.py`, which checks each document (`unit_rules.py`, `snapshot_rules.py`).
 """
 
 from __future__ import annotations

@@ -7,13 +7,13 @@ from pathlib import Path
 from serverless_gpu.doctor.facts import TrackingServer
 from serverless_gpu.doctor.probes.tracking import look_at_tracking
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.mlflow_server.server import Noted, place_of
+from serverless_gpu.node.mlflow_server.server import ServerRecord, place_of
 
 
 def test_what_is_looked_at(home: Path) -> None:
     place = place_of(Home(home))
     place.make()
-    place.note(Noted(stage="failed", port=26570, problem="no flask"))
+    place.note(ServerRecord(stage="failed", port=26570, problem="no flask"))
     seen = look_at_tracking(
         {"SERVERLESS_GPU_HOME": str(home), "MLFLOW_TRACKING_URI": "http://ada:word@127.0.0.1:1/mlflow"}
     )

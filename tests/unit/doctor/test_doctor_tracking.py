@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from serverless_gpu.doctor.facts import MachineFacts, TrackingFacts, TrackingServer
 from serverless_gpu.doctor.findings import CheckOutcome
 from serverless_gpu.doctor.probes.tracking import without_userinfo
-from serverless_gpu.node.mlflow_server.server import Attempted, sentence
+from serverless_gpu.node.mlflow_server.server import StartAttempt, failure_sentence
 from tests.support.doctor.diagnosed import OK, PYTHON, WARNING, found, one
 
 THERE = TrackingFacts(installed=True, uri="https://mlflow.example.com", away="")
@@ -63,7 +63,9 @@ def test_how_the_homes_server_is(server: TrackingServer, outcome: CheckOutcome, 
 )
 def test_what_mends_a_store_that_cannot_be_served(written: str, mend: str) -> None:
     file = "/a home/mlflow.db"
-    problem = sentence(written, "exit code 1", Attempted("/env/bin/python", f"sqlite:///{file}", "server.log"))
+    problem = failure_sentence(
+        written, "exit code 1", StartAttempt("/env/bin/python", f"sqlite:///{file}", "server.log")
+    )
     server = replace(
         SERVER, stage="failed", problem=problem, database=f"sqlite:///{file}", file=file, python="/env/bin/python"
     )

@@ -42,7 +42,7 @@ from serverless_gpu.ambient import SystemClock, format_moment, machine
 from serverless_gpu.node.base.lock_files import hold
 from serverless_gpu.node.inside import linux
 from serverless_gpu.node.mlflow_server import server
-from serverless_gpu.node.mlflow_server.server import HOST, Backing
+from serverless_gpu.node.mlflow_server.server import HOST, ServerStore
 from serverless_gpu.node.processes.spawn import bound_log, clean_variables, open_log, startup_variables
 
 _PROGRAM = """\
@@ -83,7 +83,7 @@ class Starting(NamedTuple):
     hosts: tuple[str, ...] = ()
 
 
-def server_variables(backing: Backing, starting: Starting) -> dict[str, str]:
+def server_variables(backing: ServerStore, starting: Starting) -> dict[str, str]:
     """Return the server's variables, without those of the caller's own MLflow, which configure a client.
 
     By variables, not options: an older MLflow ignores unknown ones, and no list of processes shows a password.
@@ -157,7 +157,7 @@ def main(directory: str, python: str, environ: dict[str, str], owner: int, hosts
     """Keep a server until it is not needed any more; arguments as for `start_keeper`."""
     named = tuple(name for name in hosts.split(",") if name)
     starting = Starting(python, {**os.environ, **environ}, named)
-    keep(server.opened(Path(directory)), starting, owner=owner)
+    keep(server.open_place(Path(directory)), starting, owner=owner)
     sys.stdout.flush()
     os._exit(0)
 
@@ -191,7 +191,7 @@ class MlflowKeeper:
         self._touched, self._used_ns = 0.0, self._clock.boottime_ns()
         before = place.noted()
         self._end_leftover(before)
-        self._noted = server.Noted(
+        self._noted = server.ServerRecord(
             port=before.port,
             keeper=os.getpid(),
             boot_id=self._clock.boot_id(),
@@ -342,7 +342,7 @@ class MlflowKeeper:
         code = child.process.wait()
         ending = f"exit code {code}" if code >= 0 else f"signal {-code}"
         shown = server.without_password(self._backing.uri)
-        return server.sentence(written, ending, server.Attempted(self._python, shown, str(self._place.log)))
+        return server.failure_sentence(written, ending, server.StartAttempt(self._python, shown, str(self._place.log)))
 
     def _port(self) -> socket.socket:
         before = self._noted.port
@@ -383,7 +383,7 @@ class MlflowKeeper:
     def _ask(self, *_: object) -> None:
         self._is_asked = True
 
-    def _end_leftover(self, before: server.Noted) -> None:
+    def _end_leftover(self, before: server.ServerRecord) -> None:
         """End what a killed keeper's server left: processes of its session in its directory."""
         if not before.server or before.boot_id != self._clock.boot_id() or before.machine != machine():
             return

@@ -61,7 +61,7 @@ _NOTE_BYTES_MAX = 1 << 16
 Stage = Literal["none", "starting", "ready", "failed", "stopped"]
 
 
-class Noted(msgspec.Struct, frozen=True, kw_only=True):
+class ServerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A keeper's record of its server, in `server.json`."""
 
     stage: Stage = "none"
@@ -79,7 +79,7 @@ class Noted(msgspec.Struct, frozen=True, kw_only=True):
     retry_wall_ns: int = 0  # it is not started again before
 
 
-class Backing(NamedTuple):
+class ServerStore(NamedTuple):
     """A server's store, as its options describe it."""
 
     uri: str  # as MLflow takes it
@@ -120,21 +120,21 @@ class ServerFiles:
         os.close(os.open(self.used, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
         os.utime(self.used)
 
-    def note(self, noted: Noted) -> None:
+    def note(self, noted: ServerRecord) -> None:
         """Write the server's record; raises OSError."""
         self._write("server.json", msgspec.json.encode(noted))
 
-    def noted(self) -> Noted:
+    def noted(self) -> ServerRecord:
         """Return what was written down; nothing much where there is nothing."""
         with contextlib.suppress(msgspec.MsgspecError):
-            return from_json(_read(self.directory / "server.json"), Noted)
-        return Noted()
+            return from_json(_read(self.directory / "server.json"), ServerRecord)
+        return ServerRecord()
 
-    def uri(self, noted: Noted) -> str:
+    def uri(self, noted: ServerRecord) -> str:
         """Return the address of the server: the one it has, or will have if nothing is in the way."""
         return f"http://{HOST}:{noted.port or next(self.ports(noted))}"
 
-    def ports(self, noted: Noted) -> Iterator[int]:
+    def ports(self, noted: ServerRecord) -> Iterator[int]:
         """Yield the ports to try in turn; 0, any, is the last."""
         if noted.port:
             yield noted.port
@@ -143,16 +143,18 @@ class ServerFiles:
             yield _PORTS[(start + 101 * number) % len(_PORTS)]
         yield 0
 
-    def backing(self) -> Backing:
+    def backing(self) -> ServerStore:
         """Return the description of its store for the server."""
         if not self.store:
-            return Backing(f"sqlite:///{self.directory / 'mlflow.db'}", str(self.directory / "artifacts"), False, True)
+            return ServerStore(
+                f"sqlite:///{self.directory / 'mlflow.db'}", str(self.directory / "artifacts"), False, True
+            )
         path = local_path(self.store)
         if path is None:
-            return Backing(self.store, str(self.directory / "artifacts"), False, True)
+            return ServerStore(self.store, str(self.directory / "artifacts"), False, True)
         if self.store.startswith("sqlite:"):
-            return Backing(self.store, str(path.parent / "mlruns"), False, False)
-        return Backing(str(path), str(path), True, False)
+            return ServerStore(self.store, str(path.parent / "mlruns"), False, False)
+        return ServerStore(str(path), str(path), True, False)
 
     def _write(self, name: str, data: bytes) -> None:
         temporary = self.directory / f"{name}.{secrets.token_hex(4)}"
@@ -181,10 +183,10 @@ def place_of(home: Home, store: str = "") -> ServerFiles:
 def places(home: Home) -> list[ServerFiles]:
     """Return the places of all servers that this home has or had."""
     found = sorted(path for path in (home.root / "mlflow").glob("*") if path.is_dir())
-    return [opened(path) for path in found]
+    return [open_place(path) for path in found]
 
 
-def opened(directory: Path) -> ServerFiles:
+def open_place(directory: Path) -> ServerFiles:
     """Return a place that was made before, by its directory."""
     return ServerFiles(directory, _read(directory / "store").decode("utf-8", "replace"))
 
@@ -201,7 +203,7 @@ def local_path(store: str) -> Path | None:
     return None
 
 
-def held_port(place: ServerFiles, noted: Noted) -> socket.socket:
+def held_port(place: ServerFiles, noted: ServerRecord) -> socket.socket:
     """Return a socket bound to the server's port that does not listen; OSError: none is free.
 
     The kernel gives such a port only to a process that asks for it with SO_REUSEADDR; MLflow's server does, and is let
@@ -226,7 +228,7 @@ def _read(path: Path) -> bytes:
     return b""
 
 
-class Attempted(NamedTuple):
+class StartAttempt(NamedTuple):
     """A server that was to start: its interpreter, its store (as may be shown), the place of its log."""
 
     python: str
@@ -242,7 +244,7 @@ _LINE_MAX = 300
 _PAUSE_S, _PAUSE_S_MAX = 5.0, 600.0
 
 
-_KNOWN: tuple[tuple[str, Callable[[Attempted], str]], ...] = (
+_KNOWN: tuple[tuple[str, Callable[[StartAttempt], str]], ...] = (
     (
         "Detected out-of-date database schema",  # which it also says of a newer one
         lambda tried: (
@@ -270,7 +272,7 @@ _KNOWN: tuple[tuple[str, Callable[[Attempted], str]], ...] = (
 )
 
 
-def sentence(written: str, ending: str, tried: Attempted) -> str:
+def failure_sentence(written: str, ending: str, tried: StartAttempt) -> str:
     """Return why a server did not come up, or ended.
 
     `written` is the end of its output; `ending` the fallback, such as "exit code 1".
@@ -448,7 +450,7 @@ def start_keeper(
         os.close(log)
 
 
-def _kept(place: ServerFiles, noted: Noted, holder: int) -> Serving:
+def _kept(place: ServerFiles, noted: ServerRecord, holder: int) -> Serving:
     if noted.machine not in ("", machine()):
         problem = (
             f"the MLflow server of {place.directory} runs on another machine, {noted.host}; set MLFLOW_TRACKING_URI to "
@@ -462,7 +464,7 @@ def _kept(place: ServerFiles, noted: Noted, holder: int) -> Serving:
     return Serving(place.uri(noted), noted.stage == "ready", noted.problem, is_restarting, noted.failures)
 
 
-def _is_too_soon(noted: Noted, python: str, clock: Clock) -> bool:
+def _is_too_soon(noted: ServerRecord, python: str, clock: Clock) -> bool:
     if noted.stage != "failed":
         return False
     whole_s = pause_s(noted.failures)

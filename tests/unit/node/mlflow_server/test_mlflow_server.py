@@ -9,20 +9,20 @@ import pytest
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.mlflow_server.keeper import Starting, server_variables
 from serverless_gpu.node.mlflow_server.server import (
-    Attempted,
-    Backing,
-    Noted,
     ServerFiles,
+    ServerRecord,
+    ServerStore,
+    StartAttempt,
+    failure_sentence,
     local_path,
-    opened,
+    open_place,
     pause_s,
     place_of,
     places,
-    sentence,
     without_password,
 )
 
-TRIED = Attempted("/env/bin/python", "sqlite:////h/mlflow.db", "/h/server.log")
+TRIED = StartAttempt("/env/bin/python", "sqlite:////h/mlflow.db", "/h/server.log")
 TRACEBACK = 'Traceback (most recent call last):\n  File "x.py", line 1, in <module>\n'
 
 
@@ -54,40 +54,40 @@ def test_a_place_remembers_its_store_in_a_file_that_only_its_owner_reads(tmp_pat
     home = Home(tmp_path)
     place = place_of(home, "postgresql://sgpu:word@db/mlflow")
     place.make()
-    assert opened(place.directory).store == "postgresql://sgpu:word@db/mlflow"
+    assert open_place(place.directory).store == "postgresql://sgpu:word@db/mlflow"
     assert (place.directory / "store").stat().st_mode & 0o777 == 0o600
     assert [each.store for each in places(home)] == [place.store]
 
 
 def test_an_address_is_known_before_the_server_and_stays(tmp_path: Path) -> None:
     place = place_of(Home(tmp_path))
-    first = place.uri(Noted())
+    first = place.uri(ServerRecord())
     port = int(first.rpartition(":")[2])
-    assert place_of(Home(tmp_path)).uri(Noted()) == first
+    assert place_of(Home(tmp_path)).uri(ServerRecord()) == first
     assert 20_000 <= port < 30_000
-    assert place.uri(Noted(port=4321)) == "http://127.0.0.1:4321"
-    ports = list(place.ports(Noted(port=4321)))
+    assert place.uri(ServerRecord(port=4321)) == "http://127.0.0.1:4321"
+    ports = list(place.ports(ServerRecord(port=4321)))
     assert (ports[0], ports[1], ports[-1]) == (4321, port, 0)
     assert len(set(ports)) == len(ports)
 
 
 def test_what_is_written_down_of_a_server_and_cannot_be_read_is_nothing(tmp_path: Path) -> None:
     place = ServerFiles(tmp_path)
-    assert place.noted() == Noted()
+    assert place.noted() == ServerRecord()
     (tmp_path / "server.json").write_text("{")
-    assert place.noted() == Noted()
+    assert place.noted() == ServerRecord()
 
 
 def test_the_store_of_a_caller_keeps_its_artifacts_where_mlflow_without_a_server_has_them(tmp_path: Path) -> None:
     own, files = ServerFiles(tmp_path).backing(), ServerFiles(tmp_path, "file:///data/mlruns").backing()
-    assert own == Backing(f"sqlite:///{tmp_path}/mlflow.db", f"{tmp_path}/artifacts", False, True)
-    assert files == Backing("/data/mlruns", "/data/mlruns", True, False)
+    assert own == ServerStore(f"sqlite:///{tmp_path}/mlflow.db", f"{tmp_path}/artifacts", False, True)
+    assert files == ServerStore("/data/mlruns", "/data/mlruns", True, False)
     variables = server_variables(files, Starting("python", {}, ("mlflow.example.com",)))
     assert variables["MLFLOW_DEFAULT_ARTIFACT_ROOT"] == "/data/mlruns"
     assert variables["MLFLOW_ALLOW_FILE_STORE"] == "true"
     assert variables["MLFLOW_SERVER_ALLOWED_HOSTS"].endswith(",mlflow.example.com,mlflow.example.com:*")
     theirs = ServerFiles(tmp_path, "postgresql://a@b/c").backing()
-    assert theirs == Backing("postgresql://a@b/c", f"{tmp_path}/artifacts", False, True)
+    assert theirs == ServerStore("postgresql://a@b/c", f"{tmp_path}/artifacts", False, True)
     assert "MLFLOW_DEFAULT_ARTIFACT_ROOT" not in server_variables(theirs, Starting("python", {}))
 
 
@@ -122,7 +122,7 @@ def test_the_store_of_a_caller_keeps_its_artifacts_where_mlflow_without_a_server
     ],
 )
 def test_last_words_become_a_sentence(written: str, said: str) -> None:
-    assert sentence(written, "exit code 1", TRIED) == said
+    assert failure_sentence(written, "exit code 1", TRIED) == said
 
 
 def test_pauses_grow_to_a_limit() -> None:
