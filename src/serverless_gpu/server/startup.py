@@ -32,7 +32,7 @@ from serverless_gpu.ambient import Clock, machine
 from serverless_gpu.engines.base import Engine
 from serverless_gpu.engines.local import LocalEngine
 from serverless_gpu.engines.ray import start_arguments
-from serverless_gpu.engines.ray.driver_link import RayAccess
+from serverless_gpu.engines.ray.driver_client import RayAccess
 from serverless_gpu.engines.ray.ray_engine import RayEngine
 from serverless_gpu.errors import ServerProblem, ServerUnavailable
 from serverless_gpu.model.access.node_identity import Identity

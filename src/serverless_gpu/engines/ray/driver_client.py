@@ -5,13 +5,24 @@
                       late, or its end: Unanswered for all who wait; whoever keeps it starts another one
 
 Ray's calls can block for minutes once its head is gone, and none of them can be called off. A process can.
+
+The engine's line to Ray: a child that is there when Ray is, and a sentence when it is not.
+
+    connect  ─▶ does the head's port answer? ─▶ a child, made a driver of the cluster; pauses grow while that fails
+    ask      ─▶ the child's answer, or Unanswered; what comes late costs the child
+    trouble  ─▶ "" or why new gangs wait
+
+A port that refuses ends the child at once: Ray's own calls would wait for minutes. The head may come back as another
+cluster at the same port, of which the old driver is none.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
+import socket
 import subprocess
 import threading
 from collections.abc import Mapping
@@ -19,7 +30,11 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import IO
 
-from serverless_gpu.engines.ray.ray_tables import plain
+import msgspec
+
+from serverless_gpu.ambient import Clock
+from serverless_gpu.engines.ray import driver_process, node_launcher
+from serverless_gpu.engines.ray.ray_tables import namespace, plain
 from serverless_gpu.node.processes.spawn import clean_variables, open_log
 
 _PROGRAM = Path(__file__).with_name("driver_process.py")
@@ -139,3 +154,122 @@ class DriverClient:
             self._is_gone = True
             for box in self._waiting.values():
                 box.put(None)
+
+
+PROGRAM = hashlib.sha256(Path(driver_process.__file__).read_bytes() + node_launcher.LAUNCHER.encode()).hexdigest()[:8]
+"""What names of actors end with: those that an older server left run another program, and are ended."""
+_PORT_S = 2.0
+_CONNECT_S = 60.0
+_PAUSES_S = (0.5, 1.0, 2.0, 5.0)
+
+
+class RayAccess(msgspec.Struct, frozen=True, kw_only=True):
+    """How a Ray cluster is reached from the machine of its head."""
+
+    address: str  # of the head, ``"10.0.0.1:6379"``
+    node_address: str
+    pool: str
+    variables: dict[str, str]
+
+
+class DriverLink:
+    """The child, and whether it is of any use."""
+
+    def __init__(self, access: RayAccess, python: str, log: Path, clock: Clock) -> None:
+        self._access, self._python, self._log, self._clock = access, python, log, clock
+        self._lock = threading.Lock()
+        self._child: DriverClient | None = None
+        self._closed = False
+        self._failures = 0
+        self._again_ns = 0
+        self._trouble = f"the Ray head at {access.address} has not answered yet"
+
+    @property
+    def trouble(self) -> str:
+        """Return why Ray cannot be asked, or ""."""
+        return self._trouble
+
+    def connect(self, closed: threading.Event) -> bool:
+        """Have a child that is a driver of the cluster; return whether there is one."""
+        child = self._child
+        if (problem := self._port_problem()) or (child is not None and child.is_gone):
+            self._drop()
+            child = None
+        if problem:
+            self._trouble = self._lost()
+            return False
+        if child is not None:
+            return True
+        if self._clock.boottime_ns() < self._again_ns or closed.is_set():
+            return False
+        return self._begin()
+
+    def ask(self, operation: str, deadline_s: float, **arguments: object) -> Mapping[str, object]:
+        """Return what the child answers; as `Child.ask`."""
+        child = self._child
+        if child is None:
+            raise Unanswered(self._trouble)
+        return child.ask(operation, deadline_s, **arguments)
+
+    def failed(self, error: Exception) -> None:
+        """Take that a look did not succeed: the head is not what it was."""
+        self._drop()
+        self._trouble = self._lost() if isinstance(error, Unanswered) else f"{self._lost()} ({error})"
+
+    def close(self) -> None:
+        """End the child, for good."""
+        with self._lock:
+            self._closed = True
+        self._trouble = "the engine is closed"
+        self._drop()
+
+    def _begin(self) -> bool:
+        try:
+            child = DriverClient(self._python, self._access.variables, self._log)
+        except OSError as error:
+            self._fail(f"the process that speaks with Ray cannot be started: {error}")
+            return False
+        with self._lock:
+            self._child = child
+            is_late = self._closed
+        if is_late:
+            self._drop()
+            return False
+        try:
+            child.ask(
+                "connect",
+                _CONNECT_S,
+                address=self._access.address,
+                node_address=self._access.node_address,
+                namespace=namespace(self._access.pool),
+                program=PROGRAM,
+            )
+        except (Unanswered, RayProblem) as error:
+            self._drop()
+            self._fail(f"the Ray head at {self._access.address} does not take this server as a driver: {error}")
+            return False
+        self._failures, self._trouble = 0, ""
+        return True
+
+    def _fail(self, trouble: str) -> None:
+        pause_s = _PAUSES_S[min(self._failures, len(_PAUSES_S) - 1)]
+        self._failures += 1
+        self._again_ns = self._clock.boottime_ns() + round(pause_s * 1e9)
+        self._trouble = trouble
+
+    def _drop(self) -> None:
+        with self._lock:
+            child, self._child = self._child, None
+        if child is not None:
+            child.kill()
+
+    def _lost(self) -> str:
+        return f"the Ray head at {self._access.address} does not answer; what runs goes on"
+
+    def _port_problem(self) -> str:
+        host, _, port = self._access.address.rpartition(":")
+        try:
+            with contextlib.closing(socket.create_connection((host.strip("[]"), int(port)), _PORT_S)):
+                return ""
+        except (OSError, ValueError) as error:
+            return str(error)

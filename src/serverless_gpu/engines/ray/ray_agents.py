@@ -12,8 +12,7 @@ from collections.abc import Mapping
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.engines.ray import node_launcher
-from serverless_gpu.engines.ray.driver_client import RayProblem, Unanswered
-from serverless_gpu.engines.ray.driver_link import PROGRAM, DriverLink
+from serverless_gpu.engines.ray.driver_client import PROGRAM, DriverLink, RayProblem, Unanswered
 from serverless_gpu.engines.ray.ray_tables import KnownNode, NodeRow, plain
 from serverless_gpu.engines.ray.start_arguments import NODE_FILE
 

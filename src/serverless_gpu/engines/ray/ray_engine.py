@@ -42,8 +42,7 @@ from serverless_gpu.engines.base import (
     Waiting,
 )
 from serverless_gpu.engines.ray import ray_tables
-from serverless_gpu.engines.ray.driver_client import RayProblem, Unanswered
-from serverless_gpu.engines.ray.driver_link import DriverLink, RayAccess
+from serverless_gpu.engines.ray.driver_client import DriverLink, RayAccess, RayProblem, Unanswered
 from serverless_gpu.engines.ray.ray_agents import RayAgents
 from serverless_gpu.engines.ray.ray_tables import GroupState, KnownNode, PlacementGroup
 from serverless_gpu.engines.ray.reservation_files import ReservationFiles

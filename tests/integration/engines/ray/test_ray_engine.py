@@ -16,7 +16,7 @@ import pytest
 from serverless_gpu.engines.base import Gang, Impossible, NodeLost, NodeUp, Placed, Share, Waiting
 from serverless_gpu.engines.ray import ray_agents
 from serverless_gpu.engines.ray import ray_engine as module
-from serverless_gpu.engines.ray.driver_link import RayAccess
+from serverless_gpu.engines.ray.driver_client import RayAccess
 from serverless_gpu.engines.ray.ray_engine import RayEngine
 from serverless_gpu.testing.engines import EngineConformance, Losing, Shares
 from tests.support.engines.fake_ray_cluster import FakeRay
