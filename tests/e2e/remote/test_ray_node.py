@@ -13,7 +13,7 @@ import pytest
 
 from serverless_gpu.engines.ray import driver_process, node_launcher
 from serverless_gpu.engines.ray.driver_process import NodeActor
-from serverless_gpu.engines.ray.node_file import NodeFile, write_node_file
+from serverless_gpu.engines.ray.node_launcher import NodeFile, write_node_file
 from serverless_gpu.engines.ray.start_arguments import NODE_FILE
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.inside import linux

@@ -4,6 +4,13 @@
                             `LAUNCHER`: no child of Ray's, its own session, the kernel's usual score for full memory
 
 Its standard output is one line of JSON: the process of the uplink, or why there is none.
+
+How the agent of a machine is started where Ray says "here": one file, 0600, that lies on that machine.
+
+    sgpu up, sgpu join ─ write ─▶ $SERVERLESS_GPU_HOME/ray/node.json ◀─ reads ─ whatever Ray runs there for us
+
+The raylet, and so its workers, know the file by `ray_start.NODE_FILE`. What is in it stays on the machine: the agent's
+token lies in the profile that it names, and neither of them goes through Ray.
 """
 
 from __future__ import annotations
@@ -14,11 +21,46 @@ import select
 import sys
 from pathlib import Path
 
+import msgspec
+
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.engines.ray.node_file import NodeFile, read_node_file
-from serverless_gpu.errors import ServerlessGpuError
+from serverless_gpu.errors import InvalidValue, ServerlessGpuError
+from serverless_gpu.json_codec import from_json
 from serverless_gpu.node.base.home import Home, find_home
+from serverless_gpu.node.base.private_files import write_private
 from serverless_gpu.node.uplink import control
+
+
+class NodeFile(msgspec.Struct, frozen=True, kw_only=True):
+    """What starts the agent of this machine."""
+
+    python: str
+    paths: tuple[str, ...]
+    home: str
+    profile: str
+    environ: dict[str, str] = {}
+
+
+def read_node_file(path: Path) -> NodeFile:
+    """Return what a machine's file says.
+
+    Raises:
+        InvalidValue: it cannot be read.
+    """
+    try:
+        return from_json(path.read_bytes(), NodeFile)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise InvalidValue(f"{path} does not say how the agent of this machine is started: {error}") from None
+
+
+def write_node_file(path: Path, file: NodeFile) -> None:
+    """Write a machine's file, readable by this user alone.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    write_private(path, msgspec.json.encode(file))
+
 
 MODULE = __name__
 _APPEARS_S = 20.0

@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.engines.ray import start_arguments
-from serverless_gpu.engines.ray.node_file import NodeFile, write_node_file
+from serverless_gpu.engines.ray.node_launcher import NodeFile, write_node_file
 from serverless_gpu.engines.ray.ray_keeper import KeeperPlan, clean, log_path
 from serverless_gpu.errors import InvalidValue, ServerProblem
 from serverless_gpu.model.hardware import Device, DeviceKind
