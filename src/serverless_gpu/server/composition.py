@@ -39,12 +39,12 @@ from serverless_gpu.server.invariants.self_check import SecondLook, SelfCheck
 from serverless_gpu.server.lifecycle.attempt_tokens import AttemptTokens
 from serverless_gpu.server.lifecycle.gang_hangs import GangHangs, GangProgress
 from serverless_gpu.server.lifecycle.gang_reconciler import GangReconciler
-from serverless_gpu.server.lifecycle.liveness import Deliveries, Leases, Looks, Presence
+from serverless_gpu.server.lifecycle.liveness import Deliveries, Leases, Presence
 from serverless_gpu.server.lifecycle.owner_suspension import OwnerSuspension
 from serverless_gpu.server.lifecycle.rendezvous import Meetings, RendezvousService
 from serverless_gpu.server.lifecycle.reports import ReportService
 from serverless_gpu.server.lifecycle.requeue import Requeue
-from serverless_gpu.server.lifecycle.transitions import Announcer
+from serverless_gpu.server.lifecycle.transitions import Announcer, Looks
 from serverless_gpu.server.nodes.agent_service import Agents
 from serverless_gpu.server.nodes.drain import DrainService
 from serverless_gpu.server.nodes.node_admission import JoinService, NodeAdmission

@@ -75,7 +75,7 @@ def server_program(parent: int, port: int) -> str:
     return _PROGRAM.format(parent=parent, host=HOST, port=port)
 
 
-class Starting(NamedTuple):
+class ServerStart(NamedTuple):
     """Start of a server: interpreter, the caller's variables, and further host names."""
 
     python: str
@@ -83,7 +83,7 @@ class Starting(NamedTuple):
     hosts: tuple[str, ...] = ()
 
 
-def server_variables(backing: ServerStore, starting: Starting) -> dict[str, str]:
+def server_variables(backing: ServerStore, starting: ServerStart) -> dict[str, str]:
     """Return the server's variables, without those of the caller's own MLflow, which configure a client.
 
     By variables, not options: an older MLflow ignores unknown ones, and no list of processes shows a password.
@@ -156,13 +156,13 @@ class MlflowChild(NamedTuple):
 def main(directory: str, python: str, environ: dict[str, str], owner: int, hosts: str) -> NoReturn:
     """Keep a server until it is not needed any more; arguments as for `start_keeper`."""
     named = tuple(name for name in hosts.split(",") if name)
-    starting = Starting(python, {**os.environ, **environ}, named)
+    starting = ServerStart(python, {**os.environ, **environ}, named)
     keep(server.open_place(Path(directory)), starting, owner=owner)
     sys.stdout.flush()
     os._exit(0)
 
 
-def keep(place: server.ServerFiles, starting: Starting, *, owner: int = -1, limits: KeeperLimits = LIMITS) -> None:
+def keep(place: server.ServerFiles, starting: ServerStart, *, owner: int = -1, limits: KeeperLimits = LIMITS) -> None:
     """Keep a server in this process until it is not needed any more, unless another process does."""
     linux.set_name("sgpu-mlflow")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -178,7 +178,7 @@ def keep(place: server.ServerFiles, starting: Starting, *, owner: int = -1, limi
 class MlflowKeeper:
     """A server and its keeper; the end of file of `owner` (-1: none) ends the server."""
 
-    def __init__(self, place: server.ServerFiles, starting: Starting, *, owner: int, limits: KeeperLimits) -> None:
+    def __init__(self, place: server.ServerFiles, starting: ServerStart, *, owner: int, limits: KeeperLimits) -> None:
         self._place, self._python, self._owner, self._limits = place, starting.python, owner, limits
         self._clock = SystemClock()
         self._backing = place.backing()

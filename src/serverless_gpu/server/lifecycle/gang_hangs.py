@@ -41,8 +41,7 @@ from serverless_gpu.server.core.hub import Hub, node_key
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.lifecycle import transitions
-from serverless_gpu.server.lifecycle.liveness import Looks
-from serverless_gpu.server.lifecycle.transitions import Announcer, TransitionResult
+from serverless_gpu.server.lifecycle.transitions import Announcer, Looks, TransitionResult
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.records.runs.attempts import StoredAttempt

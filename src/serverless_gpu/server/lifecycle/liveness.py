@@ -79,40 +79,6 @@ class Leases:
             self._freed.intersection_update(ids)
 
 
-class Looks:
-    """Crews that are to report now, since the answer has something for them: until they do."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._asked: dict[str, set[CrewId]] = {}
-
-    def ask(self, node_id: str, crew: CrewId) -> None:
-        """Note that a crew on a node is to report."""
-        with self._lock:
-            self._asked.setdefault(node_id, set()).add(crew)
-
-    def of(self, node_id: str) -> tuple[CrewId, ...]:
-        """Return the crews on a node that are to report, and have not yet."""
-        with self._lock:
-            return tuple(sorted(self._asked.get(node_id, ())))
-
-    def done(self, node_id: str, crew: CrewId) -> bool:
-        """Note that a crew has reported; return whether it had been asked to."""
-        with self._lock:
-            there = self._asked.get(node_id, set())
-            was_asked = crew in there
-            there.discard(crew)
-            if not there:
-                self._asked.pop(node_id, None)
-            return was_asked
-
-    def keep(self, ids: Collection[CrewId]) -> None:
-        """Forget all crews but these."""
-        with self._lock:
-            left = {node_id: own.intersection(ids) for node_id, own in self._asked.items()}
-            self._asked = {node_id: own for node_id, own in left.items() if own}
-
-
 class Presence:
     """When nodes were heard of last."""
 

@@ -65,8 +65,8 @@ from serverless_gpu.server.core.hub import Hub, node_key
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.lifecycle import transitions
-from serverless_gpu.server.lifecycle.liveness import Leases, Looks, Presence
-from serverless_gpu.server.lifecycle.transitions import Announcer, Note, TransitionResult
+from serverless_gpu.server.lifecycle.liveness import Leases, Presence
+from serverless_gpu.server.lifecycle.transitions import Announcer, Looks, Note, TransitionResult
 from serverless_gpu.server.records.runs import attempts, runs
 from serverless_gpu.server.records.runs.active_runs import Active
 from serverless_gpu.server.records.runs.attempts import StoredAttempt

@@ -40,10 +40,10 @@ from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.lifecycle.attempt_tokens import AttemptTokens
-from serverless_gpu.server.lifecycle.liveness import Deliveries, Looks, Presence
+from serverless_gpu.server.lifecycle.liveness import Deliveries, Presence
 from serverless_gpu.server.lifecycle.reports import ReportService
 from serverless_gpu.server.lifecycle.requeue import Requeue
-from serverless_gpu.server.lifecycle.transitions import Announcer, Note, TransitionResult
+from serverless_gpu.server.lifecycle.transitions import Announcer, Looks, Note, TransitionResult
 from serverless_gpu.server.nodes import node_admission
 from serverless_gpu.server.nodes.node_admission import NodeAdmission
 from serverless_gpu.server.records import audit, nodes, pools, stored_secrets

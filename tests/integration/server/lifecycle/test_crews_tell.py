@@ -18,7 +18,7 @@ from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import node_key
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.lifecycle.liveness import Looks
+from serverless_gpu.server.lifecycle.transitions import Looks
 from serverless_gpu.server.records.runs import orders
 from serverless_gpu.server.records.runs.crews import CrewId
 from serverless_gpu.testing import FakeClock

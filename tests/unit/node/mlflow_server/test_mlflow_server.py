@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.mlflow_server.keeper import Starting, server_variables
+from serverless_gpu.node.mlflow_server.keeper import ServerStart, server_variables
 from serverless_gpu.node.mlflow_server.server import (
     ServerFiles,
     ServerRecord,
@@ -82,13 +82,13 @@ def test_the_store_of_a_caller_keeps_its_artifacts_where_mlflow_without_a_server
     own, files = ServerFiles(tmp_path).backing(), ServerFiles(tmp_path, "file:///data/mlruns").backing()
     assert own == ServerStore(f"sqlite:///{tmp_path}/mlflow.db", f"{tmp_path}/artifacts", False, True)
     assert files == ServerStore("/data/mlruns", "/data/mlruns", True, False)
-    variables = server_variables(files, Starting("python", {}, ("mlflow.example.com",)))
+    variables = server_variables(files, ServerStart("python", {}, ("mlflow.example.com",)))
     assert variables["MLFLOW_DEFAULT_ARTIFACT_ROOT"] == "/data/mlruns"
     assert variables["MLFLOW_ALLOW_FILE_STORE"] == "true"
     assert variables["MLFLOW_SERVER_ALLOWED_HOSTS"].endswith(",mlflow.example.com,mlflow.example.com:*")
     theirs = ServerFiles(tmp_path, "postgresql://a@b/c").backing()
     assert theirs == ServerStore("postgresql://a@b/c", f"{tmp_path}/artifacts", False, True)
-    assert "MLFLOW_DEFAULT_ARTIFACT_ROOT" not in server_variables(theirs, Starting("python", {}))
+    assert "MLFLOW_DEFAULT_ARTIFACT_ROOT" not in server_variables(theirs, ServerStart("python", {}))
 
 
 @pytest.mark.parametrize(
