@@ -120,9 +120,9 @@ def keeping(place: ServerFiles, mlflow: PretendedMlflow, *, owner: int = -1, **l
     """Start a keeper with limits of its own, as a child of the test."""
     program = (
         "import os; from pathlib import Path\n"
-        "from serverless_gpu.node.mlflow_server import files, keeper, program\n"
-        f"starting = program.Starting({mlflow.python!r}, {{**os.environ, **{mlflow.environ!r}}})\n"
-        f"place = files.opened(Path({str(place.directory)!r}))\n"
+        "from serverless_gpu.node.mlflow_server import keeper, server\n"
+        f"starting = keeper.ServerStart({mlflow.python!r}, {{**os.environ, **{mlflow.environ!r}}})\n"
+        f"place = server.open_place(Path({str(place.directory)!r}))\n"
         f"keeper.keep(place, starting, owner={owner}, limits=keeper.KeeperLimits(**{limits!r}))"
     )
     place.make()

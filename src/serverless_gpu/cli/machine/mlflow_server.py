@@ -16,7 +16,6 @@ from serverless_gpu.cli.runs.run_location import durable_home
 from serverless_gpu.errors import ServerProblem
 from serverless_gpu.node.attempt.history import is_live, run_ids
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.mlflow_server import server
 from serverless_gpu.node.mlflow_server.server import (
     MlflowServer,
     ensure_server,
@@ -25,6 +24,7 @@ from serverless_gpu.node.mlflow_server.server import (
     servers,
     stop_server,
     stop_servers,
+    without_password,
 )
 from serverless_gpu.units import format_bytes, format_duration_ms
 
@@ -51,7 +51,7 @@ def mlflow(store: str, is_end: bool, as_json: bool) -> None:
         return
     elsewhere = os.environ.get("MLFLOW_TRACKING_URI", "")
     if elsewhere and not store:
-        shown = server.without_password(elsewhere)
+        shown = without_password(elsewhere)
         say(f"sgpu: MLFLOW_TRACKING_URI is set: runs of this shell are tracked at {shown}", err=True)
     _start(home, store)
     found = look(place_of(home, store), SystemClock())
@@ -69,7 +69,7 @@ def mlflow_servers(home: Home) -> list[MlflowServer]:
 def mlflow_lines(found: list[MlflowServer]) -> Iterator[str]:
     """Yield the status lines of MLflow servers."""
     for server in found:
-        parts = [server.uri, server.store and server.without_password(server.store)]
+        parts = [server.uri, server.store and without_password(server.store)]
         if server.problem:
             parts += [f"{server.stage}: {server.problem}"]
         elif server.pid is None:
@@ -87,7 +87,7 @@ def as_builtins(server: MlflowServer) -> dict[str, object]:
         "ready": server.stage == "ready",
         "stage": server.stage,
         "problem": server.problem,
-        "store": server.without_password(server.store),
+        "store": without_password(server.store),
         "pid": server.pid,
         "version": server.version,
         "python": server.python,

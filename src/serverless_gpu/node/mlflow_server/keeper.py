@@ -41,8 +41,18 @@ import msgspec
 from serverless_gpu.ambient import SystemClock, format_moment, machine
 from serverless_gpu.node.base.lock_files import hold
 from serverless_gpu.node.inside import linux
-from serverless_gpu.node.mlflow_server import server
-from serverless_gpu.node.mlflow_server.server import HOST, ServerStore
+from serverless_gpu.node.mlflow_server.server import (
+    HOST,
+    ServerFiles,
+    ServerRecord,
+    ServerStore,
+    StartAttempt,
+    failure_sentence,
+    held_port,
+    open_place,
+    pause_s,
+    without_password,
+)
 from serverless_gpu.node.processes.spawn import bound_log, clean_variables, open_log, startup_variables
 
 _PROGRAM = """\
@@ -157,12 +167,12 @@ def main(directory: str, python: str, environ: dict[str, str], owner: int, hosts
     """Keep a server until it is not needed any more; arguments as for `start_keeper`."""
     named = tuple(name for name in hosts.split(",") if name)
     starting = ServerStart(python, {**os.environ, **environ}, named)
-    keep(server.open_place(Path(directory)), starting, owner=owner)
+    keep(open_place(Path(directory)), starting, owner=owner)
     sys.stdout.flush()
     os._exit(0)
 
 
-def keep(place: server.ServerFiles, starting: ServerStart, *, owner: int = -1, limits: KeeperLimits = LIMITS) -> None:
+def keep(place: ServerFiles, starting: ServerStart, *, owner: int = -1, limits: KeeperLimits = LIMITS) -> None:
     """Keep a server in this process until it is not needed any more, unless another process does."""
     linux.set_name("sgpu-mlflow")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -178,7 +188,7 @@ def keep(place: server.ServerFiles, starting: ServerStart, *, owner: int = -1, l
 class MlflowKeeper:
     """A server and its keeper; the end of file of `owner` (-1: none) ends the server."""
 
-    def __init__(self, place: server.ServerFiles, starting: ServerStart, *, owner: int, limits: KeeperLimits) -> None:
+    def __init__(self, place: ServerFiles, starting: ServerStart, *, owner: int, limits: KeeperLimits) -> None:
         self._place, self._python, self._owner, self._limits = place, starting.python, owner, limits
         self._clock = SystemClock()
         self._backing = place.backing()
@@ -191,7 +201,7 @@ class MlflowKeeper:
         self._touched, self._used_ns = 0.0, self._clock.boottime_ns()
         before = place.noted()
         self._end_leftover(before)
-        self._noted = server.ServerRecord(
+        self._noted = ServerRecord(
             port=before.port,
             keeper=os.getpid(),
             boot_id=self._clock.boot_id(),
@@ -215,13 +225,13 @@ class MlflowKeeper:
                     return
                 if was_ready_s is None:
                     failures = self._noted.failures + 1
-                    retry_wall_ns = self._clock.wall_ns() + int(server.pause_s(failures) * 1e9)
+                    retry_wall_ns = self._clock.wall_ns() + int(pause_s(failures) * 1e9)
                     self._note(stage="failed", server=0, failures=failures, retry_wall_ns=retry_wall_ns)
                     _say(self._noted.problem)
                 restarts = 0 if was_ready_s is not None and was_ready_s >= _STEADY_S else restarts + 1
                 if self._owner < 0 and (was_ready_s is None or restarts > _RESTARTS_MAX):
                     return
-                if self._wait(min(server.pause_s(restarts), _OWNED_PAUSE_S_MAX)) is End.ASKED:
+                if self._wait(min(pause_s(restarts), _OWNED_PAUSE_S_MAX)) is End.ASKED:
                     return
 
     def _once(self) -> tuple[End, float | None]:
@@ -341,12 +351,12 @@ class MlflowKeeper:
             written = file.read(_LAST_WORDS_BYTES).decode("utf-8", "replace")
         code = child.process.wait()
         ending = f"exit code {code}" if code >= 0 else f"signal {-code}"
-        shown = server.without_password(self._backing.uri)
-        return server.failure_sentence(written, ending, server.StartAttempt(self._python, shown, str(self._place.log)))
+        shown = without_password(self._backing.uri)
+        return failure_sentence(written, ending, StartAttempt(self._python, shown, str(self._place.log)))
 
     def _port(self) -> socket.socket:
         before = self._noted.port
-        held = server.held_port(self._place, self._noted)
+        held = held_port(self._place, self._noted)
         self._note(port=held.getsockname()[1])
         if before and before != self._noted.port:
             _say(f"port {before} is taken by another process; it is {self._noted.port} now, and links of before break")
@@ -354,7 +364,7 @@ class MlflowKeeper:
 
     def _get(self, path: str) -> bytes | None:
         """Return the first of what the server answers, or None."""
-        connection = http.client.HTTPConnection(server.HOST, self._noted.port, timeout=self._limits.answer_s)
+        connection = http.client.HTTPConnection(HOST, self._noted.port, timeout=self._limits.answer_s)
         try:
             connection.request("GET", path)
             answer = connection.getresponse()
@@ -383,7 +393,7 @@ class MlflowKeeper:
     def _ask(self, *_: object) -> None:
         self._is_asked = True
 
-    def _end_leftover(self, before: server.ServerRecord) -> None:
+    def _end_leftover(self, before: ServerRecord) -> None:
         """End what a killed keeper's server left: processes of its session in its directory."""
         if not before.server or before.boot_id != self._clock.boot_id() or before.machine != machine():
             return

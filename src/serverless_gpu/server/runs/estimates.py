@@ -36,7 +36,7 @@ from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.records.runs.runs import NewRun, StoredRun
 from serverless_gpu.server.runs import submission
 from serverless_gpu.server.scheduling import queue_snapshot
-from serverless_gpu.server.scheduling.queue_snapshot import Past, wanted
+from serverless_gpu.server.scheduling.queue_snapshot import Past, queued_run
 from serverless_gpu.server.scheduling.wait_reasons import Sentences
 from serverless_gpu.wire.estimates import EstimateRequest, EstimateView, estimate_view
 
@@ -101,7 +101,7 @@ class EstimateService:
 
         allowed, run, held_back, before = self._database.read(work)
         expected_s = before.expected_s
-        asked = wanted(run, before, now_ns=now_ns)
+        asked = queued_run(run, before, now_ns=now_ns)
         found = StartEstimate(at_ns=None, basis=held_back) if held_back else self._sentences.estimate(asked)
         wish = Wish(
             spec=allowed.spec,

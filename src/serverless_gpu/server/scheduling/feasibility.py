@@ -45,7 +45,7 @@ from serverless_gpu.server.nodes import capacity
 from serverless_gpu.server.records import nodes, pools
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.records.runs.runs import StoredRun
-from serverless_gpu.server.scheduling.queue_snapshot import Past, wanted
+from serverless_gpu.server.scheduling.queue_snapshot import Past, queued_run
 from serverless_gpu.server.scheduling.wait_reasons import Sentences
 
 KEPT_S = 10.0
@@ -129,7 +129,7 @@ class Feasibility:
             return True
         serves = uid_sharing.Isolation.of(pools.every(connection), uid_sharing.first_administrator(connection))
         now_ns = self._clock.wall_ns()
-        asked = wanted(run, Past(second_principal=serves.is_second(run.owner)), now_ns=now_ns)
+        asked = queued_run(run, Past(second_principal=serves.is_second(run.owner)), now_ns=now_ns)
         is_decided, found = self.decide(connection, asked)
         if found is not None:
             raise _refusal(run, found)
@@ -222,15 +222,15 @@ class UnsatisfiableRuns:
     def _decide_deferred(self, waiting: Mapping[str, QueuedRun]) -> None:
         """End runs that were queued before nodes were known, and that none of these could ever serve."""
         for run_id in self._feasible.undecided():
-            wanted = waiting.get(run_id)
-            if wanted is None:
+            queued_run = waiting.get(run_id)
+            if queued_run is None:
                 self._feasible.settle(run_id)
                 continue
-            is_decided, found = self._database.read(functools.partial(self._feasibility.decide, asked=wanted))
+            is_decided, found = self._database.read(functools.partial(self._feasibility.decide, asked=queued_run))
             if is_decided:
                 self._feasible.settle(run_id)
             if found is not None:
-                self._end(run_id, self._sentences.impossible(wanted) or found.why)
+                self._end(run_id, self._sentences.impossible(queued_run) or found.why)
 
     def ends_ns(self, run_id: str) -> int | None:
         """Return when a run that can never be served ends, nanoseconds since 1970; None for never."""
@@ -246,12 +246,12 @@ class UnsatisfiableRuns:
         """Return why those can never be served for whom that is so; the same for all that want the same."""
         known: dict[QueuedRun, str] = {}
         found: dict[str, str] = {}
-        for wanted in waiting:
-            alike = like(wanted)
+        for queued_run in waiting:
+            alike = like(queued_run)
             if alike not in known:
                 known[alike] = self._sentences.impossible(alike)
             if known[alike]:
-                found[wanted.run_id] = known[alike]
+                found[queued_run.run_id] = known[alike]
         return found
 
     def _end(self, run_id: str, detail: str) -> None:

@@ -78,7 +78,7 @@ class Past(msgspec.Struct, frozen=True, kw_only=True):
 NO_PAST = Past()
 
 
-def wanted(run: StoredRun, past: Past = NO_PAST, *, now_ns: int) -> QueuedRun:
+def queued_run(run: StoredRun, past: Past = NO_PAST, *, now_ns: int) -> QueuedRun:
     """Return what a run wants.
 
     Args:
@@ -201,8 +201,8 @@ class _Entry:
     waits: bool
     owner: str
     name: _Name
-    wanted: QueuedRun
-    candidate: Candidate
+    queued_run: QueuedRun
+    candidate_of: Candidate
     kept: QueuedRun | None = None
     running: RunningRun | None = None
     running_key: tuple[object, ...] = ()
@@ -311,8 +311,8 @@ class Roster:
             before, expected_s=self._expected.get(name), second_principal=self._isolation.is_second(run.owner)
         )
         waits = run.state is State.QUEUED
-        asked, candidate = wanted(run, before, now_ns=now_ns), candidate(run)
-        self._known[run.id] = _Entry(run.fence, waits, run.owner, name, asked, candidate)
+        asked, candidate_of = queued_run(run, before, now_ns=now_ns), candidate_of(run)
+        self._known[run.id] = _Entry(run.fence, waits, run.owner, name, asked, candidate_of)
 
     def _learn(self, connection: sa.Connection) -> None:
         """Look at how long some of the names take of which that is not known, or was before one of them ended."""
@@ -414,7 +414,7 @@ def _as_running(run: Active, having: Iterable[ActiveCrew], asked: QueuedRun, lea
     )
 
 
-def candidate(run: StoredRun) -> Candidate:
+def candidate_of(run: StoredRun) -> Candidate:
     """Return what decides whether a run is let through."""
     resources = run.spec.resources
     return Candidate(
@@ -463,8 +463,8 @@ def why_not(connection: sa.Connection, run: StoredRun, rooms: Rooms | None, free
         rooms: what budgets have left; None where there are none.
         freed: crews that have given their devices back.
     """
-    running = [(candidate(other), count) for other, count in _having(connection, run.owner, freed)]
-    return held_back(connection, [candidate(run)], running, rooms).get(run.id, "")
+    running = [(candidate_of(other), count) for other, count in _having(connection, run.owner, freed)]
+    return held_back(connection, [candidate_of(run)], running, rooms).get(run.id, "")
 
 
 def is_full(connection: sa.Connection, run: StoredRun, count: int, freed: frozenset[CrewId]) -> bool:
@@ -477,10 +477,10 @@ def is_full(connection: sa.Connection, run: StoredRun, count: int, freed: frozen
         freed: crews that have given their devices back.
     """
     caps = policies.caps(connection)
-    capped = [policy for policy in candidate(run).policies if policy in caps]
+    capped = [policy for policy in candidate_of(run).policies if policy in caps]
     if not capped:
         return False
-    having = [(candidate(other).policies, held) for other, held in _having(connection, run.owner, freed)]
+    having = [(candidate_of(other).policies, held) for other, held in _having(connection, run.owner, freed)]
     return any(
         concurrency_limits.is_full(caps[policy], sum(held for names, held in having if policy in names), count)
         for policy in capped

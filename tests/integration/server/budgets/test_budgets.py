@@ -21,7 +21,7 @@ from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.invariants import invariant_inputs, run_invariants
 from serverless_gpu.server.records import audit, budgets, duration_history, principals
-from serverless_gpu.server.scheduling.queue_snapshot import wanted
+from serverless_gpu.server.scheduling.queue_snapshot import queued_run
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.access import TeamChange
 from serverless_gpu.wire.agents import AgentHello
@@ -455,9 +455,9 @@ def test_22A9_a_members_run_without_a_team_counts_for_the_budgets_of_all_their_t
 
 def test_22A9_a_members_run_without_a_team_uses_the_teams_fair_share(spent: Spent) -> None:
     run = spent.find(spent.submit(MEMBER))
-    assert run.team == "" and wanted(run, now_ns=spent.clock.wall_ns()).team == "search"
-    assert wanted(spent.find(spent.submit(MEMBER, team="vision")), now_ns=0).team == "vision"
-    assert wanted(spent.find(spent.submit(BOB)), now_ns=0).team == ""
+    assert run.team == "" and queued_run(run, now_ns=spent.clock.wall_ns()).team == "search"
+    assert queued_run(spent.find(spent.submit(MEMBER, team="vision")), now_ns=0).team == "vision"
+    assert queued_run(spent.find(spent.submit(BOB)), now_ns=0).team == ""
 
 
 def test_22A9_past_use_counts_for_the_same_team_after_a_restart_of_the_server(spent: Spent, database: Database) -> None:

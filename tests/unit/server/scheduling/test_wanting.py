@@ -37,11 +37,11 @@ def stored(machine: str = "", *, gpus: int | None = 16, same_node: bool = False,
     ],
 )
 def test_who_may_have_several_nodes(run: StoredRun, several: bool, alone: str) -> None:
-    found = queue_snapshot.wanted(run, now_ns=0)
+    found = queue_snapshot.queued_run(run, now_ns=0)
     assert (found.several_nodes, found.alone) == (several, alone)
 
 
 def test_nodes_that_did_not_reach_each_other_are_kept_apart() -> None:
     past = queue_snapshot.Past(failed=frozenset({"n3"}), apart=frozenset({("n1", "n2")}))
-    found = queue_snapshot.wanted(stored(), past, now_ns=0)
+    found = queue_snapshot.queued_run(stored(), past, now_ns=0)
     assert (found.avoid, found.apart) == (past.failed, past.apart)
