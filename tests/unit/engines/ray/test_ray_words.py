@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from serverless_gpu.engines.ray.exit_messages import CHARACTERS_MAX, why_ended
+from serverless_gpu.engines.ray.ray_keeper import _EXIT_CHARACTERS_MAX, why_ended
 
 _AUTH = b"""2026-11-23 00:13:42,987\tERR scripts.py:1307 -- Some Ray subprocesses exited unexpectedly:
 2026-11-23 00:13:42,987\tERR scripts.py:87 -- raylet [exit code=1]
@@ -36,4 +36,4 @@ def test_why_it_ended_is_one_line(written: bytes, why: str) -> None:
 
 
 def test_a_line_is_cut() -> None:
-    assert len(why_ended(b"x" * 10_000)) == CHARACTERS_MAX
+    assert len(why_ended(b"x" * 10_000)) == _EXIT_CHARACTERS_MAX
