@@ -19,7 +19,8 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-from serverless_gpu.replay.values import Cluster, Job
+from serverless_gpu.replay.clusters import Cluster
+from serverless_gpu.replay.traces import Job
 
 Spans = list[list[tuple[float, float]]]
 """When each job had its GPUs: from, until; in the order of the jobs."""

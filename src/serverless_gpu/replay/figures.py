@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from serverless_gpu.replay.baselines import Spans
-from serverless_gpu.replay.values import Job
+from serverless_gpu.replay.traces import Job
 
 
 class Spread(msgspec.Struct, frozen=True, kw_only=True):

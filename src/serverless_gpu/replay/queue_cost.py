@@ -17,8 +17,9 @@ import msgspec
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.billing.advice import GpuRates, GpuUse, curve_of, micros_of, mix
 from serverless_gpu.model.calendars import HOUR_NS
+from serverless_gpu.replay.clusters import cluster_of
 from serverless_gpu.replay.simulation import simulate
-from serverless_gpu.replay.values import Job, cluster_of, trace_of
+from serverless_gpu.replay.traces import Job, trace_of
 
 RUNS_MAX = 20_000
 SIZES_MAX = 6

@@ -31,10 +31,11 @@ from serverless_gpu.model.scheduling.values import (
     NodeSeen,
     PoolSeen,
     QueuedRun,
+    QueuePolicy,
 )
-from serverless_gpu.model.scheduling.values import QueuePolicy as Scheduling
 from serverless_gpu.replay.baselines import Spans
-from serverless_gpu.replay.values import Cluster, Job
+from serverless_gpu.replay.clusters import Cluster
+from serverless_gpu.replay.traces import Job
 
 Progress = Callable[[int, int], None]
 """Is told, now and then, how many jobs have ended, and of how many."""
@@ -58,7 +59,7 @@ class Drive:
         self,
         jobs: Sequence[Job],
         cluster: Cluster,
-        scheduling: Scheduling,
+        scheduling: QueuePolicy,
         *,
         durations: Durations,
         progress: Progress | None = None,
@@ -177,7 +178,7 @@ class Drive:
         )
 
 
-def _of_cluster(scheduling: Scheduling, cluster: Cluster) -> Scheduling:
+def _of_cluster(scheduling: QueuePolicy, cluster: Cluster) -> QueuePolicy:
     """Return what the operator decides, with what only the cluster tells: shares, and what a whole node is."""
     told = {
         "team_weights": {**cluster.teams, **scheduling.team_weights},

@@ -9,12 +9,12 @@ import msgspec
 
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.hardware import matches
-from serverless_gpu.model.scheduling.values import BEST_EFFORT
-from serverless_gpu.model.scheduling.values import QueuePolicy as Scheduling
+from serverless_gpu.model.scheduling.values import BEST_EFFORT, QueuePolicy
 from serverless_gpu.replay.baselines import KEYS, Nodes, Spans, in_order, placed_again
+from serverless_gpu.replay.clusters import Cluster
 from serverless_gpu.replay.figures import Figures, figures_of
 from serverless_gpu.replay.scheduler_driver import Drive, Durations, Progress
-from serverless_gpu.replay.values import Cluster, Job, Trace
+from serverless_gpu.replay.traces import Job, Trace
 
 POLICIES = ("fifo", "first-fit", *KEYS, "ours")
 """Schedulers by name; `ours` is the one that servers have, the others are in `baselines`."""
@@ -32,7 +32,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     durations: Durations = "unknown"
     preemption: bool = False
-    scheduling: Scheduling = Scheduling()
+    scheduling: QueuePolicy = QueuePolicy()
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,7 +20,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.replay.values import Job, Trace, trace_of
+from serverless_gpu.replay.traces import Job, Trace, trace_of
 
 JOBS_MAX = 1_000_000
 PEAK = 11.0

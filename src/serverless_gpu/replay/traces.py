@@ -10,6 +10,7 @@ like. A row that is no job (it never ran, has no GPUs, no end) is left out, and 
 from __future__ import annotations
 
 import csv
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
@@ -21,7 +22,6 @@ import msgspec
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError
 from serverless_gpu.json_codec import from_builtins
 from serverless_gpu.model.scheduling.values import CLASSES, NORMAL
-from serverless_gpu.replay.values import Job, Trace, trace_of
 
 NEEDED = ("submit_time_s", "duration_s", "num_gpus")
 _BYTES_MAX = 2 * 1024**3
@@ -30,6 +30,60 @@ _GROUPS = ("team", "vc")
 _TRUE = frozenset({"1", "true", "yes"})
 
 Row = Mapping[str, Any]
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One job of a trace.
+
+    Attributes:
+        job_id: what the trace calls it.
+        submit_s: when it came, in seconds of the trace's own clock.
+        duration_s: how long it had its GPUs.
+        gpus: how many it had at once.
+        team: "" where the trace does not say; so are `user`, `name`, `pool` and `gpu_type`.
+        priority: class, as `model.scheduling.values` numbers them.
+        preemptible: whether it may be stopped and go on later.
+    """
+
+    job_id: str
+    submit_s: float
+    duration_s: float
+    gpus: int
+    team: str = ""
+    user: str = ""
+    name: str = ""
+    pool: str = ""
+    gpu_type: str = ""
+    priority: int = NORMAL
+    preemptible: bool = False
+
+
+class Trace(msgspec.Struct, frozen=True, kw_only=True):
+    """Jobs in the order in which they came.
+
+    Attributes:
+        jobs: sorted by time; those of one moment as the trace has them.
+        source: where they are from, in words.
+        left_out: how many rows are no jobs, by reason.
+    """
+
+    jobs: tuple[Job, ...]
+    source: str = ""
+    left_out: Mapping[str, int] = {}
+
+    def gpu_seconds(self) -> float:
+        """Return what all jobs take together."""
+        return math.fsum(job.gpus * job.duration_s for job in self.jobs)
+
+    def span_s(self) -> float:
+        """Return the seconds between the first arrival and the last."""
+        return self.jobs[-1].submit_s - self.jobs[0].submit_s if self.jobs else 0.0
+
+
+def trace_of(jobs: Iterable[Job], source: str = "", left_out: Mapping[str, int] | None = None) -> Trace:
+    """Return a trace of jobs in any order."""
+    ordered = tuple(sorted(jobs, key=lambda job: job.submit_s))
+    return Trace(jobs=ordered, source=source, left_out=left_out or {})
 
 
 class _NoJob(Exception):

@@ -39,11 +39,11 @@ from serverless_gpu.server.invariants.self_check import SecondLook, SelfCheck
 from serverless_gpu.server.lifecycle.attempt_tokens import AttemptTokens
 from serverless_gpu.server.lifecycle.gang_hangs import GangHangs, GangProgress
 from serverless_gpu.server.lifecycle.gang_reconciler import GangReconciler
-from serverless_gpu.server.lifecycle.liveness import Deliveries, Leases, Presence
+from serverless_gpu.server.lifecycle.liveness import Leases, Presence
 from serverless_gpu.server.lifecycle.owner_suspension import OwnerSuspension
 from serverless_gpu.server.lifecycle.rendezvous import Meetings, RendezvousService
 from serverless_gpu.server.lifecycle.reports import ReportService
-from serverless_gpu.server.lifecycle.requeue import Requeue
+from serverless_gpu.server.lifecycle.requeue import Deliveries, Requeue
 from serverless_gpu.server.lifecycle.transitions import Announcer, Looks
 from serverless_gpu.server.nodes.agent_service import Agents
 from serverless_gpu.server.nodes.drain import DrainService

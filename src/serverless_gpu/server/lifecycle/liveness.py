@@ -19,9 +19,8 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 
-from serverless_gpu.engines.base import Engine
 from serverless_gpu.server.records.runs.crews import CrewId
 from serverless_gpu.wire.agents import ClockReading, is_off
 
@@ -173,81 +172,3 @@ class Presence:
         """Return what an engine says about a node that it does not count on, or ""."""
         with self._lock:
             return self._lost.get(node_id, "")
-
-
-class Deliveries:
-    """Orders to start, by gang, between "may leave" and "may be taken back": each is one or the other, never both.
-
-    A gang on a node of an engine is held back, all of it, until the engine has reserved it. That is looked up and not
-    remembered: a server that starts again holds back the same ones, before it has served anybody.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._engine: Engine | None = None
-        self._sent: set[tuple[str, int]] = set()
-        self._held: set[tuple[str, int]] = set()
-        self._mine: set[tuple[str, int]] = set()
-
-    def watch(self, engine: Engine) -> None:
-        """Hold back what an engine has to reserve and has not."""
-        self._engine = engine
-
-    def is_held_back(self, run_id: str, fence: int, nodes: Iterable[str]) -> bool:
-        """Return whether an order may not leave yet, since an engine has not reserved its gang.
-
-        Args:
-            run_id: the run.
-            fence: number of the attempt.
-            nodes: names of all nodes of the gang; one that is the engine's is enough.
-        """
-        engine = self._engine
-        if engine is None or not any(engine.has(node) for node in nodes):
-            return False
-        return f"{run_id}:{fence}" not in engine.recover()
-
-    def made(self, run_id: str, fence: int) -> None:
-        """Note that no earlier process let an order leave; without that, it may have left long ago."""
-        with self._lock:
-            self._mine.add((run_id, fence))
-
-    def send(self, run_id: str, fence: int) -> bool:
-        """Return whether an order may leave now, and note that it does."""
-        with self._lock:
-            if (run_id, fence) in self._held:
-                return False
-            self._sent.add((run_id, fence))
-            return True
-
-    def never_left(self, run_id: str, fence: int) -> bool:
-        """Return whether it is certain that an order has not left yet."""
-        with self._lock:
-            return (run_id, fence) in self._mine and (run_id, fence) not in self._sent
-
-    def hold(self, run_id: str, fence: int) -> bool:
-        """Return whether an order has never left and never will, so that it can be taken back."""
-        with self._lock:
-            if (run_id, fence) in self._sent or (run_id, fence) not in self._mine:
-                return False
-            self._held.add((run_id, fence))
-            return True
-
-    def is_taken_back(self, run_id: str, fence: int) -> bool:
-        """Return whether an order never will leave."""
-        with self._lock:
-            return (run_id, fence) in self._held
-
-    def known(self) -> frozenset[tuple[str, int]]:
-        """Return all gangs that something is noted about: their intents are committed."""
-        with self._lock:
-            return frozenset(self._sent | self._held | self._mine)
-
-    def forget(self, gangs: Collection[tuple[str, int]]) -> None:
-        """Forget gangs that are over: known *before* the database was read, and not active there.
-
-        One that became known after that read may just have been placed. Were it forgotten, an order that has left
-        could be taken back, or one that was taken back could leave.
-        """
-        with self._lock:
-            for known in (self._sent, self._held, self._mine):
-                known.difference_update(gangs)

@@ -40,9 +40,9 @@ from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.lifecycle.attempt_tokens import AttemptTokens
-from serverless_gpu.server.lifecycle.liveness import Deliveries, Presence
+from serverless_gpu.server.lifecycle.liveness import Presence
 from serverless_gpu.server.lifecycle.reports import ReportService
-from serverless_gpu.server.lifecycle.requeue import Requeue
+from serverless_gpu.server.lifecycle.requeue import Deliveries, Requeue
 from serverless_gpu.server.lifecycle.transitions import Announcer, Looks, Note, TransitionResult
 from serverless_gpu.server.nodes import node_admission
 from serverless_gpu.server.nodes.node_admission import NodeAdmission

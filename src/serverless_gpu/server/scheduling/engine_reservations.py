@@ -26,8 +26,7 @@ from serverless_gpu.model.scheduling.values import DeviceShare as PlannedShare
 from serverless_gpu.model.scheduling.values import Placement
 from serverless_gpu.server.core.hub import Hub, node_key, run_key
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.lifecycle.liveness import Deliveries
-from serverless_gpu.server.lifecycle.requeue import Requeue
+from serverless_gpu.server.lifecycle.requeue import Deliveries, Requeue
 from serverless_gpu.server.records.nodes import StoredNode
 from serverless_gpu.server.records.runs import crews, orders, runs
 from serverless_gpu.server.records.runs.active_runs import Active

@@ -38,9 +38,10 @@ from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.lifecycle.gang_hangs import GangProgress
 from serverless_gpu.server.lifecycle.gang_reconciler import GangReconciler
-from serverless_gpu.server.lifecycle.liveness import Deliveries, Leases, Presence
+from serverless_gpu.server.lifecycle.liveness import Leases, Presence
 from serverless_gpu.server.lifecycle.owner_suspension import OwnerSuspension
 from serverless_gpu.server.lifecycle.rendezvous import RendezvousService
+from serverless_gpu.server.lifecycle.requeue import Deliveries
 from serverless_gpu.server.lifecycle.transitions import Announcer, Looks, Note, TransitionResult
 from serverless_gpu.server.nodes.node_rules import Evacuation
 from serverless_gpu.server.records import nodes

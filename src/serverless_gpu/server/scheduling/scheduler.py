@@ -45,7 +45,8 @@ from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.identity import uid_sharing
 from serverless_gpu.server.lifecycle import owner_suspension, transitions
-from serverless_gpu.server.lifecycle.liveness import Deliveries, Leases
+from serverless_gpu.server.lifecycle.liveness import Leases
+from serverless_gpu.server.lifecycle.requeue import Deliveries
 from serverless_gpu.server.lifecycle.transitions import Announcer, Note, TransitionResult
 from serverless_gpu.server.nodes import drain
 from serverless_gpu.server.records import audit, charges, nodes, prices, stored_secrets

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from serverless_gpu import faults
-from serverless_gpu.server.lifecycle.liveness import PRESENT_S, Deliveries, Leases, Presence
+from serverless_gpu.server.lifecycle.liveness import PRESENT_S, Leases, Presence
+from serverless_gpu.server.lifecycle.requeue import Deliveries
 
 S = 1_000_000_000
 
