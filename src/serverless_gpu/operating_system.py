@@ -1,15 +1,11 @@
-"""Operating systems: Linux runs everything, macOS is a client of a server, Windows is refused.
+"""The operating system and its limits: Linux or not, no more threads, no more inodes.
 
-A part that needs Linux calls `require_linux` before it does anything. `loading.load` refuses Windows, where the
-standard library lacks modules that the client needs (fcntl, resource, termios).
+Linux runs everything, macOS is a client of a server, Windows is refused. A part that needs Linux calls `require_linux`
+first. `lazy_import.load` refuses Windows, where the standard library lacks modules that the client needs (fcntl,
+resource, termios).
 
-Starting a thread, where a container or a user may be at the limit of processes and threads.
-
-Failure cases: the limit is reached (a HardwareError; Python itself says "can't start new thread").
-
-Whether a disk that answers "no space left" has room, but no inodes: then freeing bytes does not help.
-
-Some file systems make inodes as they go and count none (btrfs); those are never out of them.
+Failure cases: a container or user is at its limit of threads (`start_thread` raises HardwareError); a disk without
+space has bytes but no inodes (`lacks_inodes`), so freeing bytes does not help.
 """
 
 from __future__ import annotations
@@ -28,21 +24,13 @@ _ON_MACOS = (
 )
 _WINDOWS = "serverless-gpu does not run on Windows, neither the client nor the ranks"
 _ON_WINDOWS = "install it in WSL 2, which is Linux: `wsl --install`, and there `pip install serverless-gpu`"
-_PYTHONS_WORDS = "can't start new thread"
+_THREAD_LIMIT = "can't start new thread"  # Python's own message
 _BYTES_MIN = 1 << 20
-_FEW = 8
+_INODES_MIN = 8
 
 
 def require_linux(what: str, why: str = "") -> None:
-    """Refuse to go on where the kernel is not Linux.
-
-    Args:
-        what: what needs Linux, as the subject of a sentence in the plural: "ranks".
-        why: the reason, where it is not plain.
-
-    Raises:
-        HardwareError: this is another system.
-    """
+    """Raise HardwareError where the kernel is not Linux; `what` is a plural subject: "ranks"."""
     if sys.platform != "linux":
         name = NAMES.get(sys.platform, sys.platform)
         raise HardwareError(f"{what} need Linux, and this is {name}{f': {why}' if why else ''}", hint=_ON_MACOS)
@@ -54,15 +42,7 @@ def windows_refusal() -> HardwareError:
 
 
 def start_thread(work: Callable[[], object], name: str) -> None:
-    """Start a daemon thread.
-
-    Args:
-        work: what it does.
-        name: of the thread.
-
-    Raises:
-        HardwareError: no thread can be started.
-    """
+    """Start a daemon thread; raise HardwareError at the limit of threads."""
     try:
         threading.Thread(target=work, name=name, daemon=True).start()
     except RuntimeError as error:
@@ -73,7 +53,7 @@ def start_thread(work: Callable[[], object], name: str) -> None:
 
 def is_thread_limit(error: BaseException) -> bool:
     """Return whether an error says that no thread can be started."""
-    return isinstance(error, RuntimeError) and _PYTHONS_WORDS in str(error)
+    return isinstance(error, RuntimeError) and _THREAD_LIMIT in str(error)
 
 
 def thread_limit() -> HardwareError:
@@ -85,15 +65,14 @@ def thread_limit() -> HardwareError:
 
 
 def lacks_inodes(path: Path) -> bool:
-    """Return whether no file can be made on the disk of a path, though there is room for one.
+    """Return whether the disk of a path, which need not exist, has bytes but no inodes for a file.
 
-    Args:
-        path: of the file or directory that could not be made; it need not be there.
+    File systems that make inodes as they go (btrfs) count none and never lack them.
     """
     for directory in (path, *path.parents):
         try:
             disk = os.statvfs(directory)
         except OSError:
             continue
-        return disk.f_files > 0 and disk.f_favail < _FEW and disk.f_bavail * disk.f_frsize >= _BYTES_MIN
+        return disk.f_files > 0 and disk.f_favail < _INODES_MIN and disk.f_bavail * disk.f_frsize >= _BYTES_MIN
     return False

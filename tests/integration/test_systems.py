@@ -1,4 +1,4 @@
-"""The first hour on macOS and Windows, by recorded descriptions (`tests/support/operating_system.py`): imports, refusals."""
+"""The first hour on macOS and Windows, by recorded descriptions (`tests/support/systems.py`): imports, refusals."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 
-from serverless_gpu.engines.ray import head_keeper, ray_machine, start_arguments
+from serverless_gpu.engines.ray import ray_keeper, ray_machine, start_arguments
 from serverless_gpu.engines.ray.ray_keeper import end_processes, marked_pids
 from serverless_gpu.node.inside.linux import descendants
 from tests.e2e.ray.plain_ray import PYTHON
@@ -183,7 +183,7 @@ class Pool:
     def head_held_down(self) -> Iterator[None]:
         """Have no head of Ray's for a while: it is killed, and what would start it again is held."""
         directory = self.first.home / "server" / "ray"
-        kept = head_keeper.running(directory)
+        kept = ray_keeper.running(directory)
         assert kept is not None
         os.kill(kept.pid, signal.SIGSTOP)
         try:

@@ -19,16 +19,13 @@ from serverless_gpu.client.remote.profile import ServerProfile, write_profile
 SOURCE = Path(serverless_gpu.__path__[0]).parent
 COSTLY = {"alembic", "asyncio", "cloudpickle", "email", "fastapi", "http", "httpx2", "importlib.metadata", "json"}
 COSTLY |= {"logging", "multiprocessing", "numpy", "obstore", "sqlalchemy", "sqlite3", "ssl", "tempfile", "uvicorn"}
-START = {"", ".cli", ".cli.exit_codes", ".cli.lazy_group", ".cli.program"}
+START = {"", ".cli", ".cli.exit_codes", ".cli.program"}
 START |= {".errors", ".lazy_import", ".version"}
 """Modules of this package that every command loads, below `serverless_gpu`."""
 LIST = START | {
     ".ambient",
-    ".cli.columns",
     ".cli.output",
     ".cli.runs",
-    ".cli.runs.local_runs",
-    ".cli.runs.run_choice",
     ".cli.runs.run_location",
     ".cli.runs.run_table",
     ".cli.server_connection",
@@ -39,7 +36,7 @@ LIST = START | {
     ".client.launch.remedies",
     ".client.remote",
     ".client.remote.profile",
-    ".inodes",
+    ".operating_system",
     ".json_codec",
     ".model",
     ".model.billing",

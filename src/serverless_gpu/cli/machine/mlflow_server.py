@@ -68,7 +68,7 @@ def mlflow_servers(home: Home) -> list[MlflowServer]:
 
 def mlflow_lines(found: list[MlflowServer]) -> Iterator[str]:
     """Yield the status lines of MLflow servers."""
-    for server in found:
+    for each in found:
         parts = [server.uri, server.store and without_password(server.store)]
         if server.problem:
             parts += [f"{server.stage}: {server.problem}"]

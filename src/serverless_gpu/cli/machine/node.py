@@ -21,7 +21,7 @@ from serverless_gpu.cli.runs.server_runs import sentence_of
 from serverless_gpu.client.agent_control import stop_agent
 from serverless_gpu.client.agent_status import agent_status
 from serverless_gpu.client.remote.profile import find_profile
-from serverless_gpu.engines.ray.head_keeper import stop_ray
+from serverless_gpu.engines.ray.ray_keeper import stop_ray
 from serverless_gpu.errors import NotAllowed, ServerlessGpuError, ServerNotConfigured
 from serverless_gpu.lazy_import import load
 from serverless_gpu.model.hardware import DeviceKind, parse_fake

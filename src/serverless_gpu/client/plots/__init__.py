@@ -1,1 +1,1 @@
-"""Pictures of runs, `Run.plot()`: curves, marks and the figure that Matplotlib draws. Start with `curves.py`."""
+"""Pictures of runs, `Run.plot()`: curves, marks and the figure that Matplotlib draws. Start with `timeline.py`."""

@@ -28,7 +28,7 @@ import sqlalchemy as sa
 
 from serverless_gpu import faults
 from serverless_gpu.ambient import Clock, machine
-from serverless_gpu.engines.ray import head_keeper
+from serverless_gpu.engines.ray import ray_keeper
 from serverless_gpu.engines.ray.ray_machine import TOKEN as RAY_TOKEN
 from serverless_gpu.errors import ServerProblem
 from serverless_gpu.json_codec import from_json
@@ -106,7 +106,7 @@ def rotate(settings: Settings, *, clock: Clock, login: str) -> Rotated:
     if not (directory / "key").exists():
         raise ServerProblem(f"{settings.home} has no server", hint="SERVERLESS_GPU_HOME says which home")
     with only_one(directory), contextlib.closing(Database(settings.database, clock=clock)) as database:
-        if head_keeper.running(directory / "ray") is not None:
+        if ray_keeper.running(directory / "ray") is not None:
             raise ServerProblem("Ray of this server runs, with its token of now", hint="`sgpu stop` ends it")
         database.be_sole()
         database.migrate()

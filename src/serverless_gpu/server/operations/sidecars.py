@@ -1,7 +1,7 @@
 """`sgpu up --engine ray`: the Ray of this machine, kept running, and the file with which other machines join.
 
     refuse        before anything is started: no Ray, a wrong address, a token that others can read
-    RayBeside     files, keeper (`engines/ray/head_keeper.py`), looked after in a loop; it outlives the server
+    RayBeside     files, keeper (`engines/ray/ray_keeper.py`), looked after in a loop; it outlives the server
     join file     server/join.json: where this server is, and a token with which one machine joins, within a day
 
     server/ray/   token  node.json  keeper.json  keeper.lock  keeper.log  ray.log  engine/
@@ -44,7 +44,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from serverless_gpu.ambient import SystemClock, machine
-from serverless_gpu.engines.ray import head_keeper, ray_machine, start_arguments
+from serverless_gpu.engines.ray import ray_keeper, ray_machine, start_arguments
 from serverless_gpu.engines.ray.join_file import NAME, JoinFile, write_join_file
 from serverless_gpu.engines.ray.ray_keeper import KeeperPlan, unreachable
 from serverless_gpu.engines.ray.start_arguments import ClusterAddress
@@ -85,7 +85,7 @@ def refuse(settings: Settings) -> None:
                 f"no Ray answers at {settings.ray.address}: {why}",
                 hint="the address of the cluster's head: --ray-address",
             )
-    if head_keeper.running(_directory(settings)) is None:
+    if ray_keeper.running(_directory(settings)) is None:
         taken = ray_machine.taken_port(settings.ray.port, address)
         if taken is not None:
             raise ServerProblem(
@@ -137,7 +137,7 @@ class RayBeside:
         self._version = ray_machine.check_ray()
         self._plan = self._prepared(url, node_token)
         self._problem = ""
-        self.was_there = head_keeper.running(self.directory) is not None
+        self.was_there = ray_keeper.running(self.directory) is not None
         self._ensure()
 
     @property
@@ -189,7 +189,7 @@ class RayBeside:
     def _ensure(self) -> None:
         try:
             owner = self._settings.directory / "lock"
-            if head_keeper.ensure(self.directory, self._plan, owner, os.environ):
+            if ray_keeper.ensure(self.directory, self._plan, owner, os.environ):
                 _log.info("Ray is started: %s", self.cluster.address)
         except ServerlessGpuError as error:
             if error.message != self._problem:
