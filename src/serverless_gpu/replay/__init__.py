@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from serverless_gpu.replay.clusters import Cluster, Machine, cluster_of, read_cluster
 from serverless_gpu.replay.simulation import POLICIES, Outcome, Settings, simulate
-from serverless_gpu.replay.trace_generator import generate
-from serverless_gpu.replay.traces import Job, Trace, read_trace, trace_of
+from serverless_gpu.replay.traces import Job, Trace, generate, read_trace, trace_of
 
 __all__ = [
     "POLICIES",
