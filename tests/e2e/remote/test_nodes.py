@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from serverless_gpu.client.remote.profile import find_profile
-from serverless_gpu.engines.ray.join_file import read_join_file
+from serverless_gpu.engines.ray.pool_join import read_join_file
 from serverless_gpu.errors import InvalidValue, NotAllowed
 from serverless_gpu.node.uplink.server import UplinkProfile
 from serverless_gpu.server.lifecycle.liveness import PRESENT_S

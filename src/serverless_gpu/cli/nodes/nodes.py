@@ -124,7 +124,7 @@ def invite(name: str, uses: int, lifetime: str, out: Path) -> None:
     name alone.
     """
     body = InviteRequest(name=name, uses=uses, expires_s=duration_s("--for", lifetime))
-    join_file = load("serverless_gpu.engines.ray.join_file")
+    join_file = load("serverless_gpu.engines.ray.pool_join")
     with server() as connection:
         made = connection.ask("POST", "/nodes/invite", body, answer=InviteAnswer)
     url, ca = join_address(this_home().root)
@@ -142,7 +142,7 @@ def join_address(home: Path) -> tuple[str, str]:
     """Return the server and certificates for joining: the join file's, else this client's."""
     own = home / "server" / "join.json"
     with contextlib.suppress(InvalidValue):
-        file = load("serverless_gpu.engines.ray.join_file").read_join_file(own)
+        file = load("serverless_gpu.engines.ray.pool_join").read_join_file(own)
         return file.server, file.ca
     profile = find_profile(home, os.environ)
     return profile.url, Path(profile.ca).read_text(encoding="ascii", errors="replace") if profile.ca else ""

@@ -45,7 +45,7 @@ import msgspec
 
 from serverless_gpu.ambient import SystemClock, machine
 from serverless_gpu.engines.ray import ray_keeper, ray_machine, start_arguments
-from serverless_gpu.engines.ray.join_file import NAME, JoinFile, write_join_file
+from serverless_gpu.engines.ray.pool_join import JOIN_FILE_NAME, JoinFile, write_join_file
 from serverless_gpu.engines.ray.ray_keeper import KeeperPlan, unreachable
 from serverless_gpu.engines.ray.start_arguments import ClusterAddress
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, ServerProblem
@@ -214,7 +214,7 @@ def offer_joining(settings: Settings, *, url: str, port: int, certified: Sequenc
     address = node_address(settings, settings.ray)
     server = server_url(settings, url=url, port=port, address=address, certified=certified)
     ca = Path(settings.tls_ca).read_text(encoding="ascii") if settings.tls_ca else _self_signed(settings)
-    path = settings.directory / NAME
+    path = settings.directory / JOIN_FILE_NAME
     write_join_file(path, JoinFile(server=server, token=token, ca=ca))
     ports = start_arguments.port_range(settings.ray.port)
     lines = [f"Ray at {settings.ray.address or start_arguments.joined(address, settings.ray.port)}, ports {ports}"]
@@ -232,7 +232,7 @@ def offer_joining(settings: Settings, *, url: str, port: int, certified: Sequenc
     return [
         *lines,
         f"another machine joins with a copy of {path}, as secret as a password:",
-        f"  sgpu join {head} --token-file {NAME}",
+        f"  sgpu join {head} --token-file {JOIN_FILE_NAME}",
         "it is good for one machine within a day; for more: sgpu node invite --uses 10",
     ]
 

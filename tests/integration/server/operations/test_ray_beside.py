@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from serverless_gpu.engines.ray import ray_machine
-from serverless_gpu.engines.ray.join_file import read_join_file
+from serverless_gpu.engines.ray.pool_join import read_join_file
 from serverless_gpu.errors import InvalidValue, ServerProblem
 from serverless_gpu.server.core.settings import RaySettings, Settings, read_settings
 from serverless_gpu.server.operations import sidecars

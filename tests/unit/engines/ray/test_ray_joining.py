@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.engines.ray import pool_join, ray_machine
-from serverless_gpu.engines.ray.join_file import JoinFile, read_join_file, write_join_file
+from serverless_gpu.engines.ray.pool_join import JoinFile, read_join_file, write_join_file
 from serverless_gpu.errors import InvalidValue, ServerProblem
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.inside.raycluster import ray_installation
