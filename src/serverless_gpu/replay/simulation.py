@@ -1,20 +1,207 @@
-"""One trace, one cluster, one scheduler: what would have come of it."""
+"""One trace, one cluster, one scheduler: what would have come of it.
+
+The scheduler itself, driven by a trace in place of a server: same state, same changes, same decisions.
+
+    jobs ─arrive─▶ Planner.apply · decide ─▶ placements: the job ends after its duration
+                                         └─▶ preemptions: the job waits again with what is left of it
+
+Its clock begins at 0 with the first job. What is stopped leaves at once and goes on where it was. Of durations the
+scheduler is told nothing, or what a server would have learned of the jobs that ended before, or the truth. A job that
+names no type wants the most frequent one.
+
+Failure case: a job that the scheduler never places, though nothing runs any more, has no time in what is returned.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+import heapq
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 import msgspec
 
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.hardware import matches
-from serverless_gpu.model.scheduling.values import BEST_EFFORT, QueuePolicy
+from serverless_gpu.model.scheduling import duration_estimates
+from serverless_gpu.model.scheduling.planner import Planner
+from serverless_gpu.model.scheduling.values import (
+    BEST_EFFORT,
+    Arrived,
+    Change,
+    Decision,
+    Gone,
+    Node,
+    NodeSeen,
+    PoolSeen,
+    QueuedRun,
+    QueuePolicy,
+)
 from serverless_gpu.replay.baselines import KEYS, Nodes, Spans, in_order, placed_again
 from serverless_gpu.replay.clusters import Cluster
 from serverless_gpu.replay.figures import Figures, figures_of
-from serverless_gpu.replay.scheduler_driver import Drive, Durations, Progress
 from serverless_gpu.replay.traces import Job, Trace
+
+Progress = Callable[[int, int], None]
+"""Is told, now and then, how many jobs have ended, and of how many."""
+
+Durations = Literal["unknown", "learned", "known"]
+"""What the scheduler is told of how long jobs take."""
+
+_NS = 1_000_000_000
+_ROUNDS_MAX = 100  # decisions at one moment, each of which stops a run
+_TELL_EVERY = 500
+
+
+class Drive:
+    """One replay with the scheduler.
+
+    jobs: sorted by arrival; each fits into the empty cluster. cluster: where. scheduling: what the operator decides.
+    durations: what it is told of how long jobs take. progress: is told how far it is.
+    """
+
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        cluster: Cluster,
+        scheduling: QueuePolicy,
+        *,
+        durations: Durations,
+        progress: Progress | None = None,
+    ) -> None:
+        self._jobs, self._progress = jobs, progress
+        self._durations = durations
+        self._past: dict[tuple[str, str], deque[float]] = {}
+        self._whole = max(machine.gpus for machine in cluster.machines)
+        self._pools = {machine.pool for machine in cluster.machines}
+        types: Counter[str] = Counter()
+        for machine in cluster.machines:
+            types[machine.gpu_type] += machine.gpus
+        self._usual_type = types.most_common(1)[0][0]
+        self._zero_s = jobs[0].submit_s if jobs else 0.0
+        self._left_ns = [round(job.duration_s * _NS) for job in jobs]
+        self._wanted = [self._wanted_of(place, job) for place, job in enumerate(jobs)]
+        self._since: dict[int, int] = {}
+        self._ends: list[tuple[int, int, int]] = []  # when, place, since when: what does not agree is of no account
+        self._spans: Spans = [[] for _ in jobs]
+        self._ended = 0
+        self._planner = Planner(_of_cluster(scheduling, cluster))
+        self._planner.apply(_floor(cluster))
+
+    def run(self) -> Spans:
+        """Return when each job had its GPUs."""
+        jobs, arrived = self._jobs, 0
+        wake_ns: float = math.inf
+        while True:
+            arrival_ns = self._ns(jobs[arrived].submit_s) if arrived < len(jobs) else math.inf
+            while self._ends and self._since.get(self._ends[0][1]) != self._ends[0][2]:
+                heapq.heappop(self._ends)
+            end_ns = self._ends[0][0] if self._ends else math.inf
+            if min(arrival_ns, end_ns, wake_ns) == math.inf:
+                return self._spans
+            now_ns = int(min(arrival_ns, end_ns, wake_ns))
+            changes: list[Change] = self._end(now_ns)
+            while arrived < len(jobs) and self._ns(jobs[arrived].submit_s) <= now_ns:
+                changes.append(Arrived(self._arriving(arrived)))
+                arrived += 1
+            decision = self._decide(changes, now_ns)
+            idle = arrived == len(jobs) and not self._since
+            # Nothing will change any more: what was not placed now never is.
+            wake_ns = math.inf if decision.wake_ns is None or idle else max(decision.wake_ns, now_ns + 1)
+
+    def _arriving(self, place: int) -> QueuedRun:
+        """Return what a job wants, with what was learned until it came."""
+        job, wanted = self._jobs[place], self._wanted[place]
+        if self._durations == "learned" and (past := self._past.get((job.user, job.name))):
+            wanted = msgspec.structs.replace(wanted, expected_s=duration_estimates.expected_s(tuple(past)))
+            self._wanted[place] = wanted
+        return wanted
+
+    def _decide(self, changes: list[Change], now_ns: int) -> Decision:
+        """Let the scheduler decide until no more runs have to leave at this moment."""
+        for _ in range(_ROUNDS_MAX):
+            self._planner.apply(changes)
+            decision = self._planner.decide(now_ns)
+            for placement in decision.placements:
+                place = int(placement.run_id)
+                self._since[place] = now_ns
+                heapq.heappush(self._ends, (now_ns + self._left_ns[place], place, now_ns))
+            if not decision.preemptions:
+                break
+            changes = [change for one in decision.preemptions for change in self._leave(int(one.run_id), now_ns)]
+        return decision
+
+    def _leave(self, place: int, now_ns: int) -> tuple[Change, ...]:
+        self._left_ns[place] -= now_ns - self._since[place]
+        self._had(place, now_ns)
+        wanted = self._wanted[place]
+        again = msgspec.structs.replace(wanted, preemptions=wanted.preemptions + 1)
+        if self._durations == "known":
+            left_s = self._left_ns[place] / _NS
+            again = msgspec.structs.replace(again, limit_s=left_s, expected_s=left_s)
+        self._wanted[place] = again
+        return Gone(wanted.run_id), Arrived(again)
+
+    def _end(self, now_ns: int) -> list[Change]:
+        gone: list[Change] = []
+        while self._ends and self._ends[0][0] <= now_ns:
+            _, place, since_ns = heapq.heappop(self._ends)
+            if self._since.get(place) == since_ns:
+                self._had(place, now_ns)
+                gone.append(Gone(self._wanted[place].run_id))
+                job = self._jobs[place]
+                if self._durations == "learned" and (job.user or job.name):
+                    past = self._past.setdefault((job.user, job.name), deque(maxlen=duration_estimates.SAMPLES_MAX))
+                    past.appendleft(job.duration_s)
+                self._ended += 1
+                if self._progress is not None and self._ended % _TELL_EVERY == 0:
+                    self._progress(self._ended, len(self._jobs))
+        return gone
+
+    def _had(self, place: int, now_ns: int) -> None:
+        began_ns = self._since.pop(place)
+        self._spans[place].append((self._zero_s + began_ns / _NS, self._zero_s + now_ns / _NS))
+
+    def _ns(self, at_s: float) -> int:
+        return round((at_s - self._zero_s) * _NS)
+
+    def _wanted_of(self, place: int, job: Job) -> QueuedRun:
+        return QueuedRun(
+            run_id=str(place),
+            title=f"{job.user or job.team or 'job'}/{job.name or job.job_id}",
+            owner=job.user,
+            team=job.team,
+            priority=job.priority,
+            queued_ns=self._ns(job.submit_s),
+            gpus=job.gpus,
+            gpu_type=job.gpu_type or self._usual_type,
+            several_nodes=job.gpus > self._whole,
+            pool=job.pool if job.pool in self._pools else "",
+            limit_s=job.duration_s if self._durations == "known" else None,
+            expected_s=job.duration_s if self._durations == "known" else None,
+            preemptible=job.preemptible,
+        )
+
+
+def _of_cluster(scheduling: QueuePolicy, cluster: Cluster) -> QueuePolicy:
+    """Return what the operator decides, with what only the cluster tells: shares, and what a whole node is."""
+    told = {
+        "team_weights": {**cluster.teams, **scheduling.team_weights},
+        "user_weights": {**cluster.users, **scheduling.user_weights},
+        "whole_node": scheduling.whole_node or (cluster.gang_gpus if cluster.counted else 0),
+    }
+    return msgspec.structs.replace(scheduling, **told)
+
+
+def _floor(cluster: Cluster) -> list[Change]:
+    pools: list[Change] = [PoolSeen(pool) for pool in cluster.pools]
+    nodes = [
+        NodeSeen(Node(id=each.name, name=each.name, pool=each.pool, total={each.gpu_type: each.gpus}))
+        for each in cluster.machines
+    ]
+    return pools + nodes
+
 
 POLICIES = ("fifo", "first-fit", *KEYS, "ours")
 """Schedulers by name; `ours` is the one that servers have, the others are in `baselines`."""

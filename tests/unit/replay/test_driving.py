@@ -25,7 +25,7 @@ from serverless_gpu.replay import (
 )
 from serverless_gpu.replay import trace_of as in_order
 from serverless_gpu.replay.figures import moments
-from serverless_gpu.replay.scheduler_driver import Durations
+from serverless_gpu.replay.simulation import Durations
 from tests.support.golden import golden
 from tests.support.replay.baselines import CLUSTERS, JOBS, made
 from tests.support.replay.real import TRACES, needs_traces
