@@ -16,7 +16,8 @@ The request that a run stops, as a transition: written, audited, and sent to its
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import threading
+from collections.abc import Collection, Sequence
 from enum import Enum
 from functools import partial
 
@@ -90,6 +91,40 @@ class TransitionResult(msgspec.Struct, frozen=True, kw_only=True):
         for event in self.events:
             if event.reason in WITHOUT_REPORT:
                 measures.given_up.labels(event.reason.value).inc()
+
+
+class Looks:
+    """Crews that are to report now, since the answer has something for them: until they do."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._asked: dict[str, set[CrewId]] = {}
+
+    def ask(self, node_id: str, crew: CrewId) -> None:
+        """Note that a crew on a node is to report."""
+        with self._lock:
+            self._asked.setdefault(node_id, set()).add(crew)
+
+    def of(self, node_id: str) -> tuple[CrewId, ...]:
+        """Return the crews on a node that are to report, and have not yet."""
+        with self._lock:
+            return tuple(sorted(self._asked.get(node_id, ())))
+
+    def done(self, node_id: str, crew: CrewId) -> bool:
+        """Note that a crew has reported; return whether it had been asked to."""
+        with self._lock:
+            there = self._asked.get(node_id, set())
+            was_asked = crew in there
+            there.discard(crew)
+            if not there:
+                self._asked.pop(node_id, None)
+            return was_asked
+
+    def keep(self, ids: Collection[CrewId]) -> None:
+        """Forget all crews but these."""
+        with self._lock:
+            left = {node_id: own.intersection(ids) for node_id, own in self._asked.items()}
+            self._asked = {node_id: own for node_id, own in left.items() if own}
 
 
 class Announcer:
@@ -554,37 +589,3 @@ def ask_to_stop(
         detail = {"reason": why.value, "fence": run.fence} | ({"because": because} if because else {})
         audit.record(connection, who=who, action=Action.RUN_STOP, subject=run_id, now_ns=at_ns, detail=detail)
     return told
-
-
-class Looks:
-    """Crews that are to report now, since the answer has something for them: until they do."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._asked: dict[str, set[CrewId]] = {}
-
-    def ask(self, node_id: str, crew: CrewId) -> None:
-        """Note that a crew on a node is to report."""
-        with self._lock:
-            self._asked.setdefault(node_id, set()).add(crew)
-
-    def of(self, node_id: str) -> tuple[CrewId, ...]:
-        """Return the crews on a node that are to report, and have not yet."""
-        with self._lock:
-            return tuple(sorted(self._asked.get(node_id, ())))
-
-    def done(self, node_id: str, crew: CrewId) -> bool:
-        """Note that a crew has reported; return whether it had been asked to."""
-        with self._lock:
-            there = self._asked.get(node_id, set())
-            was_asked = crew in there
-            there.discard(crew)
-            if not there:
-                self._asked.pop(node_id, None)
-            return was_asked
-
-    def keep(self, ids: Collection[CrewId]) -> None:
-        """Forget all crews but these."""
-        with self._lock:
-            left = {node_id: own.intersection(ids) for node_id, own in self._asked.items()}
-            self._asked = {node_id: own for node_id, own in left.items() if own}
