@@ -11,8 +11,7 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.engines.simulated.simulated_agents import SimulatedAgent, SimulatedWork
-from serverless_gpu.engines.simulated.simulated_telemetry import Telemetry
+from serverless_gpu.engines.simulated.simulated_agents import SimulatedAgent, SimulatedWork, Telemetry
 from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.spec import Resources, RunSpec, Tracking
 from serverless_gpu.testing import FakeClock
