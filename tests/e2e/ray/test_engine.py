@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.engines.base import Gang, Placed, Share, Waiting
-from serverless_gpu.engines.ray import ray_agents
+from serverless_gpu.engines.ray import ray_engine
 from serverless_gpu.engines.ray.ray_engine import RayEngine
 from serverless_gpu.node.inside import linux
 from serverless_gpu.testing.engines import EngineConformance, Losing, Shares
@@ -174,7 +174,7 @@ def test_an_agent_is_no_process_of_rays(ray: Cluster, made: Callable[[], RayEngi
 def test_an_agent_that_is_killed_is_started_again(
     ray: Cluster, made: Callable[[], RayEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_agents, "LOOK_EVERY_S", 0.5)
+    monkeypatch.setattr(ray_engine, "LOOK_EVERY_S", 0.5)
     engine = made()
     before = agents(ray)
     os.kill(before["n3"], signal.SIGKILL)
@@ -187,7 +187,7 @@ def test_an_agent_that_is_killed_is_started_again(
 def test_an_actor_that_is_killed_takes_no_agent_with_it(
     ray: Cluster, made: Callable[[], RayEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_agents, "LOOK_EVERY_S", 0.5)
+    monkeypatch.setattr(ray_engine, "LOOK_EVERY_S", 0.5)
     engine = made()
     before = agents(ray)
     engine.events()
