@@ -1,7 +1,7 @@
 """Everybody who waits or runs, as decisions take them: read at each tick, and remembered as far as it does not change.
 
     queue, what goes on ── identifiers, fences ─▶ known? ── yes ─▶ the same value as before
-                                                     └─── no ──▶ rows, past ─▶ queued_run
+                                                     └─── no ──▶ rows, past ─▶ wanting.wanted
 
 A queue of 10,000 costs one query of identifiers; the rows of a run are read when it is new, and when it waits again.
 How long runs of a name take is asked for when the name is new and when one of its runs has ended, for `LEARN_AT_ONCE`
@@ -201,8 +201,8 @@ class _Entry:
     waits: bool
     owner: str
     name: _Name
-    wanted: QueuedRun
-    candidate: Candidate
+    queued_run: QueuedRun
+    candidate_of: Candidate
     kept: QueuedRun | None = None
     running: RunningRun | None = None
     running_key: tuple[object, ...] = ()
@@ -311,8 +311,8 @@ class Roster:
             before, expected_s=self._expected.get(name), second_principal=self._isolation.is_second(run.owner)
         )
         waits = run.state is State.QUEUED
-        asked, candidate = queued_run(run, before, now_ns=now_ns), candidate_of(run)
-        self._known[run.id] = _Entry(run.fence, waits, run.owner, name, asked, candidate)
+        asked, candidate_of = queued_run(run, before, now_ns=now_ns), candidate_of(run)
+        self._known[run.id] = _Entry(run.fence, waits, run.owner, name, asked, candidate_of)
 
     def _learn(self, connection: sa.Connection) -> None:
         """Look at how long some of the names take of which that is not known, or was before one of them ended."""
