@@ -88,7 +88,7 @@ def advise_command(**options: Any) -> None:
     From the server's ledger, as far as you may see it; without a server, from this machine's runs. TRACE is a file as
     `sgpu simulate` reads it.
     """
-    drawing = None if options["png"] is None else drawing_room(options["png"], "serverless_gpu.replay.replay_figure")
+    drawing = None if options["png"] is None else drawing_room(options["png"], "serverless_gpu.replay.charts")
     configuration = read_configuration(this_home())
     wanted = _wanted(options)
     past, book = _known(options, wanted, configuration)

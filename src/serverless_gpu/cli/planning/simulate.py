@@ -37,7 +37,7 @@ from serverless_gpu.units import format_duration_ms
 _PAGE = 500
 _HISTORY_MAX = 100_000
 _TEAMS_MAX = 10
-_DRAWING = "serverless_gpu.replay.replay_figure"
+_DRAWING = "serverless_gpu.replay.charts"
 
 
 class _Asked(NamedTuple):

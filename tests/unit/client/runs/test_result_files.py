@@ -35,7 +35,7 @@ def _result(path: Path) -> None:
 
 
 def _picture(path: Path) -> None:
-    drawing_room(path, "serverless_gpu.replay.replay_figure")
+    drawing_room(path, "serverless_gpu.replay.charts")
 
 
 def _plot(path: Path) -> None:

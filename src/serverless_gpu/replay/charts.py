@@ -46,7 +46,7 @@ class _Line(NamedTuple):
     values: list[float]
 
 
-def draw(outcomes: Sequence[Outcome], title: str, path: Path) -> None:
+def draw_replays(outcomes: Sequence[Outcome], title: str, path: Path) -> None:
     """Write the picture of replays of one trace.
 
     Raises OSError when the file cannot be written. Raises ValueError when Matplotlib knows no such kind of file.
