@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.ambient import machine
-from serverless_gpu.client.remote.profile import ServerProfile, write_profile
+from serverless_gpu.client.remote import profile as server_profile
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink import control
 from serverless_gpu.node.uplink.server import UplinkProfile, write_profile
@@ -139,7 +139,9 @@ def test_F20_a_slow_network_that_breaks_half_of_all_connections_loses_no_run(hom
             profile = directory / "far.json"
             write_profile(profile, UplinkProfile(url=network.url, token=node_token, name="far away"))
             control.ensure(Home(home), profile, {**os.environ, "SERVERLESS_GPU_FAKE": "H100:1"})
-            write_profile(home, ServerProfile(url=network.url, token=token, embedded=True, machine=machine()))
+            server_profile.write_profile(
+                home, server_profile.ServerProfile(url=network.url, token=token, embedded=True, machine=machine())
+            )
             words = [sys.executable, str(script), str(ran)]
             done = subprocess.run(words, capture_output=True, text=True, timeout=240, check=False)
             assert done.returncode == 0, done.stderr

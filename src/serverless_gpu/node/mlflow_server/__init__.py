@@ -4,6 +4,6 @@
                                               free       ─▶ keeper, a clean process of ours
     `sgpu up --mlflow` ─────── keeper, ended with it       └─▶ `mlflow server`, in the caller's interpreter
 
-`control.py` asks and starts, `keeper.py` is the process, `files.py` files, ports and stores, `program.py` what runs in
-the caller's interpreter, `error_summary.py` what its last words mean.
+`server.py` asks and starts, and knows files, ports and stores; `keeper.py` is the process, with the program that runs in
+the caller's interpreter.
 """
