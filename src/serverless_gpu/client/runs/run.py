@@ -27,7 +27,7 @@ from serverless_gpu.client.display.run_display import Display, TerminalDisplay, 
 from serverless_gpu.client.runs.outcome import checked_rank, load_result, make_exception, untold_tails
 from serverless_gpu.client.runs.rank_failures import in_notebooks
 from serverless_gpu.client.runs.run_source import ConnectionNote, RunSource
-from serverless_gpu.client.runs.tracked_run import TrackedRun, from_directory, from_link
+from serverless_gpu.client.tracked import TrackedRun, from_directory, from_link
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, ServerProblem, error_class
 from serverless_gpu.lazy_import import load
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
