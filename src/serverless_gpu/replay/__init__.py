@@ -1,8 +1,9 @@
 """Replays of a trace through a scheduler: `simulate`, and what is needed for it.
 
-traces.py    a file → jobs          trace_generator.py  a seed → jobs          clusters.py  "8x8", a file → nodes
-baselines.py schedulers to compare with            scheduler_driver.py  the scheduler, driven by the jobs
-figures.py   when jobs ran → numbers               replay_figure.py, advice_figure.py  pictures, which need Matplotlib
+traces.py      a file, or a seed → jobs        clusters.py    "8x8", or a file → nodes
+simulation.py  the planner, driven by the jobs baselines.py   schedulers to compare with
+figures.py     when jobs ran → numbers         queue_cost.py  what waiting costs in a reserved pool
+charts.py      pictures, which need Matplotlib; `sgpu simulate` and `sgpu advise` load it by name
 
 from serverless_gpu.replay import read_cluster, read_trace, simulate
 outcome = simulate(read_trace(Path("trace.parquet")), read_cluster("8x8"), "ours")

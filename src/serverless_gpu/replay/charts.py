@@ -1,19 +1,10 @@
-"""The picture of replays: GPUs in use, jobs that wait, and how many jobs waited for how long; a line per scheduler.
+"""Charts of replays, a line per scheduler, and of an advice on reserved GPUs.
 
-    ┌ GPUs in use, over time ─────────────┐
-    ├ jobs that wait, over time ──────────┤
-    └ part of the jobs that had waited less than … ┘
+    replays  GPUs in use over time · jobs that wait over time · part of the jobs that had waited less than …
+    advice   part of the time with a demand of k GPUs or more, break-even duty · cost of k reserved GPUs, the least
 
-Matplotlib is imported here and in `advice_figure.py`; callers that want a picture load it by name. Only its objects
-are used, not `pyplot`, whose state is the caller's. All colours are set.
-
-The picture of an advice: for how long each number of GPUs was wanted, and what each number of reserved ones costs.
-
-    ┌ part of the time with a demand of k GPUs or more ──── break-even duty ┐
-    └ cost of k reserved GPUs and the rest on demand ── the least ──────────┘
-
-Matplotlib is imported here; callers load this module by name. `pyplot`, whose state is the caller's, is
-not used, and all colours are set.
+Matplotlib is imported here, so the commands load this module by name. Only its objects are used, not `pyplot`, whose
+state is the caller's. All colours are set.
 """
 
 from __future__ import annotations
@@ -63,14 +54,14 @@ def draw_replays(outcomes: Sequence[Outcome], title: str, path: Path) -> None:
         _draw_line(queue, _means(shown, lambda moment: moment.waiting, (begin, end)), outcome, unit_s)
         _draw_waits(waits, outcome)
     used.axhline(outcomes[0].cluster.gpus, color=_FAINT, linewidth=0.8, linestyle=(0, (2, 2)))
-    _style(used, f"GPUs in use, of {outcomes[0].cluster.gpus}")
-    _style(queue, "jobs that wait")
+    _style(used, f"GPUs in use, of {outcomes[0].cluster.gpus}", grid=True)
+    _style(queue, "jobs that wait", grid=True)
     for panel in (used, queue):
         panel.set_xlim(0, (end - begin) / unit_s)
         panel.set_ylim(bottom=0)
         panel.set_xlabel(f"{unit} since the first job came", color=_FAINT, fontsize=9)
         panel.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 3, 5, 6, 10]))
-    _style(waits, "jobs that waited no longer than, %")
+    _style(waits, "jobs that waited no longer than, %", grid=True)
     waits.set_xscale("log")
     most = max(60.0, *(outcome.figures.wait.most for outcome in outcomes))
     waits.set_xlim(1, most)
@@ -100,14 +91,15 @@ def _colour(outcome: Outcome) -> str:
     return _COLOURS.get(outcome.policy, _INK)
 
 
-def _style(panel: Axes, text: str) -> None:
+def _style(panel: Axes, text: str, *, grid: bool = False) -> None:
     panel.set_facecolor(_PAPER)
     panel.set_title(text, loc="left", color=_INK, fontsize=10)
     panel.tick_params(colors=_FAINT, labelsize=8, length=2, labelcolor=_FAINT)
     for name, spine in panel.spines.items():
         spine.set_visible(name in ("left", "bottom"))
         spine.set_color(_GRID)
-    panel.grid(axis="y", color=_GRID, linewidth=0.6)
+    if grid:
+        panel.grid(axis="y", color=_GRID, linewidth=0.6)
     panel.set_axisbelow(True)
 
 
@@ -190,7 +182,7 @@ def _draw_demand(panel: Axes, advice: Advice, most: int) -> None:
         color=_INK,
         fontsize=8,
     )
-    _style_advice(panel, "part of the time with a demand of so many GPUs or more, %")
+    _style(panel, "part of the time with a demand of so many GPUs or more, %")
     panel.set_ylim(0, max(101.0, min(advice.duty_percent * 1.05, 200.0)))
     panel.legend(frameon=False, fontsize=9, labelcolor=_INK, loc="upper right", bbox_to_anchor=(1, 0.98))
 
@@ -227,15 +219,5 @@ def _draw_costs(panel: Axes, advice: Advice, most: int) -> None:
             fontsize=8,
             va="top",
         )
-    _style_advice(panel, f"cost of all of this time, {advice.rates.currency}")
+    _style(panel, f"cost of all of this time, {advice.rates.currency}")
     panel.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 10 or not value else f"{value:.2f}")
-
-
-def _style_advice(panel: Axes, text: str) -> None:
-    panel.set_facecolor(_PAPER)
-    panel.set_title(text, loc="left", color=_INK, fontsize=10)
-    panel.tick_params(colors=_FAINT, labelsize=8, length=2, labelcolor=_FAINT)
-    for name, spine in panel.spines.items():
-        spine.set_visible(name in ("left", "bottom"))
-        spine.set_color(_GRID)
-    panel.set_axisbelow(True)

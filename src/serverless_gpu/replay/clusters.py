@@ -1,4 +1,4 @@
-"""The cluster of a replay, as it is typed: ``8x8``, or a file that says which nodes there are and who has which share.
+"""The cluster of a replay, as it is typed: ``8x8``, or a file that names its nodes and the shares of teams and users.
 
     [[nodes]]                       [[pools]]                        [teams]          [users]
     count = 8                       name = "research"                search = 70      alice = 2
@@ -6,7 +6,7 @@
     type = "H100"                   lends = true
     pool = "research"               return = "5m"
 
-Only ``gpus`` has to be there. Failure cases: what a file says that is not understood is an error that names it.
+Only ``gpus`` has to be there. Failure cases: an entry that is not understood raises `InvalidValue`, which names it.
 """
 
 from __future__ import annotations

@@ -1,14 +1,10 @@
-"""Reading traces: what happened on a cluster, from files of several kinds.
+"""Traces: the jobs of a cluster, read from a file, or made up from a seed for those who have none.
 
     .parquet  .csv   columns job_id, submit_time_s, duration_s, num_gpus; and cluster, vc, team, user … where there are
     .json            Philly's `cluster_job_log`, or what `sgpu runs --json` prints
+    generate()       the same seed and the same wishes give the same trace
 
-Failure cases: a file that cannot be read, or is no trace, raises `InvalidValue` with its name and what a trace looks
-like. A row that is no job (it never ran, has no GPUs, no end) is left out, and counted by reason.
-
-Traces for those who have none: jobs as they came to large shared clusters, made up from a seed.
-
-Nothing of a real trace is in here but a few of its figures, those that decide how a queue behaves:
+Nothing of a real trace is in a generated one but a few of its figures, those that decide how a queue behaves:
 
     sizes       83 % of jobs have one GPU, and 13 % of the GPU time; 10 % have a whole node, and 49 % of the GPU time
     durations   log-normal within a size; 0.1 to 0.3 % of jobs take longer than a week, and 8 to 28 % of the GPU time
@@ -16,7 +12,8 @@ Nothing of a real trace is in here but a few of its figures, those that decide h
                 jobs of the mean hour; gaps between jobs vary 3 to 13 times as much as their mean
     people      few users of few teams have most of the jobs
 
-The same seed and the same wishes give the same trace.
+Failure cases: a file that cannot be read, or is no trace, raises `InvalidValue` with its name and what a trace looks
+like. A row that is no job (it never ran, has no GPUs, no end) is left out, and counted by reason.
 """
 
 from __future__ import annotations

@@ -174,7 +174,7 @@ def test_an_agent_is_no_process_of_rays(ray: Cluster, made: Callable[[], RayEngi
 def test_an_agent_that_is_killed_is_started_again(
     ray: Cluster, made: Callable[[], RayEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_engine, "LOOK_EVERY_S", 0.5)
+    monkeypatch.setattr(ray_engine, "AGENT_LOOK_EVERY_S", 0.5)
     engine = made()
     before = agents(ray)
     os.kill(before["n3"], signal.SIGKILL)
@@ -187,7 +187,7 @@ def test_an_agent_that_is_killed_is_started_again(
 def test_an_actor_that_is_killed_takes_no_agent_with_it(
     ray: Cluster, made: Callable[[], RayEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_engine, "LOOK_EVERY_S", 0.5)
+    monkeypatch.setattr(ray_engine, "AGENT_LOOK_EVERY_S", 0.5)
     engine = made()
     before = agents(ray)
     engine.events()

@@ -102,7 +102,7 @@ def advise_command(**options: Any) -> None:
     if drawing is not None and advice is None:
         say(f"{path} was not written: {report.why_not}", err=True)
     elif drawing is not None and advice is not None:
-        written(lambda: drawing.draw(advice, title_of(report), path), path)
+        written(lambda: drawing.draw_advice(advice, title_of(report), path), path)
 
 
 def _wanted(options: Mapping[str, Any]) -> UseFilter:

@@ -113,7 +113,7 @@ def simulate_command(**options: Any) -> None:
             say(line)
     if drawing is not None:
         title = f"{len(outcomes[0].jobs):,} jobs of {trace.source} on {outcomes[0].cluster.text()}"
-        written(lambda: drawing.draw(outcomes, title, options["png"]), options["png"])
+        written(lambda: drawing.draw_replays(outcomes, title, options["png"]), options["png"])
 
 
 # --- what is asked ----------------------------------------------------------------------------------------------------

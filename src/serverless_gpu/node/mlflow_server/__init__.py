@@ -4,6 +4,5 @@
                                               free       ─▶ keeper, a clean process of ours
     `sgpu up --mlflow` ─────── keeper, ended with it       └─▶ `mlflow server`, in the caller's interpreter
 
-`server.py` asks and starts, and knows files, ports and stores; `keeper.py` is the process, with the program that runs in
-the caller's interpreter.
+`server.py` asks, starts and ends servers, and knows their files; `keeper.py` is the process that runs one.
 """

@@ -208,9 +208,9 @@ def _wanted(order: Start, store: Where) -> protocol.EnvironmentRequest | None:
 
 FLAGS_MAX = 64
 FLAG_CHARACTERS_MAX = 1_000
-_NAME = re.compile(r"(python|pypy)[0-9.]*(t|d|-dbg|-debug|-intel64)?")
-_LETTERS = re.compile(r"-[bBdEIOPqRsSuv]+")
-_WARNING = re.compile(r"-W[^\0]+")
+_INTERPRETER_NAME = re.compile(r"(python|pypy)[0-9.]*(t|d|-dbg|-debug|-intel64)?")
+_FLAG_LETTERS = re.compile(r"-[bBdEIOPqRsSuv]+")
+_WARNING_FLAG = re.compile(r"-W[^\0]+")
 _X_OPTIONS = frozenset(
     {
         "context_aware_warnings",
@@ -233,24 +233,28 @@ _X_OPTIONS = frozenset(
         "warn_default_encoding",
     }
 )
-_MEND = "start the client with an interpreter like that, or use env='snapshot'"
+_INTERPRETER_HINT = "start the client with an interpreter like that, or use env='snapshot'"
 
 
 def check_python(python: str) -> None:
     """Refuse (InvalidValue) all but the absolute path of a Python that others cannot replace."""
     shown = python[:FLAG_CHARACTERS_MAX]
     if not python.startswith("/") or "\0" in python or os.path.normpath(python) != python:
-        raise InvalidValue(f"the interpreter {shown!r} is not an absolute path without `..`", hint=_MEND)
+        raise InvalidValue(f"the interpreter {shown!r} is not an absolute path without `..`", hint=_INTERPRETER_HINT)
     try:
         real = os.path.realpath(python, strict=True)
         mode = os.stat(real).st_mode
     except OSError as error:
-        raise InvalidValue(f"the interpreter {shown!r} cannot be used: {error.strerror}", hint=_MEND) from None
-    if not _NAME.fullmatch(os.path.basename(python)) and not _NAME.fullmatch(os.path.basename(real)):
+        raise InvalidValue(
+            f"the interpreter {shown!r} cannot be used: {error.strerror}", hint=_INTERPRETER_HINT
+        ) from None
+    if not _INTERPRETER_NAME.fullmatch(os.path.basename(python)) and not _INTERPRETER_NAME.fullmatch(
+        os.path.basename(real)
+    ):
         raise InvalidValue(f"{shown!r} is not the name of a Python", hint="python, python3, python3.12, pypy3")
     if not stat.S_ISREG(mode) or not os.access(real, os.X_OK):
-        raise InvalidValue(f"the interpreter {shown!r} is no program that this node may start", hint=_MEND)
-    for path in dict.fromkeys((*_places(python), *_places(real))):
+        raise InvalidValue(f"the interpreter {shown!r} is no program that this node may start", hint=_INTERPRETER_HINT)
+    for path in dict.fromkeys((*_with_parents(python), *_with_parents(real))):
         if _anybody_may_change(path):
             raise InvalidValue(
                 f"the interpreter {shown!r} could be replaced by anybody: {path} is writable by others",
@@ -264,7 +268,7 @@ def check_flags(flags: Sequence[str]) -> None:
         raise InvalidValue(f"an interpreter takes at most {FLAGS_MAX} options of {FLAG_CHARACTERS_MAX} characters")
     rest = iter(flags)
     for flag in rest:
-        if _LETTERS.fullmatch(flag) or _WARNING.fullmatch(flag):
+        if _FLAG_LETTERS.fullmatch(flag) or _WARNING_FLAG.fullmatch(flag):
             continue
         value = next(rest, "") if flag == "-X" else flag[2:] if flag.startswith("-X") else ""
         if value.partition("=")[0] not in _X_OPTIONS or "\0" in value:
@@ -274,7 +278,7 @@ def check_flags(flags: Sequence[str]) -> None:
             )
 
 
-def _places(path: str) -> list[str]:
+def _with_parents(path: str) -> list[str]:
     """Return a path and the directories above it."""
     found = [path]
     while path != "/":

@@ -237,7 +237,7 @@ def test_what_a_killed_child_left_half_reserved_is_removed(ray: FakeRay, made: C
 def test_a_node_without_an_agent_is_lost_until_it_has_one(
     ray: FakeRay, made: Callable[..., RayEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr(module, "AGENT_LOOK_EVERY_S", 0.1)
     with ray.changed() as state:
         state["agents"]["id-n2"] = {"problem": "its agent was not started: no such file"}
     engine = made()
@@ -268,7 +268,7 @@ def test_an_actor_that_says_nothing_is_no_loss_at_first(ray: FakeRay, made: Call
 def test_actors_that_say_nothing_again_and_again_leave_a_node_without_an_agent(
     ray: FakeRay, made: Callable[..., RayEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr(module, "AGENT_LOOK_EVERY_S", 0.1)
     engine = made()
     engine.events()
     with ray.changed() as state:
