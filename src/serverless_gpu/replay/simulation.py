@@ -1,15 +1,14 @@
-"""One trace, one cluster, one scheduler: what would have come of it.
-
-The scheduler itself, driven by a trace in place of a server: same state, same changes, same decisions.
+"""The simulation: one trace, one cluster, one scheduler, and the figures that result.
 
     jobs ─arrive─▶ Planner.apply · decide ─▶ placements: the job ends after its duration
                                          └─▶ preemptions: the job waits again with what is left of it
 
-Its clock begins at 0 with the first job. What is stopped leaves at once and goes on where it was. Of durations the
-scheduler is told nothing, or what a server would have learned of the jobs that ended before, or the truth. A job that
+`ours` is the server's own planner, driven by a trace in place of a server: same state, same changes, same decisions.
+Its clock begins at 0 with the first job. What is stopped leaves at once and goes on where it was. The planner is given
+no durations, or those that a server would have learned from the jobs that ended before, or the true ones. A job that
 names no type wants the most frequent one.
 
-Failure case: a job that the scheduler never places, though nothing runs any more, has no time in what is returned.
+Failure case: a job that the planner never places, though nothing runs any more, counts as unserved.
 """
 
 from __future__ import annotations

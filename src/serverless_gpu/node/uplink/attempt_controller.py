@@ -48,7 +48,7 @@ from serverless_gpu.node.uplink.reporter import (
     RECEIPT_S,
     SOME_TIME_S,
     SOON_S,
-    News,
+    PendingReport,
     Reporter,
 )
 from serverless_gpu.node.uplink.server import Credential, UplinkServer
@@ -79,7 +79,7 @@ class AttemptController:
         self._server = server
         self._clock = clock
         self._say = say
-        self.news = News(clock)
+        self.news = PendingReport(clock)
         self._lock = threading.Lock()
         self._writing = threading.Lock()
         self._channel: Channel | None = None

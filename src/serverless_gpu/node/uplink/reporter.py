@@ -79,7 +79,7 @@ class AttemptState(msgspec.Struct, frozen=True, kw_only=True):
     crew: CrewNews | None = None  # its message to the others of its gang; None on one node
 
 
-class News:
+class PendingReport:
     """The newest state, and when it is due."""
 
     def __init__(self, clock: Clock) -> None:
@@ -166,7 +166,7 @@ class Reporter:
         self,
         directory: Path,
         remote: Remote,
-        news: News,
+        news: PendingReport,
         *,
         server: UplinkServer,
         clock: Clock,
@@ -472,10 +472,10 @@ def _ending(stopped: Stopped, *, began: bool, log_ends: dict[str, int]) -> Endin
     )
 
 
-_KILL_S = 0.2
-_STUCK_MAX = 3
-_BYTES_MAX = 32
-_stuck: list[subprocess.Popen[bytes]] = []
+_PROBE_KILL_S = 0.2
+_STUCK_PROBES_MAX = 3
+_PROBE_BYTES_MAX = 32
+_stuck_probes: list[subprocess.Popen[bytes]] = []
 
 
 class CheckpointProbe:
@@ -503,8 +503,8 @@ class CheckpointProbe:
         return found if 0 < found <= self._remote.fence else 0
 
     def _ask(self, directory: Path) -> int:
-        _stuck[:] = [process for process in _stuck if process.poll() is None]
-        if len(_stuck) >= _STUCK_MAX:
+        _stuck_probes[:] = [process for process in _stuck_probes if process.poll() is None]
+        if len(_stuck_probes) >= _STUCK_PROBES_MAX:
             return 0
         argv = [sys.executable, "-I", "-S", str(self._program), str(directory)]
         try:
@@ -518,12 +518,12 @@ class CheckpointProbe:
         except subprocess.TimeoutExpired:
             process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_KILL_S)
-            _stuck.append(process)  # it may be in the kernel until the file system answers
+                process.wait(_PROBE_KILL_S)
+            _stuck_probes.append(process)  # it may be in the kernel until the file system answers
             if process.stdout is not None:
                 process.stdout.close()
             return 0
         assert process.stdout is not None
         with process.stdout as pipe:
-            text = pipe.read(_BYTES_MAX).strip()
+            text = pipe.read(_PROBE_BYTES_MAX).strip()
         return int(text) if text.isdigit() else 0

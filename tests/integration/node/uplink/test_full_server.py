@@ -14,7 +14,7 @@ from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.attempt.server_attempt import Remote
 from serverless_gpu.node.base.protocol import GangNews
 from serverless_gpu.node.uplink import server as server_room
-from serverless_gpu.node.uplink.reporter import AT_ONCE_S, News, Reporter
+from serverless_gpu.node.uplink.reporter import AT_ONCE_S, PendingReport, Reporter
 from serverless_gpu.node.uplink.server import Credential, UplinkServer
 from serverless_gpu.testing import FakeClock
 from tests.support.local.observe import wait_for
@@ -62,7 +62,7 @@ class Reported:
         self.clock = FakeClock()
         self.attended = Attended()
         self.seen = server.order(RunSpec(name="call"), None, b"{}", partition_grace_s=GRACE_S)
-        self._news = News(SystemClock())
+        self._news = PendingReport(SystemClock())
         start = self.seen.start
         remote = Remote(
             run_id=start.run_id,
