@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 from typing import NamedTuple
 
-from serverless_gpu.model.telemetry.samples import Header, decode, series
+from serverless_gpu.model.telemetry import Header, decode, series
 
 
 class Series(NamedTuple):

@@ -69,14 +69,14 @@ def mlflow_servers(home: Home) -> list[MlflowServer]:
 def mlflow_lines(found: list[MlflowServer]) -> Iterator[str]:
     """Yield the status lines of MLflow servers."""
     for each in found:
-        parts = [server.uri, server.store and without_password(server.store)]
-        if server.problem:
-            parts += [f"{server.stage}: {server.problem}"]
-        elif server.pid is None:
+        parts = [each.uri, each.store and without_password(each.store)]
+        if each.problem:
+            parts += [f"{each.stage}: {each.problem}"]
+        elif each.pid is None:
             parts += ["not running; the next run that is tracked starts it, or `sgpu mlflow`"]
         else:
-            parts += [server.stage, f"MLflow {server.version}" if server.version else "", f"pid {server.pid}"]
-            parts += [format_bytes(server.memory_bytes), f"used {format_duration_ms(round(server.used_s * 1000))} ago"]
+            parts += [each.stage, f"MLflow {each.version}" if each.version else "", f"pid {each.pid}"]
+            parts += [format_bytes(each.memory_bytes), f"used {format_duration_ms(round(each.used_s * 1000))} ago"]
         yield f"mlflow: {' · '.join(part for part in parts if part)}"
 
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from matplotlib.figure import Figure
 
-    from serverless_gpu.client.runs.run_metrics import Series
+    from serverless_gpu.client.metrics import Series
     from serverless_gpu.client.runs.started_runs import StartedRun
     from serverless_gpu.model.cost import Cost
 
@@ -309,9 +309,7 @@ class Run(Generic[R]):
         Names are those in MLflow, as ``"system/node_0/gpu_0_utilization_percentage"``; attempts follow each other.
         """
         self._refuse_session()
-        series: dict[str, Series] = load("serverless_gpu.client.runs.run_metrics").read_metrics(
-            self._source.read_telemetry()
-        )
+        series: dict[str, Series] = load("serverless_gpu.client.metrics").read_metrics(self._source.read_telemetry())
         return series
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
@@ -324,7 +322,7 @@ class Run(Generic[R]):
             ServerlessGpuError: there is no Matplotlib here, or the file cannot be written.
         """
         self._refuse_session()
-        figure: Figure = load("serverless_gpu.client.runs.run_metrics").plot(
+        figure: Figure = load("serverless_gpu.client.runs.run_plot").plot(
             self._source, self._spec.name, self.status(), path
         )
         return figure

@@ -1,18 +1,12 @@
-"""Collects the data of `Run.plot()`; `run_figure.py` draws it with Matplotlib.
-
-Telemetry of a run as series by name: the same names as in MLflow.
-
-logs/<node rank>.telemetry of every node and attempt ─▶ read_metrics() ─▶ {"system/node_0/gpu_0_…": Series}
-"""
+"""Collects the data of `Run.plot()`; `run_figure.py` draws it with Matplotlib."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+from serverless_gpu.client.metrics import read_metrics
 from serverless_gpu.client.plots.timeline import lanes, marks, span
 from serverless_gpu.client.runs.result_files import refuse_other
 from serverless_gpu.client.runs.run_source import RunSource
@@ -20,41 +14,11 @@ from serverless_gpu.errors import InvalidValue, ServerlessGpuError, StorageError
 from serverless_gpu.lazy_import import load
 from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.lifecycle.attempt import State
-from serverless_gpu.model.telemetry import Header, Sample, decode, series
+from serverless_gpu.model.telemetry import Header, Sample, decode
 from serverless_gpu.units import format_duration_ms
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-
-class Series(NamedTuple):
-    """One series: values and their moments, in seconds since 1970, oldest first."""
-
-    times: list[float]
-    values: list[float]
-
-
-def read_metrics(files: Iterable[bytes]) -> dict[str, Series]:
-    """Return all series of a run by name, from its sample files in any order; attempts follow each other."""
-    found: dict[str, Series] = {}
-    for data in files:
-        header: Header | None = None
-        for line in decode(data)[0]:
-            if isinstance(line, Header):
-                header = line
-            elif header is not None:
-                for name, value in series(header, line).items():
-                    one = found.get(name)
-                    if one is None:
-                        one = found[name] = Series([], [])
-                    one.times.append(line.at_ns / 1e9)
-                    one.values.append(value)
-    for name, one in found.items():
-        # Attempts come in any order, and a clock may have been set back.
-        if any(before > after for before, after in pairwise(one.times)):
-            points = sorted(zip(one.times, one.values, strict=True))
-            found[name] = Series([at for at, _ in points], [value for _, value in points])
-    return dict(sorted(found.items()))
 
 
 def plot(source: RunSource, name: str, state: str, path: str | os.PathLike[str] | None) -> Figure:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from serverless_gpu.client.runs.run_metrics import read_metrics
+from serverless_gpu.client.metrics import read_metrics
 from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.ray_cluster import RayCluster
 from serverless_gpu.model.spec import RunSpec

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.client.runs.run_metrics import read_metrics
+from serverless_gpu.client.metrics import read_metrics
 from serverless_gpu.model.telemetry import Header, Sample, decode, encode
 from serverless_gpu.node.monitor import telemetry_file
 from serverless_gpu.node.monitor.telemetry_file import Recording
