@@ -152,7 +152,7 @@ class Backoff:
         self._pause_s = _PAUSE_S
 
 
-_AT_ONCE = 1_000
+_RENEWED_AT_ONCE = 1_000
 
 
 class Credential:
@@ -216,7 +216,7 @@ class Credentials:
     def to_renew(self) -> tuple[str, ...]:
         """Return the gangs that want another token; the others come next time where there are too many."""
         with self._lock:
-            return tuple(gang for gang, one in self._by_gang.items() if one.is_wanted)[:_AT_ONCE]
+            return tuple(gang for gang, one in self._by_gang.items() if one.is_wanted)[:_RENEWED_AT_ONCE]
 
     def take(self, tokens: Mapping[str, str]) -> None:
         """Use what the server has given."""
@@ -227,7 +227,7 @@ class Credentials:
                 one.take(token)
 
 
-_KEPT_S = 600.0
+_MEASUREMENT_KEPT_S = 600.0
 """Quartz drifts by 0.1 s a quarter of an hour at worst."""
 
 
@@ -245,7 +245,7 @@ class ServerTime:
             return
         low_ns, high_ns = at_ns - answered_ns, at_ns - asked_ns
         with self._lock:
-            is_old = answered_ns - self._measured_ns > _KEPT_S * 1e9
+            is_old = answered_ns - self._measured_ns > _MEASUREMENT_KEPT_S * 1e9
             contradicts = low_ns > self._high_ns or high_ns < self._low_ns
             if not self._known or is_old or contradicts or high_ns - low_ns <= self._high_ns - self._low_ns:
                 self._low_ns, self._high_ns, self._measured_ns, self._known = low_ns, high_ns, answered_ns, True
