@@ -170,7 +170,7 @@ class OutputDelivery:
         return f"{names} did not get to the server in {waited}{why}; the files are on the node, in {self._directory}"
 
 
-_ASKED_AT_ONCE = 1_000
+_PARTS_ASKED_AT_ONCE = 1_000
 
 
 class Upload:
@@ -225,8 +225,8 @@ class Upload:
     def _send(self, output: OutputFile) -> None:
         parts = _digests(output.path, output.size)
         missing: set[str] = set()
-        for start in range(0, len(parts), _ASKED_AT_ONCE):
-            asked = DigestList(digests=tuple(dict.fromkeys(parts[start : start + _ASKED_AT_ONCE])))
+        for start in range(0, len(parts), _PARTS_ASKED_AT_ONCE):
+            asked = DigestList(digests=tuple(dict.fromkeys(parts[start : start + _PARTS_ASKED_AT_ONCE])))
             missing.update(self._line.get().ask("POST", "/blobs/missing", asked, answer=DigestList).digests)
         before = self._sent_bytes
         try:
@@ -312,7 +312,7 @@ class LogShipment:
         for piece in pieces:
             end = self._offsets[piece.rank, piece.stream] = piece.offset + len(piece.data)
             # It fits on to the stored bytes, and not all of it was taken: only a full disk does that.
-            has_room = has_room and not piece.offset <= wanted.get(_key(piece.rank, piece.stream), end) < end
+            has_room = has_room and not piece.offset <= wanted.get(_log_key(piece.rank, piece.stream), end) < end
         for key, offset in wanted.items():
             rank, _, stream = key.partition(".")
             if rank.isdigit():
@@ -323,7 +323,7 @@ class LogShipment:
     def ends_missing(self, pieces: Sequence[LogPiece]) -> dict[str, int]:
         """Return where those logs end that the server will not have whole with these pieces."""
         with_these = self._offsets | {(piece.rank, piece.stream): piece.offset + len(piece.data) for piece in pieces}
-        return {_key(*stream): size for stream, size in self._sizes().items() if with_these.get(stream, 0) < size}
+        return {_log_key(*stream): size for stream, size in self._sizes().items() if with_these.get(stream, 0) < size}
 
     def is_complete(self, pieces: Sequence[LogPiece]) -> bool:
         """Return whether the server has everything once it has these pieces."""
@@ -451,7 +451,7 @@ class Outputs:
         self._sent.update(file.name for file in files)
 
 
-def _key(rank: int, stream: str) -> str:
+def _log_key(rank: int, stream: str) -> str:
     return f"{rank}.{stream}"
 
 
