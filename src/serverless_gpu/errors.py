@@ -56,7 +56,7 @@ the wire and into documentation; `status` is what an HTTP API answers for it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 class ServerlessGpuError(Exception):
@@ -65,6 +65,15 @@ class ServerlessGpuError(Exception):
     code: ClassVar[str] = "error"
     status: ClassVar[int] = 500
     retryable: ClassVar[bool] = False
+
+    def __init_subclass__(
+        cls, *, code: str | None = None, status: int | None = None, retryable: bool | None = None, **others: Any
+    ) -> None:
+        """Set what a class says of itself; what it leaves out is its base's."""
+        super().__init_subclass__(**others)
+        for name, value in (("code", code), ("status", status), ("retryable", retryable)):
+            if value is not None:
+                setattr(cls, name, value)
 
     def __init__(self, message: str = "", *, hint: str = "") -> None:
         self.message = message or (type(self).__doc__ or "").partition("\n")[0]
@@ -85,93 +94,63 @@ def _rebuild(cls: type[ServerlessGpuError], args: tuple[object, ...]) -> Serverl
     return error
 
 
-class UsageError(ServerlessGpuError):
+class UsageError(ServerlessGpuError, code="usage", status=400):
     """The call is not valid, and nothing was started."""
 
-    code = "usage"
-    status = 400
 
-
-class InvalidOption(UsageError, TypeError):
+class InvalidOption(UsageError, TypeError, code="invalid_option"):
     """An option does not exist or has the wrong type."""
 
-    code = "invalid_option"
 
-
-class InvalidValue(UsageError, ValueError):
+class InvalidValue(UsageError, ValueError, code="invalid_value"):
     """A value is of the right type but not possible."""
 
-    code = "invalid_value"
 
-
-class UnknownGpuType(InvalidValue):
+class UnknownGpuType(InvalidValue, code="unknown_gpu_type"):
     """The GPU type is not in the catalogue."""
 
-    code = "unknown_gpu_type"
 
-
-class PolicyViolation(InvalidValue):
+class PolicyViolation(InvalidValue, code="policy_violation"):
     """The run is not within the usage policy that it is under, or does not say which of several it is."""
 
-    code = "policy_violation"
 
-
-class ArgumentMismatch(UsageError, TypeError):
+class ArgumentMismatch(UsageError, TypeError, code="argument_mismatch"):
     """The arguments do not fit the function's signature."""
 
-    code = "argument_mismatch"
 
-
-class NotDistributable(UsageError, TypeError):
+class NotDistributable(UsageError, TypeError, code="not_distributable"):
     """This object cannot be run on several ranks."""
 
-    code = "not_distributable"
 
-
-class NotPicklable(UsageError, TypeError):
+class NotPicklable(UsageError, TypeError, code="not_picklable"):
     """Something the function needs cannot be sent to another process."""
 
-    code = "not_picklable"
 
-
-class RayMissing(UsageError, ImportError):
+class RayMissing(UsageError, ImportError, code="ray_missing"):
     """The caller's environment has no Ray that a cluster can be made with."""
 
-    code = "ray_missing"
 
-
-class SecretMissing(UsageError):
+class SecretMissing(UsageError, code="secret_missing"):
     """A secret that is named does not exist, or is not for this run."""
 
-    code = "secret_missing"
 
-
-class HardwareError(ServerlessGpuError):
+class HardwareError(ServerlessGpuError, code="hardware", status=409):
     """This machine does not have what the run needs."""
 
-    code = "hardware"
-    status = 409
 
-
-class NoGpu(HardwareError):
+class NoGpu(HardwareError, code="no_gpu"):
     """This machine has no usable GPU."""
 
-    code = "no_gpu"
 
-
-class GpuTypeMismatch(HardwareError):
+class GpuTypeMismatch(HardwareError, code="gpu_type_mismatch"):
     """This machine has GPUs of another type."""
 
-    code = "gpu_type_mismatch"
 
-
-class NotEnoughGpus(HardwareError):
+class NotEnoughGpus(HardwareError, code="not_enough_gpus"):
     """The run asks for more GPUs than this machine has."""
 
-    code = "not_enough_gpus"
 
-
-class NoSuitableNode(HardwareError):
+class NoSuitableNode(HardwareError, code="no_suitable_node"):
     """No node of the server could ever serve the run, so it was not queued.
 
     Attributes:
@@ -182,179 +161,111 @@ class NoSuitableNode(HardwareError):
             only where it differs from what was asked for.
     """
 
-    code = "no_suitable_node"
     gpus: int | None = None
     gpu_type: str | None = None
     pool: str = ""
     choices: Sequence[Mapping[str, int | str]] = ()
 
 
-class StorageError(ServerlessGpuError):
+class StorageError(ServerlessGpuError, code="storage", status=507):
     """A file or directory could not be written."""
 
-    code = "storage"
-    status = 507
 
-
-class EnvironmentProblem(ServerlessGpuError):
+class EnvironmentProblem(ServerlessGpuError, code="environment"):
     """The environment cannot be captured or restored."""
 
-    code = "environment"
 
-
-class EnvironmentUnsupported(EnvironmentProblem):
+class EnvironmentUnsupported(EnvironmentProblem, code="environment_unsupported", status=422):
     """This environment, or a file in it, cannot be captured."""
 
-    code = "environment_unsupported"
-    status = 422
 
-
-class EnvironmentTooLarge(EnvironmentProblem):
+class EnvironmentTooLarge(EnvironmentProblem, code="environment_too_large", status=413):
     """The environment is over the size limit."""
 
-    code = "environment_too_large"
-    status = 413
 
-
-class EnvironmentMissing(EnvironmentProblem):
+class EnvironmentMissing(EnvironmentProblem, code="environment_missing", status=404):
     """The store does not have this snapshot."""
 
-    code = "environment_missing"
-    status = 404
 
-
-class EnvironmentRejected(EnvironmentProblem):
+class EnvironmentRejected(EnvironmentProblem, code="environment_rejected", status=422):
     """A unit or snapshot breaks the rules of what it may hold, and nothing of it was used."""
 
-    code = "environment_rejected"
-    status = 422
 
-
-class EnvironmentCorrupt(EnvironmentProblem):
+class EnvironmentCorrupt(EnvironmentProblem, code="env_corrupt"):
     """Stored bytes are not what their address says, also when they were fetched again."""
 
-    code = "env_corrupt"
 
-
-class StoreUnavailable(EnvironmentProblem):
+class StoreUnavailable(EnvironmentProblem, code="store_unavailable", status=503, retryable=True):
     """The store of environments does not answer, or refuses."""
 
-    code = "store_unavailable"
-    status = 503
-    retryable = True
 
-
-class AgentUnavailable(ServerlessGpuError):
+class AgentUnavailable(ServerlessGpuError, code="agent_unavailable", status=503, retryable=True):
     """The agent of this node does not answer."""
 
-    code = "agent_unavailable"
-    status = 503
-    retryable = True
 
-
-class ServerProblem(ServerlessGpuError):
+class ServerProblem(ServerlessGpuError, code="server"):
     """The server refused, or something went wrong in it."""
 
-    code = "server"
 
-
-class ServerNotConfigured(ServerProblem):
+class ServerNotConfigured(ServerProblem, code="server_not_configured", status=400):
     """No server is configured for remote runs.
 
     Attributes:
         is_missing: whether there is none at all; else its file cannot be read.
     """
 
-    code = "server_not_configured"
-    status = 400
     is_missing: bool = False
 
 
-class ServerUnavailable(ServerProblem):
+class ServerUnavailable(ServerProblem, code="server_unavailable", status=503, retryable=True):
     """The server does not answer, or cannot do this now."""
 
-    code = "server_unavailable"
-    status = 503
-    retryable = True
 
-
-class NotAuthenticated(ServerProblem):
+class NotAuthenticated(ServerProblem, code="not_authenticated", status=401):
     """The request has no valid token."""
 
-    code = "not_authenticated"
-    status = 401
 
-
-class NotAllowed(ServerProblem):
+class NotAllowed(ServerProblem, code="not_allowed", status=403):
     """The token's owner may not do this."""
 
-    code = "not_allowed"
-    status = 403
 
-
-class NotFound(ServerProblem):
+class NotFound(ServerProblem, code="not_found", status=404):
     """There is no such thing, or the token's owner may not see it."""
 
-    code = "not_found"
-    status = 404
 
-
-class AuditBroken(ServerProblem):
+class AuditBroken(ServerProblem, code="audit_broken"):
     """The audit, or a copy of it, is not what was written down."""
 
-    code = "audit_broken"
 
-
-class IdempotencyConflict(ServerProblem):
+class IdempotencyConflict(ServerProblem, code="idempotency_conflict", status=409):
     """A run with this identifier exists and was asked for differently."""
 
-    code = "idempotency_conflict"
-    status = 409
 
-
-class StaleAttempt(ServerProblem):
+class StaleAttempt(ServerProblem, code="stale_attempt", status=409):
     """A report came about an attempt that is not the run's current one."""
 
-    code = "stale_attempt"
-    status = 409
 
-
-class AlreadyFinished(ServerProblem):
+class AlreadyFinished(ServerProblem, code="already_finished", status=409):
     """The run has ended already."""
 
-    code = "already_finished"
-    status = 409
 
-
-class HashMismatch(ServerProblem):
+class HashMismatch(ServerProblem, code="hash_mismatch", status=422):
     """The bytes that arrived are not those their name says."""
 
-    code = "hash_mismatch"
-    status = 422
 
-
-class TooLarge(ServerProblem):
+class TooLarge(ServerProblem, code="too_large", status=413):
     """A request is over a limit of the server."""
 
-    code = "too_large"
-    status = 413
 
-
-class ServerStorageFull(ServerProblem):
+class ServerStorageFull(ServerProblem, code="storage_full", status=503):
     """The server has no room to store this."""
 
-    code = "storage_full"
-    status = 503
 
-
-class SessionEnded(ServerlessGpuError):
+class SessionEnded(ServerlessGpuError, code="session_ended", status=409):
     """The session has ended."""
 
-    code = "session_ended"
-    status = 409
 
-
-class RunError(ServerlessGpuError):
+class RunError(ServerlessGpuError, code="run_failed"):
     """A run ended without success.
 
     Attributes:
@@ -363,8 +274,6 @@ class RunError(ServerlessGpuError):
         reason: the machine-readable `Reason` value, for example ``"rank_signal"``.
         log_tail: last lines that rank wrote.
     """
-
-    code = "run_failed"
 
     def __init__(
         self,
@@ -383,25 +292,19 @@ class RunError(ServerlessGpuError):
         self.log_tail = log_tail
 
 
-class RemoteError(RunError):
+class RemoteError(RunError, code="remote_error"):
     """A rank raised an exception that cannot be rebuilt in this process."""
 
-    code = "remote_error"
 
-
-class RankCrashed(RunError):
+class RankCrashed(RunError, code="rank_crashed"):
     """A rank was ended by a signal or left without a result."""
 
-    code = "rank_crashed"
 
-
-class OutOfMemory(RunError):
+class OutOfMemory(RunError, code="out_of_memory"):
     """A rank was ended because host memory ran out."""
 
-    code = "out_of_memory"
 
-
-class CollectiveHang(RunError):
+class CollectiveHang(RunError, code="collective_hang"):
     """The run was silent and at least one rank stood still, for as long as hang_timeout allows.
 
     Attributes:
@@ -410,81 +313,58 @@ class CollectiveHang(RunError):
         ranks_elsewhere: global ranks that do not, those that had returned among them; empty when all wait.
     """
 
-    code = "collective_hang"
     ranks_waiting: Sequence[int] = ()
     ranks_elsewhere: Sequence[int] = ()
 
 
-class RunTimedOut(RunError):
+class RunTimedOut(RunError, code="timed_out"):
     """The run reached its time limit."""
 
-    code = "timed_out"
 
-
-class RunCancelled(RunError):
+class RunCancelled(RunError, code="cancelled"):
     """The run was cancelled."""
 
-    code = "cancelled"
 
-
-class NodeLost(RunError):
+class NodeLost(RunError, code="node_lost"):
     """The process that looked after the run is gone."""
 
-    code = "node_lost"
 
-
-class RuntimeLost(RunError):
+class RuntimeLost(RunError, code="runtime_lost"):
     """The ranks' parent process died on a node that goes on: the run failed, and does not continue by itself."""
 
-    code = "runtime_lost"
 
-
-class BudgetExhausted(RunError):
+class BudgetExhausted(RunError, code="budget_exhausted", status=402):
     """A budget is used up: the run was stopped, or was not taken."""
 
-    code = "budget_exhausted"
-    status = 402
 
-
-class CommandFailed(RunError):
+class CommandFailed(RunError, code="command_failed"):
     """A submitted command ended with an exit code other than 0.
 
     Attributes:
         exit_code: of the first that did.
     """
 
-    code = "command_failed"
     exit_code: int = 1
 
 
-class EngineHeadLost(RunError):
+class EngineHeadLost(RunError, code="engine_head_lost"):
     """A process died without which the run's Ray cluster cannot go on: of its head, or a node's raylet."""
 
-    code = "engine_head_lost"
 
-
-class ResultNotSerializable(RunError):
+class ResultNotSerializable(RunError, code="result_unserialisable"):
     """The function finished, but its result cannot be sent back."""
 
-    code = "result_unserialisable"
 
-
-class ResultTooLarge(RunError):
+class ResultTooLarge(RunError, code="result_too_large"):
     """The function finished, but its result is over the size limit."""
 
-    code = "result_too_large"
 
-
-class ResultUnavailableHere(RunError):
+class ResultUnavailableHere(RunError, code="result_unavailable_here"):
     """The result arrived, but this process cannot load it."""
 
-    code = "result_unavailable_here"
 
-
-class UntrustedResult(RunError):
+class UntrustedResult(RunError, code="untrusted_result"):
     """The result was made by another principal, and loading it would run their code here."""
-
-    code = "untrusted_result"
 
 
 def error_class(code: str) -> type[ServerlessGpuError]:

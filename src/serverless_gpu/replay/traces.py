@@ -325,6 +325,8 @@ _SIZES = (
     _Size(32, 0.003, 0.11),
     _Size(64, 0.001, 0.08),
 )
+
+
 _SINGLE_MEAN_S = 3 * 3600.0
 _SPREAD = 1.6
 _SHORTEST_S, _LONGEST_S = 30.0, 45 * 86_400.0
@@ -396,9 +398,6 @@ def _durations(drawn: list[_Size], chance: random.Random) -> list[float]:
     ]
 
 
-# --- when -------------------------------------------------------------------------------------------------------------
-
-
 def _arrivals(jobs: int, span_s: float, chance: random.Random) -> list[tuple[float, int]]:
     """Return when jobs come, and with which burst, in order of time."""
     hours = max(1, math.ceil(span_s / _HOUR_S))
@@ -441,3 +440,6 @@ def _people(arrivals: list[tuple[float, int]], chance: random.Random) -> list[tu
             user = chance.choices(range(_USERS), weights=weights)[0]
             bursts[burst] = (user, chance.randrange(_NAMES_EACH))
     return [bursts[burst] for _, burst in arrivals]
+
+
+# --- when -------------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from serverless_gpu.model.lifecycle.attempt import ACTIVE, Reason
 from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp
 from serverless_gpu.server.billing import charging
 from serverless_gpu.server.core.caller import Caller
-from serverless_gpu.server.lifecycle import liveness, reports
+from serverless_gpu.server.lifecycle import liveness, reports, requeue
 from serverless_gpu.server.nodes import agent_service
 from serverless_gpu.server.policies import Brought
 from serverless_gpu.server.records import audit, policies
@@ -106,22 +106,22 @@ def _orders_go_to_any_node() -> AbstractContextManager[Any]:
 
 def _silence_is_proof() -> AbstractContextManager[Any]:
     """A run whose node is silent is given up at once."""
-    return mock.patch.object(reconciler, "Silent", lambda: GivenUp(reason=Reason.NODE_GONE))
+    return mock.patch.object(liveness, "Silent", lambda: GivenUp(reason=Reason.NODE_GONE))
 
 
 def _grace_of_today() -> AbstractContextManager[Any]:
     """A server waits as long as it grants itself, and not as long as was granted."""
-    look = reconciler.Reconciler._look
+    look = liveness.LivenessMonitor._look
 
-    def forgetful(self: reconciler.Reconciler, run: Active, crew: ActiveCrew, now_ns: int) -> None:
+    def forgetful(self: liveness.LivenessMonitor, run: Active, crew: ActiveCrew, now_ns: int) -> None:
         look(self, run, msgspec.structs.replace(crew, grace_s=self._grace_s), now_ns)
 
-    return mock.patch.object(reconciler.Reconciler, "_look", forgetful)
+    return mock.patch.object(liveness.LivenessMonitor, "_look", forgetful)
 
 
 def _taken_back_though_it_left() -> AbstractContextManager[Any]:
     """An order is taken back whether or not it has left."""
-    return mock.patch.object(liveness.Deliveries, "hold", lambda self, run_id, fence: True)
+    return mock.patch.object(requeue.Deliveries, "hold", lambda self, run_id, fence: True)
 
 
 def _output_twice() -> AbstractContextManager[Any]:
@@ -180,7 +180,7 @@ def _removed_without_a_word() -> AbstractContextManager[Any]:
 
 def _never_settled() -> AbstractContextManager[Any]:
     """A receipt that never comes is waited for for ever."""
-    return mock.patch.object(reconciler.Reconciler, "_settle", lambda self: None)
+    return mock.patch.object(liveness.LivenessMonitor, "settle_overdue", lambda *_: None)
 
 
 def _reservations_stay() -> AbstractContextManager[Any]:

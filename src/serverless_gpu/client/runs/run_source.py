@@ -1,7 +1,7 @@
 """Sources of a run's messages and files for its handle.
 
     Run ──▶ RunSource ──┬─ LocalRun    the run's supervisor on this machine: a socket and the run directory
-                        └─ RemoteRun   a server: its event stream, and copies of the run's files (`remote/remote_run.py`)
+                        └─ RemoteRun   a server: its event stream, and copies of its files (`remote/remote_run.py`)
 
 Every source returns messages of `node.protocol`, so that all handles behave alike. When the connection of a `LocalRun`
 ends before a supervisor had accepted it (the agent died with the run in its queue), the launch goes to a new agent:

@@ -1,32 +1,57 @@
-"""What this process has heard, and when, by its own boottime: memory that is meant to be lost with it.
+"""Liveness of crews and nodes: when each was heard of last, and what follows when one falls silent.
 
-    Leases        crews, renewed by their reports             silence ─▶ UNREACHABLE ─▶ given up after the hard fence
-                  and whether they have given their devices back, which every later report repeats
-    Looks         crews that are to report now                until they do
-    Presence      nodes, renewed by hello and heartbeat       who is not there gets nothing new
-                  and how far their clocks are off, which every heartbeat repeats
-                  and their open streams of orders            a second process is refused while the first has one
-    Deliveries    orders that left this process               what never left can be taken back
-                  and those that an engine's word holds back  what it has not reserved leaves to no node
+    Leases     crews, renewed by their reports         also: whether they have given their devices back
+    Presence   nodes, renewed by hello and heartbeat   also: clock offsets, open streams of orders; an absent node
+                                                       gets nothing new
 
-No wall clock takes part: a column would be read by the next process with another boottime, and a wall clock jumps. So
-a server that starts knows nothing, and every crew counts as heard of at that moment; a node counts as there once it
-has said something. All methods may be called from any thread, and take the time as a value.
+`LivenessMonitor`, called by the reconciler every two seconds, compares the silence of each crew with two limits:
+
+    silent for longer than
+    soft_expiry_s                      the run is shown as UNREACHABLE; where its order has not left, it is taken back
+    granted grace + partition_margin   the node has ended the crew by its own clock: given up (NODE_GONE)
+
+An order that is held back for an engine has no crew to report yet: its node's presence renews the lease. How long
+silence may last is what the attempt was granted, not what this server grants today. A crew that is heard of is never
+ended here, however long it stops or sends results.
+
+Leases and presence are memory, by this process's boottime, and lost with it. No wall clock takes part: it jumps, and a
+column would be read by the next process with another boottime. So a server that starts knows nothing: every crew counts
+as heard of at that moment, and a node as present once it has said something. A server that was away for a day gives
+nothing up for it. All methods may be called from any thread, and take the time as a value.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 
-from serverless_gpu.server.records.runs.crews import CrewId
+import sqlalchemy as sa
+
+from serverless_gpu.ambient import Clock
+from serverless_gpu.errors import StaleAttempt
+from serverless_gpu.model.lifecycle.attempt import Reason, State
+from serverless_gpu.model.lifecycle.run_lifecycle import Event, GivenUp, IllegalRunTransition, Silent
+from serverless_gpu.server.core.hub import Hub, run_key
+from serverless_gpu.server.core.settings import Settings
+from serverless_gpu.server.db.database import Transactions
+from serverless_gpu.server.lifecycle import transitions
+from serverless_gpu.server.lifecycle.requeue import Deliveries
+from serverless_gpu.server.lifecycle.transitions import Announcer, Note, TransitionResult
+from serverless_gpu.server.records.runs import crews, runs
+from serverless_gpu.server.records.runs.active_runs import Active, ActiveCrew
+from serverless_gpu.server.records.runs.crews import CrewId, StoredCrew
 from serverless_gpu.wire.agents import ClockReading, is_off
 
 PRESENT_S = 20.0
 """A node that has not been heard of for so long gets nothing new; it says something every five seconds."""
 _REFUSED_MAX = 1_000
+_log = logging.getLogger(__name__)
+
+TakeBack = Callable[[str, int, str], bool]
+"""Returns a run to the queue whose order has not left the server, by run, fence and why; whether that was so."""
 
 
 class Leases:
@@ -172,3 +197,109 @@ class Presence:
         """Return what an engine says about a node that it does not count on, or ""."""
         with self._lock:
             return self._lost.get(node_id, "")
+
+
+class LivenessMonitor:
+    """Ends attempts of crews that fell silent, and stops waiting for receipts that do not come.
+
+    Args:
+        take_back: used where the order of a silent crew may not have left the server.
+    """
+
+    def __init__(
+        self,
+        *,
+        settings: Settings,
+        clock: Clock,
+        database: Transactions,
+        hub: Hub,
+        leases: Leases,
+        presence: Presence,
+        deliveries: Deliveries,
+        announcer: Announcer,
+        take_back: TakeBack,
+    ) -> None:
+        self._clock = clock
+        self._database = database
+        self._hub = hub
+        self._leases = leases
+        self._presence = presence
+        self._deliveries = deliveries
+        self._announcer = announcer
+        self._take_back_order = take_back
+        self._soft_s = settings.soft_expiry_s
+        self._grace_s, self._margin_s = settings.partition_grace_s, settings.partition_margin_s
+        self._unsettled: dict[CrewId, int] = {}
+
+    def check(self, active: Sequence[Active], held_back: Collection[str], now_ns: int) -> None:
+        """Compare the silence of every crew with its limits.
+
+        Args:
+            active: runs that have an attempt which has not ended.
+            held_back: identifiers of those whose order waits for an engine.
+            now_ns: boottime, nanoseconds.
+        """
+        for run in active:
+            for crew in run.crews:
+                if run.id in held_back and self._presence.is_there(crew.node_id, now_ns=now_ns):
+                    self._leases.renew(crew.id, now_ns=now_ns)
+                self._look(run, crew, now_ns)
+
+    def _look(self, run: Active, crew: ActiveCrew, now_ns: int) -> None:
+        heard_ns = self._leases.last_ns(crew.id, now_ns=now_ns)
+        silent_s = (now_ns - heard_ns) / 1e9
+        if silent_s > crew.grace_s + self._margin_s:
+            detail = f"nothing was heard of it for {silent_s:.0f} s"
+            self._tell(crew, GivenUp(reason=Reason.NODE_GONE), heard_ns=heard_ns, detail=detail)
+        elif silent_s > self._soft_s and not self._take_back(run, crew, now_ns) and crew.state is not State.UNREACHABLE:
+            self._tell(crew, Silent(), heard_ns=heard_ns)
+
+    def _take_back(self, run: Active, crew: ActiveCrew, now_ns: int) -> bool:
+        why = f"{crew.node} went away before it was told"
+        if self._presence.is_there(crew.node_id, now_ns=now_ns):
+            # Taken back, and that could not be written down then: it never leaves.
+            if not self._deliveries.is_taken_back(run.id, run.fence):
+                return False
+            why = f"its order to {crew.node} was taken back"
+        return self._take_back_order(run.id, run.fence, why)
+
+    def _tell(self, crew: ActiveCrew, event: Event, *, heard_ns: int, detail: str = "") -> None:
+        """Tell a run that a crew of it is silent, unless that was heard of meanwhile: who reports was answered."""
+        note = Note(at_ns=self._clock.wall_ns(), detail=detail)
+        run_id, fence, number = crew.id
+
+        def work(connection: sa.Connection) -> TransitionResult | None:
+            found = runs.find(connection, run_id)
+            if found is None or found.attempt is None or found.fence != fence:
+                return None
+            now = found.attempt.crews[number]
+            if now.state is not crew.state or now.ended_ns is not None:
+                return None
+            if self._leases.last_ns(crew.id, now_ns=heard_ns) != heard_ns:
+                return None
+            return transitions.tell_crew(connection, found, number, event, note=note)
+
+        try:
+            told = self._database.write(work)
+        except (StaleAttempt, IllegalRunTransition) as error:
+            _log.info("nothing was done about run %s: %s", run_id, error)
+            return
+        if told is not None:
+            self._announcer.announce(told)
+
+    def settle_overdue(self, now_ns: int) -> None:
+        """Settle crews whose receipt would have come long ago, as this process saw them wait, by its boottime."""
+        ended = {one.id: one for one in self._database.read(crews.unsettled)}
+        self._unsettled = {crew: self._unsettled.get(crew, now_ns) for crew in ended}
+        for crew, one in ended.items():
+            if now_ns - self._unsettled[crew] > (self._grace_s + self._margin_s) * 1e9:
+                self._settle_without(one)
+
+    def _settle_without(self, crew: StoredCrew) -> None:
+        at_ns = self._clock.wall_ns()
+
+        def work(connection: sa.Connection) -> bool:
+            return transitions.settle(connection, crew.id, receipt=None, at_ns=at_ns)
+
+        self._database.write(work)
+        self._hub.touch(run_key(crew.run_id))
