@@ -303,6 +303,9 @@ def _moment(text: object) -> float | None:
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
+# --- generated traces -------------------------------------------------------------------------------------------------
+
+
 JOBS_MAX = 1_000_000
 PEAK = 11.0
 """The fullest hour has so many times the jobs of the mean hour."""
@@ -440,6 +443,3 @@ def _people(arrivals: list[tuple[float, int]], chance: random.Random) -> list[tu
             user = chance.choices(range(_USERS), weights=weights)[0]
             bursts[burst] = (user, chance.randrange(_NAMES_EACH))
     return [bursts[burst] for _, burst in arrivals]
-
-
-# --- when -------------------------------------------------------------------------------------------------------------

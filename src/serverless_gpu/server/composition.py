@@ -44,7 +44,7 @@ from serverless_gpu.server.lifecycle.owner_suspension import OwnerSuspension
 from serverless_gpu.server.lifecycle.rendezvous import Meetings, RendezvousService
 from serverless_gpu.server.lifecycle.reports import ReportService
 from serverless_gpu.server.lifecycle.requeue import Deliveries, Requeue
-from serverless_gpu.server.lifecycle.transitions import Announcer, Looks
+from serverless_gpu.server.lifecycle.transitions import Announcer, ReportRequests
 from serverless_gpu.server.nodes.agent_service import Agents
 from serverless_gpu.server.nodes.drain import DrainService
 from serverless_gpu.server.nodes.node_admission import JoinService, NodeAdmission
@@ -108,7 +108,7 @@ class ServerResources:
     environments: Environments
     spool: Spool
     leases: Leases = dataclasses.field(default_factory=Leases)
-    looks: Looks = dataclasses.field(default_factory=Looks)
+    looks: ReportRequests = dataclasses.field(default_factory=ReportRequests)
     presence: Presence = dataclasses.field(default_factory=Presence)
     deliveries: Deliveries = dataclasses.field(default_factory=Deliveries)
     meetings: Meetings = dataclasses.field(default_factory=Meetings)

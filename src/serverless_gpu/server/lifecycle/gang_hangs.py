@@ -41,7 +41,7 @@ from serverless_gpu.server.core.hub import Hub, node_key
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.lifecycle import transitions
-from serverless_gpu.server.lifecycle.transitions import Announcer, Looks, TransitionResult
+from serverless_gpu.server.lifecycle.transitions import Announcer, ReportRequests, TransitionResult
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.records.runs.attempts import StoredAttempt
@@ -130,7 +130,7 @@ class GangHangs:
         clock: Clock,
         database: Transactions,
         hub: Hub,
-        looks: Looks,
+        looks: ReportRequests,
         gang_progress: GangProgress,
         announcer: Announcer,
     ) -> None:

@@ -66,7 +66,7 @@ from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.lifecycle.liveness import Leases, Presence
-from serverless_gpu.server.lifecycle.transitions import Announcer, Looks, Note, TransitionResult
+from serverless_gpu.server.lifecycle.transitions import Announcer, Note, ReportRequests, TransitionResult
 from serverless_gpu.server.records.runs import attempts, runs
 from serverless_gpu.server.records.runs.active_runs import Active
 from serverless_gpu.server.records.runs.attempts import StoredAttempt
@@ -98,7 +98,7 @@ class RendezvousService:
         database: Transactions,
         hub: Hub,
         leases: Leases,
-        looks: Looks,
+        looks: ReportRequests,
         presence: Presence,
         meetings: Meetings,
         announcer: Announcer,

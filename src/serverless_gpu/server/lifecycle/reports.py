@@ -58,7 +58,7 @@ from serverless_gpu.server.lifecycle.attempt_tokens import AttemptTokens
 from serverless_gpu.server.lifecycle.gang_hangs import GangHangs, check_progress
 from serverless_gpu.server.lifecycle.liveness import Leases, Presence
 from serverless_gpu.server.lifecycle.rendezvous import RendezvousService, check_meeting
-from serverless_gpu.server.lifecycle.transitions import Announcer, Looks, Note, TransitionResult
+from serverless_gpu.server.lifecycle.transitions import Announcer, Note, ReportRequests, TransitionResult
 from serverless_gpu.server.records import audit, nodes
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.runs import attempts, crews, facts, files, runs
@@ -124,7 +124,7 @@ class ReportService:
         logs: Logs,
         blobs: Blobs,
         leases: Leases,
-        looks: Looks,
+        looks: ReportRequests,
         presence: Presence,
         measures: Measures,
         announcer: Announcer,

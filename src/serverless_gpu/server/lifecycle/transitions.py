@@ -93,7 +93,7 @@ class TransitionResult(msgspec.Struct, frozen=True, kw_only=True):
                 measures.given_up.labels(event.reason.value).inc()
 
 
-class Looks:
+class ReportRequests:
     """Crews that are to report now, since the answer has something for them: until they do."""
 
     def __init__(self) -> None:
@@ -130,7 +130,7 @@ class Looks:
 class Announcer:
     """Wakes those who wait for a transition, once it is committed."""
 
-    def __init__(self, *, hub: Hub, looks: Looks, measures: Measures) -> None:
+    def __init__(self, *, hub: Hub, looks: ReportRequests, measures: Measures) -> None:
         self._hub = hub
         self._looks = looks
         self._measures = measures

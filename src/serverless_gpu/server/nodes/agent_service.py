@@ -43,7 +43,7 @@ from serverless_gpu.server.lifecycle.attempt_tokens import AttemptTokens
 from serverless_gpu.server.lifecycle.liveness import Presence
 from serverless_gpu.server.lifecycle.reports import ReportService
 from serverless_gpu.server.lifecycle.requeue import Deliveries, Requeue
-from serverless_gpu.server.lifecycle.transitions import Announcer, Looks, Note, TransitionResult
+from serverless_gpu.server.lifecycle.transitions import Announcer, Note, ReportRequests, TransitionResult
 from serverless_gpu.server.nodes import node_admission
 from serverless_gpu.server.nodes.node_admission import NodeAdmission
 from serverless_gpu.server.records import audit, nodes, pools, stored_secrets
@@ -93,7 +93,7 @@ class Agents:
         database: Transactions,
         hub: Hub,
         sealer: Sealer,
-        looks: Looks,
+        looks: ReportRequests,
         presence: Presence,
         deliveries: Deliveries,
         announcer: Announcer,

@@ -27,7 +27,7 @@ from serverless_gpu.server.lifecycle.liveness import Leases, LivenessMonitor, Pr
 from serverless_gpu.server.lifecycle.owner_suspension import OwnerSuspension
 from serverless_gpu.server.lifecycle.rendezvous import RendezvousService
 from serverless_gpu.server.lifecycle.requeue import Deliveries
-from serverless_gpu.server.lifecycle.transitions import Announcer, Looks
+from serverless_gpu.server.lifecycle.transitions import Announcer, ReportRequests
 from serverless_gpu.server.nodes.node_rules import Evacuation
 from serverless_gpu.server.records import nodes
 from serverless_gpu.server.records.runs import active_runs
@@ -54,7 +54,7 @@ class Reconciler:
         database: Transactions,
         hub: Hub,
         leases: Leases,
-        looks: Looks,
+        looks: ReportRequests,
         presence: Presence,
         deliveries: Deliveries,
         gang_progress: GangProgress,

@@ -18,7 +18,7 @@ from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import node_key
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.lifecycle.transitions import Looks
+from serverless_gpu.server.lifecycle.transitions import ReportRequests
 from serverless_gpu.server.records.runs import orders
 from serverless_gpu.server.records.runs.crews import CrewId
 from serverless_gpu.testing import FakeClock
@@ -175,7 +175,7 @@ def test_what_a_crew_is_asked_to_report_for_is_in_its_answer_though_it_was_read_
     """A sign of life is under way when another crew fails: it takes the look, so it has to take the news."""
     began(services, run_id)
 
-    class Slow(Looks):
+    class Slow(ReportRequests):
         def done(self, node_id: str, crew: CrewId) -> bool:
             if node_id == "node-1":
                 say(services, run_id, 1, State.STOPPING, halt=Halt(reason=Reason.RANK_RAISED, rank=2, detail="no"))
