@@ -178,7 +178,7 @@ def _why_not(job: Job, cluster: Cluster) -> str:
 
 def _spans(jobs: list[Job], cluster: Cluster, policy: str, told: Settings, progress: Progress | None) -> Spans:
     if policy == "ours":
-        drive = Drive(jobs, cluster, told.scheduling, durations=told.durations, progress=progress)
+        drive = PlannerReplay(jobs, cluster, told.scheduling, durations=told.durations, progress=progress)
         return drive.run()
     if policy in KEYS:
         return placed_again(jobs, cluster, KEYS[policy])
@@ -187,7 +187,7 @@ def _spans(jobs: list[Job], cluster: Cluster, policy: str, told: Settings, progr
     raise InvalidValue(f"there is no policy {policy!r}", hint=f"one of {', '.join(POLICIES)}")
 
 
-class Drive:
+class PlannerReplay:
     """One replay with the scheduler.
 
     jobs: sorted by arrival; each fits into the empty cluster. cluster: where. scheduling: what the operator decides.
