@@ -69,7 +69,7 @@ class ServerlessGpuError(Exception):
     def __init_subclass__(
         cls, *, code: str | None = None, status: int | None = None, retryable: bool | None = None, **others: Any
     ) -> None:
-        """Set what a class says of itself; what it leaves out is its base's."""
+        """Set what the class statement gives; the rest is inherited."""
         super().__init_subclass__(**others)
         for name, value in (("code", code), ("status", status), ("retryable", retryable)):
             if value is not None:

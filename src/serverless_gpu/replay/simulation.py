@@ -43,7 +43,7 @@ from serverless_gpu.replay.figures import Figures, figures_of
 from serverless_gpu.replay.traces import Job, Trace
 
 Progress = Callable[[int, int], None]
-"""Is told, now and then, how many jobs have ended, and of how many."""
+"""Receives, now and then, how many jobs have ended, and of how many."""
 
 Durations = Literal["unknown", "learned", "known"]
 """What the scheduler is told of how long jobs take."""
@@ -178,8 +178,7 @@ def _why_not(job: Job, cluster: Cluster) -> str:
 
 def _spans(jobs: list[Job], cluster: Cluster, policy: str, told: Settings, progress: Progress | None) -> Spans:
     if policy == "ours":
-        drive = PlannerReplay(jobs, cluster, told.scheduling, durations=told.durations, progress=progress)
-        return drive.run()
+        return PlannerReplay(jobs, cluster, told.scheduling, durations=told.durations, progress=progress).run()
     if policy in KEYS:
         return placed_again(jobs, cluster, KEYS[policy])
     if policy in POLICIES:
@@ -188,11 +187,7 @@ def _spans(jobs: list[Job], cluster: Cluster, policy: str, told: Settings, progr
 
 
 class PlannerReplay:
-    """One replay with the scheduler.
-
-    jobs: sorted by arrival; each fits into the empty cluster. cluster: where. scheduling: what the operator decides.
-    durations: what it is told of how long jobs take. progress: is told how far it is.
-    """
+    """One replay with the server's planner; `jobs` are sorted by arrival, and each fits into the empty cluster."""
 
     def __init__(
         self,

@@ -43,7 +43,7 @@ from serverless_gpu.server.lifecycle.liveness import Leases, Presence
 from serverless_gpu.server.lifecycle.owner_suspension import OwnerSuspension
 from serverless_gpu.server.lifecycle.rendezvous import Meetings, RendezvousService
 from serverless_gpu.server.lifecycle.reports import ReportService
-from serverless_gpu.server.lifecycle.requeue import Deliveries, Requeue
+from serverless_gpu.server.lifecycle.requeue import OrderDeliveries, Requeue
 from serverless_gpu.server.lifecycle.transitions import Announcer, ReportRequests
 from serverless_gpu.server.nodes.agent_service import Agents
 from serverless_gpu.server.nodes.drain import DrainService
@@ -110,7 +110,7 @@ class ServerResources:
     leases: Leases = dataclasses.field(default_factory=Leases)
     looks: ReportRequests = dataclasses.field(default_factory=ReportRequests)
     presence: Presence = dataclasses.field(default_factory=Presence)
-    deliveries: Deliveries = dataclasses.field(default_factory=Deliveries)
+    deliveries: OrderDeliveries = dataclasses.field(default_factory=OrderDeliveries)
     meetings: Meetings = dataclasses.field(default_factory=Meetings)
     gang_progress: GangProgress = dataclasses.field(default_factory=GangProgress)
     sentences: Sentences = dataclasses.field(default_factory=Sentences)

@@ -121,7 +121,7 @@ def _grace_of_today() -> AbstractContextManager[Any]:
 
 def _taken_back_though_it_left() -> AbstractContextManager[Any]:
     """An order is taken back whether or not it has left."""
-    return mock.patch.object(requeue.Deliveries, "hold", lambda self, run_id, fence: True)
+    return mock.patch.object(requeue.OrderDeliveries, "hold", lambda self, run_id, fence: True)
 
 
 def _output_twice() -> AbstractContextManager[Any]:

@@ -38,7 +38,7 @@ from serverless_gpu.server.core.hub import Hub, run_key
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.lifecycle import transitions
-from serverless_gpu.server.lifecycle.requeue import Deliveries
+from serverless_gpu.server.lifecycle.requeue import OrderDeliveries
 from serverless_gpu.server.lifecycle.transitions import Announcer, Note, TransitionResult
 from serverless_gpu.server.records.runs import crews, runs
 from serverless_gpu.server.records.runs.active_runs import Active, ActiveCrew
@@ -215,7 +215,7 @@ class LivenessMonitor:
         hub: Hub,
         leases: Leases,
         presence: Presence,
-        deliveries: Deliveries,
+        deliveries: OrderDeliveries,
         announcer: Announcer,
         take_back: TakeBack,
     ) -> None:

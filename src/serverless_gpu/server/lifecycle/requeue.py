@@ -20,7 +20,7 @@ from serverless_gpu.server.records.runs import runs
 _log = logging.getLogger(__name__)
 
 
-class Deliveries:
+class OrderDeliveries:
     """Orders to start, by gang, between "may leave" and "may be taken back": each is one or the other, never both.
 
     A gang on a node of an engine is held back, all of it, until the engine has reserved it. That is looked up and not
@@ -101,7 +101,9 @@ class Deliveries:
 class Requeue:
     """Returns runs to the queue whose order has not left the server."""
 
-    def __init__(self, *, clock: Clock, database: Transactions, deliveries: Deliveries, announcer: Announcer) -> None:
+    def __init__(
+        self, *, clock: Clock, database: Transactions, deliveries: OrderDeliveries, announcer: Announcer
+    ) -> None:
         self._clock = clock
         self._database = database
         self._deliveries = deliveries

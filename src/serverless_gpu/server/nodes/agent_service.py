@@ -42,7 +42,7 @@ from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.lifecycle.attempt_tokens import AttemptTokens
 from serverless_gpu.server.lifecycle.liveness import Presence
 from serverless_gpu.server.lifecycle.reports import ReportService
-from serverless_gpu.server.lifecycle.requeue import Deliveries, Requeue
+from serverless_gpu.server.lifecycle.requeue import OrderDeliveries, Requeue
 from serverless_gpu.server.lifecycle.transitions import Announcer, Note, ReportRequests, TransitionResult
 from serverless_gpu.server.nodes import node_admission
 from serverless_gpu.server.nodes.node_admission import NodeAdmission
@@ -95,7 +95,7 @@ class Agents:
         sealer: Sealer,
         looks: ReportRequests,
         presence: Presence,
-        deliveries: Deliveries,
+        deliveries: OrderDeliveries,
         announcer: Announcer,
         attempt_tokens: AttemptTokens,
         node_admission: NodeAdmission,

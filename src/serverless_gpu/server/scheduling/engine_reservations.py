@@ -2,7 +2,7 @@
 
     just placed ─▶ `ask`  ─┐
     each tick   ─▶ `look` ─┴▶ engine.submit
-         Placed       its nodes' streams look again: now their orders leave (`Deliveries.is_held_back`)
+         Placed       its nodes' streams look again: now their orders leave (`OrderDeliveries.is_held_back`)
          Waiting      why is written where those look who wait; it is asked for again
          Impossible   all of it goes back to the queue
     asked to stop before it was reserved ─▶ all of it is over at once
@@ -26,7 +26,7 @@ from serverless_gpu.model.scheduling.values import DeviceShare as PlannedShare
 from serverless_gpu.model.scheduling.values import Placement
 from serverless_gpu.server.core.hub import Hub, node_key, run_key
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.lifecycle.requeue import Deliveries, Requeue
+from serverless_gpu.server.lifecycle.requeue import OrderDeliveries, Requeue
 from serverless_gpu.server.records.nodes import StoredNode
 from serverless_gpu.server.records.runs import crews, orders, runs
 from serverless_gpu.server.records.runs.active_runs import Active
@@ -56,7 +56,7 @@ class Reserving:
     """
 
     def __init__(
-        self, *, database: Transactions, hub: Hub, deliveries: Deliveries, requeue: Requeue, engine: Engine | None
+        self, *, database: Transactions, hub: Hub, deliveries: OrderDeliveries, requeue: Requeue, engine: Engine | None
     ) -> None:
         self._database = database
         self._hub = hub

@@ -26,7 +26,7 @@ from serverless_gpu.server.lifecycle.gang_reconciler import GangReconciler
 from serverless_gpu.server.lifecycle.liveness import Leases, LivenessMonitor, Presence
 from serverless_gpu.server.lifecycle.owner_suspension import OwnerSuspension
 from serverless_gpu.server.lifecycle.rendezvous import RendezvousService
-from serverless_gpu.server.lifecycle.requeue import Deliveries
+from serverless_gpu.server.lifecycle.requeue import OrderDeliveries
 from serverless_gpu.server.lifecycle.transitions import Announcer, ReportRequests
 from serverless_gpu.server.nodes.node_rules import Evacuation
 from serverless_gpu.server.records import nodes
@@ -56,7 +56,7 @@ class Reconciler:
         leases: Leases,
         looks: ReportRequests,
         presence: Presence,
-        deliveries: Deliveries,
+        deliveries: OrderDeliveries,
         gang_progress: GangProgress,
         announcer: Announcer,
         evacuation: Evacuation,

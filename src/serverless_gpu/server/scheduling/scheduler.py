@@ -46,7 +46,7 @@ from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.identity import uid_sharing
 from serverless_gpu.server.lifecycle import owner_suspension, transitions
 from serverless_gpu.server.lifecycle.liveness import Leases
-from serverless_gpu.server.lifecycle.requeue import Deliveries
+from serverless_gpu.server.lifecycle.requeue import OrderDeliveries
 from serverless_gpu.server.lifecycle.transitions import Announcer, Note, TransitionResult
 from serverless_gpu.server.nodes import drain
 from serverless_gpu.server.records import audit, charges, nodes, prices, stored_secrets
@@ -140,7 +140,7 @@ class Scheduler:
         keys: Keys,
         sealer: Sealer,
         leases: Leases,
-        deliveries: Deliveries,
+        deliveries: OrderDeliveries,
         sentences: Sentences,
         measures: Measures,
         spending: Spending,

@@ -6,7 +6,7 @@ import pytest
 
 from serverless_gpu import faults
 from serverless_gpu.server.lifecycle.liveness import PRESENT_S, Leases, Presence
-from serverless_gpu.server.lifecycle.requeue import Deliveries
+from serverless_gpu.server.lifecycle.requeue import OrderDeliveries
 
 S = 1_000_000_000
 
@@ -47,7 +47,7 @@ def test_a_node_that_an_engine_lost_is_not_there_until_it_is_found_or_heard_of()
 
 
 def test_an_order_is_sent_or_taken_back_and_never_both() -> None:
-    deliveries = Deliveries()
+    deliveries = OrderDeliveries()
     deliveries.made("a", 1)
     deliveries.made("b", 1)
     assert deliveries.hold("a", 1)
@@ -59,7 +59,7 @@ def test_an_order_is_sent_or_taken_back_and_never_both() -> None:
 
 
 def test_an_order_made_while_the_database_was_read_is_not_forgotten() -> None:
-    deliveries = Deliveries()
+    deliveries = OrderDeliveries()
     deliveries.made("old", 1)
     known = deliveries.known()  # before the read, in which neither of the two is active
     for gang in ("held", "sent"):
@@ -73,7 +73,7 @@ def test_an_order_made_while_the_database_was_read_is_not_forgotten() -> None:
 
 
 def test_an_order_that_an_earlier_process_wrote_may_have_left() -> None:
-    assert not Deliveries().hold("a", 1)
+    assert not OrderDeliveries().hold("a", 1)
 
 
 def test_a_fault_point_does_nothing_unless_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
