@@ -41,7 +41,7 @@ from serverless_gpu.server.lifecycle.gang_hangs import GangHangs, GangProgress
 from serverless_gpu.server.lifecycle.gang_reconciler import GangReconciler
 from serverless_gpu.server.lifecycle.liveness import Leases, Presence
 from serverless_gpu.server.lifecycle.owner_suspension import OwnerSuspension
-from serverless_gpu.server.lifecycle.rendezvous import Meetings, RendezvousService
+from serverless_gpu.server.lifecycle.rendezvous import RendezvousService, RendezvousStates
 from serverless_gpu.server.lifecycle.reports import ReportService
 from serverless_gpu.server.lifecycle.requeue import OrderDeliveries, Requeue
 from serverless_gpu.server.lifecycle.transitions import Announcer, ReportRequests
@@ -111,7 +111,7 @@ class ServerResources:
     looks: ReportRequests = dataclasses.field(default_factory=ReportRequests)
     presence: Presence = dataclasses.field(default_factory=Presence)
     deliveries: OrderDeliveries = dataclasses.field(default_factory=OrderDeliveries)
-    meetings: Meetings = dataclasses.field(default_factory=Meetings)
+    meetings: RendezvousStates = dataclasses.field(default_factory=RendezvousStates)
     gang_progress: GangProgress = dataclasses.field(default_factory=GangProgress)
     sentences: Sentences = dataclasses.field(default_factory=Sentences)
     waiting_room: WaitingRoom = dataclasses.field(default_factory=WaitingRoom)

@@ -100,7 +100,7 @@ class RendezvousService:
         leases: Leases,
         looks: ReportRequests,
         presence: Presence,
-        meetings: Meetings,
+        meetings: RendezvousStates,
         announcer: Announcer,
     ) -> None:
         self._settings = settings
@@ -477,7 +477,7 @@ class Gathered(msgspec.Struct, frozen=True, kw_only=True):
         return f"{_named(nodes, [quietest])} gone silent while the run's nodes met"
 
 
-class Meetings:
+class RendezvousStates:
     """Gangs that are to meet, as this process has heard of them. Any thread may call; it takes the time as a value."""
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ from serverless_gpu.server.composition import Services, make_roster
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.lifecycle import rendezvous
-from serverless_gpu.server.lifecycle.rendezvous import Meetings
+from serverless_gpu.server.lifecycle.rendezvous import RendezvousStates
 from serverless_gpu.server.records.runs import attempts, runs
 from serverless_gpu.server.records.runs.attempts import StoredAttempt
 from serverless_gpu.testing import FakeClock
@@ -378,7 +378,7 @@ def test_crews_of_a_gang_share_a_nonce_of_their_own(services: Services, database
 
 def test_chosen_or_called_off_never_both(database: Database, services: Services, run_id: str, clock: FakeClock) -> None:
     """The last word arrives in the moment in which the limit passes; on PostgreSQL both may be written at once."""
-    known = Meetings().see((run_id, 1), now_ns=0)
+    known = RendezvousStates().see((run_id, 1), now_ns=0)
     for _ in range(8):
         run_id = add_run(database)
         place_gang(database, run_id, 2, 1)
