@@ -24,21 +24,14 @@ PIECE_BYTES = 256 * 1024
 def compress(data: bytes | bytearray | memoryview, level: int = LEVEL_LOCAL, *, checksum: bool = True) -> bytes:
     """Return data as one zstd frame.
 
-    Args:
-        data: the content.
-        level: of zstd.
-        checksum: whether the frame carries one; what has a digest of its own needs none.
+    What has a digest of its own needs no checksum.
     """
     parameter = zstd.CompressionParameter
     return zstd.compress(data, options={parameter.compression_level: level, parameter.checksum_flag: int(checksum)})
 
 
 class Compressor:
-    """Makes frames one after another; its memory is asked for once. For one thread at a time.
-
-    Args:
-        level: of zstd.
-    """
+    """Makes frames one after another; its memory is asked for once. For one thread at a time."""
 
     def __init__(self, level: int) -> None:
         parameter = zstd.CompressionParameter
@@ -52,12 +45,7 @@ class Compressor:
 def decompress(frame: bytes | memoryview, size_max: int) -> bytes:
     """Return the content of one zstd frame, never more than a bound.
 
-    Args:
-        frame: the whole frame and nothing else.
-        size_max: most bytes that are made of it.
-
-    Raises:
-        EnvironmentRejected: it is no such frame, ends early, goes on after its end, or holds more.
+    EnvironmentRejected: it is no such frame, ends early, goes on after its end, or holds more.
     """
     decompressor = zstd.ZstdDecompressor()
     try:
@@ -75,13 +63,8 @@ def decompress(frame: bytes | memoryview, size_max: int) -> bytes:
 def pieces(frame: bytes | memoryview, size: int) -> Iterator[bytes]:
     """Yield the content of one zstd frame, a piece at a time.
 
-    Args:
-        frame: the whole frame and nothing else.
-        size: how many bytes it holds, exactly.
-
-    Raises:
-        EnvironmentRejected: it is no such frame, ends early, goes on after its end, or holds more or less; pieces that
-            were given before are of no use then.
+    EnvironmentRejected: it is no such frame, ends early, goes on after its end, or does not hold exactly `size` bytes;
+    pieces that were given before are of no use then.
     """
     decompressor, left = zstd.ZstdDecompressor(), size
     data: bytes | memoryview = frame

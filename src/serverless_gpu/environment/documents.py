@@ -101,59 +101,40 @@ class Interpreter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SnapshotMember(msgspec.Struct, frozen=True, kw_only=True):
-    """A unit as a snapshot lists it.
+    """A unit as a snapshot lists it."""
 
-    Attributes:
-        address: the unit.
-        kind: what it holds.
-        name: of the distribution in its normal form (``scikit-learn``), of the code's directory, or "" (unowned files).
-        version: of the distribution, or "".
-        size: content bytes.
-        files: number of files.
-        modules: names it adds to what can be imported: top-level files and directories, without endings.
-    """
-
-    address: str
-    kind: UnitKind
+    address: str  # the unit
+    kind: UnitKind  # what it holds
+    # of the distribution in its normal form (``scikit-learn``), of the code's directory, or "" (unowned files)
     name: str = ""
-    version: str = ""
-    size: int = 0
-    files: int = 0
+    version: str = ""  # of the distribution, or ""
+    size: int = 0  # content bytes
+    files: int = 0  # number of files
+    # names it adds to what can be imported: top-level files and directories, without endings
     modules: tuple[str, ...] = ()
 
 
 class Generated(msgspec.Struct, frozen=True, kw_only=True):
-    """A small text file that names directories of its machine: written again on restore.
+    """A small text file that names directories of its machine: written again on restore."""
 
-    Attributes:
-        path: area and path, as in a row.
-        text: its content, ``{{sgpu:2}}`` standing for the directory of root 2 (its site area), ``{{sgpu:python}}`` for
-            the interpreter.
-        executable: whether it can be run.
-    """
-
-    path: str
+    path: str  # area and path, as in a row
+    # its content, ``{{sgpu:2}}`` standing for the directory of root 2 (its site area), ``{{sgpu:python}}`` for the
+    # interpreter
     text: str
-    executable: bool = False
+    executable: bool = False  # whether it can be run
 
 
 class Root(msgspec.Struct, frozen=True, kw_only=True):
-    """A directory on `sys.path`, as a list of units.
+    """A directory on `sys.path`, as a list of units."""
 
-    Attributes:
-        kind: root 0 is the interpreter's ``own``; a ``library`` holds distributions too (user site, system site, `pip
-            --target`); ``code`` is the user's.
-        members: its units, in order of kind, name and address.
-        generated: files that come out different on each machine.
-        before: whether it comes before the standard library on `sys.path` (PYTHONPATH, the script's directory).
-        on_path: whether it is on `sys.path` at all: the source of an editable install may only be named by generated
-            files.
-    """
-
+    # root 0 is the interpreter's ``own``; a ``library`` holds distributions too (user site, system site, `pip
+    # --target`); ``code`` is the user's
     kind: RootKind
-    members: tuple[SnapshotMember, ...]
-    generated: tuple[Generated, ...] = ()
+    members: tuple[SnapshotMember, ...]  # its units, in order of kind, name and address
+    generated: tuple[Generated, ...] = ()  # files that come out different on each machine
+    # whether it comes before the standard library on `sys.path` (PYTHONPATH, the script's directory)
     before: bool = False
+    # whether it is on `sys.path` at all: the source of an editable install may only be named by generated files
     on_path: bool = True
 
 
@@ -195,11 +176,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def unit_address(rows: Iterable[FileRow]) -> str:
-    """Return the address of a unit: BLAKE3 over its rows in order of their paths.
-
-    Args:
-        rows: all of its rows, in any order.
-    """
+    """Return the address of a unit: BLAKE3 over its rows in order of their paths."""
     digest = blake3(b"serverless-gpu unit 1\n")
     for row in sorted(rows, key=_path):
         digest.update(f"{row.path}\0{row.kind}\0{row.size}\0{row.sha256.hex()}\0{row.target}\n".encode())
@@ -232,12 +209,7 @@ def snapshot_address(snapshot: Snapshot) -> str:
 
 
 def snapshot_address_1(interpreter: Interpreter, roots: Iterable[Root]) -> str:
-    """Return the address of a snapshot of version 1, which covers neither the order of units nor their kinds and sizes.
-
-    Args:
-        interpreter: what it is for.
-        roots: its directories in the order of `sys.path`, the interpreter's own first.
-    """
+    """Return the address of a snapshot of version 1, which covers neither the order of units nor their kinds and sizes."""
     digest = blake3(b"serverless-gpu snapshot 1\n")
     python = (interpreter.implementation, interpreter.minor, interpreter.abi, interpreter.platform)
     digest.update("\0".join(python).encode() + b"\n")

@@ -126,8 +126,7 @@ class Service:
     def serve(self, caller_fd: int) -> None:
         """Answer until the caller is gone.
 
-        Args:
-            caller_fd: a descriptor that is readable when its process has ended, which a fork of it may outlive; or -1.
+        `caller_fd` is readable when the caller's process has ended, which a fork of it may outlive; or -1.
         """
         self._selector.register(self._wire.fileno(), selectors.EVENT_READ, self._hear)
         if caller_fd >= 0:
@@ -264,10 +263,7 @@ class Service:
     def _check(self, asks: list[EnvironmentQuestion], key: bytes, *, fresh: bool) -> None:
         """Have every file looked at, from now on or after the look that is going on.
 
-        Args:
-            asks: the questions.
-            key: of the environment.
-            fresh: whether the gate was passed just now.
+        `fresh` says that the gate was passed just now.
         """
         if any(task.checks and task.key == key for task in self._tasks):
             self._pending.setdefault(key, []).extend(asks)

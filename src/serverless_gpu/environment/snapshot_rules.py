@@ -54,11 +54,7 @@ _NATIVE = re.compile(r"\.(so|pyd|dylib|pyc)(\.|$)", re.ASCII | re.IGNORECASE)
 def check_snapshot(snapshot: Snapshot) -> None:
     """Check everything a snapshot says by itself, its address included.
 
-    Args:
-        snapshot: as decoded; nothing of it is believed.
-
-    Raises:
-        EnvironmentRejected: it breaks a rule; says which, and where.
+    It is as decoded; nothing of it is believed.
     """
     if not is_digest(snapshot.address):
         refuse("a snapshot", snapshot.address, "an address is 64 hexadecimal digits")
@@ -86,12 +82,7 @@ def check_snapshot(snapshot: Snapshot) -> None:
 
 
 def check_together(snapshot: Snapshot, units: Mapping[str, Unit]) -> None:
-    """Check a snapshot against its units, both already checked by themselves.
-
-    Raises:
-        EnvironmentRejected: a unit is not as large as the snapshot says, or a generated file or a note would lie on top
-            of a row, or below a file.
-    """
+    """Check a snapshot against its units, both already checked by themselves."""
     what = f"snapshot {snapshot.address[:12]}"
     for index, root in enumerate(snapshot.roots):
         tree = RowTree(what)

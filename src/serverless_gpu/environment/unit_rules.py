@@ -74,13 +74,7 @@ FACT_BYTES_MAX = 8 * 1024
 
 
 def refuse(what: str, path: str, rule: str) -> NoReturn:
-    """Raise that something breaks a rule.
-
-    Args:
-        what: the unit or snapshot.
-        path: the row, name or number in it, or "".
-        rule: what it breaks, or should have been.
-    """
+    """Raise that something breaks a rule."""
     shown = path if len(path) <= 200 else f"{path[:100]}…{path[-60:]}"
     raise EnvironmentRejected(f"{what}: {shown!r}: {rule}" if path else f"{what}: {rule}")
 
@@ -97,11 +91,7 @@ _DIRECTORY = "directory"
 def check_unit(unit: Unit) -> None:
     """Check everything a unit says: its address, its rows, and where their bytes lie.
 
-    Args:
-        unit: as decoded; nothing of it is believed.
-
-    Raises:
-        EnvironmentRejected: it breaks a rule; says which, and where.
+    It is as decoded; nothing of it is believed.
     """
     if not is_digest(unit.address):
         refuse("a unit", unit.address, "an address is 64 hexadecimal digits")
@@ -118,11 +108,7 @@ def check_unit(unit: Unit) -> None:
 
 
 def check_path(path: str, what: str = "a path") -> None:
-    """Check one path of a row: area, names, lengths, depth.
-
-    Raises:
-        EnvironmentRejected: it breaks a rule.
-    """
+    """Check one path of a row: area, names, lengths, depth."""
     _check_text(path, what)
     if path.startswith("/"):
         refuse(what, path, "a path is not absolute")
@@ -137,15 +123,7 @@ def check_path(path: str, what: str = "a path") -> None:
 
 
 def check_rows(rows: Sequence[FileRow], what: str = "a unit") -> None:
-    """Check all rows of a unit: each by itself, and the tree they make.
-
-    Args:
-        rows: in the order in which they stand.
-        what: the unit, for the error.
-
-    Raises:
-        EnvironmentRejected: one of them breaks a rule; says the path and the rule.
-    """
+    """Check all rows of a unit: each by itself, and the tree they make."""
     if len(rows) > ROWS_MAX:
         refuse(what, "", f"it has {len(rows)} rows, and at most {ROWS_MAX} are allowed")
     tree = RowTree(what)
@@ -178,11 +156,7 @@ class RowTree:
         self.targets: dict[str, str] = {}
 
     def add(self, path: str, kind: str) -> None:
-        """Add a row.
-
-        Raises:
-            EnvironmentRejected: the path breaks a rule by itself, or together with those that are there.
-        """
+        """Add a row."""
         _check_text(path, self._what)
         directory, _, name = path.rpartition("/")
         if not directory or path.count("/") >= DEPTH_MAX:
@@ -192,12 +166,7 @@ class RowTree:
         self._put(path, directory, name, kind)
 
     def meet(self, path: str, kind: str) -> None:
-        """Check that a row of a unit leaves alone what is there: not the same path, not above or below it.
-
-        Args:
-            path: of a row, already checked.
-            kind: of the row.
-        """
+        """Check that a row of a unit leaves alone what is there: not the same path, not above or below it."""
         there = self._taken.get(_fold_path(path))
         # An empty directory is nothing but a directory that others may share.
         if there is not None and (kind != "d" or self._kinds[there] != _DIRECTORY):
@@ -211,11 +180,7 @@ class RowTree:
             directory = directory.rpartition("/")[0]
 
     def check_link(self, path: str) -> None:
-        """Check where a link leads, through at most a few others.
-
-        Raises:
-            EnvironmentRejected: out of its area, to nothing, through another link, or in a circle.
-        """
+        """Check where a link leads, through at most a few others."""
         at = path
         for _ in range(LINK_HOPS_MAX):
             at = self._follow(at, path)
@@ -326,15 +291,7 @@ def _fold_path(path: str) -> str:
 
 
 def check_blocks(unit: Unit, what: str) -> None:
-    """Check where the bytes of a unit lie.
-
-    Args:
-        unit: with rows that are checked already.
-        what: the unit, for the error.
-
-    Raises:
-        EnvironmentRejected: a block or a place is wrong, or the unit would become too large.
-    """
+    """Check where the bytes of a unit lie."""
     if len(unit.packs) > PACKS_MAX or len(unit.blocks) > BLOCKS_MAX:
         refuse(what, "", f"it has at most {PACKS_MAX} packs and {BLOCKS_MAX} blocks")
     for index, block in enumerate(unit.blocks):

@@ -16,7 +16,7 @@ from serverless_gpu.server import audit, environments, policies, pools, secrets
 from serverless_gpu.server.billing import price_service, usage_reports
 from serverless_gpu.server.budgets import budget_service
 from serverless_gpu.server.core.hub import Hub
-from serverless_gpu.server.core.server_metrics import Measures
+from serverless_gpu.server.core.server_metrics import ServerMetrics
 from serverless_gpu.server.http.access_log import AccessLogMiddleware
 from serverless_gpu.server.http.auth_middleware import Authenticate, Gate, Reach
 from serverless_gpu.server.http.proxy_middleware import Door
@@ -74,7 +74,7 @@ def guarded(
     *,
     hub: Hub,
     clock: Clock,
-    measures: Measures,
+    measures: ServerMetrics,
     hosts: Sequence[str],
     authenticate: Authenticate,
     reach: Reach,

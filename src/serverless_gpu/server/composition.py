@@ -29,7 +29,7 @@ from serverless_gpu.server.budgets.spending import Spending
 from serverless_gpu.server.core.health import ServerHealth
 from serverless_gpu.server.core.hub import Hub
 from serverless_gpu.server.core.server_key import Keys, Sealer
-from serverless_gpu.server.core.server_metrics import Measures
+from serverless_gpu.server.core.server_metrics import ServerMetrics
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.environments import Collector
@@ -115,7 +115,7 @@ class ServerResources:
     gang_progress: GangProgress = dataclasses.field(default_factory=GangProgress)
     sentences: Sentences = dataclasses.field(default_factory=Sentences)
     waiting_room: WaitingRoom = dataclasses.field(default_factory=WaitingRoom)
-    measures: Measures = dataclasses.field(default_factory=Measures)
+    measures: ServerMetrics = dataclasses.field(default_factory=ServerMetrics)
     health: ServerHealth = dataclasses.field(default_factory=ServerHealth)
     spending: Spending = dataclasses.field(default_factory=Spending)
     feasible: FeasibilityMemory = dataclasses.field(default_factory=FeasibilityMemory)

@@ -75,7 +75,7 @@ from serverless_gpu.server.core.hub import (
 )
 from serverless_gpu.server.core.loops import LATE_S, Loop, Tick
 from serverless_gpu.server.core.server_key import Sealer, read_keys, remove_unnamed
-from serverless_gpu.server.core.server_metrics import Measures
+from serverless_gpu.server.core.server_metrics import ServerMetrics
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db import disk_reserve, leader_lock
 from serverless_gpu.server.db.database import Database
@@ -194,7 +194,7 @@ def assembled(
     """
     rotation.refuse_unfinished(settings.directory)
     with contextlib.ExitStack() as stack:
-        measures = Measures()
+        measures = ServerMetrics()
         database = stack.enter_context(contextlib.closing(Database(settings.database, clock=clock, measures=measures)))
         operator = operator or Operator()
         take_when_started(database, clock=clock, announce=operator.announce)

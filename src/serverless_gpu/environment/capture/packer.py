@@ -102,12 +102,8 @@ class Counts:
 class Sender:
     """Collects what is to be stored, and stores it; used by one thread.
 
-    Args:
-        blobs: the store.
-        threads: that store, taking what they are given in order.
-        counts: what has happened, for reports.
-        stopped: whether the result is no longer needed.
-        before_packs: called before packs of so many bytes are put; may raise.
+    `threads` take what they are given in order; `before_packs` is called before packs of so many bytes are put, and may
+    raise.
     """
 
     def __init__(
@@ -259,20 +255,14 @@ _Result = TypeVar("_Result")
 
 
 class PackSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How to pack.
+    """How to pack."""
 
-    Attributes:
-        level: of zstd.
-        threads: that read and compress; 0 means one per core, 2 to 8, and one more, for one may wait for its turn to
-            read small files.
-        block_bytes: content of a block.
-        pack_bytes: after which a pack is closed.
-    """
-
-    level: int = LEVEL_LOCAL
+    level: int = LEVEL_LOCAL  # of zstd
+    # that read and compress; 0 means one per core, 2 to 8, and one more, for one may wait for its turn to read small
+    # files
     threads: int = 0
-    block_bytes: int = BLOCK_BYTES
-    pack_bytes: int = PACK_BYTES
+    block_bytes: int = BLOCK_BYTES  # content of a block
+    pack_bytes: int = PACK_BYTES  # after which a pack is closed
 
     @property
     def thread_count(self) -> int:
@@ -298,12 +288,8 @@ class PackedUnit(msgspec.Struct, frozen=True, kw_only=True):
 class Packer:
     """Packs units into a store.
 
-    Args:
-        blobs: the store.
-        settings: how.
-        counts: what has happened, for reports.
-        pulse: called in this thread, with the name of the unit at hand, at least every `WAIT_S`.
-        before_packs: called before packs of so many bytes are put; may raise.
+    `pulse` is called in this thread, with the name of the unit at hand, at least every `WAIT_S`. `before_packs` is
+    called before packs of so many bytes are put, and may raise.
     """
 
     def __init__(
@@ -329,9 +315,8 @@ class Packer:
     def pack(self, *lines: Iterable[PackJob]) -> Iterator[PackedUnit]:
         """Yield each unit when it is stored.
 
-        Args:
-            lines: of units; a block of each line in turn, so that a line of large units keeps the compressor busy while
-                the many files of small ones are opened. A job is taken from its line when the one before is planned.
+        A block of each line in turn: a line of large units keeps the compressor busy while the many files of small ones
+        are opened. A job is taken from its line when the one before is planned.
         """
         threads = self._settings.thread_count
         with (

@@ -80,15 +80,7 @@ class Captured(msgspec.Struct, frozen=True, kw_only=True):
 def take(
     description: Description, recogniser: Recogniser, blobs: StoreBlobs, *, level: int, report: Report = nobody
 ) -> Captured:
-    """Scan an environment, capture it, and remember it.
-
-    Args:
-        description: of the process whose environment it is.
-        recogniser: looks, and remembers.
-        blobs: the store.
-        level: of zstd.
-        report: told how far it is.
-    """
+    """Scan an environment, capture it, and remember it."""
     captured = capture(recogniser.scan(description, report), blobs, level=level, report=report)
     recogniser.remember(captured.scan)
     return captured
@@ -104,13 +96,6 @@ def capture(
     settings: PackSettings | None = None,
 ) -> Captured:
     """Send what the store lacks of an environment, and then the snapshot.
-
-    Args:
-        scan: what it is made of, and where the files are.
-        blobs: the store.
-        level: of zstd.
-        report: told how far it is, in this thread, several times a second.
-        settings: how to pack; for tests.
 
     Raises:
         EnvironmentTooLarge: it is over the cap.
@@ -149,11 +134,7 @@ def capture(
 
 
 def check_size(snapshot: Snapshot) -> None:
-    """Refuse what is over the cap.
-
-    Raises:
-        EnvironmentTooLarge: it is; names the ten largest parts.
-    """
+    """Refuse what is over the cap."""
     if snapshot.size <= CONTENT_BYTES_MAX:
         return
     members = {member.address: member for root in snapshot.roots for member in root.members}
@@ -213,11 +194,7 @@ class _Look:
         self._thread.shutdown(wait=True)
 
     def wait(self) -> None:
-        """Wait for the end.
-
-        Raises:
-            EnvironmentUnsupported: a file cannot be read, or is gone.
-        """
+        """Wait for the end."""
         self._done.result()
 
     def _run(self) -> None:
@@ -349,12 +326,7 @@ _LEFT_OUT_SAID_MAX = 3
 
 
 def remarks(last: Snapshot | None, scan: Scan) -> tuple[str, ...]:
-    """Return what is to be said, once: at a later capture only what is new.
-
-    Args:
-        last: what this environment was captured as before.
-        scan: what it is now.
-    """
+    """Return what is to be said, once: at a later capture only what is new."""
     said: list[str] = []
     for number, root in enumerate(scan.snapshot.roots):
         directory = _directory(scan.snapshot, number)

@@ -67,10 +67,7 @@ class Reuse(NamedTuple):
 def plan_blocks(rows: Sequence[FileRow], wanted: Collection[int], block_bytes: int = BLOCK_BYTES) -> list[BlockPlan]:
     """Return the blocks that hold these files, in order.
 
-    Args:
-        rows: of the unit.
-        wanted: indices of the files that have no place yet, in order; empty ones are read, too, and take no space.
-        block_bytes: content of a block.
+    `wanted` are indices of files without a place, in order; empty ones are read, too, and take no space.
     """
     plans: list[BlockPlan] = []
     group: list[BlockPart] = []
@@ -96,9 +93,7 @@ def plan_blocks(rows: Sequence[FileRow], wanted: Collection[int], block_bytes: i
 def places_of(plans: Sequence[BlockPlan], first: int) -> dict[int, ContentPlace]:
     """Return the places of files by index of their row.
 
-    Args:
-        plans: the blocks.
-        first: index of the first of them among the blocks of the unit; blocks without content are not counted.
+    `first` is the index of the first plan among the blocks of the unit; blocks without content are not counted.
     """
     places: dict[int, ContentPlace] = {}
     block = first
@@ -113,12 +108,7 @@ def places_of(plans: Sequence[BlockPlan], first: int) -> dict[int, ContentPlace]
 
 
 def reuse(rows: Sequence[FileRow], old: Unit) -> Reuse:
-    """Return which bytes of an older version can stand for files of a new one, or nothing if that is not worth it.
-
-    Args:
-        rows: of the new version.
-        old: the older one, already checked.
-    """
+    """Return which bytes of an older version can stand for files of a new one, or nothing if that is not worth it."""
     known = _known(old)
     taken: dict[int, ContentPlace] = {}
     used_blocks: dict[int, int] = defaultdict(int)
@@ -188,11 +178,7 @@ class CaptureStopped(Exception):
 class Reader:
     """The content of one unit's files, for several threads at once.
 
-    Args:
-        rows: of the unit.
-        files: absolute path by index of the row.
-        texts: content that stands instead of a file's, by index of the row.
-        stopped: whether to give up.
+    `files` and `texts` (content that stands instead of a file's) go by index of the row.
     """
 
     def __init__(
@@ -214,13 +200,7 @@ class Reader:
     def read(self, plan: BlockPlan, buffer: memoryview) -> memoryview:
         """Read the content of a block.
 
-        Args:
-            plan: of the block.
-            buffer: where to; one byte larger than the block at least, so that a file that is too long is noticed.
-
-        Raises:
-            Changed: a file has another size than its row says.
-            EnvironmentUnsupported: a file cannot be read, is gone, or does not stand still.
+        `buffer` is one byte larger than the block at least, so that a file that is too long is noticed (`FileChanged`).
         """
         if self._stopped():
             raise CaptureStopped
@@ -356,11 +336,7 @@ class _LargeFile:
 
 
 def open_regular(path: str) -> int:
-    """Open a regular file for reading.
-
-    Raises:
-        EnvironmentUnsupported: it cannot be read, is gone, or is something else.
-    """
+    """Open a regular file for reading."""
     try:
         fd = os.open(path, _FLAGS)
     except OSError as error:

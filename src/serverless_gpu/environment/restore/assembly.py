@@ -44,19 +44,13 @@ class TreePart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AssemblyTarget(msgspec.Struct, frozen=True, kw_only=True):
-    """What a tree is assembled for.
+    """What a tree is assembled for."""
 
-    Attributes:
-        tree: its absolute path, as processes that use it will see it.
-        base: absolute path of the interpreter without an environment.
-        version: of that interpreter.
-        alone: whether nothing of ours prepares the search path later (an exported tree): then roots that come before
-            the standard library are put there by a `.pth` file.
-    """
-
-    tree: str
-    base: str
-    version: str
+    tree: str  # its absolute path, as processes that use it will see it
+    base: str  # absolute path of the interpreter without an environment
+    version: str  # of that interpreter
+    # whether nothing of ours prepares the search path later (an exported tree): then roots that come before the
+    # standard library are put there by a `.pth` file
     alone: bool = False
 
     @property
@@ -111,14 +105,8 @@ def library_name(interpreter: Interpreter) -> str:
 def moved(snapshot: Snapshot, tree: str, path: str) -> str | None:
     """Return where a path of the original environment is in a restored tree.
 
-    Args:
-        snapshot: that knows its original directories.
-        tree: the restored tree.
-        path: absolute, in the original environment.
-
-    Returns:
-        A path below the tree; None when it was not part of the environment. The standard library never is, also where
-        its interpreter lies in the project.
+    None when it was not part of the environment. The standard library never is, also where its interpreter lies in the
+    project.
     """
     path = posixpath.normpath(path)
     candidates: list[tuple[str, str | None]] = [

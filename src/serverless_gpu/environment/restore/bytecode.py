@@ -49,11 +49,7 @@ def compile_jobs(
 ) -> list[CompileJob]:
     """Return what there is to compile in a unit.
 
-    Args:
-        directory: of the unit.
-        rows: all of them.
-        tag: of the interpreter, for example ``cpython-311``.
-        only: paths of rows; None means all.
+    `tag` is the interpreter's, for example ``cpython-311``; `only` are paths of rows, None for all.
     """
     taken = {row.path for row in rows if row.kind != "d"}
     found = []
@@ -73,11 +69,7 @@ def compile_all(
 ) -> int:
     """Compile files in two processes and return how many have bytecode now.
 
-    Args:
-        work: from `jobs`.
-        python: the interpreter without an environment.
-        report: how far it is.
-        patience_s: for one file.
+    `python` is the interpreter without an environment; `patience_s` is for one file.
     """
     waiting = list(reversed(work))
     crew: list[_Worker] = []

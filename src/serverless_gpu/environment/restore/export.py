@@ -78,13 +78,6 @@ class ExportRequest(msgspec.Struct, frozen=True, kw_only=True):
 def export(address: str, blobs: StoreBlobs, cache: Cache, order: ExportRequest, *, report: Report = nobody) -> Exported:
     """Make a free-standing tree of an environment.
 
-    Args:
-        address: of the snapshot.
-        blobs: where it is.
-        cache: of this node.
-        order: where to, and how.
-        report: how far it is.
-
     Raises:
         InvalidValue: the directory is there and not empty.
         EnvironmentMissing, EnvironmentUnsupported, EnvironmentCorrupt, StorageError: as `restore`.

@@ -42,11 +42,8 @@ class _Problem(msgspec.Struct, frozen=True):
 def divide(count: int, work: Callable[[Iterator[int]], _Result], kind: type[_Result]) -> list[_Result]:
     """Do pieces of work, in two processes where that is possible.
 
-    Args:
-        count: how many pieces there are.
-        work: does those whose numbers it is given, and returns what came of them; raises `OSError` or
-            `EnvironmentRejected`.
-        kind: what it returns, as msgspec knows it.
+    `work` does the pieces whose numbers it is given, and raises `OSError` or `EnvironmentRejected`; `kind` is what it
+    returns, as msgspec knows it.
     """
     if count < 2 or len(os.sched_getaffinity(0)) < 2 or len(os.listdir("/proc/self/task")) > 1:
         return [work(iter(range(count)))]

@@ -43,19 +43,14 @@ _COPY_BYTES = 8 * 1024 * 1024
 
 
 class Linked(msgspec.Struct, frozen=True, kw_only=True):
-    """How files came into a tree: by links, by copies, and why the first copy was needed.
-
-    Attributes:
-        copies: paths of the copied files, relative to the tree.
-        directories: time of each directory, by its path relative to the tree.
-        suspect: path, relative to the tree, of a file that may have been written to since it was linked before, or "".
-    """
+    """How files came into a tree: by links, by copies, and why the first copy was needed."""
 
     linked: int = 0
     why_copied: str = ""
+    # path, relative to the tree, of a file that may have been written to since it was linked before, or ""
     suspect: str = ""
-    copies: tuple[str, ...] = ()
-    directories: dict[str, int] = {}
+    copies: tuple[str, ...] = ()  # paths of the copied files, relative to the tree
+    directories: dict[str, int] = {}  # time of each directory, by its path relative to the tree
 
     @property
     def copied(self) -> int:
@@ -95,10 +90,7 @@ class _Origin(NamedTuple):
 def fill(tree: Path, sources: Sequence[ContentSource], *, read_only: bool = False) -> Linked:
     """Make a tree.
 
-    Args:
-        tree: an empty directory.
-        sources: its parts, outer ones first.
-        read_only: whether its directories become read-only.
+    `tree` is an empty directory, `sources` are its parts, outer ones first.
     """
     filler = _Filler(str(tree), _generated(sources), read_only=read_only)
     merging = _Merging(filler, sources)
@@ -205,13 +197,7 @@ def _ends(path: str) -> list[int]:
 
 
 class _Filler:
-    """Fills directories of one tree, and counts the results.
-
-    Args:
-        tree: absolute path.
-        generated: what is generated in it, by directory.
-        read_only: whether its directories become read-only.
-    """
+    """Fills directories of one tree, and counts the results."""
 
     def __init__(self, tree: str, generated: Mapping[str, _Folder], *, read_only: bool) -> None:
         self._tree = tree
@@ -392,9 +378,7 @@ def _write(name: str, content: bytes, mode: int, directory: int) -> None:
 def link_new(source: Path, target: Path) -> None:
     """Link files that came to one unit into a tree that has its others: bytecode, made later.
 
-    Args:
-        source: a directory of a unit.
-        target: the same directory in the tree; made when needed.
+    The target is made when needed.
     """
     try:
         target.mkdir()

@@ -66,13 +66,7 @@ def find_python(
 ) -> Python:
     """Return an interpreter of this machine that an environment can be restored for.
 
-    Args:
-        interpreter: what the environment was captured with.
-        hints: paths to look at first; they are run.
-        environ: the variables that name places; None means those of this process.
-
-    Raises:
-        EnvironmentUnsupported: there is none; says where it was looked for.
+    `hints` are paths to look at first; they are run. `environ` names places; None means the variables of this process.
     """
     looked: list[str] = []
     fitting: list[Python] = []
@@ -141,8 +135,7 @@ def _installers(environ: Mapping[str, str]) -> tuple[str, str]:
 def ask(path: str) -> Python | None:
     """Return what an interpreter says it is; None when it does not say in time.
 
-    Args:
-        path: it is run, without any environment; asked once as long as the file does not change.
+    It is run without any environment, once as long as the file does not change.
     """
     try:
         status = os.stat(path)

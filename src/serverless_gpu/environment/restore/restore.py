@@ -90,13 +90,6 @@ def known_snapshot(cache: Cache, address: str) -> Snapshot | None:
 def prepare(snapshot: Snapshot, blobs: StoreBlobs, cache: Cache, python: str, report: Report) -> Prepared:
     """Have the units of a snapshot in the cache; the caller holds the environment.
 
-    Args:
-        snapshot: checked.
-        blobs: where units are that are missing.
-        cache: of this node.
-        python: an interpreter to try first, or "".
-        report: how far it is.
-
     Raises:
         EnvironmentCorrupt, EnvironmentMissing: the store is altered, and that was removed; or it lacks something.
         EnvironmentUnsupported, EnvironmentRejected, StorageError: as `restore`.
@@ -216,40 +209,24 @@ OVERLAY = Way()
 
 
 class RestoredTree(msgspec.Struct, frozen=True, kw_only=True):
-    """An environment that is ready on this node.
+    """An environment that is ready on this node."""
 
-    Attributes:
-        address: of the snapshot.
-        tree: its directory, as processes that use it see it.
-        python: its interpreter.
-        mode: by mounts or by links.
-        why: why by links, or "".
-        mounts: what a process has to mount before it sees the tree, in order; none with links.
-        lock: a file to hold shared with flock while the tree is used; open it before asking for the restore, or hold
-            it by `Cache.hold`.
-        before: directories that come before the standard library on `sys.path`.
-        base: the interpreter without an environment.
-        fetched_bytes: what came from the store.
-        units_fetched: how many units.
-        ms: how long it took.
-        note: what is different from where it was captured, or "".
-        mended: what a run had changed in it, and was put right by this call, a sentence, or "".
-    """
-
-    address: str
-    tree: str
-    python: str
-    mode: Mode
-    why: str = ""
-    mounts: tuple[Mount, ...] = ()
+    address: str  # of the snapshot
+    tree: str  # its directory, as processes that use it see it
+    python: str  # its interpreter
+    mode: Mode  # by mounts or by links
+    why: str = ""  # why by links, or ""
+    mounts: tuple[Mount, ...] = ()  # what a process has to mount before it sees the tree, in order; none with links
+    # a file to hold shared with flock while the tree is used; open it before asking for the restore, or hold it by
+    # `Cache.hold`
     lock: str = ""
-    before: tuple[str, ...] = ()
-    base: str = ""
-    fetched_bytes: int = 0
-    units_fetched: int = 0
-    ms: int = 0
-    note: str = ""
-    mended: str = ""
+    before: tuple[str, ...] = ()  # directories that come before the standard library on `sys.path`
+    base: str = ""  # the interpreter without an environment
+    fetched_bytes: int = 0  # what came from the store
+    units_fetched: int = 0  # how many units
+    ms: int = 0  # how long it took
+    note: str = ""  # what is different from where it was captured, or ""
+    mended: str = ""  # what a run had changed in it, and was put right by this call, a sentence, or ""
 
 
 def restore(
@@ -262,14 +239,6 @@ def restore(
     report: Report = nobody,
 ) -> RestoredTree:
     """Have an environment ready on this node.
-
-    Args:
-        address: of the snapshot.
-        blobs: where it is, when it is not here.
-        cache: of this node.
-        way: by mounts, or by links and why.
-        python: an interpreter to try first.
-        report: how far it is.
 
     Raises:
         EnvironmentMissing: the store does not have the snapshot, or a unit of it.

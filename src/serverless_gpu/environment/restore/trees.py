@@ -64,14 +64,10 @@ _BYTECODE = "__pycache__"
 
 
 class TreeStamp(msgspec.Struct, frozen=True, kw_only=True):
-    """What a tree was when it was made, by paths below it.
+    """What a tree was when it was made, by paths below it."""
 
-    Attributes:
-        directories: path → time; `__pycache__` left out.
-        files: path → inode, size, time, time of change; of files that only this tree has.
-    """
-
-    directories: dict[str, int] = {}
+    directories: dict[str, int] = {}  # path → time; `__pycache__` left out
+    # path → inode, size, time, time of change; of files that only this tree has
     files: dict[str, tuple[int, int, int, int]] = {}
 
 
@@ -80,13 +76,7 @@ Folders = Callable[[TreePart], Sequence[Path]]
 
 
 def take_stamp(tree: Path, directories: Mapping[str, int], own_files: Iterable[str]) -> TreeStamp:
-    """Return what a tree is now.
-
-    Args:
-        tree: that was made just now.
-        directories: time of each of its directories, by its path relative to it; "" is itself.
-        own_files: files that are not links to units, relative.
-    """
+    """Return what a tree is now."""
     return TreeStamp(
         directories={path: time for path, time in directories.items() if not path.endswith(_BYTECODE)},
         files={path: signature(tree / path) for path in own_files},
@@ -102,11 +92,7 @@ def signature(path: Path) -> tuple[int, int, int, int]:
 def stamp_change(tree: Path, watched: TreeStamp, parts: Callable[[], Sequence[TreePart]], folders: Folders) -> str:
     """Return what of a tree has changed, in a few words, or "".
 
-    Args:
-        tree: to look at.
-        watched: what it was.
-        parts: returns what it was made of; asked only when something has changed.
-        folders: where units lie.
+    `parts` is asked only when something has changed.
     """
     for path, known in watched.files.items():
         try:
@@ -268,8 +254,7 @@ def _write_layers(snapshot: Snapshot, cache: Cache, base: Python, fresh: Path) -
 def make_links(snapshot: Snapshot, cache: Cache, base: Python) -> ReadyTree:
     """Make a tree of links of an environment; the caller holds its making lock.
 
-    Raises:
-        UnitSuspect: a file may have been written to through an earlier link; no tree was made.
+    UnitSuspect: a file may have been written to through an earlier link; no tree was made.
     """
     final, name = _links(cache, snapshot)
     name.unlink(missing_ok=True)
@@ -350,11 +335,7 @@ def _link_bytecode(snapshot: Snapshot, cache: Cache) -> None:
 def assembled(snapshot: Snapshot, cache: Cache, place: AssemblyTarget, *, add: bool = False) -> tuple[TreePart, ...]:
     """Return the parts of a tree, without the generated files that its units have already.
 
-    Args:
-        snapshot: what is assembled.
-        cache: that has its units.
-        place: where it is going to be.
-        add: whether to add to units what they do not have yet.
+    With `add`, units get what they do not have yet.
     """
     outlines = {address: cache.outline(address) for address in snapshot.addresses()}
     sharing = SharedMetadata(cache)
@@ -470,11 +451,7 @@ Suspects = tuple[list[str], list[str]]
 def mend_units(snapshot: Snapshot, blobs: StoreBlobs, cache: Cache, report: Report) -> tuple[str, ...]:
     """Look at the units of an environment that links lead to, and fetch again what was changed through them.
 
-    Args:
-        snapshot: of which; the caller holds it.
-        blobs: where its units are.
-        cache: of this node.
-        report: how far fetching is.
+    The caller holds the environment.
     """
     files = {member.address: member.files for root in snapshot.roots for member in root.members}
     addresses = sorted(files, key=lambda address: -files[address])  # so that no process is left with a large one
@@ -489,9 +466,7 @@ def mend_units(snapshot: Snapshot, blobs: StoreBlobs, cache: Cache, report: Repo
 def changed_units(snapshot: Snapshot, cache: Cache) -> tuple[str, ...]:
     """Look at the units of an environment that are only mounted, and put aside what was written to.
 
-    Args:
-        snapshot: of which; the caller holds it.
-        cache: of this node.
+    The caller holds the environment.
     """
     return tuple(what.partition("/")[2] or what for what in cache.look(snapshot))
 

@@ -70,13 +70,7 @@ def changed_units(old: Snapshot, new: Snapshot) -> frozenset[str]:
 
 
 def row_of(snapshot: Snapshot, tree: str, file: str) -> tuple[int, str] | None:
-    """Return the root and the row's path of a file in a restored environment, or None for what is not of a unit.
-
-    Args:
-        snapshot: what was restored.
-        tree: where.
-        file: absolute path.
-    """
+    """Return the root and the row's path of a file in a restored environment, or None for what is not of a unit."""
     if not file.startswith(f"{tree}/"):
         return None
     library = f"lib/{library_name(snapshot.interpreter)}/site-packages/"

@@ -115,11 +115,7 @@ def with_files(
 ) -> tuple[Change, ...]:
     """Return a changed unit as what happened to its files, one change for each kind of thing.
 
-    Args:
-        change: of a unit that is there before and after.
-        before: its rows.
-        after: likewise.
-        installed: SHA-256 of the files as its RECORD has them, by path of the row; nothing where that is not known.
+    `installed` is the SHA-256 of the files as its RECORD has them, by path of the row; nothing where that is not known.
     """
     after = tuple(after)
     now = {row.path: row.sha256 for row in after}
@@ -220,11 +216,8 @@ def differences(
 ) -> tuple[Change, ...]:
     """Return what differs.
 
-    Args:
-        old: what it was.
-        new: what it is.
-        sources: units of the new one by address, where it was scanned here.
-        blobs: where both were captured; a unit that is not there is named without its files.
+    `sources` are units of the new one by address, where it was scanned here; a unit that is not in the store is named
+    without its files.
     """
     found: list[Change] = []
     for change in compare(old, new):

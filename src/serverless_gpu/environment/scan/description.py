@@ -60,11 +60,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_description(described: dict[str, object]) -> Description:
-    """Return what `describe` said as a value.
-
-    Raises:
-        EnvironmentUnsupported: something is missing or of another type.
-    """
+    """Return what `describe` said as a value."""
     try:
         return from_builtins(described, Description)
     except msgspec.ValidationError as error:

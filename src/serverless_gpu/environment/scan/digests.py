@@ -29,15 +29,7 @@ def may_be_script(path: str, size: int) -> bool:
 
 
 def digest_file(file: str, path: str) -> Digest:
-    """Return the digest of a file; a Python script in `bin` is read as if `#!python` were its first line.
-
-    Args:
-        file: where it lies; a link is followed.
-        path: of its row.
-
-    Raises:
-        EnvironmentUnsupported: it cannot be read.
-    """
+    """Return the digest of a file; a Python script in `bin` is read as if `#!python` were its first line."""
     try:
         with open(file, "rb", buffering=0) as opened:
             if may_be_script(path, os.fstat(opened.fileno()).st_size):
@@ -60,12 +52,8 @@ def digest_files(
 ) -> list[Digest]:
     """Return the digests of files, in order, large ones of several at once.
 
-    Args:
-        files: for each where it lies, the path of its row, and its size.
-        done: called now and then with the number of files and bytes that were read.
-
-    Raises:
-        EnvironmentUnsupported: one of them cannot be read.
+    `files` has for each where it lies, the path of its row, and its size; `done` is called now and then with the number
+    of files and bytes that were read.
     """
     threads = min(_THREADS_MAX, os.cpu_count() or 1)
     if threads == 1 or sum(size for _, _, size in files) < _THREADS_FROM_BYTES:

@@ -78,13 +78,7 @@ def keep_all(above: str, name: str, is_directory: bool) -> bool:
 def look(directory: str, top: str, keep: Keep = keep_all) -> DirectoryListing:
     """Return what is in one directory.
 
-    Args:
-        directory: absolute path.
-        top: the directory that links must not leave; above or equal to it.
-        keep: which entries count.
-
-    Raises:
-        EnvironmentUnsupported: it cannot be read.
+    Links must not leave `top`, which is above or equal to it.
     """
     above = directory[len(top) :].lstrip("/")
     above += "/" if above else ""
@@ -124,13 +118,7 @@ def look(directory: str, top: str, keep: Keep = keep_all) -> DirectoryListing:
 def walk(top: str, keep: Keep = keep_all, start: Iterable[str] = ("",)) -> Listing:
     """Return everything below a directory.
 
-    Args:
-        top: absolute path.
-        keep: which entries count.
-        start: directories below it to begin with, as relative paths.
-
-    Raises:
-        EnvironmentUnsupported: a directory cannot be read.
+    It begins with the directories `start`, as relative paths.
     """
     listing = Listing(top=top, files={}, directories={}, odd={})
     waiting = list(start)

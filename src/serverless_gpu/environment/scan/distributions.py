@@ -92,11 +92,8 @@ def parse_scripts(entry_points: str) -> frozenset[str]:
 def row_path(recorded: str, site: str, prefix: str) -> str | None:
     """Return a row's path for one of RECORD's, or None for what leads out of the prefix.
 
-    Args:
-        recorded: as RECORD has it.
-        site: where the distributions are, below the prefix, for example ``lib/python3.11/site-packages``; "" for a flat
-            directory (`pip install --target`), which is site and prefix at once.
-        prefix: absolute path of the prefix.
+    `site` is where the distributions are, below the prefix, for example ``lib/python3.11/site-packages``; "" for a flat
+    directory (`pip install --target`), which is site and prefix at once.
     """
     if recorded.startswith("/"):
         if not recorded.startswith(prefix + "/"):
@@ -196,11 +193,7 @@ class Distribution(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_distributions(site: Listing) -> list[Distribution]:
-    """Return the distributions that say what they consist of, in order of their names.
-
-    Raises:
-        EnvironmentUnsupported: one of their files cannot be read; names it.
-    """
+    """Return the distributions that say what they consist of, in order of their names."""
     infos = (path for path in site.directories if path.endswith(".dist-info") and "/" not in path)
     found = [one for info in sorted(infos) if (one := _read_distribution(site, info)) is not None]
     return sorted(found, key=lambda one: (one.name, one.version, one.info))
@@ -232,11 +225,7 @@ def _read_distribution(site: Listing, info: str) -> Distribution | None:
 
 
 def read_text(path: str) -> str:
-    """Return a small file as text; what is not UTF-8 is replaced.
-
-    Raises:
-        EnvironmentUnsupported: it cannot be read, or it is not small.
-    """
+    """Return a small file as text; what is not UTF-8 is replaced."""
     try:
         with open(path, "rb") as file:
             content = file.read(RECORD_BYTES_MAX + 1)

@@ -84,20 +84,14 @@ _PATTERNS_BYTES_MAX = 1024 * 1024
 
 
 class Patterns(msgspec.Struct, frozen=True):
-    """One file of patterns.
+    """One file of patterns."""
 
-    Attributes:
-        base: the directory its paths start from, relative to the top: "" or ending in ``/``. May lie above the top;
-            then `above` says what comes before a path.
-        above: for example ``src/`` when the file lies one directory above the top, which is called src.
-        rules: expression and whether it ignores, the last first.
-        any: matches when one of the rules may.
-    """
-
+    # the directory its paths start from, relative to the top: "" or ending in ``/``. May lie above the top; then
+    # `above` says what comes before a path.
     base: str
-    above: str
-    rules: tuple[tuple[re.Pattern[str], bool], ...]
-    any: re.Pattern[str]
+    above: str  # for example ``src/`` when the file lies one directory above the top, which is called src
+    rules: tuple[tuple[re.Pattern[str], bool], ...]  # expression and whether it ignores, the last first
+    any: re.Pattern[str]  # matches when one of the rules may
 
     def decide(self, path: str) -> bool | None:
         """Return whether a path (directories end in ``/``) is ignored, or None when this file says nothing of it."""
@@ -131,10 +125,7 @@ class Ignoring(msgspec.Struct, frozen=True):
     def below(self, directory: str, base: str, *, begins: bool = False) -> Ignoring:
         """Return what holds in a subdirectory: its own files added, git's forgotten where another repository begins.
 
-        Args:
-            directory: absolute path.
-            base: its path relative to the top, ending in ``/``, or "".
-            begins: whether another repository begins there.
+        `base` is its path relative to the top, ending in ``/``, or "".
         """
         own, ours = read_patterns(f"{directory}/{GIT}", base), read_patterns(f"{directory}/{OURS}", base)
         if own is None and ours is None and not begins:
@@ -292,12 +283,7 @@ _EXTENDED = 0x40
 def tracked_files(index: str, inside: str) -> list[str] | None:
     """Return the files and submodules below a directory that git tracks; None when the index cannot be read.
 
-    Args:
-        index: path of git's index.
-        inside: the directory relative to the repository, ending in ``/``, or "".
-
-    Returns:
-        Paths relative to the directory.
+    `inside` is the directory relative to the repository, ending in ``/``, or ""; paths are relative to the directory.
     """
     start = os.fsencode(inside)
     try:
@@ -321,9 +307,7 @@ def index_mtime(index: str) -> int:
 def _paths(data: bytes) -> Iterator[bytes]:
     """Yield the paths of all files, links and submodules.
 
-    Raises:
-        ValueError: it is no index of a known version.
-        IndexError: likewise.
+    ValueError, IndexError: it is no index of a known version.
     """
     magic, version, count = _HEADER.unpack_from(data)
     if magic != b"DIRC" or version not in (2, 3, 4):

@@ -229,9 +229,7 @@ def pack_stats(files: Iterable[tuple[str, ListedFile | None, bytes]], seen_ns: i
 def known_mtime(mtime_ns: int, seen_ns: int) -> int:
     """Return an mtime or ctime that will tell a later change, else `UNKNOWN`.
 
-    Args:
-        mtime_ns: of a file or directory.
-        seen_ns: when the look began that saw it.
+    `seen_ns` is when the look began that saw it.
     """
     tick_ns = _COARSE_TICK_NS if mtime_ns % 1_000_000_000 == 0 else _TICK_NS
     return UNKNOWN if mtime_ns > seen_ns - tick_ns else mtime_ns

@@ -47,17 +47,13 @@ class IndexedUnit(msgspec.Struct, frozen=True):
 
 
 class IndexedFile(msgspec.Struct, frozen=True):
-    """What was read before.
+    """What was read before."""
 
-    Attributes:
-        digests: by path of the file: size, mtime (or `UNKNOWN`), inode, ctime (or `UNKNOWN`), and its SHA-256.
-        records: by path of a RECORD, or another small file: size, mtime (or `UNKNOWN`), inode.
-        addresses: of the units, by place.
-    """
-
+    # by path of the file: size, mtime (or `UNKNOWN`), inode, ctime (or `UNKNOWN`), and its SHA-256
     digests: dict[str, tuple[int, int, int, int, bytes]] = {}
+    # by path of a RECORD, or another small file: size, mtime (or `UNKNOWN`), inode
     records: dict[str, tuple[int, int, int]] = {}
-    addresses: dict[Place, str] = {}
+    addresses: dict[Place, str] = {}  # of the units, by place
 
     def find(self, file: ListedFile) -> Digest | None:
         """Return the digest of a file that is the one that was read, by its stat."""
@@ -112,13 +108,7 @@ def make_parts(
 ) -> IndexParts:
     """Return the parts of an index.
 
-    Args:
-        key: of the description.
-        snapshot: what was captured.
-        found: the survey it was made of.
-        made: its units.
-        digests: SHA-256 of each file, by its path, as captured.
-        seen_ns: when the survey began.
+    `digests` are SHA-256 of each file, by its path, as captured; `seen_ns` is when the survey began.
     """
     made = [*made, *_made_before(found)]
     areas = [(area, listing) for part in found.parts for area, listing in part.areas]

@@ -87,9 +87,7 @@ class Staying:
     def sentence(self, top: str, problem: str = "") -> str:
         """Return what is to be said, or "" when nothing was ignored.
 
-        Args:
-            top: the directory that was walked.
-            problem: why it is not known which files git tracks.
+        `problem` says why it is not known which files git tracks.
         """
         if not self._candidates:
             return ""
@@ -128,9 +126,7 @@ _AREA = "site/"
 def leave_out_misfits(listing: Listing, imported: Collection[str]) -> None:
     """Take out of a listing of code what no restore would accept, and say why under `odd`.
 
-    Args:
-        listing: is altered.
-        imported: files that go before others.
+    Files that were imported go before others.
     """
     misfits = _Misfits()
     for path in sorted(listing.files, key=lambda path: (path not in imported, path)):
@@ -221,13 +217,7 @@ class Code(msgspec.Struct, frozen=True, kw_only=True):
 def list_code(place: CodePlace, *, ask: bool = False) -> Code:
     """Return what of a directory of code travels.
 
-    Args:
-        place: the directory.
-        ask: whether it is read what git tracks; otherwise what the place says stands.
-
-    Raises:
-        EnvironmentTooLarge: it is more than a project may be.
-        EnvironmentUnsupported: a directory cannot be read.
+    With `ask`, what git tracks is read; otherwise what the place says stands.
     """
     outer, watched = outer_ignoring(place.directory)
     walk = _CodeWalk(place, outer, ask=ask)
@@ -401,13 +391,7 @@ class _CodeWalk:
 
 
 def wanted_files(directory: str, loaded: Collection[str], deeper: Collection[str]) -> tuple[str, ...]:
-    """Return the loaded files that lie below a directory and below none of the roots deeper in it, relative to it.
-
-    Args:
-        directory: of code.
-        loaded: absolute paths.
-        deeper: directories of other roots; only those below it count.
-    """
+    """Return the loaded files that lie below a directory and below none of the roots deeper in it, relative to it."""
     start = directory.rstrip("/") + "/"
     others = tuple(other.rstrip("/") + "/" for other in deeper if other.startswith(start))
     return tuple(

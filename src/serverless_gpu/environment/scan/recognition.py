@@ -47,11 +47,8 @@ class Recognised(msgspec.Struct, frozen=True):
 def recognise(gate: GatePart, description: Description, seen_ns: int, *, watched: bool = False) -> Recognised | None:
     """Return what was seen of an unchanged environment, None for one that may have changed.
 
-    Args:
-        gate: what was kept of it.
-        description: the interpreter, as it is now.
-        seen_ns: the time, before anything is looked at.
-        watched: whether watches have just proved that the directories of the libraries are unchanged.
+    `seen_ns` is the time before anything is looked at; `watched` says that watches have just proved that the
+    directories of the libraries are unchanged.
     """
     if gate.absent and any(os.path.lexists(path) for path in gate.absent.split("\0")):
         return None
@@ -72,10 +69,7 @@ def recognise(gate: GatePart, description: Description, seen_ns: int, *, watched
 def find_edits(stats: Stats, row_path: RowPath, seen_ns: int) -> tuple[list[int], Stats]:
     """Return the numbers of files that are gone or hold something else, and what was seen of all others.
 
-    Args:
-        stats: all files.
-        row_path: the path of a file's row, by its number.
-        seen_ns: the time, before anything is looked at.
+    `row_path` returns the path of a file's row, by its number; `seen_ns` is the time before anything is looked at.
     """
     names = stats.names()
     suspects = _find_differences(names, stats)

@@ -71,53 +71,32 @@ _SYSTEM_SCRIPTS = frozenset({"/bin", "/sbin", "/usr/bin", "/usr/sbin", "/usr/loc
 
 
 class Spot(msgspec.Struct, frozen=True, kw_only=True):
-    """A directory that modules come from.
+    """A directory that modules come from."""
 
-    Attributes:
-        kind: what it is.
-        directory: absolute, as `sys.path` says it (for an archive: the directory it lies in).
-        real: without links.
-        prefix: for a library the directory above it with ``bin`` and ``share``; the same as `directory` when flat.
-        site: where the library lies below its prefix; "" when flat.
-        is_venv: whether the prefix belongs to it alone, so that what nobody owns there is part of it.
-        before: whether it comes before the standard library.
-        on_path: whether it is on `sys.path`, not only named by a generated file.
-        shallow: whether it is nobody's project: the home directory, ``/``.
-        archive: name of the file, for an archive.
-    """
-
-    kind: SpotKind
-    directory: str
-    real: str
+    kind: SpotKind  # what it is
+    directory: str  # absolute, as `sys.path` says it (for an archive: the directory it lies in)
+    real: str  # without links
+    # for a library the directory above it with ``bin`` and ``share``; the same as `directory` when flat
     prefix: str = ""
-    site: str = ""
-    is_venv: bool = False
-    before: bool = False
-    on_path: bool = True
-    shallow: bool = False
-    archive: str = ""
+    site: str = ""  # where the library lies below its prefix; "" when flat
+    is_venv: bool = False  # whether the prefix belongs to it alone, so that what nobody owns there is part of it
+    before: bool = False  # whether it comes before the standard library
+    on_path: bool = True  # whether it is on `sys.path`, not only named by a generated file
+    shallow: bool = False  # whether it is nobody's project: the home directory, ``/``
+    archive: str = ""  # name of the file, for an archive
 
 
 class Spots(msgspec.Struct, frozen=True, kw_only=True):
-    """Where modules come from.
+    """Where modules come from."""
 
-    Attributes:
-        spots: the interpreter's own first, then in order of `sys.path`; none twice, but one may lie in another.
-        absent: entries of `sys.path` that are not there (yet).
-        left_out: what is not looked at, and why.
-    """
-
+    # the interpreter's own first, then in order of `sys.path`; none twice, but one may lie in another
     spots: tuple[Spot, ...]
-    absent: tuple[str, ...]
-    left_out: tuple[str, ...]
+    absent: tuple[str, ...]  # entries of `sys.path` that are not there (yet)
+    left_out: tuple[str, ...]  # what is not looked at, and why
 
 
 def find_spots(description: Description) -> Spots:
-    """Return the directories an interpreter imports from.
-
-    Raises:
-        EnvironmentUnsupported: one of them is conda's, or there are too many.
-    """
+    """Return the directories an interpreter imports from."""
     search = _Search(description)
     search.add_own()
     for entry in description.search_path():
@@ -367,14 +346,8 @@ def survey(
 ) -> Survey:
     """Look at everything an interpreter imports from.
 
-    Args:
-        description: the interpreter.
-        look_at: told of each directory that was looked at, and the number of its files.
-        again: returns the interpreter's own library, or None to have all of it looked at.
-
-    Raises:
-        EnvironmentUnsupported: something cannot be captured; says what.
-        EnvironmentTooLarge: a project's directory is larger than a project may be.
+    `look_at` is told of each directory and the number of its files. `again` returns the interpreter's own library, or
+    None to have all of it looked at.
     """
     spots = find_spots(description)
     parts: dict[int, SurveyedRoot] = {}
@@ -425,11 +398,7 @@ def _look_at_library(spot: Spot) -> SurveyedRoot:
 
 
 def check_names(spot: Spot, files: Iterable[str]) -> None:
-    """Refuse names that cannot travel.
-
-    Raises:
-        EnvironmentUnsupported: names the file.
-    """
+    """Refuse names that cannot travel."""
     for path in files:
         if not is_plain(path):
             raise EnvironmentUnsupported(

@@ -63,12 +63,7 @@ class _Gated(msgspec.Struct, frozen=True):
 
 
 class Recogniser:
-    """What this machine knows about environments it has captured. One object serves one caller at a time.
-
-    Args:
-        directory: where it is kept, made if needed.
-        clock: to tell fresh mtimes.
-    """
+    """What this machine knows about environments it has captured. One object serves one caller at a time."""
 
     def __init__(self, directory: Path, clock: Clock | None = None) -> None:
         self._directory = directory
@@ -79,8 +74,7 @@ class Recogniser:
     def gate(self, description: Description, watched: bytes = b"") -> Snapshot | None:
         """Return what this environment was captured as, when nothing has changed as far as can be seen at once.
 
-        Returns:
-            None when something has changed, or it was never captured.
+        None when something has changed, or it was never captured.
         """
         self._gated = None
         key = _key(description)
@@ -113,8 +107,7 @@ class Recogniser:
     def check(self) -> tuple[Change, ...]:
         """Return the files that were edited in place, after a gate that saw no change: looks at every file.
 
-        Returns:
-            One change for each unit that is not what it was; none when the environment is unchanged.
+        One change for each unit that is not what it was.
         """
         gated = self._gated
         if gated is None:
@@ -145,8 +138,7 @@ class Recogniser:
     def watch(self, description: Description) -> tuple[LibraryWatcher, bytes]:
         """Place watches on the libraries, look at everything, and return the watches and the index's generation.
 
-        Raises:
-            Unwatchable: watches cannot be had, would not suffice, or the environment has changed meanwhile.
+        Unwatchable: watches cannot be had, would not suffice, or the environment has changed meanwhile.
         """
         index = self._index(_key(description))
         gate, files = index.read_gate(), index.read_files()
@@ -169,12 +161,7 @@ class Recogniser:
         return watcher, gate.generation
 
     def scan(self, description: Description, report: Report) -> Scan:
-        """Return what an interpreter imports from, as units with their addresses.
-
-        Raises:
-            EnvironmentUnsupported: something in it cannot be captured; names it and says what to do.
-            EnvironmentTooLarge: the project's code is larger than code may be.
-        """
+        """Return what an interpreter imports from, as units with their addresses."""
         seen_ns, key = self._clock.wall_ns(), _key(description)
         counted = 0
 
@@ -193,8 +180,7 @@ class Recogniser:
     def remember(self, scan: Scan) -> None:
         """Keep what was captured, for `gate` and `check`.
 
-        Raises:
-            OSError: it cannot be written; the next call takes as long as the first.
+        OSError: it cannot be written; the next call takes as long as the first.
         """
         seen = self._seen
         if seen is None:

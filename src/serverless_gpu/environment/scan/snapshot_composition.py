@@ -46,19 +46,14 @@ _LEFT_OUT_MAX = 1000
 
 
 class LocalUnit(msgspec.Struct, frozen=True, kw_only=True):
-    """A unit on this machine.
+    """A unit on this machine."""
 
-    Attributes:
-        rows: in order of their paths.
-        files: for each row with content, in that order, the absolute path of the file; links are to be followed.
-        texts: by number of a row: what stands instead of the file's content (a script whose first line is `#!python`).
-        previous: address of the version of this unit that was captured here before, or "".
-    """
-
-    rows: tuple[FileRow, ...]
+    rows: tuple[FileRow, ...]  # in order of their paths
+    # for each row with content, in that order, the absolute path of the file; links are to be followed
     files: tuple[str, ...]
+    # by number of a row: what stands instead of the file's content (a script whose first line is `#!python`)
     texts: dict[int, bytes] = {}
-    previous: str = ""
+    previous: str = ""  # address of the version of this unit that was captured here before, or ""
 
 
 class Composed(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,18 +65,7 @@ class Composed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compose(found: Survey, description: Description, known: IndexedFile, captured_ns: int, report: Report) -> Composed:
-    """Return the snapshot of what was found.
-
-    Args:
-        found: everything that counts.
-        description: the interpreter.
-        known: what was read before.
-        captured_ns: the time.
-        report: told how much was read.
-
-    Raises:
-        EnvironmentUnsupported: a file cannot be read, or cannot travel.
-    """
+    """Return the snapshot of what was found."""
     # A directory without anything in it adds nothing; the interpreter's own is there always.
     parts = [part for number, part in enumerate(found.parts) if part.files or number == 0]
     drafts = [draft_units(part) for part in parts]

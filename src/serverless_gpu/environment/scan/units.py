@@ -209,11 +209,7 @@ _ENDS = r"(?![^/\"'\s:;,)\]}\\])"  # a directory's name ends here
 
 
 class Directories:
-    """The directories of all roots, and what stands for them.
-
-    Args:
-        spots: of all roots, in order.
-    """
+    """The directories of all roots, and what stands for them."""
 
     def __init__(self, spots: Sequence[Spot]) -> None:
         self._tokens: dict[str, str] = {}
@@ -241,11 +237,7 @@ class Directories:
 
 
 def take_generated(drafts: Sequence[Draft], directories: Directories) -> tuple[Generated, ...]:
-    """Take the files that name directories out of the units of a root, and return what is generated in their place.
-
-    Raises:
-        EnvironmentUnsupported: one is longer than such a file may be.
-    """
+    """Take the files that name directories out of the units of a root, and return what is generated in their place."""
     texts: dict[str, Generated] = {}
     for draft in drafts:
         for path in [path for path in draft.files if may_name_directories(path)]:

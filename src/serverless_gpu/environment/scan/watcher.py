@@ -80,8 +80,7 @@ class Event(NamedTuple):
 class Inotify:
     """One queue with its watches.
 
-    Raises:
-        OSError: this system has no inotify, or the user has no queue left.
+    OSError: this system has no inotify, or the user has no queue left.
     """
 
     def __init__(self) -> None:
@@ -100,8 +99,7 @@ class Inotify:
     def watch_directory(self, path: str) -> int:
         """Watch the names in a directory and return the number of the watch.
 
-        Raises:
-            OSError: it cannot be watched; ENOSPC where the user has no watch left.
+        OSError: it cannot be watched; ENOSPC where the user has no watch left.
         """
         return self._watch(path, _DIRECTORY)
 
@@ -166,8 +164,7 @@ class WatchPlan(NamedTuple):
 class LibraryWatcher:
     """Watches on the libraries of one environment.
 
-    Raises:
-        Unwatchable: they cannot be had.
+    Unwatchable: they cannot be had.
     """
 
     def __init__(self, gate: GatePart, files: Stats) -> None:
@@ -264,8 +261,7 @@ class LibraryWatcher:
 def make_plan(gate: GatePart, names: Sequence[str], kinds: str) -> WatchPlan:
     """Return what to watch of the libraries of an environment.
 
-    Raises:
-        Unwatchable: too many files are links to other places, or lie where no directory is watched.
+    Unwatchable: too many files are links to other places, or lie where no directory is watched.
     """
     tops = tuple(area.top for area in gate.areas if area.place is None)
     areas_of = memoryview(gate.areas_of).cast("H").tolist()
@@ -326,11 +322,7 @@ def _check_file_systems(tops: Iterable[str], mounts: Iterable[str]) -> None:
 
 
 def file_system(path: str) -> int:
-    """Return the kernel's number for the type of the file system that holds a path.
-
-    Raises:
-        OSError: it cannot be found out.
-    """
+    """Return the kernel's number for the type of the file system that holds a path."""
     libc = ctypes.CDLL(None, use_errno=True)
     found = ctypes.create_string_buffer(_STATFS_BYTES)
     if libc.statfs(os.fsencode(path), found) != 0:

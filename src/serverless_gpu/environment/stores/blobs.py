@@ -70,36 +70,19 @@ class StoreBlobs:
         """Condemned keys that this object put again, and that may yet be deleted."""
 
     def read_snapshot(self, address: str) -> Snapshot:
-        """Return a snapshot.
-
-        Raises:
-            EnvironmentMissing: the store does not have it.
-            EnvironmentCorrupt: what the store has is something else, twice.
-            EnvironmentRejected: it breaks the rules of what a snapshot may be.
-        """
+        """Return a snapshot."""
         key, what = check_key(f"snapshots/{address}"), f"snapshot {address[:12]}"
 
         return self._twice(lambda: snapshot_of(self._get(key, what), address), what)
 
     def read_unit(self, address: str) -> Unit:
-        """Return a unit.
-
-        Raises:
-            EnvironmentMissing: the store does not have it.
-            EnvironmentCorrupt: what the store has is something else, twice.
-            EnvironmentRejected: it breaks the rules of what a unit may be.
-        """
+        """Return a unit."""
         key, what = check_key(f"units/{address}"), f"unit {address[:12]}"
 
         return self._twice(lambda: unit_of(self._get(key, what), address), what)
 
     def read_pack(self, digest: str) -> bytes:
-        """Return a whole pack.
-
-        Raises:
-            EnvironmentMissing: the store does not have it.
-            EnvironmentCorrupt: its bytes are others than its name says, twice.
-        """
+        """Return a whole pack."""
         key, what = check_key(f"packs/{digest}"), f"pack {digest[:12]}"
 
         def read() -> bytes:
@@ -110,12 +93,7 @@ class StoreBlobs:
         return self._twice(read, what)
 
     def read_range(self, digest: str, start: int, length: int) -> bytes:
-        """Return a part of a pack. It is as long as asked for; only its content can say whether it is right.
-
-        Raises:
-            EnvironmentMissing: the store does not have the pack.
-            EnvironmentCorrupt: the pack ends before, twice.
-        """
+        """Return a part of a pack. It is as long as asked for; only its content can say whether it is right."""
         key, what = check_key(f"packs/{digest}"), f"pack {digest[:12]}"
 
         def read() -> bytes:
@@ -185,12 +163,7 @@ class StoreBlobs:
         return self._missing("packs", digests)
 
     def condemned(self, keys: Collection[str]) -> frozenset[str]:
-        """Return which of these keys garbage collection has condemned.
-
-        Raises:
-            EnvironmentCorrupt: the list is altered, twice.
-            EnvironmentRejected: the list was written by a newer version.
-        """
+        """Return which of these keys garbage collection has condemned."""
         asked = [check_key(key) for key in keys]
         with self._lock:
             self._began()
@@ -210,11 +183,7 @@ class StoreBlobs:
         return bool(collectors(self.store, self.clock.wall_ns())[0])
 
     def remove(self, keys: Collection[str]) -> None:
-        """Remove objects that are not what their names say; from now on they count as missing.
-
-        Raises:
-            StoreUnavailable: the store does not let them be removed.
-        """
+        """Remove objects that are not what their names say; from now on they count as missing."""
         self.store.delete([check_key(key) for key in keys])
         self.forget(keys)
 
@@ -225,9 +194,8 @@ class StoreBlobs:
     def find_snapshot(self, prefix: str) -> str:
         """Return the address of the one snapshot that starts so; lists the store, so it is for commands only.
 
-        Raises:
-            InvalidValue: it is no start of an address, or too short.
-            EnvironmentMissing: there is no such snapshot, or more than one.
+        InvalidValue: it is no start of an address, or too short. EnvironmentMissing: no such snapshot, or more than
+        one.
         """
         if not re.fullmatch(rf"[0-9a-f]{{{PREFIX_DIGITS_MIN},64}}", prefix):
             raise InvalidValue(

@@ -63,11 +63,7 @@ class _Shape(msgspec.Struct):
 
 
 def encode(document: msgspec.Struct) -> bytes:
-    """Return a document as it is stored.
-
-    Raises:
-        EnvironmentRejected: it is a snapshot that no version reads.
-    """
+    """Return a document as it is stored."""
     content = msgspec.msgpack.encode(document)
     if isinstance(document, Snapshot):
         what = f"snapshot {document.address[:12]}"
@@ -78,11 +74,7 @@ def encode(document: msgspec.Struct) -> bytes:
 
 
 def decode(data: bytes, kind: type[_Document], what: str) -> _Document:
-    """Return a document from its stored form; its own rules are not checked here.
-
-    Raises:
-        EnvironmentRejected: it is none, or of a version that is not known here.
-    """
+    """Return a document from its stored form; its own rules are not checked here."""
     content = decompress(data, SNAPSHOT_BYTES_MAX if kind is Snapshot else DOCUMENT_BYTES_MAX)
     try:
         if kind is Snapshot:
@@ -162,12 +154,7 @@ class Altered(Exception):
 
 
 def snapshot_of(data: bytes, address: str) -> Snapshot:
-    """Return the snapshot of an address.
-
-    Raises:
-        Altered: these bytes are another one, or none.
-        EnvironmentRejected: it breaks the rules of what a snapshot may be.
-    """
+    """Return the snapshot of an address."""
     snapshot = document_of(data, Snapshot, f"snapshot {address[:12]}")
     _obey(lambda: check_snapshot(snapshot), lambda: snapshot_address(snapshot) == address)
     if snapshot.address != address:
@@ -176,12 +163,7 @@ def snapshot_of(data: bytes, address: str) -> Snapshot:
 
 
 def unit_of(data: bytes, address: str) -> Unit:
-    """Return the unit of an address.
-
-    Raises:
-        Altered: these bytes are another one, or none.
-        EnvironmentRejected: it breaks the rules of what a unit may be.
-    """
+    """Return the unit of an address."""
     unit = document_of(data, Unit, f"unit {address[:12]}")
     _obey(lambda: check_unit(unit), lambda: unit_address(unit.rows) == address)
     if unit.address != address:
@@ -190,22 +172,13 @@ def unit_of(data: bytes, address: str) -> Unit:
 
 
 def pack_of(data: bytes | memoryview, digest: str) -> None:
-    """Do nothing when these bytes are the pack of a name.
-
-    Raises:
-        Altered: they are others.
-    """
+    """Do nothing when these bytes are the pack of a name."""
     if blake3(data).hexdigest() != digest:
         raise Altered(_ANOTHER)
 
 
 def document_of(data: bytes, kind: type[_Document], what: str) -> _Document:
-    """Return a document whose rules and address are still to be checked.
-
-    Raises:
-        Altered: these bytes are none.
-        EnvironmentRejected: another version wrote them.
-    """
+    """Return a document whose rules and address are still to be checked."""
     try:
         return decode(data, kind, what)
     except EnvironmentRejected as error:

@@ -79,11 +79,7 @@ def kept_parts(
 ) -> frozenset[str]:
     """Return the keys of the units or packs that stay.
 
-    Args:
-        listed: all of them.
-        pointed_at: keys that something which stays points at; None when that could not be read, then all stay.
-        now_ns: the time.
-        grace_ns: how long the others stay in any case.
+    `pointed_at` are keys that something which stays points at; None when that could not be read, then all stay.
     """
     return frozenset(
         stored.key
@@ -103,13 +99,8 @@ def make_plan(
 ) -> CollectionPlan:
     """Return the fate of each object of one kind.
 
-    Args:
-        listed: all of them.
-        kept: keys of what stays.
-        held: keys that something which is not deleted now points at.
-        condemned: the list as it is.
-        now_ns: the time.
-        grace_ns: how long an object is on the list before it may be deleted.
+    `held` are keys that something which is not deleted now points at; `grace_ns` is how long an object is on the list
+    before it may be deleted.
     """
     sentences: Mapping[str, Sentence] = {sentence.key: sentence for sentence in condemned.entries}
     plan: tuple[list[Stored], list[Stored], list[Sentence], list[Stored]] = ([], [], [], [])
@@ -179,14 +170,8 @@ def collect(
 ) -> CollectionResult:
     """Condemn unused objects, and delete what was condemned long enough ago.
 
-    Args:
-        blobs: the store, and the clock.
-        in_use: addresses of snapshots that stay whatever their age: of running attempts, of live zygotes.
-        keep_s: how long other snapshots stay.
-        grace_s: how long an object that nothing needs stays before it is condemned, and again after that. Longer than
-            any capture.
-        dry_run: only say what would be done.
-        report: told how far it is.
+    Snapshots `in_use` (of running attempts, of live zygotes) stay whatever their age, others for `keep_s`. An object
+    that nothing needs stays for `grace_s` before it is condemned, and again after that: longer than any capture.
 
     Raises:
         StoreUnavailable: the store does not answer, or this took too long; the next collection goes on.

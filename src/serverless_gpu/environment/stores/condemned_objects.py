@@ -43,12 +43,7 @@ class Condemned(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_condemned(store: Store) -> Condemned:
-    """Return the list; an empty one if missing.
-
-    Raises:
-        EnvironmentRejected: it cannot be read.
-        StoreUnavailable: the store does not answer.
-    """
+    """Return the list; an empty one if missing."""
     try:
         return decode(store.get(CONDEMNED), Condemned, LIST_NAME)
     except KeyError:

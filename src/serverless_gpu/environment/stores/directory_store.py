@@ -72,12 +72,8 @@ _REFUSED = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 def write_direct(fd: int, data: memoryview) -> int:
     """Write the start of an empty file past the page cache.
 
-    Args:
-        fd: open for writing, at its beginning.
-        data: the whole content, as bytes.
-
-    Returns:
-        How many bytes were written; the rest is for the caller to write, from there on.
+    `fd` is at the beginning, and `data` is the whole content. Returns how many bytes were written; the rest is for the
+    caller to write, from there on.
     """
     if not _DIRECT or len(data) < SIZE_MIN:
         return 0
@@ -119,10 +115,7 @@ _PRIVATE = 0o700
 def write_together(incoming: Path, contents: Mapping[Path, memoryview], *, now_ns: int) -> None:
     """Write files, durably, in place of what may be there.
 
-    Args:
-        incoming: a directory of the same disk, for files that are being written.
-        contents: bytes by path; the directory of a path may be missing, the one above may not.
-        now_ns: the time that files get.
+    `incoming` is a directory of the same disk. The directory of a path may be missing, the one above may not.
     """
     left = iter(contents.items())
     while some := dict(itertools.islice(left, OPEN_MAX)):
@@ -226,10 +219,7 @@ _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a planted link or pipe 
 class DirectoryStore(Store):
     """Objects as files.
 
-    Args:
-        root: the directory, made when something is put.
-        clock: says when an object was put.
-        leftovers_s: how old a file under `incoming/` is whose writer must be dead.
+    A file under `incoming/` that is older than `leftovers_s` has a writer that must be dead.
     """
 
     def __init__(self, root: Path, *, clock: Clock | None = None, leftovers_s: int = LEFTOVERS_S) -> None:

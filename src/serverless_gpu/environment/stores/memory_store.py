@@ -20,10 +20,7 @@ from serverless_gpu.errors import StorageError
 class MemoryStore(Store):
     """Objects in a dictionary.
 
-    Args:
-        name: what comes after ``memory://``.
-        clock: says when an object was put.
-        capacity_bytes: how much it holds; None for no bound.
+    `name` is what comes after ``memory://``; `capacity_bytes` None means no bound.
     """
 
     def __init__(self, name: str = "", *, clock: Clock | None = None, capacity_bytes: int | None = None) -> None:

@@ -139,15 +139,7 @@ Connect = Callable[[float, bool], "Client"]
 def connector(scheme: str, bucket: str, prefix: str, environ: Mapping[str, str]) -> Connect:
     """Return what makes a client: of the seconds that its requests may take, and whether it only reads.
 
-    Args:
-        scheme: one of `CLOUDS`.
-        bucket: or container.
-        prefix: what the names of all objects start with, or "".
-        environ: where the variables are looked up.
-
-    Raises:
-        StoreUnavailable: obstore is not installed.
-        InvalidValue: a variable has a value that cannot be.
+    StoreUnavailable: obstore is not installed. InvalidValue: a variable has a value that cannot be.
     """
     try:
         import obstore.store as kinds
@@ -237,10 +229,7 @@ class ErrorMeaning(NamedTuple):
 def judge(text: str, *, not_found: bool = False, denied: bool = False) -> ErrorMeaning:
     """Return what an error means.
 
-    Args:
-        text: all that the error says.
-        not_found: whether its class already says that there is no such object.
-        denied: whether its class already says that the credentials do not do.
+    `not_found` and `denied`: what its class says already.
     """
     said = _said(text)
     code = said.partition(" ")[2]
@@ -276,9 +265,7 @@ def _said(text: str) -> str:
 def pause_s(tries: int, chance: float) -> float:
     """Return how long to wait before asking again: doubling, never more than 15 s, and never all clients at once.
 
-    Args:
-        tries: how often it was asked.
-        chance: a number between 0 and 1.
+    `chance` is a number between 0 and 1.
     """
     return min(15.0, 0.1 * 2.0 ** min(tries, 10)) * (0.5 + chance / 2)
 
@@ -297,13 +284,7 @@ _Value = TypeVar("_Value")
 class ObjectStore(Store):
     """Objects in a bucket.
 
-    Args:
-        scheme: one of `CLOUDS`.
-        bucket: or container.
-        prefix: what the names of all objects start with, or "".
-        environ: where credentials come from.
-        bound_s: how long one call may take.
-        clock: measures that.
+    Names of all objects start with `prefix`; `bound_s` is how long one call may take, repetitions included.
     """
 
     def __init__(
@@ -419,8 +400,7 @@ class ObjectStore(Store):
     ) -> _Value:
         """Send a request until it is answered.
 
-        Raises:
-            _Final: there is no such object, or no such range of it.
+        _Final: there is no such object, or no such range of it.
         """
         from obstore.exceptions import BaseError
 

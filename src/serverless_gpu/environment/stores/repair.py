@@ -61,8 +61,7 @@ class _Part(NamedTuple):
 def check_content(unit: Unit, read: ReadPack) -> None:
     """Compare all content of a unit with its rows.
 
-    Raises:
-        Unequal: a row's bytes are others, or a block cannot be read.
+    Unequal: a row's bytes are others, or a block cannot be read.
     """
     parts = _parts_by_block(unit)
     extents: dict[int, int] = defaultdict(int)
@@ -122,11 +121,7 @@ _AGAIN = "where it is installed, `sgpu env capture` sends that again"
 
 
 def read_snapshot(blobs: StoreBlobs, address: str) -> Snapshot:
-    """Return a snapshot; what is not what its address says is removed from the store.
-
-    Raises:
-        EnvironmentMissing, EnvironmentCorrupt, EnvironmentRejected: as `Blobs.read_snapshot`.
-    """
+    """Return a snapshot; what is not what its address says is removed from the store."""
     try:
         return blobs.read_snapshot(address)
     except EnvironmentCorrupt as error:
@@ -137,10 +132,7 @@ def read_snapshot(blobs: StoreBlobs, address: str) -> Snapshot:
 def mended(error: EnvironmentProblem, blobs: StoreBlobs, addresses: Iterable[str]) -> EnvironmentProblem:
     """Look at all that units need in a store, remove what is altered, and return the error to raise.
 
-    Args:
-        error: what was raised when they were fetched: something is altered, or missing.
-        blobs: the store.
-        addresses: of the units.
+    `error` is what was raised when they were fetched: something is altered, or missing.
     """
     wanted = tuple(addresses)
     try:
@@ -154,8 +146,7 @@ def mended(error: EnvironmentProblem, blobs: StoreBlobs, addresses: Iterable[str
 def repair(blobs: StoreBlobs, addresses: Iterable[str]) -> tuple[str, ...]:
     """Check all that units need in a store, and remove what no restore can use.
 
-    Raises:
-        StoreUnavailable: the store does not answer, or does not let itself be changed.
+    StoreUnavailable: the store does not answer, or does not let itself be changed.
     """
     wanted = tuple(addresses)
     removed = _repaired(blobs, [f"units/{address}" for address in wanted])
@@ -170,13 +161,7 @@ def damaged(
 ) -> tuple[str, ...]:
     """Return the keys of what no restore can use, in the order in which it may be deleted: units, then packs.
 
-    Args:
-        blobs: the store.
-        addresses: of the units.
-        check: compares the content of a unit whose packs are whole with its rows; raises `Unequal`.
-
-    Raises:
-        StoreUnavailable: the store does not answer.
+    `check` compares the content of a unit whose packs are whole with its rows; it raises `Unequal`.
     """
     units: list[str] = []
     packs: dict[str, str] = {}  # digest → "", "altered" or "missing"

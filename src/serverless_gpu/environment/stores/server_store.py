@@ -58,11 +58,8 @@ _Value = TypeVar("_Value")
 class ServedStore(Store, CollectionGuard):
     """The store of a server.
 
-    Args:
-        url: ``sgpu+http://host:port`` or ``sgpu+https://host:port``.
-        token: that the server gave out.
-        ca: file with certificates to trust; "" for the system's.
-        bound_s: how long one call waits for a server that is away, in seconds.
+    `url` is ``sgpu+http://host:port`` or ``sgpu+https://host:port``; `bound_s` is how long one call waits for a server
+    that is away.
     """
 
     def __init__(self, url: str, token: str, *, ca: str = "", bound_s: float = BOUND_S) -> None:
@@ -158,8 +155,7 @@ class ServedStore(Store, CollectionGuard):
     def _ask_condemned(self, keys: tuple[str, ...]) -> CondemnedAnswer:
         """Ask about keys.
 
-        Raises:
-            StoreUnavailable: the server is too old to answer; it would show the whole list instead.
+        StoreUnavailable: the server is too old to answer; it would show the whole list instead.
         """
         try:
             return self._ask(partial(_condemned, KeyList(keys=keys)))
@@ -172,8 +168,7 @@ class ServedStore(Store, CollectionGuard):
     def _ask(self, request: Callable[[Connection], _Value]) -> _Value:
         """Send a request; what the server refuses is said as every store says it.
 
-        Raises:
-            NotFound, HashMismatch: for the callers above.
+        NotFound and HashMismatch are for the callers above.
         """
         try:
             return request(self._connection())

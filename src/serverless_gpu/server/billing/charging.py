@@ -37,7 +37,7 @@ from serverless_gpu.model.calendars import DAY_NS
 from serverless_gpu.model.lifecycle.attempt import Fact, FactKind
 from serverless_gpu.model.receipt import observed
 from serverless_gpu.server.core.hub import CHARGED, Hub
-from serverless_gpu.server.core.server_metrics import Measures
+from serverless_gpu.server.core.server_metrics import ServerMetrics
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.lifecycle import metering
@@ -94,7 +94,7 @@ class Charging:
     """Charges what was used."""
 
     def __init__(
-        self, *, settings: Settings, clock: Clock, database: Transactions, hub: Hub, measures: Measures
+        self, *, settings: Settings, clock: Clock, database: Transactions, hub: Hub, measures: ServerMetrics
     ) -> None:
         self._settings = settings
         self._clock = clock

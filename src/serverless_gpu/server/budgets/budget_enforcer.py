@@ -30,7 +30,7 @@ from serverless_gpu.model.lifecycle.attempt import ACTIVE, StopReason
 from serverless_gpu.server.budgets.budget_admission import BudgetAdmission
 from serverless_gpu.server.budgets.spending import GoingOn, Spending, first_day_of, is_open_to
 from serverless_gpu.server.core.hub import NOTICES, Hub, run_key
-from serverless_gpu.server.core.server_metrics import Measures
+from serverless_gpu.server.core.server_metrics import ServerMetrics
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.lifecycle import transitions
@@ -61,7 +61,7 @@ class Keeper:
         clock: Clock,
         database: Transactions,
         hub: Hub,
-        measures: Measures,
+        measures: ServerMetrics,
         spending: Spending,
         announcer: Announcer,
         budget_admission: BudgetAdmission,

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 import httpx2
 
 from serverless_gpu.ambient import Clock, format_utc
-from serverless_gpu.server.core.server_metrics import Measures
+from serverless_gpu.server.core.server_metrics import ServerMetrics
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.records import budgets
@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 class Notifier:
     """Posts notices."""
 
-    def __init__(self, *, settings: Settings, clock: Clock, database: Transactions, measures: Measures) -> None:
+    def __init__(self, *, settings: Settings, clock: Clock, database: Transactions, measures: ServerMetrics) -> None:
         self._settings = settings
         self._clock = clock
         self._database = database

@@ -30,7 +30,7 @@ from serverless_gpu.model.hardware import time_unit
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.server.budgets.spending import GoingOn, Spending, rate_of
 from serverless_gpu.server.core.hub import NOTICES, Hub, run_key
-from serverless_gpu.server.core.server_metrics import Measures
+from serverless_gpu.server.core.server_metrics import ServerMetrics
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.lifecycle import transitions
@@ -62,7 +62,7 @@ class Alarms:
         clock: Clock,
         database: Transactions,
         hub: Hub,
-        measures: Measures,
+        measures: ServerMetrics,
         spending: Spending,
     ) -> None:
         self._settings = settings

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import ServerProblem
 from serverless_gpu.server.core import log_file
-from serverless_gpu.server.core.server_metrics import Measures
+from serverless_gpu.server.core.server_metrics import ServerMetrics
 
 LONGEST_S = 30.0
 LATE_S = 90.0
@@ -43,10 +43,10 @@ class Loop:
     """
 
     def __init__(
-        self, name: str, tick: Tick, *, clock: Clock, late_s: float = LATE_S, measures: Measures | None = None
+        self, name: str, tick: Tick, *, clock: Clock, late_s: float = LATE_S, measures: ServerMetrics | None = None
     ) -> None:
         self._name, self._tick, self._clock, self._late_s = name, tick, clock, late_s
-        self._measures = measures or Measures()
+        self._measures = measures or ServerMetrics()
         self._good_ns = clock.boottime_ns()
         self._rung = threading.Event()
         self._stopped = threading.Event()

@@ -45,7 +45,7 @@ class Source(Collector, abc.ABC):
         """Look again; never raises, and returns within a bound."""
 
 
-class Measures:
+class ServerMetrics:
     """Counters and histograms of one server; a registry of its own, so that two servers of a test do not mix.
 
     Attributes:

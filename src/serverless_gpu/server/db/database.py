@@ -46,7 +46,7 @@ from serverless_gpu.errors import (
     ServerUnavailable,
 )
 from serverless_gpu.model.high_water_mark import DatabasePosition
-from serverless_gpu.server.core.server_metrics import Measures
+from serverless_gpu.server.core.server_metrics import ServerMetrics
 from serverless_gpu.server.db import leader_lock, migrations, tables
 from serverless_gpu.server.db.disk_reserve import FileReserve, NoReserve, Reserve, TableReserve
 from serverless_gpu.server.db.group_commit import GroupCommit, WriterClosed
@@ -105,8 +105,8 @@ class Database:
         InvalidValue: another kind of url.
     """
 
-    def __init__(self, url: str, *, clock: Clock, measures: Measures | None = None) -> None:
-        self._measures = measures or Measures()
+    def __init__(self, url: str, *, clock: Clock, measures: ServerMetrics | None = None) -> None:
+        self._measures = measures or ServerMetrics()
         self._working = threading.local()
         self._closed = False
         self._clock = clock

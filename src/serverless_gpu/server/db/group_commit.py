@@ -29,7 +29,7 @@ import sqlalchemy as sa
 
 from serverless_gpu import faults
 from serverless_gpu.ambient import Clock
-from serverless_gpu.server.core.server_metrics import Measures
+from serverless_gpu.server.core.server_metrics import ServerMetrics
 from serverless_gpu.server.db import leader_lock
 from serverless_gpu.server.db.leader_lock import Superseded
 
@@ -78,12 +78,12 @@ class GroupCommit:
         on_commit: called with the number of each commit, before anyone is told of it.
     """
 
-    def __init__(self, engine: sa.Engine, *, clock: Clock, measures: Measures | None = None) -> None:
+    def __init__(self, engine: sa.Engine, *, clock: Clock, measures: ServerMetrics | None = None) -> None:
         self.holder = ""
         self.on_commit: Callable[[int], None] = lambda _number: None
         self._engine = engine
         self._clock = clock
-        self._measures = measures or Measures()
+        self._measures = measures or ServerMetrics()
         self._queue: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False

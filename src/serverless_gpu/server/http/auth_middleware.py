@@ -46,7 +46,7 @@ from serverless_gpu.model.access import roles
 from serverless_gpu.server.core import log_file
 from serverless_gpu.server.core.caller import NOBODY, Caller
 from serverless_gpu.server.core.server_key import Keys
-from serverless_gpu.server.core.server_metrics import Measures
+from serverless_gpu.server.core.server_metrics import ServerMetrics
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.http.routing import ANYBODY, ATTEMPT, CALL, PUBLIC, ROUTE, Call, Need, Route, problem
 from serverless_gpu.server.records import principals
@@ -112,7 +112,7 @@ class Gate:
         app: ASGIApp,
         *,
         clock: Clock,
-        measures: Measures,
+        measures: ServerMetrics,
         routes: Sequence[Route],
         hosts: Sequence[str],
         authenticate: Authenticate,

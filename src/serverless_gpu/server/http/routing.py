@@ -68,7 +68,7 @@ from serverless_gpu.errors import (
 from serverless_gpu.json_codec import from_builtins, from_json
 from serverless_gpu.server.core import log_file
 from serverless_gpu.server.core.caller import Caller
-from serverless_gpu.server.core.server_metrics import Measures
+from serverless_gpu.server.core.server_metrics import ServerMetrics
 from serverless_gpu.wire.base import BODY_BYTES_MAX, PROTOCOL, Problem, ShortageView
 
 RETRY_AFTER_S = 1
@@ -165,7 +165,7 @@ class Call:
         look: what the route asks for as long as it streams: raises `NotFound` once the thing is out of reach.
     """
 
-    def __init__(self, route: Route, who: Caller, reach: str, *, clock: Clock, measures: Measures) -> None:
+    def __init__(self, route: Route, who: Caller, reach: str, *, clock: Clock, measures: ServerMetrics) -> None:
         self.route = route
         self.who = who
         self.reach = reach

@@ -45,7 +45,7 @@ from serverless_gpu.model.scheduling.values import Change, DevicesTaken, NodeSee
 from serverless_gpu.server.audit import ChainCheck
 from serverless_gpu.server.budgets.spending import Spending
 from serverless_gpu.server.core.hub import Hub
-from serverless_gpu.server.core.server_metrics import Measures
+from serverless_gpu.server.core.server_metrics import ServerMetrics
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions, portions
 from serverless_gpu.server.invariants import invariant_inputs as book_rows
@@ -164,7 +164,7 @@ class SelfCheck:
         hub: Hub,
         blobs: Blobs,
         sentences: Sentences,
-        measures: Measures,
+        measures: ServerMetrics,
         spending: Spending,
         second_look: SecondLook,
     ) -> None:

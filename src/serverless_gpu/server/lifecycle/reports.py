@@ -49,7 +49,7 @@ from serverless_gpu.model.placement import numbered
 from serverless_gpu.model.spec import Function
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import LEDGER, SCHEDULER, Hub, run_key
-from serverless_gpu.server.core.server_metrics import Measures
+from serverless_gpu.server.core.server_metrics import ServerMetrics
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.http.routing import ATTEMPT, Call, Routes
@@ -126,7 +126,7 @@ class ReportService:
         leases: Leases,
         looks: ReportRequests,
         presence: Presence,
-        measures: Measures,
+        measures: ServerMetrics,
         announcer: Announcer,
         attempt_tokens: AttemptTokens,
         gang_hangs: GangHangs,

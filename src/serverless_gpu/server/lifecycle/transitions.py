@@ -48,7 +48,7 @@ from serverless_gpu.model.lifecycle.run_lifecycle import (
 from serverless_gpu.server.core import log_file
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import LEDGER, SCHEDULER, Hub, node_key, run_key
-from serverless_gpu.server.core.server_metrics import Measures
+from serverless_gpu.server.core.server_metrics import ServerMetrics
 from serverless_gpu.server.lifecycle import gangs
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.audit import Action
@@ -84,7 +84,7 @@ class TransitionResult(msgspec.Struct, frozen=True, kw_only=True):
         """Return whether anything was written."""
         return self.life != self.before.life
 
-    def count(self, measures: Measures) -> None:
+    def count(self, measures: ServerMetrics) -> None:
         """Count the transition."""
         if RunInstruction.CONCLUDE in self.instructions and self.life.reason is not None:
             measures.ended.labels(self.life.reason.value).inc()
@@ -130,7 +130,7 @@ class ReportRequests:
 class Announcer:
     """Wakes those who wait for a transition, once it is committed."""
 
-    def __init__(self, *, hub: Hub, looks: ReportRequests, measures: Measures) -> None:
+    def __init__(self, *, hub: Hub, looks: ReportRequests, measures: ServerMetrics) -> None:
         self._hub = hub
         self._looks = looks
         self._measures = measures

@@ -49,7 +49,7 @@ from serverless_gpu.model.lifecycle.run_lifecycle import Restored
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.private_files import write_private
 from serverless_gpu.server.core.server_key import sha256
-from serverless_gpu.server.core.server_metrics import Measures
+from serverless_gpu.server.core.server_metrics import ServerMetrics
 from serverless_gpu.server.core.settings import Settings, read_settings
 from serverless_gpu.server.db import high_water_mark_file, leader_lock
 from serverless_gpu.server.db.database import Transactions
@@ -106,7 +106,7 @@ def restore(home: Home, backup: Path, *, nothing_ran_since: bool) -> Manifest:
     return manifest
 
 
-def settle(database: Transactions, directory: Path, *, measures: Measures, now_ns: int) -> None:
+def settle(database: Transactions, directory: Path, *, measures: ServerMetrics, now_ns: int) -> None:
     """After a restore, decide what becomes of the runs that had not ended; nothing else in a start.
 
     Args:

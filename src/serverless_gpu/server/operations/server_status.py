@@ -28,7 +28,7 @@ from serverless_gpu.model.lifecycle.attempt import ACTIVE, State
 from serverless_gpu.server.core.disk_space import free_bytes
 from serverless_gpu.server.core.health import RETRY_AFTER_S, Probe, ServerHealth
 from serverless_gpu.server.core.health import ServerHealth as HealthChecks
-from serverless_gpu.server.core.server_metrics import CONTENT_TYPE, LABEL_VALUES_MAX, OTHER, Measures, Source
+from serverless_gpu.server.core.server_metrics import CONTENT_TYPE, LABEL_VALUES_MAX, OTHER, ServerMetrics, Source
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.db.tables import attempts, crews, orders, runs
@@ -282,7 +282,7 @@ async def health(call: Call, server_health: HealthChecks) -> Health | Response:
 
 
 @routes.get("/metrics", needs=reading("metrics"))
-async def metrics(call: Call, measures: Measures, server_health: HealthChecks) -> PrometheusText:
+async def metrics(call: Call, measures: ServerMetrics, server_health: HealthChecks) -> PrometheusText:
     """Return figures of the whole server, in the text format of Prometheus."""
     await asyncio.gather(server_health.look(), measures.refresh())
     return PrometheusText(await call.in_thread(measures.text), headers={"Cache-Control": "no-store"})

@@ -43,7 +43,7 @@ from serverless_gpu.server.core import log_file
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import SCHEDULER, Hub, run_key
 from serverless_gpu.server.core.server_key import Keys, Sealer
-from serverless_gpu.server.core.server_metrics import Measures
+from serverless_gpu.server.core.server_metrics import ServerMetrics
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.core.validation import check_range, check_text
 from serverless_gpu.server.db.database import Transactions
@@ -113,7 +113,7 @@ class SubmissionService:
         environments: Environments,
         sentences: Sentences,
         waiting_room: WaitingRoom,
-        measures: Measures,
+        measures: ServerMetrics,
         feasible: FeasibilityMemory,
         low: Callable[[], str],
         budget_admission: BudgetAdmission,

@@ -40,7 +40,7 @@ from serverless_gpu.server.core import log_file
 from serverless_gpu.server.core import server_key as keys
 from serverless_gpu.server.core.hub import Hub, node_key, run_key
 from serverless_gpu.server.core.server_key import Keys, Sealer
-from serverless_gpu.server.core.server_metrics import Measures
+from serverless_gpu.server.core.server_metrics import ServerMetrics
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.identity import uid_sharing
@@ -68,7 +68,7 @@ PREEMPTED_TOGETHER = 8
 class Preemptor:
     """Stops runs to free devices for others."""
 
-    def __init__(self, *, clock: Clock, database: Transactions, measures: Measures, announcer: Announcer) -> None:
+    def __init__(self, *, clock: Clock, database: Transactions, measures: ServerMetrics, announcer: Announcer) -> None:
         self._clock = clock
         self._database = database
         self._measures = measures
@@ -142,7 +142,7 @@ class Scheduler:
         leases: Leases,
         deliveries: OrderDeliveries,
         sentences: Sentences,
-        measures: Measures,
+        measures: ServerMetrics,
         spending: Spending,
         announcer: Announcer,
         impossible: UnsatisfiableRuns,

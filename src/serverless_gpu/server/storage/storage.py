@@ -34,7 +34,7 @@ from serverless_gpu.environment.stores.base import Store, Stored
 from serverless_gpu.environment.stores.store_urls import is_remote, open_store
 from serverless_gpu.errors import EnvironmentProblem, StorageError
 from serverless_gpu.server.core.disk_space import KEPT_FREE_BYTES
-from serverless_gpu.server.core.server_metrics import Measures
+from serverless_gpu.server.core.server_metrics import ServerMetrics
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.storage import object_cache
 from serverless_gpu.server.storage.blobs import Blobs
@@ -52,7 +52,7 @@ class MeasuredStore(Store):
         measures: where calls are counted.
     """
 
-    def __init__(self, store: Store, *, name: str, measures: Measures) -> None:
+    def __init__(self, store: Store, *, name: str, measures: ServerMetrics) -> None:
         self._store, self._name, self._measures = store, name, measures
         self.url = store.url
 
@@ -125,7 +125,7 @@ def open_storage(
     *,
     clock: Clock,
     room: DiskLimits = _USUAL,
-    measures: Measures | None = None,
+    measures: ServerMetrics | None = None,
 ) -> Storage:
     """Return what the server keeps bytes with; nothing is looked at or made yet.
 
@@ -143,7 +143,9 @@ def open_storage(
     """
 
     def opened(place: str | Path, name: str) -> Store:
-        return MeasuredStore(open_store(place, environ, bound_s=STORE_S), name=name, measures=measures or Measures())
+        return MeasuredStore(
+            open_store(place, environ, bound_s=STORE_S), name=name, measures=measures or ServerMetrics()
+        )
 
     parts = f"{store.rstrip('/')}/blobs" if is_remote(store) else directory / "blobs"
     return Storage(

@@ -16,7 +16,7 @@ from serverless_gpu.errors import InvalidValue, NotFound, ServerProblem, Storage
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, Reason, State
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, Forgotten, GivenUp, UserCodeStarted
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.server.core.server_metrics import Measures
+from serverless_gpu.server.core.server_metrics import ServerMetrics
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.operations import backup
 from serverless_gpu.server.operations import restore as restoring
@@ -270,11 +270,11 @@ def people(database: Database) -> Database:
 
 def settled(
     database: Database, directory: Path, *, nothing_ran_since: bool = False, at_ns: int = T0 + 9 * S
-) -> Measures:
+) -> ServerMetrics:
     """Let a server start on a database that was restored; return what it counted."""
     mark = RestoreMark(made_ns=T0, nothing_ran_since=nothing_ran_since)
     (directory / FILE).write_bytes(msgspec.json.encode(mark))
-    measures = Measures()
+    measures = ServerMetrics()
     restoring.settle(database, directory, measures=measures, now_ns=at_ns)
     assert not (directory / FILE).exists()
     return measures

@@ -15,7 +15,7 @@ from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, Event, GivenUp, UserCodeStarted
 from serverless_gpu.server.composition import Services
 from serverless_gpu.server.core.loops import Loop
-from serverless_gpu.server.core.server_metrics import Measures
+from serverless_gpu.server.core.server_metrics import ServerMetrics
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.storage.storage import MeasuredStore
 from serverless_gpu.testing import FakeClock
@@ -33,7 +33,7 @@ def not_found(connection: sa.Connection) -> None:
 
 
 def test_transactions_are_counted_and_a_refusal_of_a_work_is_no_failure(database_url: str) -> None:
-    measures = Measures()
+    measures = ServerMetrics()
     with contextlib.closing(Database(database_url, clock=SystemClock(), measures=measures)) as database:
         database.read(one)
         for _ in range(3):
@@ -51,7 +51,7 @@ def test_transactions_are_counted_and_a_refusal_of_a_work_is_no_failure(database
 
 
 def test_calls_to_a_store_are_counted_and_those_that_failed() -> None:
-    measures = Measures()
+    measures = ServerMetrics()
     store = MeasuredStore(MemoryStore(), name="blobs", measures=measures)
     key = f"packs/{'0' * 64}"
     store.put({key: b"123"})
@@ -90,14 +90,14 @@ def test_what_becomes_of_runs_is_counted(services: Services) -> None:
 
 
 def test_two_servers_of_one_process_do_not_count_together() -> None:
-    first, second = Measures(), Measures()
+    first, second = ServerMetrics(), ServerMetrics()
     first.submitted.inc()
     assert (value(first, "sgpu_runs_submitted_total"), value(second, "sgpu_runs_submitted_total")) == (1, 0)
     assert b"sgpu_runs_submitted_total 1.0" in first.text()
 
 
 def test_ticks_are_counted_good_and_failed_ones() -> None:
-    measures, ticked, outcomes = Measures(), threading.Semaphore(0), [KeyError("a mistake"), None]
+    measures, ticked, outcomes = ServerMetrics(), threading.Semaphore(0), [KeyError("a mistake"), None]
 
     def tick(now_ns: int) -> int | None:
         ticked.release()

@@ -13,7 +13,7 @@ import pytest
 
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.server.composition import Services, make_sampling
-from serverless_gpu.server.core.server_metrics import LABEL_VALUES_MAX, OTHER, Measures
+from serverless_gpu.server.core.server_metrics import LABEL_VALUES_MAX, OTHER, ServerMetrics
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.operations import server_status
 from serverless_gpu.server.operations.server_status import Sampling
@@ -87,7 +87,7 @@ def watched(services: Services) -> Iterator[Services]:
     yield services
 
 
-def value(measures: Measures, name: str, **labels: str) -> float | None:
+def value(measures: ServerMetrics, name: str, **labels: str) -> float | None:
     return measures.registry.get_sample_value(name, labels)
 
 
@@ -139,7 +139,7 @@ def test_a_database_that_hangs_costs_a_scrape_its_bound_and_no_more(
     watched: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go = threading.Event()
-    measures = Measures()
+    measures = ServerMetrics()
     monkeypatch.setattr(server_status, "BOUND_S", 0.05)
     monkeypatch.setattr(Sampling, "look", lambda _sampling: go.wait(60))
     measures.watch(make_sampling(watched))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.metrics import MetricWrapperBase
 
-from serverless_gpu.server.core.server_metrics import Measures
+from serverless_gpu.server.core.server_metrics import ServerMetrics
 from serverless_gpu.server.operations.server_status import StateSample, families
 from tests.support.paths import REPOSITORY
 
@@ -37,7 +37,7 @@ EMPTY = StateSample(
 def labels_by_figure() -> dict[str, set[str]]:
     """Return the labels of every figure, by the names that queries use."""
     found: dict[str, set[str]] = {name: set() for name in BESIDE}
-    for metric in vars(Measures()).values():
+    for metric in vars(ServerMetrics()).values():
         if isinstance(metric, MetricWrapperBase):
             described = next(iter(metric.describe()))
             suffixes = {"counter": ("_total",), "histogram": ("_bucket", "_count", "_sum")}.get(described.type, ("",))

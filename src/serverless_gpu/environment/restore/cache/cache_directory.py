@@ -204,12 +204,7 @@ _TRIES = 100
 
 
 def try_lock(path: Path, *, shared: bool = False) -> int | None:
-    """Return a descriptor that holds the lock, or None when somebody else has it.
-
-    Args:
-        path: the lock file, made when needed.
-        shared: with others who use the same thing, instead of alone.
-    """
+    """Return a descriptor that holds the lock, or None when somebody else has it."""
     for _ in range(_TRIES):
         fd = _open(path)
         try:
@@ -227,16 +222,7 @@ def try_lock(path: Path, *, shared: bool = False) -> int | None:
 
 
 def lock(path: Path, *, shared: bool = False, wait_s: float) -> int:
-    """Return a descriptor that holds the lock, once it is free.
-
-    Args:
-        path: the lock file, made when needed.
-        shared: with others who use the same thing, instead of alone.
-        wait_s: for how long.
-
-    Raises:
-        StorageError: somebody has kept it for longer.
-    """
+    """Return a descriptor that holds the lock, once it is free."""
     deadline = time.monotonic() + wait_s
     pause = _PAUSE_S
     while (fd := try_lock(path, shared=shared)) is None:
@@ -323,10 +309,7 @@ def is_full(error: OSError) -> bool:
 def full(directory: Path, needed: int, floor: int) -> DiskFull:
     """Return the error that says a disk is full.
 
-    Args:
-        directory: on it.
-        needed: bytes that were to be written.
-        floor: bytes that have to stay free.
+    `needed` bytes were to be written, and `floor` bytes have to stay free.
     """
     status = os.statvfs(directory)
     if status.f_files and status.f_favail < _FILES_MIN:

@@ -62,14 +62,7 @@ class EvictionStep(msgspec.Struct, frozen=True, kw_only=True):
 def plan_eviction(
     environments: Sequence[CachedEnvironment], units: Sequence[CachedUnit], *, excess: int, keep: Collection[str] = ()
 ) -> tuple[EvictionStep, ...]:
-    """Return what to remove, in this order, until enough is gone.
-
-    Args:
-        environments: all that were restored here.
-        units: all in the cache.
-        excess: bytes that should go.
-        keep: units that stay in any case.
-    """
+    """Return what to remove, in this order, until enough is gone."""
     pinned = set(keep)
     used = {unit.address: unit.used_ns for unit in units}
     holders: dict[str, list[str]] = {}
@@ -96,16 +89,7 @@ _LEFT = re.compile(r"\.(?P<what>new|old)-(?P<address>[0-9a-f]{64})(-[0-9a-f]{8})
 
 
 def evict(places: Places, excess: int, keep: Collection[str] = ()) -> int:
-    """Remove units, and what was made of them, until so many bytes are gone or nothing more may go.
-
-    Args:
-        places: of the cache.
-        excess: bytes that should go.
-        keep: units that stay in any case.
-
-    Returns:
-        How many bytes went.
-    """
+    """Remove units, and what was made of them, until so many bytes are gone or nothing more may go."""
     gone: list[Path] = []
     freed = 0
     with locked(evicting_lock(places), wait_s=LOCK_WAIT_S):

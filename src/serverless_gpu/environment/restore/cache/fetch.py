@@ -73,12 +73,7 @@ def room(places: Places, needed: int, floor: int) -> int:
 class Fetch:
     """One call that fetches units, beside whoever else does.
 
-    Args:
-        places: of the cache.
-        blobs: where the units' bytes are.
-        clock: says which boot of the machine this is, and when units came.
-        make_space: called with the bytes needed, before the first byte and before each unit.
-        report: how far it is.
+    `make_space` is called with the bytes needed, before the first byte and before each unit.
     """
 
     def __init__(
@@ -98,9 +93,7 @@ class Fetch:
     def run(self, units: Iterable[Unit], is_good: IsGood) -> None:
         """Have all of them in the cache; `fetched` says which this call brought.
 
-        Args:
-            units: checked.
-            is_good: asked when a unit's lock is held.
+        `is_good` is asked when a unit's lock is held.
         """
         self._waiting = {unit.address: unit for unit in units}
         self._total = totals(self._waiting.values())

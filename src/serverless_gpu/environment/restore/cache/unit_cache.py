@@ -87,11 +87,7 @@ class Ensured(msgspec.Struct, frozen=True, kw_only=True):
 class Cache(Places):
     """The units and trees of a node.
 
-    Args:
-        root: `<home>/environments`.
-        max_bytes: what units may take.
-        floor_bytes: what stays free on the disk; None means 1 GB, or a twentieth of a smaller disk.
-        clock: says which boot of the machine this is.
+    `floor_bytes` stay free on the disk: None means 1 GB, or a twentieth of a smaller disk.
     """
 
     def __init__(
@@ -111,8 +107,7 @@ class Cache(Places):
     def hold(self, snapshot: str) -> int:
         """Return a descriptor that keeps an environment, and its units, from being evicted while it is open.
 
-        Args:
-            snapshot: its address; it need not have been restored yet.
+        It need not have been restored yet.
         """
         make_public(self.root)
         make_public(self.locks)
@@ -153,11 +148,8 @@ class Cache(Places):
     ) -> Ensured:
         """Have units in the cache.
 
-        Args:
-            addresses: which; who calls holds an environment made of them.
-            blobs: where those are that are missing.
-            report: how far it is.
-            accept: raises when a unit is not as it should be; asked before a byte of it is fetched.
+        The caller holds an environment made of them. `accept` raises when a unit is not as it should be; it is asked
+        before a byte of it is fetched.
 
         Raises:
             StorageError: there is no space, also after what was not used for longest had gone.
@@ -176,14 +168,7 @@ class Cache(Places):
     def verify(self, address: str, blobs: StoreBlobs, report: Report = nobody, *, read: bool = True) -> str:
         """Compare a unit with its rows, and replace it when it is damaged.
 
-        Args:
-            address: the unit.
-            blobs: where to fetch it again.
-            report: how far that is.
-            read: whether to read every byte; else only what the file system says of each file.
-
-        Returns:
-            What was wrong, or "". It is right now in either case.
+        Returns what was wrong, or "". Without `read` only what the file system says of each file is compared.
         """
         with locked(self.unit_lock(address), wait_s=WAIT_S):
             wrong = self._damage(address, read=read)
@@ -213,9 +198,6 @@ class Cache(Places):
 
         Call it after a restore, not just before: some file systems are slow to create files right after so many were
         deleted.
-
-        Returns:
-            The bytes that went.
         """
         eviction.sweep(self)
         eviction.forget(self, ENVIRONMENTS_MAX)
@@ -228,12 +210,7 @@ class Cache(Places):
     def make_space(self, needed: int, *, keep: Collection[str]) -> None:
         """Make room above the floor of free disk, by removing what was not used for longest.
 
-        Args:
-            needed: bytes that are going to be written.
-            keep: units that stay in any case.
-
-        Raises:
-            StorageError: there is no room, and nothing more may go.
+        StorageError: there is no room, and nothing more may go.
         """
         if short := room(self, needed, self.floor_bytes):
             eviction.sweep(self)
@@ -291,8 +268,7 @@ class Cache(Places):
         Each is looked at once in a boot of this machine, and again after `LOOK_S`; units that links lead to are looked
         at by `tree_repair.py`, before each use.
 
-        Args:
-            snapshot: of which; the caller holds it.
+        The caller holds the environment.
         """
         stamp = self.looked(snapshot.address)
         last = read_document(stamp, Looked)
@@ -309,13 +285,7 @@ class Cache(Places):
         return tuple(filter(None, found))
 
     def compile(self, work: Mapping[str, Sequence[CompileJob]], python: str, report: Report = nobody) -> int:
-        """Compile files of units, record the results, and return how many have bytecode now.
-
-        Args:
-            work: by unit.
-            python: the interpreter without an environment.
-            report: how far it is.
-        """
+        """Compile files of units, record the results, and return how many have bytecode now."""
         with locked(self.compiling_lock(), shared=True, wait_s=LOCK_WAIT_S):
             made = compile_all([job for jobs in work.values() for job in jobs], python, report=report)
             for address, jobs in work.items():

@@ -109,9 +109,7 @@ def sweep_unit(unit: Path) -> Sweep:
 def note_bytecode(unit: Path, targets: Iterable[str]) -> None:
     """Write down bytecode that was compiled just now; the caller holds the unit's lock.
 
-    Args:
-        unit: its directory.
-        targets: absolute paths; those that are not there were not compiled.
+    `targets` are absolute paths; those that are not there were not compiled.
     """
     known = dict(known_bytecode(unit))
     for target in targets:
@@ -206,11 +204,7 @@ def suspects(unit: Path, since_ns: int) -> tuple[list[str], list[str]]:
 def is_suspect(folder: str, name: str, status: os.stat_result, since_ns: int) -> bool:
     """Return whether a file of a unit may have been written to.
 
-    Args:
-        folder: its directory; only the last names of the path count.
-        name: in it.
-        status: of the file.
-        since_ns: from `exposed_since`.
+    Only the last names of `folder` count; `since_ns` is from `exposed_since`.
     """
     if folder.endswith("/__pycache__"):
         return status.st_mtime_ns > since_ns and status.st_nlink > 1
@@ -227,10 +221,7 @@ _READ_BYTES = 1024 * 1024
 def damage(directory: Path, rows: Sequence[FileRow], *, read: bool) -> str:
     """Return what is wrong with a unit, one sentence about the first thing found, or "".
 
-    Args:
-        directory: of the unit, with its areas.
-        rows: what it should hold.
-        read: whether to read every file; else only its kind, size, time and mode are looked at.
+    With `read` every file is read; else its kind, size, time and mode are looked at.
     """
     expected = {row.path: row for row in rows}
     directories = _directories(rows)

@@ -96,11 +96,7 @@ def script(reference: str, python: str) -> str:
 
 
 def shebang(python: str) -> str:
-    """Return the first line, or lines, of a script for an interpreter.
-
-    Args:
-        python: its path.
-    """
+    """Return the first line, or lines, of a script for an interpreter."""
     simple = f"#!{python}\n"
     if " " not in python and len(simple.encode()) <= _SHEBANG_BYTES_MAX:
         return simple
@@ -147,12 +143,7 @@ class Outline(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def outline(unit: Unit, read: Read) -> Outline:
-    """Return the outline of a unit.
-
-    Args:
-        unit: its rows.
-        read: returns the content of a row, by its path.
-    """
+    """Return the outline of a unit."""
     areas = dict.fromkeys(row.path.partition("/")[0] for row in unit.rows)
     dist_info = next((match[1] for row in unit.rows if (match := _DIST_INFO.fullmatch(row.path))), "")
     generic = {row.path: content for row in unit.rows if _may_be_script(row) and is_generic(content := read(row.path))}

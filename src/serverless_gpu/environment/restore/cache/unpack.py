@@ -55,8 +55,7 @@ _TURN_S = 0.1
 class WrittenTree:
     """A fresh directory that several threads fill.
 
-    Args:
-        directory: exists, is empty, and nobody else can enter it.
+    The directory exists, is empty, and nobody else can enter it.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -66,13 +65,7 @@ class WrittenTree:
         self.masked = _umask() & _DIRECTORY_MODE != 0
 
     def enter(self, above: int, name: str, path: str) -> int:
-        """Return a descriptor of a directory, made if needed.
-
-        Args:
-            above: descriptor of the directory it is in.
-            name: of it.
-            path: of it, from the root of the tree.
-        """
+        """Return a descriptor of a directory, made if needed."""
         if path not in self._made:
             try:
                 os.mkdir(name, _DIRECTORY_MODE, dir_fd=above)
@@ -109,11 +102,7 @@ class Walk:
             os.close(self._fds.pop())
 
     def go(self, directory: str) -> int:
-        """Return a descriptor of a directory of the tree; it stays open until the next call.
-
-        Args:
-            directory: path from the root of the tree.
-        """
+        """Return a descriptor of a directory of the tree; it stays open until the next call."""
         if directory == self._at:
             return self._fds[-1] if self._fds else self._tree.fd
         names = directory.split("/")
@@ -143,12 +132,7 @@ class Walk:
 
 
 class UnitWriter:
-    """Writes the blocks of one unit, several at a time.
-
-    Args:
-        unit: follows the rules.
-        tree: fresh.
-    """
+    """Writes the blocks of one unit, several at a time."""
 
     def __init__(self, unit: Unit, tree: WrittenTree) -> None:
         self._unit = unit
@@ -164,15 +148,7 @@ class UnitWriter:
     def write(self, index: int, frame: memoryview) -> tuple[int, int]:
         """Write what is in one block.
 
-        Args:
-            index: of the block.
-            frame: its compressed bytes.
-
-        Returns:
-            How many bytes and files are done by it.
-
-        Raises:
-            EnvironmentCorrupt: it is not what the rows say.
+        Returns how many bytes and files are done by it; EnvironmentCorrupt when it is not what the rows say.
         """
         size = self._unit.blocks[index].size
         content = pieces(frame, size)
@@ -380,15 +356,8 @@ _Result = TypeVar("_Result")
 def unpack(unit: Unit, blobs: StoreBlobs, directory: Path, *, report: Report = nobody) -> None:
     """Make a directory of a unit, all of it verified, or leave nothing.
 
-    Args:
-        unit: as `Blobs.read_unit` gave it, so it follows the rules.
-        blobs: where its packs are.
-        directory: does not exist; its parent does, and is nobody else's to write to.
-        report: told how far it is.
-
-    Raises:
-        EnvironmentCorrupt: bytes in the store are not what they should be.
-        StorageError: the disk is full, or the directory cannot be written.
+    The unit follows the rules (`StoreBlobs.read_unit`). The directory does not exist; its parent does, and nobody else
+    writes to it.
     """
     for _ in unpack_each([(unit, directory)], blobs, report=report):
         pass
@@ -403,14 +372,8 @@ def unpack_each(
 ) -> Iterator[Path]:
     """Unpack several units as one stream, which is quicker than one after another.
 
-    Args:
-        jobs: units and their fresh directories; taken one after another, when there is room for the next.
-        blobs: where their packs are.
-        report: told how far it is.
-        totals: of all jobs, for the reports; None if each is to count when it begins.
-
-    Yields:
-        Each directory as soon as it is complete. When this raises, those that were not yielded are gone.
+    Jobs are taken one after another, when there is room for the next. Yields each directory as soon as it is complete;
+    when this raises, those that were not yielded are gone. Without `totals` of all jobs, each counts when it begins.
     """
     unpacker = _Unpacker(blobs, _Meter(report, totals))
     yield from unpacker.run(jobs)
