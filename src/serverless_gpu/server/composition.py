@@ -69,7 +69,7 @@ from serverless_gpu.server.secrets import SecretService
 from serverless_gpu.server.storage.blobs import Blobs
 from serverless_gpu.server.storage.environment_store import Environments
 from serverless_gpu.server.storage.logs import Logs
-from serverless_gpu.server.storage.upload_spool import Spool
+from serverless_gpu.server.storage.upload_spool import UploadSpool
 from serverless_gpu.wire.nodes import RayPool
 
 
@@ -106,7 +106,7 @@ class ServerResources:
     logs: Logs
     blobs: Blobs
     environments: Environments
-    spool: Spool
+    spool: UploadSpool
     leases: Leases = dataclasses.field(default_factory=Leases)
     looks: ReportRequests = dataclasses.field(default_factory=ReportRequests)
     presence: Presence = dataclasses.field(default_factory=Presence)

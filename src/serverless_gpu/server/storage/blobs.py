@@ -42,7 +42,7 @@ from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.http.routing import ATTEMPT, Bytes, Call, Incoming, Routes, writing
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.records.runs.files import StoredFile
-from serverless_gpu.server.storage.upload_spool import Spool
+from serverless_gpu.server.storage.upload_spool import UploadSpool
 from serverless_gpu.wire.blobs import NAMES_MAX, DigestList
 
 GRACE_S = 24 * 3600
@@ -266,7 +266,7 @@ routes = Routes("blobs")
 
 
 @routes.post("/blobs/missing", needs=writing("blobs", attempts=True))
-async def missing_parts(call: Call, blobs: Blobs, spool: Spool, body: DigestList) -> DigestList:
+async def missing_parts(call: Call, blobs: Blobs, spool: UploadSpool, body: DigestList) -> DigestList:
     """Say which parts have to be sent."""
     if len(body.digests) > NAMES_MAX:
         raise TooLarge(f"{len(body.digests)} digests at once", hint=f"ask for {NAMES_MAX} at most")
@@ -274,7 +274,7 @@ async def missing_parts(call: Call, blobs: Blobs, spool: Spool, body: DigestList
 
 
 @routes.put("/blobs/{digest}", needs=writing("blobs", attempts=True), limit=BLOB_PART_BYTES)
-async def put_part(call: Call, blobs: Blobs, spool: Spool, digest: str, body: Incoming) -> None:
+async def put_part(call: Call, blobs: Blobs, spool: UploadSpool, digest: str, body: Incoming) -> None:
     """Store a part."""
     await spool.in_thread(lambda: blobs.check_room(body.size or 0))
     async with spool.whole(body, body.size) as data:
@@ -283,7 +283,7 @@ async def put_part(call: Call, blobs: Blobs, spool: Spool, digest: str, body: In
 
 @routes.get("/attempts/{run}/{fence}/blobs/{digest}", needs=ATTEMPT)
 async def payload_part(
-    call: Call, database: Transactions, blobs: Blobs, spool: Spool, run: str, fence: int, digest: str
+    call: Call, database: Transactions, blobs: Blobs, spool: UploadSpool, run: str, fence: int, digest: str
 ) -> Bytes:
     """Return a part of what the attempt is to call."""
     payload = await call.in_thread(lambda: database.read(lambda connection: runs.payload_of(connection, run)))

@@ -40,7 +40,7 @@ from serverless_gpu.server.storage import object_cache
 from serverless_gpu.server.storage.blobs import Blobs
 from serverless_gpu.server.storage.environment_store import Environments
 from serverless_gpu.server.storage.logs import Logs
-from serverless_gpu.server.storage.upload_spool import Spool
+from serverless_gpu.server.storage.upload_spool import UploadSpool
 
 
 class MeasuredStore(Store):
@@ -115,7 +115,7 @@ class Storage(NamedTuple):
     logs: Logs
     blobs: Blobs
     environments: Environments
-    spool: Spool
+    spool: UploadSpool
 
 
 def open_storage(
@@ -159,7 +159,7 @@ def open_storage(
             if room.nearby_bytes_max and is_remote(store)
             else None,
         ),
-        spool=Spool(directory / "incoming", kept_free_bytes=room.kept_free_bytes),
+        spool=UploadSpool(directory / "incoming", kept_free_bytes=room.kept_free_bytes),
     )
 
 

@@ -29,7 +29,7 @@ THREADS_MAX = 32
 T = TypeVar("T")
 
 
-class Spool:
+class UploadSpool:
     """Where bodies are held until they are whole, and the threads for what is done with them.
 
     Args:
