@@ -67,7 +67,7 @@ from serverless_gpu.server.scheduling.scheduler import Preemptor, Scheduler
 from serverless_gpu.server.scheduling.wait_reasons import Sentences
 from serverless_gpu.server.secrets import SecretService
 from serverless_gpu.server.storage.blobs import Blobs
-from serverless_gpu.server.storage.environment_store import Environments
+from serverless_gpu.server.storage.environment_store import EnvironmentStore
 from serverless_gpu.server.storage.logs import Logs
 from serverless_gpu.server.storage.upload_spool import UploadSpool
 from serverless_gpu.wire.nodes import RayPool
@@ -105,7 +105,7 @@ class ServerResources:
     sealer: Sealer
     logs: Logs
     blobs: Blobs
-    environments: Environments
+    environments: EnvironmentStore
     spool: UploadSpool
     leases: Leases = dataclasses.field(default_factory=Leases)
     looks: ReportRequests = dataclasses.field(default_factory=ReportRequests)

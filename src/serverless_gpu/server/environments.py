@@ -32,7 +32,7 @@ from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.http.routing import BYTES, Bytes, Call, Incoming, Query, Routes, reading, writing
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.storage.blobs import GRACE_S, Blobs
-from serverless_gpu.server.storage.environment_store import PIECE_BYTES, Environments
+from serverless_gpu.server.storage.environment_store import PIECE_BYTES, EnvironmentStore
 from serverless_gpu.server.storage.upload_spool import UploadSpool
 from serverless_gpu.units import format_bytes
 from serverless_gpu.wire.blobs import NAMES_MAX, CondemnedAnswer, Free, KeyList, StoredList, StoredView
@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 class Collector:
     """Removes what nothing refers to."""
 
-    def __init__(self, *, clock: Clock, database: Transactions, blobs: Blobs, environments: Environments) -> None:
+    def __init__(self, *, clock: Clock, database: Transactions, blobs: Blobs, environments: EnvironmentStore) -> None:
         self._clock = clock
         self._database = database
         self._blobs = blobs
@@ -103,7 +103,7 @@ class RangeQuery(Query, frozen=True, kw_only=True):
 
 @routes.get("/environments/objects/{key:path}", needs=reading("environments"))
 async def read_object(
-    call: Call, environments: Environments, spool: UploadSpool, key: str, query: RangeQuery
+    call: Call, environments: EnvironmentStore, spool: UploadSpool, key: str, query: RangeQuery
 ) -> Response:
     """Return an object, or a range of it: fewer bytes where it ends before."""
     if key.startswith(_COLLECTING):
@@ -116,7 +116,7 @@ async def read_object(
 
 
 @routes.put("/environments/objects/{key:path}", needs=writing("environments"), limit=OBJECT_BYTES_MAX)
-async def put_object(call: Call, environments: Environments, spool: UploadSpool, key: str, body: Incoming) -> None:
+async def put_object(call: Call, environments: EnvironmentStore, spool: UploadSpool, key: str, body: Incoming) -> None:
     """Store an object that is what its key says."""
     may_manage = call.reach == _ALL
     await spool.in_thread(lambda: environments.check_room(body.size or 0))
@@ -125,7 +125,7 @@ async def put_object(call: Call, environments: Environments, spool: UploadSpool,
 
 
 @routes.post("/environments/present", needs=reading("environments"))
-async def present_objects(call: Call, environments: Environments, spool: UploadSpool, body: KeyList) -> KeyList:
+async def present_objects(call: Call, environments: EnvironmentStore, spool: UploadSpool, body: KeyList) -> KeyList:
     """Say which objects are there."""
     _check_count(body)
     there = await spool.in_thread(lambda: environments.present(body.keys))
@@ -133,7 +133,7 @@ async def present_objects(call: Call, environments: Environments, spool: UploadS
 
 
 @routes.post("/environments/repair", needs=reading("environments"))
-async def repair_objects(call: Call, environments: Environments, spool: UploadSpool, body: KeyList) -> KeyList:
+async def repair_objects(call: Call, environments: EnvironmentStore, spool: UploadSpool, body: KeyList) -> KeyList:
     """Check snapshots and units, content included; remove what no restore can use, and say what that was."""
     _check_count(body)
     removed = await spool.in_thread(lambda: environments.repair(body.keys))
@@ -142,7 +142,7 @@ async def repair_objects(call: Call, environments: Environments, spool: UploadSp
 
 @routes.post("/environments/condemned", needs=reading("environments"))
 async def condemned_objects(
-    call: Call, environments: Environments, spool: UploadSpool, body: KeyList
+    call: Call, environments: EnvironmentStore, spool: UploadSpool, body: KeyList
 ) -> CondemnedAnswer:
     """Say which objects garbage collection has condemned, and whether a collection is at work."""
     _check_count(body)
@@ -151,7 +151,7 @@ async def condemned_objects(
 
 
 @routes.get("/environments/list/{prefix}", needs=reading("environments"))
-async def list_objects(call: Call, environments: Environments, spool: UploadSpool, prefix: str) -> StoredList:
+async def list_objects(call: Call, environments: EnvironmentStore, spool: UploadSpool, prefix: str) -> StoredList:
     """Return all objects of a kind."""
     _check_reach(call)
     stored = await spool.in_thread(lambda: tuple(environments.list(prefix)))
@@ -159,7 +159,7 @@ async def list_objects(call: Call, environments: Environments, spool: UploadSpoo
 
 
 @routes.post("/environments/delete", needs=writing("environments"))
-async def delete_objects(call: Call, environments: Environments, spool: UploadSpool, body: KeyList) -> None:
+async def delete_objects(call: Call, environments: EnvironmentStore, spool: UploadSpool, body: KeyList) -> None:
     """Remove objects."""
     _check_reach(call)
     _check_count(body)
@@ -167,7 +167,7 @@ async def delete_objects(call: Call, environments: Environments, spool: UploadSp
 
 
 @routes.get("/environments/free", needs=reading("environments"))
-async def free_space(call: Call, environments: Environments, spool: UploadSpool) -> Free:
+async def free_space(call: Call, environments: EnvironmentStore, spool: UploadSpool) -> Free:
     """Say how much more fits."""
     return Free(bytes=await spool.in_thread(environments.free_bytes))
 

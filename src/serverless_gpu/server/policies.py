@@ -48,7 +48,7 @@ from serverless_gpu.server.pools import find_pool, unknown_name
 from serverless_gpu.server.records import audit, nodes, policies, pools, principals, stored_secrets
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.policies import POLICIES_MAX, StoredPolicy
-from serverless_gpu.server.storage.environment_store import Environments
+from serverless_gpu.server.storage.environment_store import EnvironmentStore
 from serverless_gpu.wire.access import PolicyList, PolicyRequest, PolicyView, policy_of, view_of
 from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX, NAME_CHARACTERS_MAX
 
@@ -64,7 +64,7 @@ _ADDRESS = re.compile(r"[0-9a-f]{64}", re.ASCII)
 class PolicyService:
     """Views, changes, attaches and detaches usage policies."""
 
-    def __init__(self, *, clock: Clock, database: Transactions, hub: Hub, environments: Environments) -> None:
+    def __init__(self, *, clock: Clock, database: Transactions, hub: Hub, environments: EnvironmentStore) -> None:
         self._clock = clock
         self._database = database
         self._hub = hub
@@ -364,7 +364,7 @@ class Brought(msgspec.Struct, frozen=True, kw_only=True):
 class PolicyAdmission:
     """Checks runs against usage policies."""
 
-    def __init__(self, *, settings: Settings, sealer: Sealer, environments: Environments) -> None:
+    def __init__(self, *, settings: Settings, sealer: Sealer, environments: EnvironmentStore) -> None:
         self._settings = settings
         self._sealer = sealer
         self._environments = environments

@@ -31,7 +31,7 @@ from serverless_gpu.server.lifecycle import rendezvous
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.pools import NO_ISOLATION
 from serverless_gpu.server.runs import retention
-from serverless_gpu.server.storage.environment_store import Environments
+from serverless_gpu.server.storage.environment_store import EnvironmentStore
 from serverless_gpu.wire.agents import Start
 from tests.e2e.simulation import caps, supervisor
 from tests.e2e.simulation.client import SECRET, Client, Wrong
@@ -312,7 +312,7 @@ class World:
             mock.patch.object(retention, "FIRST_S", 20.0),
             mock.patch.object(retention, "EVERY_S", 20.0),
             mock.patch.object(audit, "EVERY_S", 5.0),
-            mock.patch.object(Environments, "need", lambda _self, _snapshot: None),
+            mock.patch.object(EnvironmentStore, "need", lambda _self, _snapshot: None),
             mock.patch.object(rendezvous, "COME_S", 40.0),
             mock.patch.object(rendezvous, "MEET_S", 20.0),
             mock.patch.object(rendezvous, "TOTAL_S", 120.0),

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from serverless_gpu.environment.stores.memory_store import MemoryStore
-from serverless_gpu.server.storage.environment_store import Environments
+from serverless_gpu.server.storage.environment_store import EnvironmentStore
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.testing.stores import pack_key
 
@@ -46,12 +46,12 @@ class FarAway(MemoryStore):
 
 def server_on(
     store: FarAway, directory: Path, *, bytes_max: int = 1 << 30, clock: FakeClock | None = None
-) -> Environments:
+) -> EnvironmentStore:
     place = directory / "nearby", bytes_max
-    return Environments(store, clock=clock or FakeClock(), kept_free_bytes=0, nearby=place)
+    return EnvironmentStore(store, clock=clock or FakeClock(), kept_free_bytes=0, nearby=place)
 
 
-def read(environments: Environments, key: str = KEY, start: int = 0, length: int | None = None) -> bytes:
+def read(environments: EnvironmentStore, key: str = KEY, start: int = 0, length: int | None = None) -> bytes:
     return b"".join(environments.read(key, start, length))
 
 

@@ -57,7 +57,7 @@ from serverless_gpu.server.runs import run_views
 from serverless_gpu.server.scheduling.feasibility import Feasibility, FeasibilityMemory
 from serverless_gpu.server.scheduling.wait_reasons import Sentences
 from serverless_gpu.server.storage.blobs import Blobs, check_reference
-from serverless_gpu.server.storage.environment_store import Environments
+from serverless_gpu.server.storage.environment_store import EnvironmentStore
 from serverless_gpu.wire.base import INLINE_BYTES_MAX, LABEL_CHARACTERS_MAX, NAME_CHARACTERS_MAX
 from serverless_gpu.wire.runs import RunRequest, RunView, Target
 
@@ -110,7 +110,7 @@ class SubmissionService:
         keys: Keys,
         sealer: Sealer,
         blobs: Blobs,
-        environments: Environments,
+        environments: EnvironmentStore,
         sentences: Sentences,
         waiting_room: WaitingRoom,
         measures: ServerMetrics,

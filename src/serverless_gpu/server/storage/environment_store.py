@@ -161,7 +161,7 @@ _PACKAGES_MAX = 64
 _NOTHING = f"snapshots/{'0' * 64}"
 
 
-class Environments:
+class EnvironmentStore:
     """The store of environments; safe to use from several threads.
 
     Args:

@@ -38,7 +38,7 @@ from serverless_gpu.server.core.server_metrics import ServerMetrics
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.storage import object_cache
 from serverless_gpu.server.storage.blobs import Blobs
-from serverless_gpu.server.storage.environment_store import Environments
+from serverless_gpu.server.storage.environment_store import EnvironmentStore
 from serverless_gpu.server.storage.logs import Logs
 from serverless_gpu.server.storage.upload_spool import UploadSpool
 
@@ -114,7 +114,7 @@ class Storage(NamedTuple):
 
     logs: Logs
     blobs: Blobs
-    environments: Environments
+    environments: EnvironmentStore
     spool: UploadSpool
 
 
@@ -151,7 +151,7 @@ def open_storage(
     return Storage(
         logs=Logs(directory / "logs", kept_free_bytes=room.kept_free_bytes),
         blobs=Blobs(opened(parts, "blobs"), clock=clock, kept_free_bytes=room.kept_free_bytes),
-        environments=Environments(
+        environments=EnvironmentStore(
             opened(store or directory / "store", "environments"),
             clock=clock,
             kept_free_bytes=room.kept_free_bytes,

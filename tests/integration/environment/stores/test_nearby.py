@@ -15,7 +15,7 @@ from serverless_gpu.environment.stores.server_store import ServedStore
 from serverless_gpu.environment.stores.store_urls import open_store
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentRejected, NotFound, StoreUnavailable
 from serverless_gpu.server.storage import object_cache
-from serverless_gpu.server.storage.environment_store import Environments
+from serverless_gpu.server.storage.environment_store import EnvironmentStore
 from serverless_gpu.server.storage.storage import DiskLimits, open_storage
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.testing.stores import pack_key
@@ -37,14 +37,16 @@ def clock() -> FakeClock:
 
 
 @pytest.fixture
-def environments(store: FarAway, clock: FakeClock, tmp_path: Path) -> Environments:
+def environments(store: FarAway, clock: FakeClock, tmp_path: Path) -> EnvironmentStore:
     return server_on(store, tmp_path, clock=clock)
 
 
 # one read for all who ask ---------------------------------------------------------------------------------------------
 
 
-def test_who_asks_at_once_shares_one_read_and_later_ones_need_none(store: FarAway, environments: Environments) -> None:
+def test_who_asks_at_once_shares_one_read_and_later_ones_need_none(
+    store: FarAway, environments: EnvironmentStore
+) -> None:
     store.put({KEY: PACK})
     store.open.clear()
     with ThreadPoolExecutor(8) as pool:
@@ -57,7 +59,7 @@ def test_who_asks_at_once_shares_one_read_and_later_ones_need_none(store: FarAwa
 
 
 def test_ranges_and_pieces_are_those_of_the_object(
-    store: FarAway, environments: Environments, monkeypatch: pytest.MonkeyPatch
+    store: FarAway, environments: EnvironmentStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(object_cache, "PIECE_BYTES", 1000)
     data = PACK[:4_500]
@@ -72,7 +74,7 @@ def test_ranges_and_pieces_are_those_of_the_object(
 
 
 def test_an_object_longer_than_the_first_request_is_whole(
-    store: FarAway, environments: Environments, monkeypatch: pytest.MonkeyPatch
+    store: FarAway, environments: EnvironmentStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(object_cache, "FIRST_BYTES", len(PACK) // 2)
     store.put({KEY: PACK})
@@ -80,7 +82,7 @@ def test_an_object_longer_than_the_first_request_is_whole(
     assert store.got == [KEY, KEY]
 
 
-def test_what_is_no_key_is_no_path(store: FarAway, environments: Environments, tmp_path: Path) -> None:
+def test_what_is_no_key_is_no_path(store: FarAway, environments: EnvironmentStore, tmp_path: Path) -> None:
     for key in ("packs/../../etc/passwd", "packs/.new-x", "", "units"):
         with pytest.raises(EnvironmentRejected):
             environments.read(key)
@@ -90,7 +92,7 @@ def test_what_is_no_key_is_no_path(store: FarAway, environments: Environments, t
     assert files(tmp_path) == []
 
 
-def test_what_is_not_there_is_said_to_all_and_looked_for_again(store: FarAway, environments: Environments) -> None:
+def test_what_is_not_there_is_said_to_all_and_looked_for_again(store: FarAway, environments: EnvironmentStore) -> None:
     store.open.clear()
     with ThreadPoolExecutor(3) as pool:
         asking = [pool.submit(read, environments) for _ in range(3)]
@@ -102,7 +104,7 @@ def test_what_is_not_there_is_said_to_all_and_looked_for_again(store: FarAway, e
 
 
 def test_a_bucket_that_does_not_answer_is_said_to_all_and_asked_again(
-    store: FarAway, environments: Environments
+    store: FarAway, environments: EnvironmentStore
 ) -> None:
     store.put({KEY: PACK})
     store.open.clear()
@@ -118,7 +120,7 @@ def test_a_bucket_that_does_not_answer_is_said_to_all_and_asked_again(
 
 
 def test_who_waits_for_too_long_is_sent_away_and_comes_again(
-    store: FarAway, environments: Environments, monkeypatch: pytest.MonkeyPatch
+    store: FarAway, environments: EnvironmentStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(object_cache, "WAIT_S", 0.05)
     store.put({KEY: PACK})
@@ -167,7 +169,7 @@ def test_two_servers_on_one_bucket_read_it_once_each(store: FarAway, tmp_path: P
 
 
 def test_a_server_that_starts_again_finds_its_packs_and_removes_halves(
-    store: FarAway, environments: Environments, tmp_path: Path
+    store: FarAway, environments: EnvironmentStore, tmp_path: Path
 ) -> None:
     store.put({KEY: PACK, pack_key(OTHER): OTHER})
     read(environments)
@@ -184,7 +186,7 @@ def test_a_server_that_starts_again_finds_its_packs_and_removes_halves(
 
 
 def test_F29_a_copy_that_is_not_what_it_was_is_read_from_the_bucket_again(
-    store: FarAway, environments: Environments, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    store: FarAway, environments: EnvironmentStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store.put({KEY: PACK})
     read(environments)
@@ -196,7 +198,7 @@ def test_F29_a_copy_that_is_not_what_it_was_is_read_from_the_bucket_again(
     assert golden("environment.nearby.thrown-away") in caplog.text
 
 
-def test_F42_what_comes_altered_is_asked_for_once_more(store: FarAway, environments: Environments) -> None:
+def test_F42_what_comes_altered_is_asked_for_once_more(store: FarAway, environments: EnvironmentStore) -> None:
     store.put({KEY: PACK})
     store.altered_times = 1
     assert read(environments) == PACK
@@ -204,7 +206,7 @@ def test_F42_what_comes_altered_is_asked_for_once_more(store: FarAway, environme
 
 
 def test_F42_what_is_altered_in_the_bucket_is_named_and_not_kept(
-    store: FarAway, environments: Environments, tmp_path: Path
+    store: FarAway, environments: EnvironmentStore, tmp_path: Path
 ) -> None:
     store.put({KEY: OTHER})
     for tries in (2, 4):
@@ -246,7 +248,7 @@ def unit(store: FarAway) -> tuple[str, bytes, bytes]:
 
 
 def test_a_unit_is_read_once_for_ten_minutes(
-    store: FarAway, environments: Environments, clock: FakeClock, unit: tuple[str, bytes, bytes]
+    store: FarAway, environments: EnvironmentStore, clock: FakeClock, unit: tuple[str, bytes, bytes]
 ) -> None:
     key, first, second = unit
     assert read(environments, key) == read(environments, key) == first
@@ -258,7 +260,7 @@ def test_a_unit_is_read_once_for_ten_minutes(
 
 
 def test_a_unit_that_is_put_anew_or_removed_here_is_not_taken_from_a_copy(
-    store: FarAway, environments: Environments, unit: tuple[str, bytes, bytes]
+    store: FarAway, environments: EnvironmentStore, unit: tuple[str, bytes, bytes]
 ) -> None:
     key, first, second = unit
     assert read(environments, key) == first
@@ -272,7 +274,7 @@ def test_a_unit_that_is_put_anew_or_removed_here_is_not_taken_from_a_copy(
 
 
 def test_a_pack_that_is_missed_has_units_read_again(
-    store: FarAway, environments: Environments, unit: tuple[str, bytes, bytes]
+    store: FarAway, environments: EnvironmentStore, unit: tuple[str, bytes, bytes]
 ) -> None:
     key, first, second = unit
     assert read(environments, key) == first
@@ -284,7 +286,7 @@ def test_a_pack_that_is_missed_has_units_read_again(
 
 
 def test_a_unit_that_breaks_a_rule_is_passed_on_and_not_kept(
-    store: FarAway, environments: Environments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: FarAway, environments: EnvironmentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(data: bytes, address: str) -> None:
         raise EnvironmentRejected("a rule")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from serverless_gpu.server.storage import object_cache
-from serverless_gpu.server.storage.environment_store import Environments
+from serverless_gpu.server.storage.environment_store import EnvironmentStore
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.testing.stores import pack_key
 from tests.support.environment.far_away import KEY, OTHER, PACK, FarAway, files, read, server_on, until
@@ -32,7 +32,7 @@ def clock() -> FakeClock:
 
 
 @pytest.fixture
-def environments(store: FarAway, clock: FakeClock, tmp_path: Path) -> Environments:
+def environments(store: FarAway, clock: FakeClock, tmp_path: Path) -> EnvironmentStore:
     return server_on(store, tmp_path, clock=clock)
 
 
@@ -64,7 +64,7 @@ def test_what_is_larger_than_all_copies_may_be_is_passed_on(store: FarAway, tmp_
 
 
 def test_a_copy_that_has_to_give_way_while_it_is_written_is_not_there(
-    store: FarAway, environments: Environments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: FarAway, environments: EnvironmentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept, opened = environments._nearby, object_cache.KeptFile
     assert kept is not None
@@ -83,7 +83,7 @@ def test_a_copy_that_has_to_give_way_while_it_is_written_is_not_there(
 
 
 def test_a_place_that_cannot_be_used_costs_copies_and_nothing_else(
-    store: FarAway, environments: Environments, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    store: FarAway, environments: EnvironmentStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "nearby").write_text("a file")
     store.put({KEY: PACK})

@@ -27,7 +27,7 @@ from serverless_gpu.server.records.runs import files, runs
 from serverless_gpu.server.records.runs.files import StoredFile
 from serverless_gpu.server.storage import blobs
 from serverless_gpu.server.storage.blobs import Blobs
-from serverless_gpu.server.storage.environment_store import Environments
+from serverless_gpu.server.storage.environment_store import EnvironmentStore
 from serverless_gpu.testing import FakeClock
 from tests.support.environment.environments_in_stores import capture
 from tests.support.golden import golden
@@ -48,7 +48,7 @@ def store(tmp_path: Path, clock: FakeClock) -> DirectoryStore:
 def kept(services: Services, store: DirectoryStore, clock: FakeClock, tmp_path: Path) -> Services:
     """Return services whose stores go by the test's clock."""
     parts = Blobs(DirectoryStore(tmp_path / "parts", clock=clock), clock=clock, kept_free_bytes=0)
-    return recomposed(services, blobs=parts, environments=Environments(store, clock=clock, kept_free_bytes=0))
+    return recomposed(services, blobs=parts, environments=EnvironmentStore(store, clock=clock, kept_free_bytes=0))
 
 
 def put(services: Services, data: bytes) -> str:
