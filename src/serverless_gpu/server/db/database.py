@@ -48,7 +48,7 @@ from serverless_gpu.errors import (
 from serverless_gpu.model.high_water_mark import DatabasePosition
 from serverless_gpu.server.core.server_metrics import ServerMetrics
 from serverless_gpu.server.db import leader_lock, migrations, tables
-from serverless_gpu.server.db.disk_reserve import FileReserve, NoReserve, Reserve, TableReserve
+from serverless_gpu.server.db.disk_reserve import DiskReserve, FileReserve, NoReserve, TableReserve
 from serverless_gpu.server.db.group_commit import GroupCommit, WriterClosed
 from serverless_gpu.server.db.leader_lock import Claim
 
@@ -120,7 +120,7 @@ class Database:
         self.kind = parsed.get_backend_name()
         self._where = f"{parsed.database}: " if self.kind == "sqlite" and parsed.database else ""
         self._file = Path(parsed.database) if self.kind == "sqlite" and parsed.database else None
-        self.reserve: Reserve = NoReserve()
+        self.reserve: DiskReserve = NoReserve()
         self.claim = Claim(parsed, lambda: _postgres_alone(parsed, self.claim.name).connect(), clock=clock)
         if self.kind == "postgresql":
             self._readers = self._engine = _postgres(parsed, self.claim)

@@ -40,7 +40,7 @@ _PIECE_BYTES = 1 << 20
 _log = logging.getLogger(__name__)
 
 
-class Reserve(abc.ABC):
+class DiskReserve(abc.ABC):
     """Room that is kept back; safe to use from several threads."""
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ class Reserve(abc.ABC):
         """
 
 
-class FileReserve(Reserve):
+class FileReserve(DiskReserve):
     """A file beside an SQLite database.
 
     Args:
@@ -149,7 +149,7 @@ class FileReserve(Reserve):
         return True
 
 
-class TableReserve(Reserve):
+class TableReserve(DiskReserve):
     """A table of filler in a PostgreSQL database, which no log is kept of: making it needs no room but its own.
 
     Args:
@@ -195,7 +195,7 @@ class TableReserve(Reserve):
         connection.execute(sa.text(f"INSERT INTO {_TABLE} {filler}"), numbers)
 
 
-class NoReserve(Reserve):
+class NoReserve(DiskReserve):
     """Of a database in memory: nothing is kept."""
 
     def _short(self) -> str:
