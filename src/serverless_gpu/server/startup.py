@@ -80,7 +80,7 @@ from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db import disk_reserve, leader_lock
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.db.high_water_mark_file import SYNC_S, Checkpoints, MarkFile
-from serverless_gpu.server.db.leader_lock import LOOK_S, Claim
+from serverless_gpu.server.db.leader_lock import LOOK_S, LeaderLock
 from serverless_gpu.server.http.auth_middleware import Admission
 from serverless_gpu.server.identity import uid_sharing
 from serverless_gpu.server.identity.bootstrap import FirstTokens, first_tokens, join_token
@@ -153,7 +153,7 @@ class Assembly:
         warnings: sentences for the operator who starts it.
     """
 
-    claim: Claim
+    claim: LeaderLock
     services: Services
     admission: Admission
     tokens: FirstTokens

@@ -50,7 +50,7 @@ from serverless_gpu.server.core.server_metrics import ServerMetrics
 from serverless_gpu.server.db import leader_lock, migrations, tables
 from serverless_gpu.server.db.disk_reserve import DiskReserve, FileReserve, NoReserve, TableReserve
 from serverless_gpu.server.db.group_commit import GroupCommit, WriterClosed
-from serverless_gpu.server.db.leader_lock import Claim
+from serverless_gpu.server.db.leader_lock import LeaderLock
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class Database:
         self._where = f"{parsed.database}: " if self.kind == "sqlite" and parsed.database else ""
         self._file = Path(parsed.database) if self.kind == "sqlite" and parsed.database else None
         self.reserve: DiskReserve = NoReserve()
-        self.claim = Claim(parsed, lambda: _postgres_alone(parsed, self.claim.name).connect(), clock=clock)
+        self.claim = LeaderLock(parsed, lambda: _postgres_alone(parsed, self.claim.name).connect(), clock=clock)
         if self.kind == "postgresql":
             self._readers = self._engine = _postgres(parsed, self.claim)
             self._turns = _Turns()
@@ -466,7 +466,7 @@ def _sqlite(url: sa.URL, *, begin: str, readers: bool) -> sa.Engine:
     return engine
 
 
-def _postgres(url: sa.URL, claim: Claim) -> sa.Engine:
+def _postgres(url: sa.URL, claim: LeaderLock) -> sa.Engine:
     engine = sa.create_engine(
         url,
         isolation_level="REPEATABLE READ",

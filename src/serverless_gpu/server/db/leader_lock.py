@@ -182,7 +182,7 @@ class TakenOver(ServerProblem):
     """Another server has taken the database over while this one stood still."""
 
 
-class Claim:
+class LeaderLock:
     """Sole use of a database. All methods may be called from any thread.
 
     Args:

@@ -247,12 +247,12 @@ def test_sessions_that_cannot_be_ended_leave_the_database_unclaimed(
 ) -> None:
     """Another server's session that goes on in the middle of a transaction, as behind a network that broke."""
 
-    def stay(_claim: claim_room.Claim, _session: sa.Connection) -> None:
+    def stay(_claim: claim_room.LeaderLock, _session: sa.Connection) -> None:
         raise ServerProblem("sessions of another server of this database did not end within 10 s")
 
     database = Database(postgres_url, clock=SystemClock())
     database.be_sole()
-    monkeypatch.setattr(claim_room.Claim, "end_others", stay)
+    monkeypatch.setattr(claim_room.LeaderLock, "end_others", stay)
     end_session(postgres_url)
     assert not database.claim.look() and not database.claim.is_held
     with pytest.raises(ServerUnavailable):
