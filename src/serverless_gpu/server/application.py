@@ -19,7 +19,7 @@ from serverless_gpu.server.core.hub import Hub
 from serverless_gpu.server.core.server_metrics import ServerMetrics
 from serverless_gpu.server.http.access_log import AccessLogMiddleware
 from serverless_gpu.server.http.auth_middleware import Authenticate, Gate, Reach
-from serverless_gpu.server.http.proxy_middleware import Door
+from serverless_gpu.server.http.proxy_middleware import ProxyMiddleware
 from serverless_gpu.server.http.routing import Route
 from serverless_gpu.server.identity import principal_service
 from serverless_gpu.server.lifecycle import reports
@@ -105,4 +105,4 @@ def guarded(
         authenticate=authenticate,
         reach=reach,
     )
-    return AccessLogMiddleware(Door(gate, hub=hub, proxies=proxies), measures=measures, clock=clock)
+    return AccessLogMiddleware(ProxyMiddleware(gate, hub=hub, proxies=proxies), measures=measures, clock=clock)

@@ -41,7 +41,7 @@ from serverless_gpu.server.http import tls
 from serverless_gpu.server.http.access_log import AccessLogMiddleware
 from serverless_gpu.server.http.auth_middleware import LOOPBACK
 from serverless_gpu.server.http.listener import BACKLOG, BoundedProtocol, Listening, bound, names, only_one, url_of
-from serverless_gpu.server.http.proxy_middleware import Door
+from serverless_gpu.server.http.proxy_middleware import ProxyMiddleware
 from serverless_gpu.server.http.tls import Certificate
 from serverless_gpu.server.identity.uid_sharing import Exposure
 from serverless_gpu.server.operations import systemd
@@ -79,7 +79,7 @@ class Running(uvicorn.Server):
         config: uvicorn.Config,
         listening: Listening,
         *,
-        door: Door,
+        door: ProxyMiddleware,
         stopping_s: float,
         certificate: Certificate | None,
         ready: Callable[[], None],

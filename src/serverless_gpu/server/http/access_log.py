@@ -20,7 +20,7 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.server.core import log_file
 from serverless_gpu.server.core.log_file import ACCESS
 from serverless_gpu.server.core.server_metrics import OTHER, ServerMetrics
-from serverless_gpu.server.http.proxy_middleware import Door
+from serverless_gpu.server.http.proxy_middleware import ProxyMiddleware
 from serverless_gpu.server.http.routing import CALL, ROUTE, Call, Route
 
 HEADER = b"sgpu-request"
@@ -52,7 +52,7 @@ class AccessLogMiddleware:
         door: the same.
     """
 
-    def __init__(self, door: Door, *, measures: ServerMetrics, clock: Clock) -> None:
+    def __init__(self, door: ProxyMiddleware, *, measures: ServerMetrics, clock: Clock) -> None:
         self.door = door
         self._measures, self._clock = measures, clock
         self._quiet: Counter[tuple[str, str]] = Counter()

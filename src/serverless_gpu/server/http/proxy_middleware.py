@@ -29,7 +29,7 @@ _PUBLIC = frozenset(path for _method, path in PUBLIC_ROUTES)
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
-class Door:
+class ProxyMiddleware:
     """Counts requests, refuses those that come too late or past the proxy.
 
     Args:
