@@ -18,7 +18,7 @@ from serverless_gpu.server.budgets import budget_service
 from serverless_gpu.server.core.hub import Hub
 from serverless_gpu.server.core.server_metrics import ServerMetrics
 from serverless_gpu.server.http.access_log import AccessLogMiddleware
-from serverless_gpu.server.http.auth_middleware import Authenticate, Gate, Reach
+from serverless_gpu.server.http.auth_middleware import Authenticate, AuthMiddleware, Reach
 from serverless_gpu.server.http.proxy_middleware import ProxyMiddleware
 from serverless_gpu.server.http.routing import Route
 from serverless_gpu.server.identity import principal_service
@@ -96,7 +96,7 @@ def guarded(
         RuntimeError: a handler names a class that is not provided.
     """
     routes = [route.bound(provided) for route in all_routes()]
-    gate = Gate(
+    gate = AuthMiddleware(
         application(routes),
         clock=clock,
         measures=measures,

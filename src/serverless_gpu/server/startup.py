@@ -81,7 +81,7 @@ from serverless_gpu.server.db import disk_reserve, leader_lock
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.db.high_water_mark_file import SYNC_S, Checkpoints, MarkFile
 from serverless_gpu.server.db.leader_lock import LOOK_S, LeaderLock
-from serverless_gpu.server.http.auth_middleware import Admission
+from serverless_gpu.server.http.auth_middleware import Authenticator
 from serverless_gpu.server.identity import uid_sharing
 from serverless_gpu.server.identity.bootstrap import FirstTokens, first_tokens, join_token
 from serverless_gpu.server.operations import restore, rotation
@@ -155,7 +155,7 @@ class Assembly:
 
     claim: LeaderLock
     services: Services
-    admission: Admission
+    admission: Authenticator
     tokens: FirstTokens
     warnings: tuple[str, ...] = ()
 
@@ -258,7 +258,7 @@ def assembled(
         yield Assembly(
             claim=database.claim,
             services=services,
-            admission=Admission(database, clock=clock, keys=keys),
+            admission=Authenticator(database, clock=clock, keys=keys),
             tokens=tokens,
             warnings=warnings,
         )

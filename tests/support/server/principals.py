@@ -9,7 +9,7 @@ from starlette.testclient import TestClient
 from serverless_gpu.server.application import guarded
 from serverless_gpu.server.composition import Services
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.http.auth_middleware import Admission
+from serverless_gpu.server.http.auth_middleware import Authenticator
 from serverless_gpu.server.identity.bootstrap import first_tokens
 from serverless_gpu.server.records import audit
 from serverless_gpu.testing import FakeClock
@@ -25,7 +25,7 @@ class Api:
         self.clock = clock
         self.database = database
         self.alice = ""
-        admission = Admission(database, clock=clock)
+        admission = Authenticator(database, clock=clock)
         app = guarded(
             services.by_type,
             hub=services.hub,

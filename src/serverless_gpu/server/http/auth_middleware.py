@@ -91,7 +91,7 @@ class WrongContent(InvalidValue):
     status = 415
 
 
-class Gate:
+class AuthMiddleware:
     """The outermost layer.
 
     Args:
@@ -323,7 +323,7 @@ _log = logging.getLogger(__name__)
 _NOTED_MAX = 10_000
 
 
-class Admission:
+class Authenticator:
     """Answers the gate's two questions.
 
     Args:

@@ -14,7 +14,7 @@ from serverless_gpu.server.composition import Services, make_scheduler
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.server_key import Keys, parse_attempt_token, token_until_s
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.http.auth_middleware import Admission
+from serverless_gpu.server.http.auth_middleware import Authenticator
 from serverless_gpu.server.lifecycle.attempt_tokens import RENEWED_MAX
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import Heartbeat, Start
@@ -36,7 +36,7 @@ class Node:
         assert isinstance(services.database, Database)
         add_people(services.database, "node", "other", "alice")
         self.services, self.clock, self.agents = services, clock, services.agents
-        self.admission = Admission(services.database, clock=clock, keys=services.keys)
+        self.admission = Authenticator(services.database, clock=clock, keys=services.keys)
         self.id = self.agents.hello(NODE, hello(takes=takes)).node
         self.run_id = submit(services)
         make_scheduler(services).tick(clock.boottime_ns())

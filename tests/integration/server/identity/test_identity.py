@@ -17,7 +17,7 @@ from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.server_key import Keys, sha256
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.db.tables import attempts, crews, nodes, pools, runs, tokens
-from serverless_gpu.server.http.auth_middleware import Admission
+from serverless_gpu.server.http.auth_middleware import Authenticator
 from serverless_gpu.server.http.routing import reading, writing
 from serverless_gpu.server.identity.bootstrap import first_tokens, principal_name
 from serverless_gpu.server.records import audit, principals
@@ -274,7 +274,7 @@ def test_the_token_of_a_crew_is_good_for_that_crew(database: Database) -> None:
 
 
 def test_the_gates_questions_are_answered(database: Database) -> None:
-    admission = Admission(database, clock=FakeClock())
+    admission = Authenticator(database, clock=FakeClock())
     caller = admission.authenticate(make(database, "vic", "viewer"))
     assert admission.reach(caller, reading("runs")) == "team"
     assert admission.reach(caller, writing("runs")) == "none"
@@ -292,7 +292,7 @@ def test_somebody_who_only_looks_is_let_in_when_nothing_can_be_written(
         raise ServerStorageFull
 
     monkeypatch.setattr(database, "write", full)
-    assert Admission(database, clock=FakeClock()).authenticate(secret).name == "ada"
+    assert Authenticator(database, clock=FakeClock()).authenticate(secret).name == "ada"
 
 
 # --- the first start --------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from serverless_gpu.server.composition import Services, make_retention
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.jump_tolerant_clock import SETTLING_S, SteadyClock
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.http.auth_middleware import Admission
+from serverless_gpu.server.http.auth_middleware import Authenticator
 from serverless_gpu.server.lifecycle import endings
 from serverless_gpu.server.records import principals
 from serverless_gpu.server.records.principals import NewToken
@@ -108,7 +108,7 @@ def test_F39_tokens_are_judged_and_runs_kept_as_if_the_clock_had_not_jumped(worl
 
     services.database.write(make)
     world.clock.step_wall(jump_s)
-    admission = Admission(services.database, clock=services.clock)
+    admission = Authenticator(services.database, clock=services.clock)
     assert admission.authenticate(good).name == "alice"
     with pytest.raises(NotAuthenticated):
         admission.authenticate(ended)

@@ -20,7 +20,7 @@ from serverless_gpu.errors import NotAuthenticated, ServerProblem
 from serverless_gpu.server import application as application_room
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.http import auth_middleware
-from serverless_gpu.server.http.auth_middleware import PUBLIC_ROUTES, Gate
+from serverless_gpu.server.http.auth_middleware import PUBLIC_ROUTES, AuthMiddleware
 from serverless_gpu.server.http.routing import ANYBODY, ATTEMPT, PUBLIC, Call, Incoming, Need, Route, Routes, writing
 from serverless_gpu.wire.access import TeamRequest, TeamView
 from serverless_gpu.wire.attempts import ReportAnswer
@@ -89,11 +89,11 @@ def everything() -> list[Route]:
     return [*application_room.all_routes(), *extra.all]
 
 
-def closed(routes: list[Route], *, ask: Callable[[str], Caller] = authenticate) -> Gate:
+def closed(routes: list[Route], *, ask: Callable[[str], Caller] = authenticate) -> AuthMiddleware:
     services = made_services(NoDatabase(), Path("/nonexistent"), clock=SystemClock())
     routes = [route.bound(services.by_type) for route in routes]
     inner = application_room.application(routes)
-    return Gate(
+    return AuthMiddleware(
         inner,
         clock=services.clock,
         measures=services.measures,
