@@ -34,7 +34,7 @@ from serverless_gpu import faults
 from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.server.application import guarded
 from serverless_gpu.server.core import log_file
-from serverless_gpu.server.core.jump_tolerant_clock import SteadyClock
+from serverless_gpu.server.core.jump_tolerant_clock import JumpTolerantClock
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.leader_lock import TakenOver
 from serverless_gpu.server.http import tls
@@ -222,7 +222,7 @@ def serve(
         TakenOver: another server has replaced this one.
         ServerUnavailable: the database does not answer.
     """
-    clock = clock or SteadyClock(SystemClock())
+    clock = clock or JumpTolerantClock(SystemClock())
     may_share = not settings.database.startswith("sqlite")
     with (
         only_one(settings.directory, may_share=may_share) as other,

@@ -1,28 +1,24 @@
-"""Watchdog of one attempt on one node: asks `model/hangs/hang_detection.py` what to do, and does it.
+"""Hang detection of one attempt on one node: asks `model/hangs/hang_detection.py` what to do, and does it.
 
-For gangs on several nodes see `gang_hang_reporter.py`.
+    output, events ──heard──▶ HangWatchdog ──tell──▶ watchers, receipt, hang-<n>.txt
+    the loop ────────look───▶     │ └──────────────▶ HangConfirmed, where `hang_timeout` was asked for
+                                  └── an inspection of the ranks (`rank_inspection.py`), polled until it is complete
 
-    output, events ──heard──▶ HangWatch ──tell──▶ watchers, receipt, hang-<n>.txt
-    the loop ────────look───▶     │ └────────────▶ HangConfirmed, where `hang_timeout` was asked for
-                                  └── a look at the ranks (`rank_inspection.py`), polled until it is complete
+For a gang on several nodes, each crew reports its ranks and the server judges:
 
-It never blocks: an inspection takes several turns of the loop, and output goes on meanwhile. Failure cases: a full disk
-loses the file, not the sentence; a sign of progress during an inspection makes it void.
-
-Reports the ranks of one crew of a gang on several nodes; the server judges their hangs.
-
-    output, events ──heard──▶ HangWitness ──silent since──▶ server ◀── the other crews
-    the loop ────────look───▶    │  ▲  └────what it saw───▶   │
-                                 │  └──────look at them───────┤
-    hang-<node>-<n>.txt, ◀───────┴──────who waits for whom────┘
+    output, events ──heard──▶ GangHangReporter ──silent since──▶ server ◀── the other crews
+    the loop ────────look───▶    │  ▲  └────what it saw────────▶   │
+                                 │  └───────look at them───────────┤
+    hang-<node>-<n>.txt, ◀───────┴───────who waits for whom────────┘
     HangConfirmed
 
 A crew alone cannot tell a hang from ranks that rightly wait for those on another node. So it reports only how long its
 ranks were silent; once all nodes are silent, the server asks each to inspect its ranks, over the same time.
 
-Failure cases: the server does not answer (no judgement); a sign of progress during an inspection makes it void; a full
-disk loses the file, not the sentence. The node that is judged first ends its ranks, and those of this one fail for it
-before its own judgement arrives: the inspection is written all the same.
+Neither blocks: an inspection takes several turns of the loop, and output goes on meanwhile. Failure cases: a full disk
+loses the file, not the sentence; a sign of progress during an inspection makes it void; the server does not answer (no
+judgement). The node that is judged first ends its ranks, and those of another one fail for it before that one's own
+judgement arrives: the inspection is written all the same.
 """
 
 from __future__ import annotations

@@ -19,14 +19,9 @@ Failure cases:
 - the server does not answer for longer than the lease says: the attempt is stopped, by this process's own clock, for
   another one may run elsewhere soon;
 - the attempt comes a second time: one supervisor has the lock, and what has ended does not begin again;
+- a process that the kernel cannot end (D state): the attempt ends without it after a minute (`ProcessDrain`); the code
+  that gives back its devices looks at what is left;
 - the attempt has ranks on other nodes: `peers.py`.
-
-End of an attempt: the client's message, and the verdicts on its devices.
-
-The wait for the last process of a killed attempt: bounded, and reported when it takes long.
-
-A process that the kernel cannot end (D state) must not keep a run from its end; the code that gives back its devices
-looks at what is left.
 """
 
 from __future__ import annotations

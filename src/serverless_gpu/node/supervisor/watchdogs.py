@@ -1,12 +1,12 @@
-"""Runs the watchdogs of an attempt: hang detection, idle devices, failing GPUs.
+"""Watchdogs of an attempt: hang detection, idle devices, failing GPUs.
 
-output, events ──heard──▶ HangWatch, IdleWatch      no descriptor announces what they are about: `look`
-kernel's log ──────────▶ AttemptFaults ──faults──▶ GpuFailed, at once
+    output, events ──heard──▶ HangWatchdog, IdleWatchdog   no descriptor announces what they are about: `look`
+    kernel's log ───────────▶ AttemptFaults ──faults──▶ GpuFailed, at once
 
-The watchdog of idle devices: asks `model/hangs/idleness.py` what to do, and does it.
+`IdleWatchdog` asks `model/hangs/idleness.py` what to do, and does it:
 
-    telemetry ───────seen──▶ IdleWatch ──tell──▶ watchers          at four fifths of the limit
-    output, events ─heard──▶     └────────────▶ StopRequested      at the limit: ranks may save first, as at any stop
+    telemetry ───────seen──▶ IdleWatchdog ──tell──▶ watchers        at four fifths of the limit
+    output, events ─heard──▶     └───────────────▶ StopRequested    at the limit: ranks may save first, as at any stop
     a client attaches heard──┘
 
 Without a limit, or without telemetry, nothing is stopped: unobserved devices do not count as idle.

@@ -1,6 +1,6 @@
 """One attempt, controlled by this node for its server: started, listened to, reported, stopped.
 
-    order ──▶ Minder ──Launch──▶ agent ──▶ supervisor        one thread listens: Started, Stopped, Finished …
+    order ──▶ AttemptController ──Launch──▶ agent ──▶ supervisor        one thread listens: Started, Stopped, Finished …
                 │ ▲                           │
                 │ └──── the socket ───────────┘
                 └─ News ─▶ Reporter ─▶ server                another one reports; answers become Lease, Confirm, Cancel

@@ -1,14 +1,13 @@
-"""From an order to a launch: the attempt's directory, the call, the devices of this node.
+"""From an order to a launch: the attempt's directory, the call, the interpreter, the devices of this node.
 
     Start ─▶ directory + remote.json (then the order is taken) ─▶ call.pkl ─▶ spec.json … ─▶ Launch
 
 The launch is not confirmed: user code waits until the server has answered a report about this attempt. An order may be
 an hour old, and another attempt may run by now.
 
-Rules for interpreters that a client of a server may name, and for their options.
-
-A node starts the interpreter before the run's ranks exist. So a client names an existing one that others cannot
-replace. Options change how it behaves; those that name code or a file (`-c`, `-m`) are refused.
+A node starts the interpreter before the run's ranks exist. So a client names an existing one that others cannot replace
+(`check_python`). Options change how it behaves; those that name code or a file (`-c`, `-m`) are refused
+(`check_flags`).
 """
 
 from __future__ import annotations

@@ -1,28 +1,24 @@
-"""Outputs of one attempt on their way into reports: small ones inside, large ones as blobs first.
+"""Data of an attempt on its way to the server: logs by offset, facts, outputs.
+
+    logs/<rank>.<stream>, logs/<node>.telemetry
+                          ── LogShipment: pieces, fair among streams, 1 MiB a report ──▶ answered ─▶ offset moves
+    facts.jsonl           ── FactsFile: new lines ──▶
+    results/, failures/, hang-<n>.txt ── OutputDelivery: small ones inside of reports
+                                            └─ Upload: large ones as blobs first, in a thread of its own
+        hash in parts ─▶ which of them are missing? ─▶ send these ─▶ the file is named by its parts in the next report
+
+A restarted uplink knows no offsets: it asks with an empty piece for each log, and the server says where to go on. It
+sends a piece again when the server wants it, because its own disk lost it. The ending asks for each log once more, so
+that a lost last piece shows, too.
 
 A run whose results cannot be delivered is no success: once the server has answered everything but the upload for long
 enough, the attempt ends as `result_upload`, and its sentence says where the files are. Until then the client hears what
 is in the way, and a cancel gives the results up at once. A failed run is not held up: it ends as it did, without the
 file.
 
-Large outputs on their way to the server, in a thread of their own: reports go on meanwhile.
-
-    hash in parts ─▶ which of them are missing? ─▶ send these ─▶ the file is named by its parts in the next report
-
-An interrupted upload goes on with the missing parts. The node's copy stays until the attempt is settled. Failure cases:
-the server's store answers with errors, or slowly (tried again for `upload_s`, then `failed` says what was in the way);
-the file is gone or changes while it is read (reported at once: no part of it is reliable).
-
-Data of an attempt that the server lacks: bytes of logs by offset, facts, small outputs.
-
-    logs/<rank>.<stream>, logs/<node>.telemetry
-                          ── pieces, fair among streams, 1 MiB a report ──▶ answered ─▶ offset moves
-    facts.jsonl           ── new lines ──▶
-    results/, failures/, hang-<n>.txt ─ small ones inside of reports, large ones as blobs first (`upload.py`)
-
-A restarted uplink knows no offsets: it asks with an empty piece for each log, and the server says where to go on. It
-sends a piece again when the server wants it, because its own disk lost it. The ending asks for each log once more, so
-that a lost last piece shows, too.
+Failure cases of an upload: it is interrupted (it goes on with the missing parts); the server's store answers with
+errors, or slowly (tried again for `upload_s`, then the ending says what was in the way); the file is gone or changes
+while it is read (reported at once: no part of it is reliable). The node's copy stays until the attempt is settled.
 """
 
 from __future__ import annotations

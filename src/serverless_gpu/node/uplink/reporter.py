@@ -15,17 +15,6 @@ reported, its results are not); the attempt's token has ended (the node's next h
 of the server is full (the server has heard of the attempt, so it goes on, unless the server may have given it up
 meanwhile without room to say so); results cannot be sent for an hour in which the server does answer (the run ends as
 `result_upload`, its files stay).
-
-Unreported news of one attempt: its listener writes it, its reporter reads it.
-
-Each piece of news has its own urgency, and takes later ones along: a run of ten milliseconds is one report, and lines
-that a rank prints one by one are not one request each.
-
-Finds the newest attempt of a run that saved a checkpoint: evidence that `resume` makes progress.
-
-A short-lived process looks, because a call into a hanging shared file system blocks its thread for good. Failure cases,
-each answered with 0, "not known": no answer within a few seconds, an unreadable directory, or too many hanging looks.
-The server then counts the attempt as one that saved nothing.
 """
 
 from __future__ import annotations
@@ -54,68 +43,6 @@ from serverless_gpu.node.uplink.delivery import FactsFile, LogShipment, OutputDe
 from serverless_gpu.node.uplink.server import Backoff, UplinkServer
 from serverless_gpu.wire.attempts import Ending, LogPiece, Report, ReportAnswer
 from serverless_gpu.wire.base import Json
-
-AT_ONCE_S = 0.0
-RECEIPT_S = 0.005
-"""An ending waits so long for the receipt, which mostly follows at once: then both are one report."""
-SOON_S = 0.02
-BEGUN_S = 0.1
-"""Wait of the beginning of user code for an ending: a short run needs no report of its own for it."""
-SOME_TIME_S = 0.2
-FIRST_OF_GANG_S = 0.1
-"""The first report of a crew of several waits so long for its offer. Where all stands by, both are one report."""
-
-
-class AttemptState(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt as it is seen from its supervisor's socket."""
-
-    state: State = State.STARTING
-    sentence: str = ""
-    begun: bool = False  # user code began
-    ending: Stopped | None = None  # None while it goes on
-    finished: bool = False  # the receipt is written
-    stop: StopReason | None = None  # why it is to be stopped, if so
-    tracked: str = ""  # link to the run in MLflow, once known
-    crew: CrewNews | None = None  # its message to the others of its gang; None on one node
-
-
-class PendingReport:
-    """The newest state, and when it is due."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._condition = threading.Condition()
-        self._known = AttemptState()
-        self._due_ns: int | None = None
-
-    @property
-    def known(self) -> AttemptState:
-        """Return what is known now."""
-        return self._known
-
-    def learn(self, within_s: float, **changes: object) -> None:
-        """Change fields of `AttemptState`, to be reported within `within_s` seconds."""
-        with self._condition:
-            if changes:
-                self._known = msgspec.structs.replace(self._known, **changes)
-            due_ns = self._clock.boottime_ns() + round(within_s * 1e9)
-            if self._due_ns is None or due_ns < self._due_ns:
-                self._due_ns = due_ns
-                self._condition.notify_all()
-
-    def wait(self, limit_s: float) -> bool:
-        """Wait until something is due, at most so long; count it as reported, and return whether it was."""
-        limit_ns = self._clock.boottime_ns() + round(limit_s * 1e9)
-        with self._condition:
-            while True:
-                until_ns = limit_ns if self._due_ns is None else min(limit_ns, self._due_ns)
-                left_s = (until_ns - self._clock.boottime_ns()) / 1e9
-                if left_s <= 0:
-                    was_due = self._due_ns is not None and self._due_ns <= self._clock.boottime_ns()
-                    self._due_ns = None if was_due else self._due_ns
-                    return was_due
-                self._condition.wait(left_s)
-
 
 _HEARTBEAT_S = 5.0
 _LOOK_S = 1.0  # at logs of ranks that are not shown live, which no message announces
@@ -472,6 +399,72 @@ def _ending(stopped: Stopped, *, began: bool, log_ends: dict[str, int]) -> Endin
     )
 
 
+AT_ONCE_S = 0.0
+RECEIPT_S = 0.005
+"""An ending waits so long for the receipt, which mostly follows at once: then both are one report."""
+SOON_S = 0.02
+BEGUN_S = 0.1
+"""Wait of the beginning of user code for an ending: a short run needs no report of its own for it."""
+SOME_TIME_S = 0.2
+FIRST_OF_GANG_S = 0.1
+"""The first report of a crew of several waits so long for its offer. Where all stands by, both are one report."""
+
+
+class AttemptState(msgspec.Struct, frozen=True, kw_only=True):
+    """An attempt as it is seen from its supervisor's socket."""
+
+    state: State = State.STARTING
+    sentence: str = ""
+    begun: bool = False  # user code began
+    ending: Stopped | None = None  # None while it goes on
+    finished: bool = False  # the receipt is written
+    stop: StopReason | None = None  # why it is to be stopped, if so
+    tracked: str = ""  # link to the run in MLflow, once known
+    crew: CrewNews | None = None  # its message to the others of its gang; None on one node
+
+
+class PendingReport:
+    """The newest unreported state, and when it is due: the attempt's listener writes it, its reporter reads it.
+
+    Each piece of news has its own urgency, and takes later ones along: a run of ten milliseconds is one report, and
+    lines that a rank prints one by one are not one request each.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._condition = threading.Condition()
+        self._known = AttemptState()
+        self._due_ns: int | None = None
+
+    @property
+    def known(self) -> AttemptState:
+        """Return what is known now."""
+        return self._known
+
+    def learn(self, within_s: float, **changes: object) -> None:
+        """Change fields of `AttemptState`, to be reported within `within_s` seconds."""
+        with self._condition:
+            if changes:
+                self._known = msgspec.structs.replace(self._known, **changes)
+            due_ns = self._clock.boottime_ns() + round(within_s * 1e9)
+            if self._due_ns is None or due_ns < self._due_ns:
+                self._due_ns = due_ns
+                self._condition.notify_all()
+
+    def wait(self, limit_s: float) -> bool:
+        """Wait until something is due, at most so long; count it as reported, and return whether it was."""
+        limit_ns = self._clock.boottime_ns() + round(limit_s * 1e9)
+        with self._condition:
+            while True:
+                until_ns = limit_ns if self._due_ns is None else min(limit_ns, self._due_ns)
+                left_s = (until_ns - self._clock.boottime_ns()) / 1e9
+                if left_s <= 0:
+                    was_due = self._due_ns is not None and self._due_ns <= self._clock.boottime_ns()
+                    self._due_ns = None if was_due else self._due_ns
+                    return was_due
+                self._condition.wait(left_s)
+
+
 _PROBE_KILL_S = 0.2
 _STUCK_PROBES_MAX = 3
 _PROBE_BYTES_MAX = 32
@@ -479,7 +472,11 @@ _stuck_probes: list[subprocess.Popen[bytes]] = []
 
 
 class CheckpointProbe:
-    """Looks at the checkpoints of one attempt and of those before it.
+    """Finds the newest attempt of a run that saved a checkpoint: evidence that `resume` makes progress.
+
+    A short-lived process looks, because a call into a hanging shared file system blocks its thread for good. Failure
+    cases, each answered with 0, "not known": no answer within a few seconds, an unreadable directory, or too many
+    hanging looks. The server then counts the attempt as one that saved nothing.
 
     `directory` lies in a home whose configuration names where checkpoints lie; `program` looks, and prints what it
     found.

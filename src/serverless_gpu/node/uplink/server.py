@@ -1,24 +1,15 @@
-"""The server as this node sees it: connections with the node's own token and with those of attempts.
+"""The server as this node sees it: its profile, connections, tokens of attempts, and its time.
 
-A changed profile file makes a new connection: the server was started on another port, or its tokens were changed.
+    UplinkProfile       address and token of the server: one small file, 0600, written by the uplink's starter
+    UplinkServer        connections with the node's own token and with those of attempts; all follow the profile
+    Credentials         tokens of attempts: short-lived, and replaced while the server answers
+    ServerTime          the server's clock; this node's own wall clock decides nothing
 
-A server's address and token for this node: one small file, 0600, written by the uplink's starter.
+The uplink reads the profile again whenever the server does not answer: a server that was started again on another port,
+or with another token, writes the same file, and every connection follows it.
 
-The uplink reads it again whenever the server does not answer: a server that was started again on another port, or with
-another token, writes the same file.
-
-The tokens of attempts on this node: short-lived, and replaced while the server answers.
-
-report ─▶ answer with the next token ─▶ take ─▶ every line of the attempt uses it, and its directory has it
-   └─ refused ─▶ wanted ─▶ the node's next heartbeat, with the node's own token ─▶ take
-
-Estimates the server's time: this node's own wall clock decides nothing.
-
-    asked ────────▶ server says `at_ns` ────────▶ answered        boottime of this node
-      └── at_ns is somewhere in between: server = boottime + K, K in [at_ns − answered, at_ns − asked] ──┘
-
-The fastest answer is kept, as the most precise. One that contradicts it shows that the server's clock was set, and
-replaces it; so does any other once it is old, for clocks drift. This node's wall clock may jump: it plays no part.
+    report ─▶ answer with the next token ─▶ take ─▶ every line of the attempt uses it, and its directory has it
+       └─ refused ─▶ wanted ─▶ the node's next heartbeat, with the node's own token ─▶ take
 """
 
 from __future__ import annotations
@@ -232,7 +223,14 @@ _MEASUREMENT_KEPT_S = 600.0
 
 
 class ServerTime:
-    """The server's clock, told by this node's boottime."""
+    """The server's clock, told by this node's boottime.
+
+        asked ────────▶ server says `at_ns` ────────▶ answered        boottime of this node
+          └── at_ns is somewhere in between: server = boottime + K, K in [at_ns − answered, at_ns − asked] ──┘
+
+    The fastest answer is kept, as the most precise. One that contradicts it shows that the server's clock was set, and
+    replaces it; so does any other once it is old, for clocks drift. This node's wall clock may jump: it plays no part.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -25,7 +25,7 @@ BELIEVED_S = 3_600.0
 _log = logging.getLogger(__name__)
 
 
-class SteadyClock:
+class JumpTolerantClock:
     """A clock whose wall time does not follow jumps at once.
 
     Args:

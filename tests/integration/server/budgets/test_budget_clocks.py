@@ -8,7 +8,7 @@ import pytest
 
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason, State
 from serverless_gpu.server.budgets.spending import Spending
-from serverless_gpu.server.core.jump_tolerant_clock import BELIEVED_S, SETTLING_S, SteadyClock
+from serverless_gpu.server.core.jump_tolerant_clock import BELIEVED_S, SETTLING_S, JumpTolerantClock
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import Ending
@@ -24,7 +24,7 @@ def test_F39_a_clock_that_jumps_begins_no_month_and_one_that_is_believed_does(
     database: Database, tmp_path: Path
 ) -> None:
     clock = FakeClock(wall_ns=T0)
-    spent = Spent(database, made_services(database, tmp_path, clock=SteadyClock(clock)), clock)
+    spent = Spent(database, made_services(database, tmp_path, clock=JumpTolerantClock(clock)), clock)
     spent.set(limit_micros=10_000 * UNIT, hard=True)
     run_id = spent.submit()
     spent.go_on(SETTLING_S + 10)

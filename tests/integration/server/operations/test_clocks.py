@@ -13,7 +13,7 @@ from serverless_gpu.errors import NotAuthenticated
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.server.composition import Services, make_retention
 from serverless_gpu.server.core.caller import Caller
-from serverless_gpu.server.core.jump_tolerant_clock import SETTLING_S, SteadyClock
+from serverless_gpu.server.core.jump_tolerant_clock import SETTLING_S, JumpTolerantClock
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.http.auth_middleware import Authenticator
 from serverless_gpu.server.lifecycle import endings
@@ -51,7 +51,7 @@ def world(database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """Return a server with the clock that a real one has, past its start, and a node."""
 
     def steadily(database: Database, home: Path, *, clock: Clock, **settings: Any) -> Services:
-        return made_services(database, home, clock=SteadyClock(clock), **settings)
+        return made_services(database, home, clock=JumpTolerantClock(clock), **settings)
 
     monkeypatch.setattr(simulation, "made_services", steadily)
     made = World(database, tmp_path, {"n1": "H100:4"}, partition_grace_s=60.0, partition_margin_s=10.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from serverless_gpu.server.core.jump_tolerant_clock import BELIEVED_S, SETTLING_S, SteadyClock
+from serverless_gpu.server.core.jump_tolerant_clock import BELIEVED_S, SETTLING_S, JumpTolerantClock
 from serverless_gpu.testing import FakeClock
 
 DAY_S, HOUR_S = 86_400.0, 3_600.0
@@ -16,16 +16,16 @@ def machine() -> FakeClock:
 
 
 @pytest.fixture
-def steady(machine: FakeClock) -> SteadyClock:
+def steady(machine: FakeClock) -> JumpTolerantClock:
     """Return a clock that has settled."""
-    steady = SteadyClock(machine)
+    steady = JumpTolerantClock(machine)
     machine.advance(SETTLING_S + 1)
     return steady
 
 
 @pytest.mark.parametrize("jump_s", [DAY_S, -HOUR_S])
 def test_F39_a_jump_is_believed_after_an_hour_and_not_before(
-    machine: FakeClock, steady: SteadyClock, jump_s: float
+    machine: FakeClock, steady: JumpTolerantClock, jump_s: float
 ) -> None:
     right_ns = steady.wall_ns()
     machine.step_wall(jump_s)
@@ -36,7 +36,7 @@ def test_F39_a_jump_is_believed_after_an_hour_and_not_before(
     assert steady.wall_ns() == machine.wall_ns()
 
 
-def test_F39_a_clock_that_was_put_right_again_was_never_believed(machine: FakeClock, steady: SteadyClock) -> None:
+def test_F39_a_clock_that_was_put_right_again_was_never_believed(machine: FakeClock, steady: JumpTolerantClock) -> None:
     right_ns = steady.wall_ns()
     machine.step_wall(DAY_S)
     assert steady.wall_ns() == right_ns
@@ -45,7 +45,7 @@ def test_F39_a_clock_that_was_put_right_again_was_never_believed(machine: FakeCl
     assert steady.wall_ns() == machine.wall_ns() == right_ns + 60 * 10**9
 
 
-def test_another_jump_counts_from_its_own_moment(machine: FakeClock, steady: SteadyClock) -> None:
+def test_another_jump_counts_from_its_own_moment(machine: FakeClock, steady: JumpTolerantClock) -> None:
     machine.step_wall(DAY_S)
     steady.wall_ns()
     machine.advance(BELIEVED_S / 2)
@@ -58,7 +58,7 @@ def test_another_jump_counts_from_its_own_moment(machine: FakeClock, steady: Ste
 
 
 def test_small_steps_and_whatever_comes_soon_after_the_start_are_believed(machine: FakeClock) -> None:
-    steady = SteadyClock(machine)
+    steady = JumpTolerantClock(machine)
     machine.step_wall(DAY_S)
     assert steady.wall_ns() == machine.wall_ns()
     machine.advance(SETTLING_S)
