@@ -45,7 +45,7 @@ class Compressor:
 def decompress(frame: bytes | memoryview, size_max: int) -> bytes:
     """Return the content of one zstd frame, never more than a bound.
 
-    EnvironmentRejected: it is no such frame, ends early, goes on after its end, or holds more.
+    Raises EnvironmentRejected: it is no such frame, ends early, goes on after its end, or holds more.
     """
     decompressor = zstd.ZstdDecompressor()
     try:
@@ -63,8 +63,8 @@ def decompress(frame: bytes | memoryview, size_max: int) -> bytes:
 def pieces(frame: bytes | memoryview, size: int) -> Iterator[bytes]:
     """Yield the content of one zstd frame, a piece at a time.
 
-    EnvironmentRejected: it is no such frame, ends early, goes on after its end, or does not hold exactly `size` bytes;
-    pieces that were given before are of no use then.
+    Raises EnvironmentRejected: it is no such frame, ends early, goes on after its end, or does not hold exactly
+    `size` bytes; pieces that were given before are of no use then.
     """
     decompressor, left = zstd.ZstdDecompressor(), size
     data: bytes | memoryview = frame

@@ -103,13 +103,13 @@ class Interpreter(msgspec.Struct, frozen=True, kw_only=True):
 class SnapshotMember(msgspec.Struct, frozen=True, kw_only=True):
     """A unit as a snapshot lists it."""
 
-    address: str  # the unit
-    kind: UnitKind  # what it holds
+    address: str
+    kind: UnitKind
     # of the distribution in its normal form (``scikit-learn``), of the code's directory, or "" (unowned files)
     name: str = ""
     version: str = ""  # of the distribution, or ""
     size: int = 0  # content bytes
-    files: int = 0  # number of files
+    files: int = 0
     # names it adds to what can be imported: top-level files and directories, without endings
     modules: tuple[str, ...] = ()
 
@@ -117,11 +117,11 @@ class SnapshotMember(msgspec.Struct, frozen=True, kw_only=True):
 class Generated(msgspec.Struct, frozen=True, kw_only=True):
     """A small text file that names directories of its machine: written again on restore."""
 
-    path: str  # area and path, as in a row
+    path: str
     # its content, ``{{sgpu:2}}`` standing for the directory of root 2 (its site area), ``{{sgpu:python}}`` for the
     # interpreter
     text: str
-    executable: bool = False  # whether it can be run
+    executable: bool = False
 
 
 class Root(msgspec.Struct, frozen=True, kw_only=True):
@@ -209,7 +209,7 @@ def snapshot_address(snapshot: Snapshot) -> str:
 
 
 def snapshot_address_1(interpreter: Interpreter, roots: Iterable[Root]) -> str:
-    """Return the address of a snapshot of version 1, which covers neither the order of units nor their kinds and sizes."""
+    """Return the address by version 1, which covers neither the order of units nor their kinds and sizes."""
     digest = blake3(b"serverless-gpu snapshot 1\n")
     python = (interpreter.implementation, interpreter.minor, interpreter.abi, interpreter.platform)
     digest.update("\0".join(python).encode() + b"\n")

@@ -40,7 +40,7 @@ _NAME = "sgpu-watch"
 class WatchProcess:
     """The service's end of one watching process.
 
-    `leave` closes, in the process, what it inherits and must not keep open. OSError: no process can be started.
+    `leave` closes, in the process, what it inherits and must not keep open. Raises OSError: no process can be started.
     """
 
     def __init__(self, recogniser: Recogniser, description: Description, leave: Callable[[], None]) -> None:

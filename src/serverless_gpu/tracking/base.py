@@ -46,22 +46,14 @@ class Metric(NamedTuple):
 
 
 class TrackerRun(msgspec.Struct, frozen=True, kw_only=True):
-    """A tracked run as the tracker knows it.
+    """A tracked run as the tracker knows it."""
 
-    Attributes:
-        run_id: MLflow's own identifier.
-        uri: of the tracking server, without credentials.
-        url: what a person opens.
-        artifacts: where its artifacts go, as the tracker says.
-        had_ended: whether its maker had ended it when it was found; ranks that log to it open it again.
-    """
-
-    run_id: str
+    run_id: str  # MLflow's own identifier
     experiment_id: str
-    uri: str
-    url: str
-    artifacts: str = ""
-    had_ended: bool = False
+    uri: str  # of the tracking server, without credentials
+    url: str  # what a person opens
+    artifacts: str = ""  # where its artifacts go, as the tracker says
+    had_ended: bool = False  # whether its maker had ended it when it was found; ranks that log to it open it again
 
 
 class Tracker(Protocol):

@@ -1,19 +1,16 @@
-"""The engine's side of `driver_process.py`: a child that is asked, and killed when an answer is late.
+"""The engine's side of `driver_process.py`: a child that has Ray, asked by line, killed when an answer is late.
 
-    ask(operation, …) ── line ─▶ child          every request has its own deadline
-                      ◀── line ── reader thread: answers come in any order
-                      late, or its end: Unanswered for all who wait; whoever keeps it starts another one
+    DriverLink     connect  ─▶ does the head's port answer? ─▶ a child, made a driver; pauses grow while that fails
+                   ask      ─▶ the child's answer, or Unanswered; what comes late costs the child
+                   trouble  ─▶ "" or why new gangs wait
 
-Ray's calls can block for minutes once its head is gone, and none of them can be called off. A process can.
+    DriverClient   ask(operation, …) ── line ─▶ child          every request has its own deadline
+                                     ◀── line ── reader thread: answers come in any order
+                                     late, or its end: Unanswered for all who wait; DriverLink starts another one
 
-The engine's line to Ray: a child that is there when Ray is, and a sentence when it is not.
-
-    connect  ─▶ does the head's port answer? ─▶ a child, made a driver of the cluster; pauses grow while that fails
-    ask      ─▶ the child's answer, or Unanswered; what comes late costs the child
-    trouble  ─▶ "" or why new gangs wait
-
-A port that refuses ends the child at once: Ray's own calls would wait for minutes. The head may come back as another
-cluster at the same port, of which the old driver is none.
+Ray's calls can block for minutes once its head is gone, and none of them can be called off. A process can. A port that
+refuses ends the child at once. The head may come back as another cluster at the same port, of which the old driver is
+none.
 """
 
 from __future__ import annotations

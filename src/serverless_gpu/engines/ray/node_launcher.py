@@ -1,16 +1,13 @@
-"""What an engine runs on a node of Ray: the agent's uplink is started, unless it is there. It is said, and that is all.
+"""Starts the agent's uplink on a node of Ray, unless it runs: the program that an actor runs there, and its file.
 
     Ray's worker ─ actor ─▶ launcher ─ fork, setsid, fork, exec ─▶ here ─ control.ensure ─▶ uplink, which stays
                             `LAUNCHER`: no child of Ray's, its own session, the kernel's usual score for full memory
+                                                                    ▲
+    sgpu up, sgpu join ─ write ─▶ $SERVERLESS_GPU_HOME/ray/node.json ┘ how the agent of this machine is started, 0600
 
-Its standard output is one line of JSON: the process of the uplink, or why there is none.
-
-How the agent of a machine is started where Ray says "here": one file, 0600, that lies on that machine.
-
-    sgpu up, sgpu join ─ write ─▶ $SERVERLESS_GPU_HOME/ray/node.json ◀─ reads ─ whatever Ray runs there for us
-
-The raylet, and so its workers, know the file by `ray_start.NODE_FILE`. What is in it stays on the machine: the agent's
-token lies in the profile that it names, and neither of them goes through Ray.
+The raylet, and so its workers, know the file by `start_arguments.NODE_FILE`. What is in it stays on the machine: the
+agent's token lies in the profile that it names, and neither of them goes through Ray. Standard output of this program
+is one line of JSON: the process of the uplink, or why there is none.
 """
 
 from __future__ import annotations

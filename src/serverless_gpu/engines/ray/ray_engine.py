@@ -9,8 +9,8 @@ Ray does membership, reservation, remote start and death notices, and nothing el
 runs lives by its lease with the server. A gang is one detached placement group, whose bundles are pinned to the nodes
 that our scheduler chose; what Ray cannot reserve at once is taken back, for Ray neither orders nor packs what waits.
 
-Gangs that are reserved and nodes that are there are also files, so that a server knows them before Ray has said
-anything, and reserves again what a head forgot that came back with nothing.
+Gangs that are reserved and nodes that are there are also files (`ReservationFiles`), so that a server knows them before
+Ray has said anything, and reserves again what a head forgot that came back with nothing.
 
 Failure cases:
 - the head does not answer: nodes stay, what runs goes on, new gangs wait with a sentence; the child is started again;
@@ -18,20 +18,6 @@ Failure cases:
   looked at, and the agent, which is no process of Ray's, is asked for through another actor;
 - no agent can be had on a node, though Ray has it: the node is lost, with the reason, until one can;
 - an answer does not come: the child is killed, and what it may have done is seen at the next look.
-
-What an engine of Ray knows without asking: the gangs it has reserved, and the nodes it has had, as files.
-
-    <directory>/gangs/<run>:<fence>     its shares
-    <directory>/nodes.json              rows of Ray's table, of lost nodes too
-
-A server that starts while the head is away knows both. Files that cannot be read are as if they were not there: Ray is
-asked anyway.
-
-Agents on nodes that are up: through a detached actor on each, which is asked every few seconds whether one is there.
-
-What an actor starts is no process of Ray's, so nothing follows from an actor's end, or from its silence: the next one
-finds the agent as it is. Only what an actor says is a problem is one, or that several in a row say nothing on a node
-that Ray has.
 """
 
 from __future__ import annotations
@@ -397,10 +383,12 @@ class RayEngine(Engine):
 
 
 class ReservationFiles:
-    """Files of one engine.
+    """Files of one engine: the gangs it has reserved, and the nodes it has had.
 
-    Args:
-        directory: where they lie; made if needed.
+        <directory>/gangs/<run>:<fence>     its shares
+        <directory>/nodes.json              rows of Ray's table, of lost nodes too
+
+    Files that cannot be read are as if they were not there: Ray is asked anyway.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -455,7 +443,12 @@ _SILENT_MAX = 3
 
 
 class RayAgents:
-    """The agents of a cluster's nodes."""
+    """The agents of a cluster's nodes: a detached actor on each is asked every few seconds whether one is there.
+
+    What an actor starts is no process of Ray's, so nothing follows from an actor's end, or from its silence: the next
+    one finds the agent as it is. Only what an actor says is a problem is one, or that several in a row say nothing on a
+    node that Ray has.
+    """
 
     def __init__(self, link: DriverLink, clock: Clock) -> None:
         self._link, self._clock = link, clock

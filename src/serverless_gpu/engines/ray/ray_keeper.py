@@ -1,6 +1,8 @@
 """Keeping Ray on one machine: started, looked after, started again when it ends, ended in order.
 
-    sgpu up   ─▶ a process of its own (`head_keeper.py`), which outlives the server
+    sgpu up   ─▶ server ── ensure, every few seconds ─▶ lock held, same plan? ─▶ nothing
+                                                        lock held, another one ─▶ ended in order, and started
+                                                        free                   ─▶ `main`, detached: outlives the server
     sgpu join ─▶ in the foreground
 
     head there? ─▶ what an earlier one left is ended ─▶ a fresh directory ─▶ ray start --block ─▶ started
@@ -8,25 +10,13 @@
         └──────────── pause, longer and longer ◀── it ended ───────────────────┘
     told to stop ─▶ SIGTERM, 5 s, SIGKILL to everything of it ─▶ directory removed
 
-What Ray has started for us, the agent of the machine and below it all runs, is none of Ray's processes: it is
-nobody's child, has nothing of Ray in its environment, and stays.
+Restarting or upgrading a server disturbs no cluster. Without a server for ten minutes the detached keeper ends Ray and
+itself; runs do not need either. What Ray has started for us, the agent of the machine and below it all runs, is none of
+Ray's processes: it is nobody's child, has nothing of Ray in its environment, and stays.
 
 Failure cases: the head is not there (asked for again and again, said once); Ray does not start, or dies (why is taken
 from what it wrote; started again); the keeper is killed (its Ray goes on; the next keeper ends that and starts again:
 in between nothing is lost but a machine's membership); the directory belongs to another user (refused).
-
-What Ray wrote → why it ended, in one line; pure.
-
-Ray ends with hundreds of lines: a state dump, a stack. What a person can act on is one of a few sentences in between.
-
-The process that keeps Ray where the server is: started by it, nobody's child, and there when the server is not.
-
-    server ── ensure, every few seconds ─▶ lock held, same plan? ─▶ nothing
-                                           lock held, another one ─▶ ended in order, and started
-                                           free                   ─▶ started, detached
-
-So restarting or upgrading a server disturbs no cluster. Without a server for ten minutes it ends Ray and itself; runs
-do not need either.
 """
 
 from __future__ import annotations
@@ -355,7 +345,10 @@ _PREFIX = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+\t(INFO|WARNING|ERR|ER
 
 
 def why_ended(written: bytes) -> str:
-    """Return why Ray ended."""
+    """Return why Ray ended, in one line, from what it wrote.
+
+    Ray ends with hundreds of lines: a state dump, a stack. What a person can act on is one of a few sentences in between.
+    """
     text = written.decode("utf-8", errors="replace")
     for pattern, sentence in _KNOWN_EXITS:
         if re.search(pattern, text):

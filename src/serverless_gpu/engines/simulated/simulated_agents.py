@@ -12,13 +12,6 @@ again.
 
 Faults: `reaches` and `hears` cut one direction each, `kill` and `start`, `reboot`, `forgets_to_acknowledge`, and what a
 gang does is the test's to say (`SimulatedWork`).
-
-What simulated nodes sample, and tell MLflow: made-up figures on the way that those of real nodes take.
-
-    SimulatedAgent ──began, seen, ended──▶ Telemetry ─▶ Recording (a file of samples per gang) ─▶ Delivery ─▶ tracker
-
-Samples come at the simulated cluster's seconds. Delivery has its threads as on a node, and the tracker is whatever a
-test gives it: `testing.mlflow.FakeMlflow`, or a real MLflow server.
 """
 
 from __future__ import annotations
@@ -422,7 +415,13 @@ _TURN_S = 170  # one swing of the made-up curves
 
 
 class Telemetry:
-    """The telemetry of one simulated node."""
+    """The telemetry of one simulated node: made-up figures, samples and MLflow, on the way of real nodes.
+
+        SimulatedAgent ──began, seen, ended──▶ Recording (a file of samples per gang) ─▶ Delivery ─▶ tracker
+
+    Samples come at the simulated cluster's seconds. Delivery has its threads as on a node, and the tracker is
+    `testing.mlflow.FakeMlflow`, or a real MLflow server.
+    """
 
     def __init__(
         self, directory: Path, *, node_rank: int, num_nodes: int, clock: Clock, tracker: Callable[[], Tracker]

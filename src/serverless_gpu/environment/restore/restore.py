@@ -211,10 +211,10 @@ OVERLAY = Way()
 class RestoredTree(msgspec.Struct, frozen=True, kw_only=True):
     """An environment that is ready on this node."""
 
-    address: str  # of the snapshot
+    address: str
     tree: str  # its directory, as processes that use it see it
-    python: str  # its interpreter
-    mode: Mode  # by mounts or by links
+    python: str
+    mode: Mode
     why: str = ""  # why by links, or ""
     mounts: tuple[Mount, ...] = ()  # what a process has to mount before it sees the tree, in order; none with links
     # a file to hold shared with flock while the tree is used; open it before asking for the restore, or hold it by
@@ -223,8 +223,8 @@ class RestoredTree(msgspec.Struct, frozen=True, kw_only=True):
     before: tuple[str, ...] = ()  # directories that come before the standard library on `sys.path`
     base: str = ""  # the interpreter without an environment
     fetched_bytes: int = 0  # what came from the store
-    units_fetched: int = 0  # how many units
-    ms: int = 0  # how long it took
+    units_fetched: int = 0
+    ms: int = 0
     note: str = ""  # what is different from where it was captured, or ""
     mended: str = ""  # what a run had changed in it, and was put right by this call, a sentence, or ""
 

@@ -254,7 +254,7 @@ def _write_layers(snapshot: Snapshot, cache: Cache, base: Python, fresh: Path) -
 def make_links(snapshot: Snapshot, cache: Cache, base: Python) -> ReadyTree:
     """Make a tree of links of an environment; the caller holds its making lock.
 
-    UnitSuspect: a file may have been written to through an earlier link; no tree was made.
+    Raises UnitSuspect: a file may have been written to through an earlier link; no tree was made.
     """
     final, name = _links(cache, snapshot)
     name.unlink(missing_ok=True)

@@ -307,7 +307,7 @@ def index_mtime(index: str) -> int:
 def _paths(data: bytes) -> Iterator[bytes]:
     """Yield the paths of all files, links and submodules.
 
-    ValueError, IndexError: it is no index of a known version.
+    Raises ValueError, IndexError: it is no index of a known version.
     """
     magic, version, count = _HEADER.unpack_from(data)
     if magic != b"DIRC" or version not in (2, 3, 4):

@@ -73,7 +73,7 @@ _SYSTEM_SCRIPTS = frozenset({"/bin", "/sbin", "/usr/bin", "/usr/sbin", "/usr/loc
 class Spot(msgspec.Struct, frozen=True, kw_only=True):
     """A directory that modules come from."""
 
-    kind: SpotKind  # what it is
+    kind: SpotKind
     directory: str  # absolute, as `sys.path` says it (for an archive: the directory it lies in)
     real: str  # without links
     # for a library the directory above it with ``bin`` and ``share``; the same as `directory` when flat

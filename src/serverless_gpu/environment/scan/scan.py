@@ -138,7 +138,7 @@ class Recogniser:
     def watch(self, description: Description) -> tuple[LibraryWatcher, bytes]:
         """Place watches on the libraries, look at everything, and return the watches and the index's generation.
 
-        Unwatchable: watches cannot be had, would not suffice, or the environment has changed meanwhile.
+        Raises Unwatchable: watches cannot be had, would not suffice, or the environment has changed meanwhile.
         """
         index = self._index(_key(description))
         gate, files = index.read_gate(), index.read_files()
@@ -180,7 +180,7 @@ class Recogniser:
     def remember(self, scan: Scan) -> None:
         """Keep what was captured, for `gate` and `check`.
 
-        OSError: it cannot be written; the next call takes as long as the first.
+        Raises OSError: it cannot be written; the next call takes as long as the first.
         """
         seen = self._seen
         if seen is None:

@@ -80,7 +80,7 @@ class Event(NamedTuple):
 class Inotify:
     """One queue with its watches.
 
-    OSError: this system has no inotify, or the user has no queue left.
+    Raises OSError: this system has no inotify, or the user has no queue left.
     """
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class Inotify:
     def watch_directory(self, path: str) -> int:
         """Watch the names in a directory and return the number of the watch.
 
-        OSError: it cannot be watched; ENOSPC where the user has no watch left.
+        Raises OSError: it cannot be watched; ENOSPC where the user has no watch left.
         """
         return self._watch(path, _DIRECTORY)
 
@@ -164,7 +164,7 @@ class WatchPlan(NamedTuple):
 class LibraryWatcher:
     """Watches on the libraries of one environment.
 
-    Unwatchable: they cannot be had.
+    Raises Unwatchable: they cannot be had.
     """
 
     def __init__(self, gate: GatePart, files: Stats) -> None:
@@ -261,7 +261,7 @@ class LibraryWatcher:
 def make_plan(gate: GatePart, names: Sequence[str], kinds: str) -> WatchPlan:
     """Return what to watch of the libraries of an environment.
 
-    Unwatchable: too many files are links to other places, or lie where no directory is watched.
+    Raises Unwatchable: too many files are links to other places, or lie where no directory is watched.
     """
     tops = tuple(area.top for area in gate.areas if area.place is None)
     areas_of = memoryview(gate.areas_of).cast("H").tolist()

@@ -194,8 +194,8 @@ class StoreBlobs:
     def find_snapshot(self, prefix: str) -> str:
         """Return the address of the one snapshot that starts so; lists the store, so it is for commands only.
 
-        InvalidValue: it is no start of an address, or too short. EnvironmentMissing: no such snapshot, or more than
-        one.
+        Raises InvalidValue: it is no start of an address, or too short. Raises EnvironmentMissing: there
+        is no such snapshot, or more than one.
         """
         if not re.fullmatch(rf"[0-9a-f]{{{PREFIX_DIGITS_MIN},64}}", prefix):
             raise InvalidValue(

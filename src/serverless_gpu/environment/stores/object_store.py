@@ -139,7 +139,7 @@ Connect = Callable[[float, bool], "Client"]
 def connector(scheme: str, bucket: str, prefix: str, environ: Mapping[str, str]) -> Connect:
     """Return what makes a client: of the seconds that its requests may take, and whether it only reads.
 
-    StoreUnavailable: obstore is not installed. InvalidValue: a variable has a value that cannot be.
+    Raises StoreUnavailable: obstore is not installed. Raises InvalidValue: a variable has a value that cannot be.
     """
     try:
         import obstore.store as kinds
@@ -400,7 +400,7 @@ class ObjectStore(Store):
     ) -> _Value:
         """Send a request until it is answered.
 
-        _Final: there is no such object, or no such range of it.
+        Raises _Final: there is no such object, or no such range of it.
         """
         from obstore.exceptions import BaseError
 

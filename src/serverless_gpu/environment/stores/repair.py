@@ -61,7 +61,7 @@ class _Part(NamedTuple):
 def check_content(unit: Unit, read: ReadPack) -> None:
     """Compare all content of a unit with its rows.
 
-    Unequal: a row's bytes are others, or a block cannot be read.
+    Raises Unequal: a row's bytes are others, or a block cannot be read.
     """
     parts = _parts_by_block(unit)
     extents: dict[int, int] = defaultdict(int)
@@ -146,7 +146,7 @@ def mended(error: EnvironmentProblem, blobs: StoreBlobs, addresses: Iterable[str
 def repair(blobs: StoreBlobs, addresses: Iterable[str]) -> tuple[str, ...]:
     """Check all that units need in a store, and remove what no restore can use.
 
-    StoreUnavailable: the store does not answer, or does not let itself be changed.
+    Raises StoreUnavailable: the store does not answer, or does not let itself be changed.
     """
     wanted = tuple(addresses)
     removed = _repaired(blobs, [f"units/{address}" for address in wanted])

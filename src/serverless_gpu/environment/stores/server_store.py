@@ -155,7 +155,7 @@ class ServedStore(Store, CollectionGuard):
     def _ask_condemned(self, keys: tuple[str, ...]) -> CondemnedAnswer:
         """Ask about keys.
 
-        StoreUnavailable: the server is too old to answer; it would show the whole list instead.
+        Raises StoreUnavailable: the server is too old to answer; it would show the whole list instead.
         """
         try:
             return self._ask(partial(_condemned, KeyList(keys=keys)))

@@ -47,7 +47,7 @@ _FULL_PAUSE_S = 0.2
 _can_mount: set[Path] = set()
 
 
-class Want(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Want(msgspec.Struct, frozen=True, kw_only=True, tag="Want"):
     """Request to restore an environment; `environ` opens the store."""
 
     number: int
@@ -56,21 +56,21 @@ class Want(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     patience_s: float = 0.0  # how long to wait for others to free a full disk
 
 
-class Finish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Finish(msgspec.Struct, frozen=True, kw_only=True, tag="Finish"):
     """Compile the rest of an environment that was restored: nothing else is to be done now."""
 
     number: int
     snapshot: str
 
 
-class Getting(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Getting(msgspec.Struct, frozen=True, kw_only=True, tag="Getting"):
     """Progress of a restore, as a sentence."""
 
     number: int
     sentence: str
 
 
-class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Done(msgspec.Struct, frozen=True, kw_only=True, tag="Done"):
     """It is there; a descriptor that holds its lock is attached."""
 
     number: int

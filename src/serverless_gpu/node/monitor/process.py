@@ -45,7 +45,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from serverless_gpu.ambient import Clock, SystemClock, format_moment
+from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.model.hardware import Device
 from serverless_gpu.node.attempt.history import is_live
 from serverless_gpu.node.base.home import Home
@@ -58,7 +58,7 @@ from serverless_gpu.node.monitor.backlog import KEPT_MAX, Backlog, BacklogAttemp
 from serverless_gpu.node.monitor.delivery import Delivering, target_of
 from serverless_gpu.node.monitor.messages import Peer
 from serverless_gpu.node.monitor.recorder import Recorder, sample_of
-from serverless_gpu.node.monitor.sampler import Bell, NodeSample, Sampler, SampleRequest, ThisMachine
+from serverless_gpu.node.monitor.sampler import MachineSampler, NodeSample, SampleRequest, SamplerThread, WakeupEvent
 from serverless_gpu.node.processes.spawn import bound_log
 from serverless_gpu.tracking.rest import make_ready
 
@@ -214,8 +214,8 @@ class Monitor:
         self._path = path
         self._clock = clock
         self._selector = selectors.DefaultSelector()
-        self._bell = Bell()
-        self._sampler = Sampler(lambda: ThisMachine(home.root), clock, self._bell.ring)
+        self._bell = WakeupEvent()
+        self._sampler = SamplerThread(lambda: MachineSampler(home.root), clock, self._bell.ring)
         self._deliveries = MlflowDeliveries(home, clock, self._bell.ring)
         self._peers: dict[int, Peer] = {}
         self._recorders: dict[str, Recorder] = {}
@@ -385,8 +385,3 @@ class Monitor:
         if self._is_observing():
             self._retiring_ns = now_ns
         return not self._recorders or now_ns - self._retiring_ns > GRACE_S * 1e9
-
-
-def say(line: str) -> None:
-    """Write a line to the log."""
-    print(f"{format_moment(SystemClock().wall_ns())} monitor: {line}", flush=True)

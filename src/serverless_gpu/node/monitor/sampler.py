@@ -84,7 +84,7 @@ class NodeReader(Protocol):
         ...
 
 
-class Sampler:
+class SamplerThread:
     """The sampling thread; makes `machine` and calls `wake` there, so that no start-up delays a loop."""
 
     def __init__(self, machine: Callable[[], NodeReader], clock: Clock, wake: Callable[[], None]) -> None:
@@ -134,7 +134,7 @@ class Sampler:
             self._wake()
 
 
-class Bell:
+class WakeupEvent:
     """Wakes a loop from other threads."""
 
     def __init__(self) -> None:
@@ -153,7 +153,7 @@ _DISK_EVERY_NS = 10 * SECOND_NS
 _NETWORKS = Path("/sys/class/net")
 
 
-class Host:
+class HostSampler:
     """Samples this machine; CPU counts between two samples, so the first one does not know it."""
 
     def __init__(self, home: Path, networks: Path = _NETWORKS) -> None:
@@ -217,11 +217,11 @@ def _disk(path: Path) -> tuple[int | None, int | None]:
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
-Key = tuple[str, int]
+RankKey = tuple[str, int]
 """An attempt, and a global rank of it."""
 
 
-class RankLook(NamedTuple):
+class RankUsage(NamedTuple):
     """One rank with its children at one moment; CPU since the look before, None at the first."""
 
     cpu_percent: float | None
@@ -229,7 +229,7 @@ class RankLook(NamedTuple):
     pids: tuple[int, ...]
 
 
-class Stat(NamedTuple):
+class ProcessStat(NamedTuple):
     """The parent of a process, and what it has used."""
 
     parent: int
@@ -237,28 +237,28 @@ class Stat(NamedTuple):
     memory_bytes: int
 
 
-class RankProcesses:
+class RankSampler:
     """Looks at the processes of ranks."""
 
     def __init__(self) -> None:
-        self._roots: dict[int, Key] = {}
-        self._owners: dict[int, Key | None] = {}
-        self._before: dict[Key, tuple[int, float]] = {}
+        self._roots: dict[int, RankKey] = {}
+        self._owners: dict[int, RankKey | None] = {}
+        self._before: dict[RankKey, tuple[int, float]] = {}
 
-    def look(self, at_ns: int, roots: Mapping[int, Key]) -> dict[Key, RankLook]:
+    def look(self, at_ns: int, roots: Mapping[int, RankKey]) -> dict[RankKey, RankUsage]:
         """Return the usage of each rank; `at_ns` is of a clock that does not jump, `roots` maps pids to ranks."""
         if roots != self._roots:
             # Ranks were forked before it was known that they would be: their children may belong to another rank yet.
             self._roots, self._owners = dict(roots), dict(roots)
         self._find_owners()
-        sums: dict[Key, tuple[float, int, tuple[int, ...]]] = {key: (0.0, 0, ()) for key in roots.values()}
+        sums: dict[RankKey, tuple[float, int, tuple[int, ...]]] = {key: (0.0, 0, ()) for key in roots.values()}
         for pid, owner in self._owners.items():
             stat = None if owner is None else read_stat(pid)
             if owner is not None and stat is not None:
                 cpu_s, memory_bytes, pids = sums[owner]
                 sums[owner] = (cpu_s + stat.cpu_s, memory_bytes + stat.memory_bytes, (*pids, pid))
         looks = {
-            key: RankLook(self._cpu_percent(key, at_ns, cpu_s), memory_bytes, pids)
+            key: RankUsage(self._cpu_percent(key, at_ns, cpu_s), memory_bytes, pids)
             for key, (cpu_s, memory_bytes, pids) in sums.items()
             if pids
         }
@@ -275,7 +275,7 @@ class RankProcesses:
         for pid in parents:
             self._owners[pid] = self._owner(pid, parents)
 
-    def _owner(self, pid: int, parents: Mapping[int, int]) -> Key | None:
+    def _owner(self, pid: int, parents: Mapping[int, int]) -> RankKey | None:
         for _ in range(len(parents) + 1):
             if pid in self._owners:
                 return self._owners[pid]
@@ -284,7 +284,7 @@ class RankProcesses:
             pid = parents[pid]
         return None
 
-    def _cpu_percent(self, key: Key, at_ns: int, cpu_s: float) -> float | None:
+    def _cpu_percent(self, key: RankKey, at_ns: int, cpu_s: float) -> float | None:
         if key not in self._before:
             return None
         before_ns, before_s = self._before[key]
@@ -293,26 +293,26 @@ class RankProcesses:
         return round(max(0.0, cpu_s - before_s) / (at_ns - before_ns) * 1e11, 1)
 
 
-def read_stat(pid: int) -> Stat | None:
+def read_stat(pid: int) -> ProcessStat | None:
     """Return the parent, CPU time and memory of a process, or None where it has ended."""
     with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()  # a program may have any name
         # Of children that ended it has their time, once it waited for them.
         ticks = sum(int(field) for field in fields[11:15])
-        return Stat(int(fields[1]), ticks * _TICK_S, int(fields[21]) * _PAGE_BYTES)
+        return ProcessStat(int(fields[1]), ticks * _TICK_S, int(fields[21]) * _PAGE_BYTES)
     return None
 
 
 _LIST_EVERY_NS = 30 * SECOND_NS
 
 
-class ThisMachine:
+class MachineSampler:
     """Samples this machine; used by one thread. `nvml` of None makes a sampler."""
 
     def __init__(self, home: Path, *, nvml: NvmlSampler | None = None, clock: Clock | None = None) -> None:
         self._home = home
-        self._host = Host(home)
-        self._processes = RankProcesses()
+        self._host = HostSampler(home)
+        self._processes = RankSampler()
         self._clock = clock or SystemClock()
         self._nvml = nvml or NvmlSampler(clock=self._clock)
         self._listed: tuple[str, int, tuple[Device, ...], str] | None = None
@@ -374,7 +374,7 @@ class ThisMachine:
 
 
 def _ranks(
-    key: str, pids: Mapping[int, int], looks: Mapping[Key, RankLook], reading: GpuReading
+    key: str, pids: Mapping[int, int], looks: Mapping[RankKey, RankUsage], reading: GpuReading
 ) -> tuple[RankSample, ...]:
     samples: list[RankSample] = []
     for rank in sorted(pids):

@@ -3,7 +3,7 @@
     order ──▶ AttemptController ──Launch──▶ agent ──▶ supervisor        one thread listens: Started, Stopped, Finished …
                 │ ▲                           │
                 │ └──── the socket ───────────┘
-                └─ News ─▶ Reporter ─▶ server                another one reports; answers become Lease, Confirm, Cancel
+                └─ PendingReport ─▶ Reporter ─▶ server       another one reports; answers become Lease, Confirm, Cancel
 
 A restarted uplink has the directory and `remote.json`: it connects to the supervisor's socket and goes on. Without a
 supervisor's socket, the attempt's lock shows whether one lives; if none does, the uplink writes what is missing

@@ -44,6 +44,17 @@ from serverless_gpu.node.uplink.server import Backoff, UplinkServer
 from serverless_gpu.wire.attempts import Ending, LogPiece, Report, ReportAnswer
 from serverless_gpu.wire.base import Json
 
+AT_ONCE_S = 0.0
+RECEIPT_S = 0.005
+"""An ending waits so long for the receipt, which mostly follows at once: then both are one report."""
+SOON_S = 0.02
+BEGUN_S = 0.1
+"""Wait of the beginning of user code for an ending: a short run needs no report of its own for it."""
+SOME_TIME_S = 0.2
+FIRST_OF_GANG_S = 0.1
+"""The first report of a crew of several waits so long for its offer. Where all stands by, both are one report."""
+
+
 _HEARTBEAT_S = 5.0
 _LOOK_S = 1.0  # at logs of ranks that are not shown live, which no message announces
 _UPLOAD_LOOK_S = 0.1
@@ -397,17 +408,6 @@ def _ending(stopped: Stopped, *, began: bool, log_ends: dict[str, int]) -> Endin
         log_ends=log_ends,
         proven=stopped.proven,
     )
-
-
-AT_ONCE_S = 0.0
-RECEIPT_S = 0.005
-"""An ending waits so long for the receipt, which mostly follows at once: then both are one report."""
-SOON_S = 0.02
-BEGUN_S = 0.1
-"""Wait of the beginning of user code for an ending: a short run needs no report of its own for it."""
-SOME_TIME_S = 0.2
-FIRST_OF_GANG_S = 0.1
-"""The first report of a crew of several waits so long for its offer. Where all stands by, both are one report."""
 
 
 class AttemptState(msgspec.Struct, frozen=True, kw_only=True):

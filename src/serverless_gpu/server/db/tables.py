@@ -526,7 +526,7 @@ server_identity = sa.Table(  # one row: which database this is, and which server
     sa.Column("name", sa.String(16), primary_key=True),
     sa.Column("database_id", sa.String(32), nullable=False),  # random, given once
     sa.Column("generation", sa.BigInteger, nullable=False),  # one higher with each server that claims the database
-    sa.Column("holder", sa.String(64), nullable=False),  # `Claim.name` of that server: different in each process
+    sa.Column("holder", sa.String(64), nullable=False),  # `LeaderLock.name` of that server: different in each process
     sa.Column("claimed_ns", sa.BigInteger, nullable=False),
     sa.Column("commits", sa.BigInteger, nullable=False, default=0),  # of SQLite; PostgreSQL's writers share no row
     sa.Column("probed_ns", sa.BigInteger, nullable=False, default=0),  # when `/health` wrote last

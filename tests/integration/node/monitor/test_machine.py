@@ -14,7 +14,7 @@ import pytest
 
 from serverless_gpu.model.hardware import Device, DeviceKind, cpu_slots
 from serverless_gpu.model.telemetry import SECOND_NS, GpuSample, RankSample
-from serverless_gpu.node.monitor.sampler import RankProcesses, ThisMachine, read_stat
+from serverless_gpu.node.monitor.sampler import MachineSampler, RankSampler, read_stat
 from serverless_gpu.testing import FakeClock
 from tests.support.local.observe import wait_for
 from tests.support.node.gpus import GIB
@@ -47,7 +47,7 @@ def family() -> Iterator[subprocess.Popen[str]]:
 
 
 def test_a_rank_is_its_process_and_everything_it_started(family: subprocess.Popen[str]) -> None:
-    processes = RankProcesses()
+    processes = RankSampler()
     first = processes.look(1 * SECOND_NS, {family.pid: KEY})[KEY]
     assert len(first.pids) == 2
     assert first.cpu_percent is None  # there is nothing to compare with
@@ -64,7 +64,7 @@ def test_a_rank_is_its_process_and_everything_it_started(family: subprocess.Pope
 
 
 def test_a_child_that_was_there_before_its_rank_was_known_is_found(family: subprocess.Popen[str]) -> None:
-    processes = RankProcesses()
+    processes = RankSampler()
     assert set(processes.look(1, {os.getpid(): ("other:1", 0)})) == {("other:1", 0)}
     looks = processes.look(2, {os.getpid(): ("other:1", 0), family.pid: KEY})
     assert len(looks[KEY].pids) == 2
@@ -74,11 +74,11 @@ def test_a_child_that_was_there_before_its_rank_was_known_is_found(family: subpr
 def test_a_rank_that_is_gone_is_not_there() -> None:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
-    assert RankProcesses().look(1, {process.pid: KEY}) == {}
+    assert RankSampler().look(1, {process.pid: KEY}) == {}
 
 
 def test_a_child_whose_parent_ended_stays_its_ranks(family: subprocess.Popen[str]) -> None:
-    processes = RankProcesses()
+    processes = RankSampler()
     (child,) = set(processes.look(1, {family.pid: KEY})[KEY].pids) - {family.pid}
     os.kill(family.pid, 9)
     wait_for(lambda: psutil.Process(family.pid).status() == psutil.STATUS_ZOMBIE, "the parent to end")
@@ -97,7 +97,7 @@ def test_processes_of_others_are_asked_once(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("serverless_gpu.node.monitor.sampler.read_stat", counting)
     process = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
     try:
-        processes = RankProcesses()
+        processes = RankSampler()
         processes.look(1, {process.pid: KEY})
         assert os.getpid() in asked
         asked.clear()
@@ -118,7 +118,7 @@ def test_gpu_memory_of_a_rank_is_that_of_all_its_processes(
 ) -> None:
     card = SampledCard("GPU-a", 1)
     nvml, _ = sampler(card, pids_visible=pids_visible)
-    machine = ThisMachine(tmp_path, nvml=nvml, clock=FakeClock())
+    machine = MachineSampler(tmp_path, nvml=nvml, clock=FakeClock())
     child = psutil.Process(family.pid).children()[0].pid
     card.compute = [(family.pid, 4 * GIB), (child, 3 * GIB), (1, 9 * GIB), (2, None)]
     attempts = {"run:1": ([real_device("GPU-a")], {5: family.pid}), "cpu:1": (cpu_slots(1), {0: os.getpid()})}
@@ -132,6 +132,6 @@ def test_gpu_memory_of_a_rank_is_that_of_all_its_processes(
 def test_a_rank_that_ended_has_an_entry_without_figures(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
-    look = ThisMachine(tmp_path).look(wanted({"a:1": (cpu_slots(1), {0: process.pid})}), 1)
+    look = MachineSampler(tmp_path).look(wanted({"a:1": (cpu_slots(1), {0: process.pid})}), 1)
     assert look.ranks["a:1"] == (RankSample(0),)
     assert look.gpus["CPU-0"] == GpuSample()

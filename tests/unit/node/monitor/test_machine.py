@@ -19,7 +19,7 @@ from serverless_gpu.model.telemetry import SECOND_NS, THROTTLED, GpuSample, Rank
 from serverless_gpu.node.devices.inventory import FAKE_STATE_FILE, NvmlProvider
 from serverless_gpu.node.monitor import gpu_sampler
 from serverless_gpu.node.monitor.gpu_sampler import NvmlSampler
-from serverless_gpu.node.monitor.sampler import Host, RankLook, RankProcesses, ThisMachine
+from serverless_gpu.node.monitor.sampler import HostSampler, MachineSampler, RankSampler, RankUsage
 from serverless_gpu.testing import FakeClock, FakeGpus
 from tests.support.golden import golden
 from tests.support.local.observe import wait_for
@@ -35,7 +35,7 @@ Times = namedtuple("Times", "user idle iowait guest guest_nice")
 
 
 def test_the_host_is_sampled(tmp_path: Path) -> None:
-    host = Host(tmp_path)
+    host = HostSampler(tmp_path)
     first = host.sample(1)
     assert first.cpu_percent is None
     assert 0 < (first.memory_bytes or 0) < (first.memory_total_bytes or 0)
@@ -48,7 +48,7 @@ def test_cpu_is_the_share_between_two_samples(tmp_path: Path, monkeypatch: pytes
         [Times(10.0, 100.0, 10.0, 5.0, 0.0), Times(15.0, 103.0, 12.0, 5.0, 0.0), Times(1.0, 1.0, 1.0, 0.0, 0.0)]
     )
     monkeypatch.setattr(psutil, "cpu_times", lambda: next(times))
-    host = Host(tmp_path)
+    host = HostSampler(tmp_path)
     assert [host.sample(at).cpu_percent for at in (1, 2, 3)] == [None, 50.0, None]
 
 
@@ -57,15 +57,15 @@ def test_traffic_is_counted_once_and_not_on_loopback(tmp_path: Path, monkeypatch
         name: SimpleNamespace(bytes_recv=1, bytes_sent=2) for name in ("lo", "eth0", "eth1", "bond0", "docker0")
     }
     monkeypatch.setattr(psutil, "net_io_counters", lambda pernic: counters)
-    assert Host(tmp_path, tmp_path).sample(1).network_receive_bytes == 4  # a container: no cards at all
+    assert HostSampler(tmp_path, tmp_path).sample(1).network_receive_bytes == 4  # a container: no cards at all
     for card in ("eth0", "eth1"):
         (tmp_path / card / "device").mkdir(parents=True)
-    sampled = Host(tmp_path, tmp_path).sample(1)
+    sampled = HostSampler(tmp_path, tmp_path).sample(1)
     assert (sampled.network_receive_bytes, sampled.network_transmit_bytes) == (2, 4)
 
 
 def test_a_home_that_is_gone_has_no_disk(tmp_path: Path) -> None:
-    assert Host(tmp_path / "gone").sample(1).disk_bytes is None
+    assert HostSampler(tmp_path / "gone").sample(1).disk_bytes is None
 
 
 def test_the_disk_is_asked_every_ten_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +77,7 @@ def test_the_disk_is_asked_every_ten_seconds(tmp_path: Path, monkeypatch: pytest
         return statvfs(path)
 
     monkeypatch.setattr(os, "statvfs", counting)
-    host = Host(tmp_path)
+    host = HostSampler(tmp_path)
     for second in range(25):
         assert host.sample(second * SECOND_NS).disk_bytes
     assert len(asked) == 3
@@ -212,7 +212,7 @@ def test_the_real_binding_has_every_name_and_number_that_is_used() -> None:
 
 def test_who_looks_sees_every_device_of_the_node(tmp_path: Path) -> None:
     fakes = parse_fake("H100:4")
-    machine = ThisMachine(tmp_path)
+    machine = MachineSampler(tmp_path)
     attempts = {"a:1": (fakes[2:3], {0: os.getpid()}), "b:1": (fakes[:2], {})}
     look = machine.look(wanted(attempts, "H100:4"), 1)
     assert look.devices == fakes
@@ -226,7 +226,7 @@ def test_who_looks_sees_every_device_of_the_node(tmp_path: Path) -> None:
 
 
 def test_a_node_that_cannot_be_listed_says_why(tmp_path: Path) -> None:
-    machine = ThisMachine(tmp_path, clock=(clock := FakeClock()))
+    machine = MachineSampler(tmp_path, clock=(clock := FakeClock()))
     look = machine.look(wanted({}, "nonsense"), 1)
     assert look.devices == ()
     assert golden("node.machine.serverless-gpu-fake") in look.problems[0]
@@ -241,7 +241,7 @@ def test_a_node_that_cannot_be_listed_says_why(tmp_path: Path) -> None:
 def test_a_node_without_gpus_has_slots_of_its_cpu(tmp_path: Path) -> None:
     if NvmlProvider().devices():
         pytest.skip("this machine has GPUs")
-    assert {device.kind for device in ThisMachine(tmp_path).look(wanted({}, ""), 1).devices} == {DeviceKind.CPU}
+    assert {device.kind for device in MachineSampler(tmp_path).look(wanted({}, ""), 1).devices} == {DeviceKind.CPU}
 
 
 def test_fakes_do_what_the_file_says_and_else_what_their_rank_does(tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def test_fakes_do_what_the_file_says_and_else_what_their_rank_does(tmp_path: Pat
     state = FakeGpus(tmp_path)
     state.shows(fakes[0].uuid, busy_percent=93, memory_bytes=5, power_watts=600.5, throttle=4)
     state.set(fakes[1].uuid, memory_used_bytes=7)
-    machine = ThisMachine(tmp_path)
+    machine = MachineSampler(tmp_path)
     total = fakes[0].memory_bytes
     gpus = machine.look(wanted({"a:1": (fakes, {})}), 1).gpus
     assert gpus[fakes[0].uuid] == GpuSample(93, 5, total, 600.5, throttle=4)
@@ -264,7 +264,7 @@ def test_fakes_do_what_the_file_says_and_else_what_their_rank_does(tmp_path: Pat
 
 def test_a_state_file_that_cannot_be_read_and_a_fake_with_a_problem_are_no_errors(tmp_path: Path) -> None:
     (fake,) = parse_fake("H100:1")
-    machine = ThisMachine(tmp_path)
+    machine = MachineSampler(tmp_path)
 
     def seen(state: str) -> GpuSample:
         (tmp_path / FAKE_STATE_FILE).write_text(state)
@@ -277,9 +277,9 @@ def test_a_state_file_that_cannot_be_read_and_a_fake_with_a_problem_are_no_error
 
 def test_cpu_slots_are_what_their_ranks_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     slots = cpu_slots(2)
-    machine = ThisMachine(tmp_path)
-    looks = {("a:1", 0): RankLook(250.0, 10, (1,)), ("a:1", 1): RankLook(30.0, 20, (2,))}
-    monkeypatch.setattr(RankProcesses, "look", lambda _processes, at_ns, roots: looks)
+    machine = MachineSampler(tmp_path)
+    looks = {("a:1", 0): RankUsage(250.0, 10, (1,)), ("a:1", 1): RankUsage(30.0, 20, (2,))}
+    monkeypatch.setattr(RankSampler, "look", lambda _processes, at_ns, roots: looks)
     look = machine.look(wanted({"a:1": (slots, {0: 1, 1: 2})}), 1)
     assert look.gpus == {"CPU-0": GpuSample(100.0, 10), "CPU-1": GpuSample(30.0, 20)}
     assert look.ranks["a:1"][0] == RankSample(0, 250.0, 10)

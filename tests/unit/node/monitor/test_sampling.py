@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from serverless_gpu.model.telemetry import HostSample
-from serverless_gpu.node.monitor.sampler import NodeSample, Sampler, SampleRequest
+from serverless_gpu.node.monitor.sampler import NodeSample, SampleRequest, SamplerThread
 from serverless_gpu.testing import FakeClock
 
 
@@ -33,7 +33,7 @@ def test_a_look_that_fails_is_left_out_and_logged_once_and_the_next_one_succeeds
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     rung = threading.Semaphore(0)
-    thread = Sampler(Failing, FakeClock(), rung.release)
+    thread = SamplerThread(Failing, FakeClock(), rung.release)
     for _ in range(3):
         assert thread.ask(SampleRequest())
         assert rung.acquire(timeout=60)

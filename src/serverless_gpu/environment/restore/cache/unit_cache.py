@@ -210,7 +210,7 @@ class Cache(Places):
     def make_space(self, needed: int, *, keep: Collection[str]) -> None:
         """Make room above the floor of free disk, by removing what was not used for longest.
 
-        StorageError: there is no room, and nothing more may go.
+        Raises StorageError: there is no room, and nothing more may go.
         """
         if short := room(self, needed, self.floor_bytes):
             eviction.sweep(self)
