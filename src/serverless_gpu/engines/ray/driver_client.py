@@ -34,8 +34,8 @@ from serverless_gpu.engines.ray import driver_process, node_launcher
 from serverless_gpu.engines.ray.ray_tables import namespace, plain
 from serverless_gpu.node.processes.spawn import clean_variables, open_log
 
-_PROGRAM = Path(__file__).with_name("driver_process.py")
-_END_S = 10.0
+_DRIVER_PROGRAM = Path(__file__).with_name("driver_process.py")
+_KILL_WAIT_S = 10.0
 
 
 class Unanswered(Exception):
@@ -57,7 +57,7 @@ class DriverClient:
         fd = open_log(log)
         try:
             self._process = subprocess.Popen(
-                [python, "-I", str(_PROGRAM)],
+                [python, "-I", str(_DRIVER_PROGRAM)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=fd,
@@ -127,8 +127,8 @@ class DriverClient:
         """End it; Ray keeps what it reserved."""
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_S)
-        self._reader.join(_END_S)
+            self._process.wait(_KILL_WAIT_S)
+        self._reader.join(_KILL_WAIT_S)
         with contextlib.suppress(OSError):
             self._requests.close()
 
@@ -153,7 +153,9 @@ class DriverClient:
                 box.put(None)
 
 
-PROGRAM = hashlib.sha256(Path(driver_process.__file__).read_bytes() + node_launcher.LAUNCHER.encode()).hexdigest()[:8]
+PROGRAM_DIGEST = hashlib.sha256(
+    Path(driver_process.__file__).read_bytes() + node_launcher.LAUNCHER.encode()
+).hexdigest()[:8]
 """What names of actors end with: those that an older server left run another program, and are ended."""
 _PORT_S = 2.0
 _CONNECT_S = 60.0
@@ -239,7 +241,7 @@ class DriverLink:
                 address=self._access.address,
                 node_address=self._access.node_address,
                 namespace=namespace(self._access.pool),
-                program=PROGRAM,
+                program=PROGRAM_DIGEST,
             )
         except (Unanswered, RayProblem) as error:
             self._drop()

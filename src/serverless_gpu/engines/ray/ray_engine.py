@@ -45,7 +45,7 @@ from serverless_gpu.engines.base import (
     Waiting,
 )
 from serverless_gpu.engines.ray import node_launcher, ray_tables
-from serverless_gpu.engines.ray.driver_client import PROGRAM, DriverLink, RayAccess, RayProblem, Unanswered
+from serverless_gpu.engines.ray.driver_client import PROGRAM_DIGEST, DriverLink, RayAccess, RayProblem, Unanswered
 from serverless_gpu.engines.ray.ray_tables import GroupState, KnownNode, NodeRow, PlacementGroup, plain
 from serverless_gpu.engines.ray.start_arguments import NODE_FILE
 from serverless_gpu.json_codec import from_json
@@ -489,7 +489,7 @@ class RayAgents:
                 "agent",
                 _ANSWER_S,
                 node=row.id,
-                actor=f"agent:{row.id}:{PROGRAM}",
+                actor=f"agent:{row.id}:{PROGRAM_DIGEST}",
                 program=(NODE_FILE, node_launcher.LAUNCHER, node_launcher.MODULE),
             )
             problem = plain(said.get("problem"))
