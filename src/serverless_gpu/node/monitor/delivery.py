@@ -54,7 +54,7 @@ class TrackingNote(msgspec.Struct, frozen=True, kw_only=True):
     sentence: str = ""  # why the run is not known, or ""
 
 
-class Delivering:
+class AttemptDelivery:
     """The delivery of one attempt.
 
     `environ` has the caller's variables that configure MLflow, credentials among them; the thread calls `wake` for

@@ -55,7 +55,7 @@ from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.mlflow_server.server import ensure_server
 from serverless_gpu.node.monitor import messages
 from serverless_gpu.node.monitor.backlog import KEPT_MAX, Backlog, BacklogAttempt, has_secrets, key_of, origin_of
-from serverless_gpu.node.monitor.delivery import Delivering, target_of
+from serverless_gpu.node.monitor.delivery import AttemptDelivery, target_of
 from serverless_gpu.node.monitor.messages import Peer
 from serverless_gpu.node.monitor.recorder import Recorder, sample_of
 from serverless_gpu.node.monitor.sampler import MachineSampler, NodeSample, SampleRequest, SamplerThread, WakeupEvent
@@ -94,7 +94,7 @@ class MlflowDeliveries:
         self._remember(observe.spec.tracker.uri, observe.environ)
         kept = BacklogAttempt(observe=observe, origin_ns=recorder.origin_ns)
         held = self._backlog.keep(observe, recorder.origin_ns)
-        delivering = recorder.delivering = Delivering(self._home, kept, observe.environ, held, self._wake)
+        delivering = recorder.delivering = AttemptDelivery(self._home, kept, observe.environ, held, self._wake)
         # Known already: ranks need not wait to hear it. Their file says it when it has been tried again.
         delivering.word = self._away.get(delivering.target)
         delivering.start()
@@ -125,7 +125,7 @@ class MlflowDeliveries:
             target = target_of(kept.observe)
             environ = {**kept.observe.environ, **self._secrets.get(target, {})}
             recorder = Recorder(kept.observe, kept.origin_ns, self._clock)
-            recorder.delivering = Delivering(self._home, kept, environ, held, self._wake)
+            recorder.delivering = AttemptDelivery(self._home, kept, environ, held, self._wake)
             recorder.delivering.start()
             yield recorder
 
@@ -140,7 +140,7 @@ class MlflowDeliveries:
             return False
         return not is_live(Path(kept.observe.directory))
 
-    def _note(self, delivering: Delivering) -> bool:
+    def _note(self, delivering: AttemptDelivery) -> bool:
         """Remember whether a tracker answers; return whether it does again."""
         match delivering.take_answer():
             case messages.TrackedNote():
@@ -158,7 +158,7 @@ class MlflowDeliveries:
             if recorder.delivering is not None and recorder.delivering.target == target:
                 recorder.delivering.wake()
 
-    def _bury(self, delivering: Delivering) -> None:
+    def _bury(self, delivering: AttemptDelivery) -> None:
         if delivering.held is None:
             return
         if delivering.over:

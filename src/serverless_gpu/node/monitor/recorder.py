@@ -41,7 +41,7 @@ from serverless_gpu.node.attempt.history import is_live, read_ending
 from serverless_gpu.node.inside.raycluster.share import metrics_file
 from serverless_gpu.node.monitor import messages
 from serverless_gpu.node.monitor.backlog import key_of
-from serverless_gpu.node.monitor.delivery import Delivering
+from serverless_gpu.node.monitor.delivery import AttemptDelivery
 from serverless_gpu.node.monitor.messages import Peer
 from serverless_gpu.node.monitor.sampler import NodeSample
 from serverless_gpu.node.monitor.telemetry_file import Recording
@@ -84,7 +84,7 @@ class Recorder:
         self.observe = observe
         self.origin_ns = origin_ns
         self.peer: Peer | None = None  # its supervisor; None when that is gone
-        self.delivering: Delivering | None = None  # None where it is not tracked
+        self.delivering: AttemptDelivery | None = None  # None where it is not tracked
         self.state = State.QUEUED
         self.ranks: messages.Ranks | None = None  # its processes and devices; None before they run
         self._clock = clock

@@ -73,7 +73,9 @@ def test_ranks_wait_for_a_home_server_that_starts_and_not_for_one_that_could_not
         delivering, "ensure_server", lambda *_, **__: Serving("http://127.0.0.1:1", False, failures=failures)
     )
     observe = msgspec.structs.replace(observed(tmp_path), spec=RunSpec(tracker=Tracking()))
-    heard = delivering.Delivering(Home(tmp_path), BacklogAttempt(observe=observe, origin_ns=1), {}, None, lambda: None)
+    heard = delivering.AttemptDelivery(
+        Home(tmp_path), BacklogAttempt(observe=observe, origin_ns=1), {}, None, lambda: None
+    )
     with pytest.raises(TrackerAway) as caught:
         delivering.address_of(Home(tmp_path), observe, {})
     heard.untracked(str(caught.value), final=False)

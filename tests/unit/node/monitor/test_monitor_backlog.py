@@ -11,7 +11,7 @@ from serverless_gpu.model.spec import RunSpec, Tracking
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.monitor import backlog
 from serverless_gpu.node.monitor.backlog import Backlog, ClaimedAttempt
-from serverless_gpu.node.monitor.delivery import Delivering
+from serverless_gpu.node.monitor.delivery import AttemptDelivery
 from serverless_gpu.node.monitor.messages import Observe, Prepare
 from serverless_gpu.node.monitor.process import MlflowDeliveries
 from serverless_gpu.testing import FakeClock
@@ -146,7 +146,7 @@ def test_attempts_without_their_credentials_are_looked_at_once_and_again_when_so
         return hold(path)
 
     monkeypatch.setattr(backlog, "hold_kept", looked)
-    monkeypatch.setattr(Delivering, "start", lambda delivering: None)
+    monkeypatch.setattr(AttemptDelivery, "start", lambda delivering: None)
     deliveries = MlflowDeliveries(home, clock, lambda: None)
     for _ in range(3):
         assert list(deliveries.tend({})) == []
