@@ -372,9 +372,9 @@ IDLE_S = 600.0
 """How long Ray is kept for a server that is not there."""
 LOCK = "keeper.lock"
 _PLAN, _LOG = "keeper.json", "keeper.log"
-_TELLING = ("RAY_", "CUDA_", "SERVERLESS_GPU_")
+_PLAN_VARIABLES = ("RAY_", "CUDA_", "SERVERLESS_GPU_")
 _START_S = 30.0
-_END_S = 30.0
+_STOP_S = 30.0
 
 
 class RunningKeeper(NamedTuple):
@@ -442,7 +442,7 @@ def stop(directory: Path) -> bool:
     try:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(process, signal.SIGTERM)
-        if not select.select([process], [], [], _END_S)[0]:
+        if not select.select([process], [], [], _STOP_S)[0]:
             raise AgentUnavailable(f"what keeps Ray (pid {found.pid}) does not end", hint=f"kill -9 {found.pid}")
     finally:
         os.close(process)
@@ -456,7 +456,7 @@ def stop_ray(home: Path) -> bool:
 
 def digest_of(plan: KeeperPlan) -> str:
     """Return what tells a plan, kept by this version, from others; another shell's PATH makes none of it."""
-    ours = {name: value for name, value in plan.environ.items() if name.startswith(_TELLING)}
+    ours = {name: value for name, value in plan.environ.items() if name.startswith(_PLAN_VARIABLES)}
     told = msgspec.json.encode(msgspec.structs.replace(plan, environ=ours), order="sorted")
     return hashlib.sha256(__version__.encode() + told).hexdigest()[:16]
 
