@@ -43,7 +43,7 @@ from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.devices.inventory import Inventory
 from serverless_gpu.node.inside import linux
 from serverless_gpu.node.inside.channel import Channel, close_all
-from serverless_gpu.node.monitor.control import Monitoring, preparation
+from serverless_gpu.node.monitor.control import MonitorConnection, preparation
 from serverless_gpu.node.processes.process_tree import AGENT, find_cgroup_root
 from serverless_gpu.node.processes.spawn import bound_log, clean_process, open_log
 from serverless_gpu.node.supervisor.gpu_faults import NodeFaults
@@ -96,7 +96,7 @@ class Agent:
         self._cgroups = find_cgroup_root(f"serverless_gpu-{os.getuid()}-{sockets.name}", environ)
         self._inventory = Inventory(home)
         self._attempts = Attempts(home, sockets, self._log, environ, self._selector, self._clock)
-        self._monitoring = Monitoring(home, sockets, environ, self._selector, self._clock)
+        self._monitoring = MonitorConnection(home, sockets, environ, self._selector, self._clock)
         zygotes = self._zygotes = ZygotePool(home, self._log, self._cgroups, self._selector, self._clock)
         self._environments = RestoredEnvironments(home, self._log, environ, self._selector, zygotes.leave_environments)
         retention, rays = "serverless_gpu.node.attempt.retention", "serverless_gpu.node.supervisor.ray_cluster"

@@ -38,7 +38,7 @@ _START_S = 30.0
 END_S = 10.0
 
 
-class Monitoring:
+class MonitorConnection:
     """The agent's line to the monitor of its home."""
 
     def __init__(
