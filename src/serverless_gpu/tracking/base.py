@@ -21,11 +21,7 @@ from serverless_gpu.model.tracking_rules import Status
 
 
 class TrackerAway(Exception):
-    """The tracker does not answer, or cannot now; the text says what happened.
-
-    Attributes:
-        is_doubtful: whether what was asked for may have been done nevertheless.
-    """
+    """The tracker does not answer, or cannot now; with `is_doubtful` it may have done what was asked nevertheless."""
 
     def __init__(self, text: str, *, is_doubtful: bool = False) -> None:
         self.is_doubtful = is_doubtful

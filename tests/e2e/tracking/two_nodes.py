@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.engines.simulated.simulated_agents import SimulatedAgent, SimulatedWork, Telemetry
+from serverless_gpu.engines.simulated.simulated_agents import SimulatedAgent, SimulatedTelemetry, SimulatedWork
 from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.spec import Resources, RunSpec, Tracking
 from serverless_gpu.testing import FakeClock
@@ -72,7 +72,7 @@ def run_on_two_nodes(directory: Path, uri: str, experiment: str) -> None:
         context=msgspec.Raw(b"{}"),
         submitted_ns=clock.wall_ns(),
     )
-    nodes: list[tuple[SimulatedAgent, Telemetry]] = []
+    nodes: list[tuple[SimulatedAgent, SimulatedTelemetry]] = []
     for rank in (1, 0):  # the second node is there first, and waits for the run that the first one makes
         devices = tuple(
             Device(uuid=f"n{rank}-{index}", index=index, type="H100", memory_bytes=80 << 30, kind=DeviceKind.FAKE)
@@ -81,7 +81,7 @@ def run_on_two_nodes(directory: Path, uri: str, experiment: str) -> None:
         agent = SimulatedAgent(
             OneGang(start), name=f"node-{rank}", devices=devices, clock=clock, work=lambda _: SimulatedWork(run_s=RUN_S)
         )
-        telemetry = agent.observer = Telemetry(
+        telemetry = agent.observer = SimulatedTelemetry(
             directory / agent.name, node_rank=rank, num_nodes=2, clock=clock, tracker=lambda: MlflowTracker(uri, {})
         )
         nodes.append((agent, telemetry))

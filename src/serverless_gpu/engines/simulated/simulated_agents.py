@@ -414,7 +414,7 @@ _HOST_BYTES = 256 << 30
 _TURN_S = 170  # one swing of the made-up curves
 
 
-class Telemetry:
+class SimulatedTelemetry:
     """The telemetry of one simulated node: made-up figures, samples and MLflow, on the way of real nodes.
 
         SimulatedAgent ──began, seen, ended──▶ Recording (a file of samples per gang) ─▶ Delivery ─▶ tracker
@@ -431,7 +431,7 @@ class Telemetry:
         self._node_rank, self._num_nodes = node_rank, num_nodes
         self._clock = clock
         self._tracker = tracker
-        self._gangs: dict[tuple[str, int], _Gang] = {}
+        self._gangs: dict[tuple[str, int], _GangTelemetry] = {}
 
     def began(self, start: Start, node: str, devices: Sequence[Device]) -> None:
         """Take that user code begins on these devices."""
@@ -445,7 +445,7 @@ class Telemetry:
             origin_ns=start.submitted_ns,
             devices=tuple(Sampled(device.uuid, device.type, device.kind) for device in devices),
         )
-        gang = _Gang(Recording(telemetry_path(directory, self._node_rank), header), self._clock.wall_ns())
+        gang = _GangTelemetry(Recording(telemetry_path(directory, self._node_rank), header), self._clock.wall_ns())
         self._gangs[start.run_id, start.fence] = gang
         if start.spec.tracker is not None:
             job = DeliveryJob(
@@ -456,7 +456,7 @@ class Telemetry:
                 spec=start.spec,
                 called_ns=start.submitted_ns,
             )
-            listener = _Listener(self, start.run_id)
+            listener = _TrackingListener(self, start.run_id)
             gang.delivery = MlflowDelivery(directory, job, self._tracker(), listener, clock=self._clock)
             gang.thread = threading.Thread(target=gang.delivery.run, name=f"deliver {start.run_id}", daemon=True)
             gang.thread.start()
@@ -465,7 +465,7 @@ class Telemetry:
         """Take a gang's samples of all seconds up to a moment."""
         gang = self._gangs.get((run_id, fence))
         while gang is not None and gang.next_ns <= until_ns:
-            gang.recording.append(_sample(gang.next_ns, gang.recording.header, self._node_rank))
+            gang.recording.append(_made_up_sample(gang.next_ns, gang.recording.header, self._node_rank))
             gang.next_ns += SECOND_NS
 
     def ended(self, run_id: str, fence: int, reason: Reason) -> None:
@@ -489,15 +489,15 @@ class Telemetry:
         return not late
 
 
-class _Gang(msgspec.Struct):
+class _GangTelemetry(msgspec.Struct):
     recording: Recording
     next_ns: int
     delivery: MlflowDelivery | None = None
     thread: threading.Thread | None = None
 
 
-class _Listener:
-    def __init__(self, telemetry: Telemetry, run_id: str) -> None:
+class _TrackingListener:
+    def __init__(self, telemetry: SimulatedTelemetry, run_id: str) -> None:
         self._telemetry, self._run_id = telemetry, run_id
 
     def tracked(self, tracked: TrackerRun) -> None:
@@ -510,7 +510,7 @@ class _Listener:
         """Do nothing: simulated gangs are not watched."""
 
 
-def _sample(at_ns: int, header: Header, node_rank: int) -> Sample:
+def _made_up_sample(at_ns: int, header: Header, node_rank: int) -> Sample:
     """Return made-up figures: waves, another one for each device and node."""
     seconds = (at_ns - header.origin_ns) / SECOND_NS
     waves = [

@@ -157,8 +157,7 @@ class _Listing(NamedTuple):
 class _Merging:
     """The directories that several units share, or that parts lie in: made here, before anything else.
 
-    Attributes:
-        below: directories that one unit has alone, or none, and are empty as yet.
+    `below` are directories that one unit has alone, or none, and that are empty as yet.
     """
 
     def __init__(self, filler: _Filler, sources: Sequence[ContentSource]) -> None:
