@@ -30,7 +30,7 @@ from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Failure, Reason, State, StopReason
 from serverless_gpu.model.telemetry import SECOND_NS, GpuSample, Header, HostSample, Sample, Sampled
 from serverless_gpu.node.base.protocol import Stopped
-from serverless_gpu.node.monitor.telemetry_file import Recording
+from serverless_gpu.node.monitor.telemetry_file import TelemetryFile
 from serverless_gpu.tracking.base import Tracker, TrackerRun
 from serverless_gpu.tracking.delivery import DeliveryJob, MlflowDelivery
 from serverless_gpu.tracking.metric_points import telemetry_path
@@ -445,7 +445,7 @@ class SimulatedTelemetry:
             origin_ns=start.submitted_ns,
             devices=tuple(Sampled(device.uuid, device.type, device.kind) for device in devices),
         )
-        gang = _GangTelemetry(Recording(telemetry_path(directory, self._node_rank), header), self._clock.wall_ns())
+        gang = _GangTelemetry(TelemetryFile(telemetry_path(directory, self._node_rank), header), self._clock.wall_ns())
         self._gangs[start.run_id, start.fence] = gang
         if start.spec.tracker is not None:
             job = DeliveryJob(
@@ -490,7 +490,7 @@ class SimulatedTelemetry:
 
 
 class _GangTelemetry(msgspec.Struct):
-    recording: Recording
+    recording: TelemetryFile
     next_ns: int
     delivery: MlflowDelivery | None = None
     thread: threading.Thread | None = None

@@ -44,7 +44,7 @@ from serverless_gpu.node.monitor.backlog import key_of
 from serverless_gpu.node.monitor.delivery import AttemptDelivery
 from serverless_gpu.node.monitor.messages import Peer
 from serverless_gpu.node.monitor.sampler import NodeSample
-from serverless_gpu.node.monitor.telemetry_file import Recording
+from serverless_gpu.node.monitor.telemetry_file import TelemetryFile
 
 
 class RayFile:
@@ -90,7 +90,7 @@ class Recorder:
         self._clock = clock
         self._began_ns = 0
         self._lost_ns = clock.boottime_ns()
-        self._recording: Recording | None = None
+        self._recording: TelemetryFile | None = None
         self._ray = None if observe.spec.ray is None else RayFile(Path(observe.directory), observe.node_rank)
         self._has_ended = self._has_settled = False
         self._said: set[str] = set()
@@ -208,7 +208,7 @@ class Recorder:
         )
         if self._recording is None:
             path = self.directory / "logs" / f"{self.observe.node_rank}.telemetry"
-            self._recording = Recording(path, header)
+            self._recording = TelemetryFile(path, header)
         self._recording.describe(header)
 
     def see(self, look: NodeSample) -> None:

@@ -30,7 +30,7 @@ from serverless_gpu.tracking.metric_points import Samples
 _EARLY_NS = SECOND_NS // 2  # a sampler's seconds are not exact
 
 
-class Recording:
+class TelemetryFile:
     """The writer of one file; it goes on with a file that an earlier monitor left."""
 
     def __init__(self, path: Path, header: Header) -> None:

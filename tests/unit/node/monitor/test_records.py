@@ -11,7 +11,7 @@ import pytest
 from serverless_gpu.client.metrics import read_metrics
 from serverless_gpu.model.telemetry import Header, Sample, decode, encode
 from serverless_gpu.node.monitor import telemetry_file
-from serverless_gpu.node.monitor.telemetry_file import Recording
+from serverless_gpu.node.monitor.telemetry_file import TelemetryFile
 from serverless_gpu.tracking.metric_points import Samples
 from tests.support.node.sampled import ORIGIN_NS, gpu, header, sample
 
@@ -29,7 +29,7 @@ def lines(path: Path) -> list[Header | Sample]:
 
 
 def test_the_header_comes_first_and_again_where_devices_become_known(path: Path) -> None:
-    recording = Recording(path, header(devices=0))
+    recording = TelemetryFile(path, header(devices=0))
     assert recording.append(sample(1))
     recording.describe(header(devices=1))
     recording.describe(header(devices=1))
@@ -41,7 +41,7 @@ def test_the_header_comes_first_and_again_where_devices_become_known(path: Path)
 
 def test_later_rows_stand_for_several_samples(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(telemetry_file, "interval_ns", lambda rows: 10**9 if rows < 2 else 4 * 10**9)
-    recording = Recording(path, header(devices=1))
+    recording = TelemetryFile(path, header(devices=1))
     written = [recording.append(sample(at, gpu(float(at)))) for at in range(1, 12)]
     assert [at for at, row in enumerate(written, start=1) if row] == [1, 2, 6, 10]
     assert recording.flush()  # the end: what was taken since
@@ -52,22 +52,22 @@ def test_later_rows_stand_for_several_samples(path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_sampler_whose_seconds_are_not_exact_writes_every_one(path: Path) -> None:
-    recording = Recording(path, header())
+    recording = TelemetryFile(path, header())
     assert all(recording.append(sample(at)) for at in (1.0, 1.99, 2.97, 4.1, 5.0))
 
 
 def test_a_clock_that_was_set_back_does_not_stop_the_rows(path: Path) -> None:
-    recording = Recording(path, header())
+    recording = TelemetryFile(path, header())
     assert recording.append(sample(7200))
     assert recording.append(sample(1))
     assert recording.append(sample(2))
 
 
 def test_network_counts_from_the_first_sample_also_of_a_writer_that_goes_on(path: Path) -> None:
-    first = Recording(path, header())
+    first = TelemetryFile(path, header())
     first.append(sample(1, received=5000))
     first.append(sample(2, received=5400))
-    second = Recording(path, header())
+    second = TelemetryFile(path, header())
     second.append(sample(3, received=9000))
     second.append(sample(4, received=9100))
     counted = [line.host.network_receive_bytes for line in lines(path) if isinstance(line, Sample)]
@@ -75,12 +75,12 @@ def test_network_counts_from_the_first_sample_also_of_a_writer_that_goes_on(path
 
 
 def test_a_writer_that_was_killed_is_taken_over_from(path: Path) -> None:
-    first = Recording(path, header(devices=1))
+    first = TelemetryFile(path, header(devices=1))
     for at in range(3):
         first.append(sample(at, gpu()))
     with path.open("ab") as file:
         file.write(encode(sample(3, gpu()))[:50])
-    second = Recording(path, header(devices=1))
+    second = TelemetryFile(path, header(devices=1))
     assert second.rows == 3
     assert second.uses == first.uses
     assert second.append(sample(4, gpu()))
@@ -88,7 +88,7 @@ def test_a_writer_that_was_killed_is_taken_over_from(path: Path) -> None:
 
 
 def test_F44_a_full_disk_loses_rows_counts_them_and_goes_on(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recording = Recording(path, header(devices=1))
+    recording = TelemetryFile(path, header(devices=1))
     recording.append(sample(1, gpu()))
     real = os.write
     room = 30
@@ -111,7 +111,7 @@ def test_F44_a_full_disk_loses_rows_counts_them_and_goes_on(path: Path, monkeypa
 
 
 def test_a_directory_that_is_gone_is_no_error(tmp_path: Path) -> None:
-    recording = Recording(tmp_path / "gone" / "0.telemetry", header())
+    recording = TelemetryFile(tmp_path / "gone" / "0.telemetry", header())
     assert not recording.append(sample(1))
     assert recording.lost == 1
 
@@ -119,8 +119,8 @@ def test_a_directory_that_is_gone_is_no_error(tmp_path: Path) -> None:
 # --- reading on ---
 
 
-def written(path: Path, count: int) -> Recording:
-    recording = Recording(path, header(devices=1))
+def written(path: Path, count: int) -> TelemetryFile:
+    recording = TelemetryFile(path, header(devices=1))
     for at in range(count):
         assert recording.append(sample(at, gpu()))
     return recording
@@ -185,7 +185,7 @@ def test_no_file_is_nothing_to_read(path: Path) -> None:
 def test_metrics_of_a_run_are_those_of_all_its_nodes_and_attempts(tmp_path: Path) -> None:
     for fence in (2, 1):
         for node in (0, 1):
-            recording = Recording(tmp_path / f"{fence}-{node}", header(devices=1, node_rank=node, fence=fence))
+            recording = TelemetryFile(tmp_path / f"{fence}-{node}", header(devices=1, node_rank=node, fence=fence))
             for at in range(2):
                 recording.append(sample(fence * 100 + at, gpu(float(fence * 10 + node))))
     metrics = read_metrics((tmp_path / name).read_bytes() for name in ("2-0", "2-1", "1-0", "1-1"))
