@@ -21,7 +21,7 @@ from serverless_gpu import distributed
 from serverless_gpu.node.base import protocol
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.inside.channel import Channel, pair
-from serverless_gpu.node.monitor.messages import AnyWord, monitor_socket
+from serverless_gpu.node.monitor.messages import AnyMonitorMessage, monitor_socket
 from serverless_gpu.testing import agent_status
 from tests.e2e.fuzz.conftest import ASKED
 from tests.e2e.fuzz.frames import Frame, bare_tags, bodies, encoded, fields, frames, messages, tags
@@ -118,7 +118,7 @@ def test_the_monitor_survives_what_is_no_word(warm: Path, where: str) -> None:
         sock.connect(str(path))
         pid = int.from_bytes(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 4), "little")
     monitor = Watched(pid)
-    names = [str(each.__struct_config__.tag) for each in AnyWord.__args__]
+    names = [str(each.__struct_config__.tag) for each in AnyMonitorMessage.__args__]
     known = messages([name for name in names if name not in ("retire", "prepare", "watch")], fields(), "type")
 
     @ASKED

@@ -45,7 +45,7 @@ def mlflow_variables() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith("MLFLOW_")}
 
 
-def answers(word: messages.AnyWord) -> tuple[messages.MonitorMessage, ...]:
+def answers(word: messages.AnyMonitorMessage) -> tuple[messages.MonitorMessage, ...]:
     """Say where the run is tracked, and see its devices work."""
     if isinstance(word, messages.Observe):
         return (TRACKED,)
@@ -194,7 +194,7 @@ def do_nothing(begun: Path) -> None:
     print("asked to stop:", runtime.stop_reason())
 
 
-def idle_answers(begun: Path, word: messages.AnyWord) -> Iterator[messages.MonitorMessage]:
+def idle_answers(begun: Path, word: messages.AnyMonitorMessage) -> Iterator[messages.MonitorMessage]:
     """See devices that do nothing once user code has begun, again and again."""
     while isinstance(word, messages.Ranks):
         time.sleep(0.05)  # as a sampler does

@@ -18,7 +18,7 @@ from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.monitor import messages
 
 W = TypeVar("W", bound=messages.MonitorMessage)
-Answers = Callable[[messages.AnyWord], Iterable[messages.MonitorMessage]]
+Answers = Callable[[messages.AnyMonitorMessage], Iterable[messages.MonitorMessage]]
 
 
 class FakeMonitor:
@@ -30,7 +30,7 @@ class FakeMonitor:
     """
 
     def __init__(self, sockets: Path, answers: Answers = lambda _: ()) -> None:
-        self.heard: list[messages.AnyWord] = []
+        self.heard: list[messages.AnyMonitorMessage] = []
         self.peers: list[Channel] = []
         self.ended = 0
         self._answers = answers
@@ -51,7 +51,7 @@ class FakeMonitor:
         self.peers.append(Channel(sock))
         return self.peers[-1]
 
-    def hear(self, peer: Channel) -> messages.AnyWord | None:
+    def hear(self, peer: Channel) -> messages.AnyMonitorMessage | None:
         """Take one word and answer it."""
         word = messages.hear(peer)
         if word is None:

@@ -139,7 +139,7 @@ class NodeFrame(MonitorMessage, frozen=True, kw_only=True, tag="frame"):
     attempts: tuple[WatchedAttempt, ...]
 
 
-AnyWord = (
+AnyMonitorMessage = (
     Prepare
     | Observe
     | Ranks
@@ -170,7 +170,7 @@ _REACHING = frozenset(
 )
 
 _encoder = msgspec.json.Encoder()
-_decoder: msgspec.json.Decoder[AnyWord] = msgspec.json.Decoder(AnyWord)
+_decoder: msgspec.json.Decoder[AnyMonitorMessage] = msgspec.json.Decoder(AnyMonitorMessage)
 
 
 def tracking_variables(environ: Mapping[str, str]) -> dict[str, str]:
@@ -192,7 +192,7 @@ def say(channel: Channel, word: MonitorMessage) -> None:
     channel.send(_encoder.encode(word), ())
 
 
-def hear(channel: Channel) -> AnyWord | None:
+def hear(channel: Channel) -> AnyMonitorMessage | None:
     """Return the next message, or None when the peer is gone.
 
     Raises MsgspecError for another protocol, OSError for a broken connection, BlockingIOError when nothing is there.
@@ -240,7 +240,7 @@ class Peer:
                 return
             self._pending.popleft()
 
-    def hear(self) -> AnyWord | None:
+    def hear(self) -> AnyMonitorMessage | None:
         """Return the next message, or None when the other side is gone or makes no sense; BlockingIOError."""
         try:
             return hear(self.channel)

@@ -132,7 +132,7 @@ class Recorder:
         elif self.delivering.word is not None:
             self.say(self.delivering.word)
 
-    def hear(self, word: messages.AnyWord) -> None:
+    def hear(self, word: messages.AnyMonitorMessage) -> None:
         """Take a word of its supervisor's."""
         match word:
             case messages.Ranks():

@@ -229,7 +229,7 @@ class Observation:
             self._pause_ns = _AGAIN_NS
             self._understand(word)
 
-    def _understand(self, word: messages.AnyWord) -> None:
+    def _understand(self, word: messages.AnyMonitorMessage) -> None:
         match word:
             case messages.TrackedNote() if self.tracked is None:
                 self.tracked, self._untracked = word, None

@@ -250,7 +250,7 @@ def test_a_home_that_cannot_be_written_to_is_a_refusal_that_is_told(node: Node) 
 
 
 def test_where_a_run_is_tracked_and_what_its_node_did_reach_the_server(node: Node, where: str) -> None:
-    def answers(word: messages.AnyWord) -> tuple[messages.MonitorMessage, ...]:
+    def answers(word: messages.AnyMonitorMessage) -> tuple[messages.MonitorMessage, ...]:
         if isinstance(word, messages.Observe):
             Path(word.directory, "logs", "0.telemetry").write_bytes(b"[1]\n[2]\n")
             return (messages.TrackedNote(run_id="m1", url="http://127.0.0.1:5000/#/experiments/1/runs/m1", environ={}),)
