@@ -49,7 +49,7 @@ _PIECES_MAX = 512
 _SMALL_BYTES = 4096  # a piece below this grows instead of getting neighbours
 
 
-class Tail:
+class OutputTail:
     """The last output of some streams."""
 
     def __init__(self, streams: Sequence[str]) -> None:
@@ -135,7 +135,7 @@ class Viewer(Protocol):
         ...
 
 
-class Live:
+class LiveOutput:
     """The live view of one rank; `last` returns the last bytes of a stream, up to a number."""
 
     def __init__(
@@ -261,8 +261,8 @@ class RankLog:
         self.rank = rank
         self._clock = clock
         self._allowance = _Allowance(clock.boottime_ns())
-        self._tail = Tail(STREAMS)
-        self._live = None if viewer is None else Live(rank, STREAMS, viewer, self._tail.last, clock.boottime_ns())
+        self._tail = OutputTail(STREAMS)
+        self._live = None if viewer is None else LiveOutput(rank, STREAMS, viewer, self._tail.last, clock.boottime_ns())
         self._streams = {name: _Stream(name, directory / f"{rank}.{name}") for name in STREAMS}
 
     @property

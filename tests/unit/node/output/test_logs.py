@@ -11,7 +11,7 @@ import pytest
 
 from serverless_gpu.ambient import format_clock
 from serverless_gpu.node.output import logs
-from serverless_gpu.node.output.logs import KEPT_BYTES, RankLog, Tail, hidden_tails
+from serverless_gpu.node.output.logs import KEPT_BYTES, OutputTail, RankLog, hidden_tails
 from serverless_gpu.testing import FakeClock
 from tests.support.golden import golden
 from tests.support.node.logs import Rank
@@ -301,7 +301,7 @@ def test_the_tail_shows_progress_bars_as_they_ended(rank: Rank) -> None:
 
 
 def test_F49_the_tail_of_many_small_pieces_is_bounded_and_in_order() -> None:
-    tail = Tail(("stdout", "stderr"))
+    tail = OutputTail(("stdout", "stderr"))
     for number in range(100_000):
         tail.add(("stdout", "stderr")[number // 10 % 2], b"%d\n" % number)
     assert tail.text(50, 2_000).split("\n") == [str(number) for number in range(99_950, 100_000)]
