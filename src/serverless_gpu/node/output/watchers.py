@@ -260,7 +260,7 @@ class Watcher:
         return True
 
 
-class Audience:
+class Watchers:
     """All watchers of one attempt, and the socket on which more of them connect.
 
     `greet` returns the first messages for those that connect; `obey` gets each message and its watcher.

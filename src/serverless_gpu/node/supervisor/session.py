@@ -53,7 +53,7 @@ from serverless_gpu.node.devices.inventory import Provider
 from serverless_gpu.node.devices.locks import DeviceLocks, lock_directory
 from serverless_gpu.node.devices.reservation import DeviceReservation, quarantine
 from serverless_gpu.node.inside.channel import Channel
-from serverless_gpu.node.output.watchers import Audience, Watcher
+from serverless_gpu.node.output.watchers import Watcher, Watchers
 
 _RETRY_S = 0.05  # between two looks at devices that were taken
 _RETEST_S = 1.0  # between two looks at devices in quarantine that a run waits for
@@ -75,7 +75,7 @@ class SessionHolder:
         self._account.runs = 0
         self._account.mark("asked", assign.asked_ns)
         self._selector = selectors.DefaultSelector()
-        self._audience = Audience(sockets / f"{self._launch.run_id}.sock", self._selector, self._snapshot, self._obey)
+        self._audience = Watchers(sockets / f"{self._launch.run_id}.sock", self._selector, self._snapshot, self._obey)
         self._limit_ns = round((self._launch.idle_timeout_s or 0) * 1e9)
         self._reservation: DeviceReservation | None = None
         self._book: SessionBook | None = None

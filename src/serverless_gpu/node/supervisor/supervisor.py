@@ -73,7 +73,7 @@ from serverless_gpu.node.devices.inventory import Provider
 from serverless_gpu.node.devices.reservation import Borrowed, DeviceReservation
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.output.logs import RankLog, cut_output, hidden_tails
-from serverless_gpu.node.output.watchers import Audience, Watcher
+from serverless_gpu.node.output.watchers import Watcher, Watchers
 from serverless_gpu.node.processes.process_tree import Left
 from serverless_gpu.node.processes.shared_memory import LeftSegments
 from serverless_gpu.node.supervisor.gang import LocalGang
@@ -104,7 +104,7 @@ class Supervisor:
         self._account = AttemptAccount(launch, self._clock)
         self._account.mark("asked", assign.asked_ns)
         self._selector = selectors.DefaultSelector()
-        self._audience = Audience(sockets / f"{launch.run_id}.sock", self._selector, self._greet, self._obey)
+        self._audience = Watchers(sockets / f"{launch.run_id}.sock", self._selector, self._greet, self._obey)
         self._eyes = Watchdogs(launch, home, self._clock, self._say, self._account.notes)
         self._observation = Observation(launch, sockets, self._clock, self._selector, self._audience.tell)
         self._observation.on_seen = self._eyes.idleness.seen

@@ -16,7 +16,7 @@ import pytest
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.node.base import protocol
 from serverless_gpu.node.inside.channel import Channel
-from serverless_gpu.node.output.watchers import WATCHERS_MAX, Audience
+from serverless_gpu.node.output.watchers import WATCHERS_MAX, Watchers
 from tests.support.golden import golden
 from tests.support.node.watchers import read_all
 
@@ -24,10 +24,10 @@ SNAPSHOT = protocol.Snapshot(run_id="01m7", fence=1, state=State.RUNNING, pid=7)
 
 
 @pytest.fixture
-def audience(tmp_path: Path) -> Iterator[tuple[Audience, selectors.BaseSelector, Path]]:
+def audience(tmp_path: Path) -> Iterator[tuple[Watchers, selectors.BaseSelector, Path]]:
     path = tmp_path / "01m7.sock"
     with selectors.DefaultSelector() as selector:
-        made = Audience(path, selector, lambda: SNAPSHOT, lambda message, watcher: None)
+        made = Watchers(path, selector, lambda: SNAPSHOT, lambda message, watcher: None)
         assert made.listen() == ""
         yield made, selector, path
         made.close()
@@ -48,7 +48,7 @@ def turn(selector: selectors.BaseSelector) -> None:
 
 
 def test_one_watcher_too_many_is_told_so_and_the_place_is_free_again_when_one_goes(
-    audience: tuple[Audience, selectors.BaseSelector, Path],
+    audience: tuple[Watchers, selectors.BaseSelector, Path],
 ) -> None:
     made, selector, path = audience
     peers = []
@@ -78,7 +78,7 @@ def read_all_of(peer: Channel) -> list[protocol.AnyMessage]:
 
 
 def test_a_process_without_descriptors_rests_between_two_looks_at_who_knocks(
-    audience: tuple[Audience, selectors.BaseSelector, Path],
+    audience: tuple[Watchers, selectors.BaseSelector, Path],
 ) -> None:
     _, selector, path = audience
     peer = knock(path)
