@@ -63,7 +63,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     problem: str = ""
 
 
-class Written(msgspec.Struct):
+class SpecFile(msgspec.Struct):
     """`spec.json` as any version may have written it."""
 
     world_size: int = 0
@@ -155,14 +155,14 @@ def last_fact(directory: Path) -> Fact | None:
     return None
 
 
-def read_launch(directory: Path) -> Written:
+def read_launch(directory: Path) -> SpecFile:
     """Return what was launched, as far as an attempt's directory says."""
-    return _decoded(directory / "spec.json", Written) or Written()
+    return _decoded(directory / "spec.json", SpecFile) or SpecFile()
 
 
 def read_price(directory: Path) -> tuple[str, Tariff | None]:
     """Return the type of an attempt's devices and its tariff; "" and None if its directory lacks them."""
-    written = _decoded(directory / "spec.json", Written)
+    written = _decoded(directory / "spec.json", SpecFile)
     return ("", None) if written is None else (written.gpu_type, written.tariff)
 
 
@@ -237,11 +237,11 @@ def _is_file(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def _read_spec(directory: Path) -> tuple[Written, RunSpec | None, str]:
+def _read_spec(directory: Path) -> tuple[SpecFile, RunSpec | None, str]:
     try:
-        written = from_json(_read(directory / "spec.json"), Written)
+        written = from_json(_read(directory / "spec.json"), SpecFile)
     except (OSError, msgspec.MsgspecError) as error:
-        return Written(), None, f"spec.json cannot be read: {getattr(error, 'strerror', None) or error}"
+        return SpecFile(), None, f"spec.json cannot be read: {getattr(error, 'strerror', None) or error}"
     try:
         return written, from_json(bytes(written.spec), RunSpec), ""
     except msgspec.MsgspecError:  # of a session, or of another version
