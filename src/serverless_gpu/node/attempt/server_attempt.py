@@ -36,7 +36,7 @@ _GRACE_S = 900.0
 Standing = Literal["open", "settled", "stale"]
 
 
-class Remote(msgspec.Struct, frozen=True, kw_only=True):
+class ServerAttempt(msgspec.Struct, frozen=True, kw_only=True):
     """An attempt that a server gave to this node."""
 
     run_id: str
@@ -57,11 +57,11 @@ class Remote(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.run_id}:{self.fence}"
 
 
-def read_remote(directory: Path) -> Remote | None:
+def read_remote(directory: Path) -> ServerAttempt | None:
     """Return what an attempt's directory says about its server; None for an attempt of this node's own."""
     try:
         with (directory / FILE).open("rb") as file:
-            return from_json(file.read(_BYTES_MAX), Remote)
+            return from_json(file.read(_BYTES_MAX), ServerAttempt)
     except (OSError, msgspec.MsgspecError):
         return None
 
@@ -75,12 +75,12 @@ def has_remote(directory: Path) -> bool:
     return True
 
 
-def write_remote(directory: Path, remote: Remote) -> None:
+def write_remote(directory: Path, remote: ServerAttempt) -> None:
     """Write `remote.json`; raises OSError."""
     write_text(directory / FILE, msgspec.json.encode(remote).decode())
 
 
-def open_attempts(runs: Path, profile: str) -> Iterator[tuple[Path, Remote]]:
+def open_attempts(runs: Path, profile: str) -> Iterator[tuple[Path, ServerAttempt]]:
     """Yield the attempts that one server has not heard all about, with their directories."""
     for path in sorted(runs.glob(f"*/*/{FILE}")):
         remote = read_remote(path.parent) or _recovered(path, profile)
@@ -88,7 +88,7 @@ def open_attempts(runs: Path, profile: str) -> Iterator[tuple[Path, Remote]]:
             yield path.parent, remote
 
 
-def _recovered(path: Path, profile: str) -> Remote | None:
+def _recovered(path: Path, profile: str) -> ServerAttempt | None:
     """Return an attempt from its directory's name, its file being damaged; None if unreadable now.
 
     The server is unknown: one that does not know the attempt says so, and the attempt is left alone then.
@@ -100,7 +100,7 @@ def _recovered(path: Path, profile: str) -> Remote | None:
         return None
     if created_wall_ns(run_id) is None or not fence.isdigit():
         return None
-    return Remote(
+    return ServerAttempt(
         run_id=run_id,
         fence=int(fence),
         profile=profile,

@@ -35,7 +35,7 @@ from serverless_gpu.node.agent.connection import connect
 from serverless_gpu.node.attempt import secret_files
 from serverless_gpu.node.attempt.claim import has_begun, may_have_begun, try_lock
 from serverless_gpu.node.attempt.history import first_facts, read_ending, read_receipt
-from serverless_gpu.node.attempt.server_attempt import Remote, write_remote
+from serverless_gpu.node.attempt.server_attempt import ServerAttempt, write_remote
 from serverless_gpu.node.base import protocol
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.inside.channel import Channel
@@ -67,7 +67,7 @@ class AttemptController:
         self,
         home: Home,
         directory: Path,
-        remote: Remote,
+        remote: ServerAttempt,
         *,
         server: UplinkServer,
         clock: Clock,

@@ -30,7 +30,7 @@ from serverless_gpu.model.placement import candidates, restrict
 from serverless_gpu.model.secrets import DeliveredSecrets, check_name, check_variable
 from serverless_gpu.model.spec import BlobReference, Function
 from serverless_gpu.node.attempt import secret_files
-from serverless_gpu.node.attempt.server_attempt import Remote, has_remote, write_remote
+from serverless_gpu.node.attempt.server_attempt import ServerAttempt, has_remote, write_remote
 from serverless_gpu.node.attempt.submission import write_submission
 from serverless_gpu.node.base import protocol
 from serverless_gpu.node.base.home import Home, storage_error
@@ -44,7 +44,7 @@ _OF_THE_NODE = ("HOME", "LANG", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "SHELL", "
 """Variables of this node for a captured environment's ranks, where the caller sent none."""
 
 
-def take(home: Home, order: Start, profile: Path) -> tuple[Path, Remote] | None:
+def take(home: Home, order: Start, profile: Path) -> tuple[Path, ServerAttempt] | None:
     """Make the attempt's directory, or return None when it was made before; the order need not come again.
 
     The rest of an interrupted earlier call is made again: nothing can have been launched. A server names a directory of
@@ -60,7 +60,7 @@ def take(home: Home, order: Start, profile: Path) -> tuple[Path, Remote] | None:
     _check_crews(order)
     if (home.attempt(order.run_id, order.fence) / "spec.json").exists():
         raise InvalidValue(f"run {order.run_id} is one of this node's own")
-    remote = Remote(
+    remote = ServerAttempt(
         run_id=order.run_id,
         fence=order.fence,
         profile=str(profile),

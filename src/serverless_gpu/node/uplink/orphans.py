@@ -14,7 +14,7 @@ from pathlib import Path
 from serverless_gpu.ambient import Clock
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Failure, Reason
 from serverless_gpu.node.attempt.history import first_facts
-from serverless_gpu.node.attempt.server_attempt import Remote
+from serverless_gpu.node.attempt.server_attempt import ServerAttempt
 from serverless_gpu.node.attempt.supervisor_loss import Lost, settle_loss
 from serverless_gpu.node.base import protocol
 from serverless_gpu.node.base.home import Home
@@ -50,7 +50,7 @@ def still_held(home: Home, directory: Path) -> bool:
 
 
 def settle(
-    directory: Path, remote: Remote, detail: str, clock: Clock, *, seen_ns: int | None = None
+    directory: Path, remote: ServerAttempt, detail: str, clock: Clock, *, seen_ns: int | None = None
 ) -> protocol.Stopped:
     """Write the missing ending and receipt, the attempt's lock being held; return how it ended.
 

@@ -34,7 +34,7 @@ from serverless_gpu.errors import InvalidValue, NotAuthenticated, ServerlessGpuE
 from serverless_gpu.model.hangs.gang_hang_detection import Silence
 from serverless_gpu.model.lifecycle.attempt import SUPERVISOR_GONE, Fact, FactKind, State, StopReason
 from serverless_gpu.node.attempt.history import read_receipt, spec_of
-from serverless_gpu.node.attempt.server_attempt import Remote
+from serverless_gpu.node.attempt.server_attempt import ServerAttempt
 from serverless_gpu.node.base.configuration import read_configuration
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.protocol import CrewNews, GangNews, Stopped
@@ -103,7 +103,7 @@ class Reporter:
     def __init__(
         self,
         directory: Path,
-        remote: Remote,
+        remote: ServerAttempt,
         news: PendingReport,
         *,
         server: UplinkServer,
@@ -483,7 +483,7 @@ class CheckpointProbe:
     """
 
     def __init__(
-        self, directory: Path, remote: Remote, *, program: Path = INSIDE / "checkpoints.py", limit_s: float = 5.0
+        self, directory: Path, remote: ServerAttempt, *, program: Path = INSIDE / "checkpoints.py", limit_s: float = 5.0
     ) -> None:
         self._home, self._directory, self._remote = Home(directory.parents[2]), directory, remote
         self._program, self._limit_s = program, limit_s

@@ -13,7 +13,7 @@ import pytest
 
 from serverless_gpu.errors import UsageError
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.node.attempt.server_attempt import Remote
+from serverless_gpu.node.attempt.server_attempt import ServerAttempt
 from serverless_gpu.node.uplink.reporter import CheckpointProbe
 from tests.support.golden import golden
 
@@ -125,9 +125,9 @@ def test_a_later_attempt_that_finds_nothing_says_so_once(fence: str, rank: str, 
     assert done.stderr.count(f"no earlier attempt left checkpoints in {tmp_path / 'run'};") == says
 
 
-def given(run_id: str, fence: int) -> Remote:
+def given(run_id: str, fence: int) -> ServerAttempt:
     """Return an attempt that a server gave to this node."""
-    return Remote(
+    return ServerAttempt(
         run_id=run_id, fence=fence, profile="p", token="t", gpu_type="CPU", world_size=1, partition_grace_s=1.0
     )
 

@@ -11,7 +11,7 @@ import pytest
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.model.lifecycle.attempt import StopReason
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.node.attempt.server_attempt import Remote
+from serverless_gpu.node.attempt.server_attempt import ServerAttempt
 from serverless_gpu.node.base.protocol import GangNews
 from serverless_gpu.node.uplink import server as server_room
 from serverless_gpu.node.uplink.reporter import AT_ONCE_S, PendingReport, Reporter
@@ -64,7 +64,7 @@ class Reported:
         self.seen = server.order(RunSpec(name="call"), None, b"{}", partition_grace_s=GRACE_S)
         self._news = PendingReport(SystemClock())
         start = self.seen.start
-        remote = Remote(
+        remote = ServerAttempt(
             run_id=start.run_id,
             fence=start.fence,
             profile=str(server.profile),

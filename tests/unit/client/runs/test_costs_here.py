@@ -18,7 +18,7 @@ from serverless_gpu.model.lifecycle.attempt import MEANINGS, Fact, FactKind, Rea
 from serverless_gpu.model.receipt import Bill, Receipt, Segments
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.attempt.history import read_receipt
-from serverless_gpu.node.attempt.server_attempt import Remote
+from serverless_gpu.node.attempt.server_attempt import ServerAttempt
 from serverless_gpu.node.attempt.submission import Submission
 from serverless_gpu.node.base.protocol import Stopped
 from serverless_gpu.node.uplink import orphans
@@ -189,7 +189,7 @@ def test_a_receipt_that_is_made_afterwards_has_the_price_of_the_launch(run: Path
     """An older server says no tariff, and the node's own prices hold."""
     attempt = Attempt(run, clock)
     attempt.facts((K.RESERVED, 0), (K.EXEC, 1_000), (K.ALIVE, 1_500))
-    remote = Remote(
+    remote = ServerAttempt(
         run_id=run.name,
         fence=1,
         profile="",

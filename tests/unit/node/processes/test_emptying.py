@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from serverless_gpu.model.lifecycle.attempt import Fact, FactKind, Reason, State
-from serverless_gpu.node.attempt.server_attempt import Remote
+from serverless_gpu.node.attempt.server_attempt import ServerAttempt
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.processes.process_tree import Left, left_in
 from serverless_gpu.node.supervisor.supervisor import ProcessDrain
@@ -89,7 +89,7 @@ def test_a_run_whose_supervisor_is_lost_goes_on_stopping_while_its_devices_are_h
     monkeypatch.setattr(minder_room, "LOOK_S_MAX", 0.05)
     directory = tmp_path / "runs" / "run" / "1"
     directory.mkdir(parents=True)
-    remote = Remote(
+    remote = ServerAttempt(
         run_id="run", fence=1, token="t", profile="", gpu_type="H100", world_size=1, partition_grace_s=900.0
     )
     fact = Fact(
