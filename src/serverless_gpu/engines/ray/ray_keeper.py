@@ -347,7 +347,8 @@ _PREFIX = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+\t(INFO|WARNING|ERR|ER
 def why_ended(written: bytes) -> str:
     """Return why Ray ended, in one line, from what it wrote.
 
-    Ray ends with hundreds of lines: a state dump, a stack. What a person can act on is one of a few sentences in between.
+    Ray ends with hundreds of lines: a state dump, a stack. What a person can act on is one of a few sentences in
+    between.
     """
     text = written.decode("utf-8", errors="replace")
     for pattern, sentence in _KNOWN_EXITS:

@@ -36,7 +36,7 @@ RESOURCE = "sgpu_node:"
 DEVICES = "sgpu_gpus:"
 """What resources begin with that count a machine's devices of a type."""
 NODE_FILE = "SERVERLESS_GPU_RAY_NODE"
-"""Variable of every raylet of ours, and so of its workers: where the file of the machine lies (`node_file.py`)."""
+"""Variable of every raylet of ours, and so of its workers: where the file of the machine lies (`node_launcher.py`)."""
 STORE_BYTES = 80_000_000
 """Nothing of ours goes through Ray's object store; Ray takes no less."""
 START_S = 120

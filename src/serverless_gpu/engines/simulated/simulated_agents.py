@@ -91,7 +91,7 @@ class Control(Protocol):
 
 
 class Observer(Protocol):
-    """What a node has beside its gangs and sees what they do: `simulated_telemetry.Telemetry`."""
+    """What a node has beside its gangs and sees what they do: `SimulatedTelemetry`."""
 
     def began(self, start: Start, node: str, devices: Sequence[Device]) -> None:
         """Take that user code begins."""

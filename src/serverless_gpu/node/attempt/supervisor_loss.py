@@ -50,7 +50,7 @@ _LOOKS_MAX = 64  # of 2,000 records each: more than the kernel keeps
 _USING = frozenset({FactKind.EXEC, FactKind.HELD})
 
 
-class Lost(msgspec.Struct, frozen=True, kw_only=True):
+class LostAttempt(msgspec.Struct, frozen=True, kw_only=True):
     """Device type and rank count for a receipt, where the attempt's directory does not say them."""
 
     run_id: str
@@ -66,7 +66,7 @@ def settle_loss(
     *,
     seen_ns: int | None = None,
     stopped: protocol.Stopped | None = None,
-    lost: Lost | None = None,
+    lost: LostAttempt | None = None,
 ) -> protocol.Stopped:
     """Write what an attempt without a supervisor lacks, and return how it ended.
 
@@ -145,7 +145,7 @@ def note_life(directory: Path, clock: Clock, seen_ns: int | None = None) -> None
         account.append_fact(directory, msgspec.json.encode(alive_after(last, at_ns)) + b"\n", 1 << 62)
 
 
-def _receipt(directory: Path, lost: Lost, stopped: protocol.Stopped) -> Receipt:
+def _receipt(directory: Path, lost: LostAttempt, stopped: protocol.Stopped) -> Receipt:
     facts = first_facts(directory)
     gpus = tuple(dict.fromkeys(uuid for fact in facts for uuid in fact.gpus))
     unknown = "not known: the run's supervisor ended before it could look"
@@ -181,9 +181,9 @@ def _receipt(directory: Path, lost: Lost, stopped: protocol.Stopped) -> Receipt:
     )
 
 
-def _of_this_node(directory: Path) -> Lost:
+def _of_this_node(directory: Path) -> LostAttempt:
     launched = read_launch(directory)
-    return Lost(
+    return LostAttempt(
         run_id=directory.parent.name,
         fence=int(directory.name) if directory.name.isdigit() else 1,
         gpu_type=launched.gpu_type,

@@ -15,7 +15,7 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Failure, Reason
 from serverless_gpu.node.attempt.history import first_facts
 from serverless_gpu.node.attempt.server_attempt import ServerAttempt
-from serverless_gpu.node.attempt.supervisor_loss import Lost, settle_loss
+from serverless_gpu.node.attempt.supervisor_loss import LostAttempt, settle_loss
 from serverless_gpu.node.base import protocol
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.lock_files import held_note
@@ -60,7 +60,7 @@ def settle(
     # A damaged record, or a file of facts without one, is no proof that nothing began.
     may_have_begun = first_facts(directory) or remote.recovered or (directory / "facts.jsonl").exists()
     stopped = None if may_have_begun else refusal(detail, clock)
-    lost = Lost(
+    lost = LostAttempt(
         run_id=remote.run_id,
         fence=remote.fence,
         gpu_type=remote.gpu_type,

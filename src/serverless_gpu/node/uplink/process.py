@@ -12,7 +12,7 @@ Failure cases:
 - killed: runs go on; the next uplink finds them by `remote.json` and their sockets, and sends what the server has not;
 - the server is away: everything is tried again with longer and longer pauses, up to 5 s; what is new stays on disk;
 - the server came back with another port or token: the profile is read again;
-- an attempt's token has ended while the server was out of reach: the next heartbeat brings another (`credentials.py`);
+- an attempt's token has ended while the server was out of reach: the next heartbeat brings another (`server.py`);
 - two started at once: the lock decides, the loser ends;
 - an administrator has not approved the node yet, or another process speaks as it: the log says what to do, and the
 hello is sent again;

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, SUPERVISOR_GONE, Fact, FactKind, Reason, State
 from serverless_gpu.model.lifecycle.attempt_lifecycle import UNKNOWN_BOOT, LossEvidence, judge_loss
 from serverless_gpu.node.attempt.history import first_facts, read_ending, read_receipt
-from serverless_gpu.node.attempt.supervisor_loss import Lost, settle_loss
+from serverless_gpu.node.attempt.supervisor_loss import LostAttempt, settle_loss
 from serverless_gpu.testing import FakeClock
 
 PID = 4711
@@ -112,7 +112,7 @@ def write_facts(
 
 
 BEGUN = (FactKind.RESERVED, FactKind.EXEC)
-LOST = Lost(run_id="r", fence=1, gpu_type="H100", world_size=2)
+LOST = LostAttempt(run_id="r", fence=1, gpu_type="H100", world_size=2)
 
 
 @pytest.mark.parametrize(("seen_s", "tail"), [*itertools.product((None, 0.5, 10.0), ("", '{"attempt":"r:1","se'))])
