@@ -18,7 +18,7 @@ from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.calendars import HOUR_NS
 from serverless_gpu.model.lifecycle.retention import Policy, RunDirectory, to_delete
 from serverless_gpu.node.attempt.history import read_run, run_ids, size_on_disk
-from serverless_gpu.node.attempt.retention import Cleaned, cleaned_text, delete_all, empty_trash, scan
+from serverless_gpu.node.attempt.retention import CleanupResult, cleaned_text, delete_all, empty_trash, scan
 from serverless_gpu.node.base.configuration import read_configuration
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.units import format_bytes, format_duration_ms
@@ -56,7 +56,7 @@ def clean(run: tuple[str, ...], older_than: str | None, keep: str | None, dry_ru
         done.append(delete_all(place, [each.entry for each in chosen if each.place == place]))
     deleted = {run_id for each in done for run_id in each.deleted}
     problems = tuple(problem for each in done for problem in each.problems)
-    cleaned = Cleaned(tuple(deleted), sum(each.freed_bytes for each in done), problems)
+    cleaned = CleanupResult(tuple(deleted), sum(each.freed_bytes for each in done), problems)
     stay = {run_id for place in _places(home) for run_id in run_ids(place)}
     said = cleaned_text(cleaned) if chosen else f"nothing to delete; {_count(len(stay))} stay"
     say(said + spared)

@@ -37,7 +37,7 @@ from serverless_gpu.node.agent.zygote_pool import ZygotePool
 from serverless_gpu.node.agent.zygotes import ZygoteRequest
 from serverless_gpu.node.attempt import secret_files
 from serverless_gpu.node.attempt.account import write_json
-from serverless_gpu.node.attempt.retention import Schedule
+from serverless_gpu.node.attempt.retention import RetentionSchedule
 from serverless_gpu.node.base import protocol
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.devices.inventory import Inventory
@@ -100,7 +100,7 @@ class Agent:
         zygotes = self._zygotes = ZygotePool(home, self._log, self._cgroups, self._selector, self._clock)
         self._environments = RestoredEnvironments(home, self._log, environ, self._selector, zygotes.leave_environments)
         retention, rays = "serverless_gpu.node.attempt.retention", "serverless_gpu.node.supervisor.ray_cluster"
-        self._retention = Schedule(
+        self._retention = RetentionSchedule(
             self._clock,
             lambda fd: clean_process(retention, (str(home.root), fd), fds=(fd,), log=self._log, environ=environ),
         )

@@ -40,7 +40,7 @@ _TRASH = ".trash-"
 _QUEUED_BYTES_MAX = 1 << 20
 
 
-class Cleaned(msgspec.Struct, frozen=True):
+class CleanupResult(msgspec.Struct, frozen=True):
     """Result of one pass: runs deleted, bytes freed, and sentences about failures."""
 
     deleted: tuple[str, ...]
@@ -54,7 +54,7 @@ class RetentionPass(Protocol):
     def poll(self) -> int | None: ...
 
 
-class Schedule:
+class RetentionSchedule:
     """Starts cleaning passes, one at a time; `start` gets a descriptor that holds the ids of queued runs."""
 
     def __init__(self, clock: Clock, start: Callable[[int], RetentionPass]) -> None:
@@ -96,7 +96,7 @@ def main(home: str, queued_fd: int) -> NoReturn:
     os._exit(0)
 
 
-def clean(runs: Path, policy: Policy, queued: Collection[str], clock: Clock) -> Cleaned:
+def clean(runs: Path, policy: Policy, queued: Collection[str], clock: Clock) -> CleanupResult:
     """Delete what the policy no longer keeps."""
     empty_trash(runs)
     now_ns = clock.wall_ns()
@@ -115,7 +115,7 @@ def scan(runs: Path, queued: Collection[str], now_ns: int) -> list[RunDirectory]
     ]
 
 
-def delete_all(runs: Path, chosen: Collection[RunDirectory]) -> Cleaned:
+def delete_all(runs: Path, chosen: Collection[RunDirectory]) -> CleanupResult:
     """Delete these runs, those that cannot be are named."""
     deleted, problems, freed_bytes = [], [], 0
     for entry in chosen:
@@ -126,7 +126,7 @@ def delete_all(runs: Path, chosen: Collection[RunDirectory]) -> Cleaned:
         else:
             deleted.append(entry.run_id)
             freed_bytes += entry.size_bytes
-    return Cleaned(tuple(deleted), freed_bytes, tuple(problems))
+    return CleanupResult(tuple(deleted), freed_bytes, tuple(problems))
 
 
 def delete(runs: Path, run_id: str) -> None:
@@ -148,7 +148,7 @@ def empty_trash(runs: Path) -> None:
                     _remove(runs / name)
 
 
-def cleaned_text(done: Cleaned) -> str:
+def cleaned_text(done: CleanupResult) -> str:
     """Return what a pass did, in words."""
     count = len(done.deleted)
     return f"deleted {count} run{'' if count == 1 else 's'}, {format_bytes(done.freed_bytes)}"

@@ -17,7 +17,7 @@ from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.calendars import DAY_NS, HOUR_NS
 from serverless_gpu.model.lifecycle.retention import Policy, RunDirectory, to_delete
 from serverless_gpu.node.attempt import retention
-from serverless_gpu.node.attempt.retention import Schedule, clean, cleaned_text, delete, empty_trash, scan
+from serverless_gpu.node.attempt.retention import RetentionSchedule, clean, cleaned_text, delete, empty_trash, scan
 from serverless_gpu.node.base.configuration import read_configuration
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.testing import FakeClock
@@ -267,7 +267,7 @@ def test_it_is_due_a_little_after_the_start_and_then_every_hour() -> None:
         told.append(os.pread(fd, 1000, 0).decode())
         return FakePass(0)
 
-    schedule = Schedule(clock, start)
+    schedule = RetentionSchedule(clock, start)
     for seconds in (0.0, 9.0, 2.0, 3000.0, 700.0, 1.0):
         clock.advance(seconds)
         schedule.tend(["a", "b"])
@@ -281,7 +281,7 @@ def test_a_pass_that_takes_longer_than_an_hour_is_waited_for() -> None:
         passes.append(FakePass(None))
         return passes[-1]
 
-    schedule = Schedule(clock, start)
+    schedule = RetentionSchedule(clock, start)
     for _ in range(3):
         clock.advance(4000)
         schedule.tend([])
@@ -296,6 +296,6 @@ def test_no_process_to_be_had_is_no_reason_to_end() -> None:
         raise OSError("no process")
 
     clock = FakeClock()
-    schedule = Schedule(clock, refuse)
+    schedule = RetentionSchedule(clock, refuse)
     clock.advance(20)
     schedule.tend([])
