@@ -107,7 +107,7 @@ class Agent:
         self._rays = ClusterSweeper(
             self._clock, lambda: clean_process(rays, (), fds=(), log=self._log, environ=environ)
         )
-        self._secrets = secret_files.Sweeper(self._clock)
+        self._secrets = secret_files.SecretSweeper(self._clock)
         self._faults = NodeFaults(home, self._clock)
         self._stem_owners = StemOwners()
         self._clients: dict[int, Channel] = {}

@@ -93,7 +93,7 @@ def keep(directories: Iterable[Path]) -> None:
                 os.utime(place)
 
 
-class Sweeper:
+class SecretSweeper:
     """The agent's removal of abandoned secrets: now and then, and when an attempt has ended.
 
     The age of a directory counts from when the sweeper first saw it, by a monotonic clock: a changed wall clock must

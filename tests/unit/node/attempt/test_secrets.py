@@ -18,7 +18,7 @@ from serverless_gpu.errors import InvalidOption, InvalidValue, SecretMissing, St
 from serverless_gpu.model import secrets
 from serverless_gpu.model.spec import make_spec
 from serverless_gpu.node.attempt import secret_files
-from serverless_gpu.node.attempt.secret_files import Sweeper
+from serverless_gpu.node.attempt.secret_files import SecretSweeper
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.lock_files import hold
 from serverless_gpu.testing import FakeClock
@@ -126,7 +126,7 @@ def test_a_link_that_a_rank_has_replaced_removes_nothing_else(attempt: Path, tmp
 @IN_MEMORY
 def test_what_nobody_looks_after_is_swept(attempt: Path) -> None:
     clock = FakeClock()
-    sweeper = Sweeper(clock)
+    sweeper = SecretSweeper(clock)
     place = secret_files.write(attempt, {"A": b"a"})
     sweeper.tend((), ended=False)
     clock.advance(60)  # about to be launched
@@ -148,7 +148,7 @@ def test_what_nobody_looks_after_is_swept(attempt: Path) -> None:
 @IN_MEMORY
 def test_what_was_never_launched_is_swept_after_a_while(attempt: Path) -> None:
     clock = FakeClock()
-    sweeper = Sweeper(clock)
+    sweeper = SecretSweeper(clock)
     place, empty = secret_files.write(attempt, {"A": b"a"}), Path("/dev/shm/sgpu-secrets-00000000")
     empty.mkdir(mode=0o700)
     for _ in range(60):
@@ -165,7 +165,7 @@ def test_F30_a_clock_that_is_set_costs_nobody_his_secrets(attempt: Path, set_by_
     clock = FakeClock(wall_ns=time.time_ns())
     place = secret_files.write(attempt, {"A": b"a"})
     clock.step_wall(set_by_s)
-    Sweeper(clock).tend((), ended=True)
+    SecretSweeper(clock).tend((), ended=True)
     assert place.exists()
     secret_files.remove(attempt)
 
@@ -173,7 +173,7 @@ def test_F30_a_clock_that_is_set_costs_nobody_his_secrets(attempt: Path, set_by_
 @IN_MEMORY
 def test_an_attempt_that_waits_for_hours_keeps_its_secrets(attempt: Path) -> None:
     clock = FakeClock()
-    ours, of_another_home = Sweeper(clock), Sweeper(clock)
+    ours, of_another_home = SecretSweeper(clock), SecretSweeper(clock)
     place = secret_files.write(attempt, {"A": b"a"})
     for _ in range(3 * 60):
         ours.tend([attempt], ended=False)
