@@ -11,7 +11,7 @@ from __future__ import annotations
 _NS = 1_000_000_000
 
 
-class Bucket:
+class TokenBucket:
     """Token bucket; begins full with `burst`, gains `per_s`, reopens at `resume`."""
 
     def __init__(self, *, per_s: int, burst: int, resume: int, now_ns: int) -> None:

@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Protocol
 
 from serverless_gpu.ambient import Clock, format_clock
-from serverless_gpu.node.base.token_bucket import Bucket
+from serverless_gpu.node.base.token_bucket import TokenBucket
 from serverless_gpu.units import format_bytes
 
 KEPT_BYTES = 256 << 10
@@ -146,7 +146,9 @@ class LiveOutput:
         self._viewer = viewer
         self._last = last
         self._views = {stream: _View() for stream in streams}
-        self._bucket = Bucket(per_s=SHOWN_BYTES_PER_S, burst=SHOWN_BURST_BYTES, resume=SHOWN_BYTES_PER_S, now_ns=now_ns)
+        self._bucket = TokenBucket(
+            per_s=SHOWN_BYTES_PER_S, burst=SHOWN_BURST_BYTES, resume=SHOWN_BYTES_PER_S, now_ns=now_ns
+        )
 
     @property
     def behind(self) -> bool:
@@ -379,7 +381,7 @@ class _Allowance:
 
     def __init__(self, now_ns: int) -> None:
         self.stored = 0
-        self._bucket = Bucket(
+        self._bucket = TokenBucket(
             per_s=STORED_BYTES_PER_S, burst=STORED_BURST_BYTES, resume=STORED_BYTES_PER_S, now_ns=now_ns
         )
 

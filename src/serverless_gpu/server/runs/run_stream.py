@@ -32,7 +32,7 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, State
 from serverless_gpu.model.spec import RANKS_MAX
-from serverless_gpu.node.base.token_bucket import Bucket
+from serverless_gpu.node.base.token_bucket import TokenBucket
 from serverless_gpu.server.core.hub import Hub, run_key
 from serverless_gpu.wire.base import LIVE_STREAMS_MAX
 from serverless_gpu.wire.runs import (
@@ -220,7 +220,7 @@ class _Output:
         self._offsets = dict(position.offsets)
         # What the reader has of a later attempt it got after everything of the ones before.
         self._first = max((fence for fence, _rank, _stream in position.offsets), default=1)
-        self._buckets: dict[int, Bucket] = {}
+        self._buckets: dict[int, TokenBucket] = {}
         self._cut: set[Place] = set()
         self.more_to_read = False
         """Whether the last look left something that may be said at once."""
@@ -309,9 +309,9 @@ class _Output:
     def _is_open(self, rank: int) -> bool:
         return self._bucket(rank).is_open(self._clock.boottime_ns())
 
-    def _bucket(self, rank: int) -> Bucket:
+    def _bucket(self, rank: int) -> TokenBucket:
         if rank not in self._buckets:
-            self._buckets[rank] = Bucket(
+            self._buckets[rank] = TokenBucket(
                 per_s=SHOWN_BYTES_PER_S,
                 burst=SHOWN_BURST_BYTES,
                 resume=SHOWN_BYTES_PER_S,

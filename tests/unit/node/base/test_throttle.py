@@ -5,13 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serverless_gpu.node.base.token_bucket import Bucket
+from serverless_gpu.node.base.token_bucket import TokenBucket
 
 S = 1_000_000_000
 
 
-def bucket(resume: int = 1) -> Bucket:
-    return Bucket(per_s=100, burst=250, resume=resume, now_ns=5 * S)
+def bucket(resume: int = 1) -> TokenBucket:
+    return TokenBucket(per_s=100, burst=250, resume=resume, now_ns=5 * S)
 
 
 def test_a_burst_passes_at_once_and_then_only_what_the_rate_allows() -> None:
