@@ -220,7 +220,7 @@ def _foreign_text(busy: Mapping[str, str]) -> str:
 _ANSWER_S = 0.05  # usually a few hundred microseconds; then the supervisor has other things to do, and asks again
 
 
-class Borrowed:
+class BorrowedDevices:
     """The devices of one attempt of a session: wanted, then lent, then given back."""
 
     def __init__(self, launch: Launch, home: Home, sockets: Path, machine: Provider | None) -> None:

@@ -70,7 +70,7 @@ from serverless_gpu.node.base.network import NoPort
 from serverless_gpu.node.base.protocol import Stopped
 from serverless_gpu.node.devices.gpu_gate import GatePolicy, Verdict, verify
 from serverless_gpu.node.devices.inventory import Provider
-from serverless_gpu.node.devices.reservation import Borrowed, DeviceReservation
+from serverless_gpu.node.devices.reservation import BorrowedDevices, DeviceReservation
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.output.logs import RankLog, cut_output, hidden_tails
 from serverless_gpu.node.output.watchers import Watcher, Watchers
@@ -108,7 +108,7 @@ class Supervisor:
         self._eyes = Watchdogs(launch, home, self._clock, self._say, self._account.notes)
         self._observation = Observation(launch, sockets, self._clock, self._selector, self._audience.tell)
         self._observation.on_seen = self._eyes.idleness.seen
-        self._reservation: DeviceReservation | Borrowed | None = None
+        self._reservation: DeviceReservation | BorrowedDevices | None = None
         self._gang: LocalGang | None = None
         self._peers = Peers(launch, assign.checkpoints, self._clock, self._selector, self._audience.tell)
         self._eyes.judged_by(self._peers)
@@ -193,7 +193,7 @@ class Supervisor:
     def _reserve(self) -> None:
         try:
             if self._launch.session:
-                self._reservation = Borrowed(self._launch, self._home, self._sockets, self._machine)
+                self._reservation = BorrowedDevices(self._launch, self._home, self._sockets, self._machine)
             else:
                 self._reservation = DeviceReservation(self._launch, self._home, self._clock, self._machine)
         except ServerlessGpuError as error:
@@ -558,7 +558,11 @@ def stopped_sentence(stopped: Stopped) -> str:
 
 
 def verdicts_of(
-    reservation: DeviceReservation | Borrowed, known: Mapping[str, Verdict], *, proven: bool, left: Sequence[Left] = ()
+    reservation: DeviceReservation | BorrowedDevices,
+    known: Mapping[str, Verdict],
+    *,
+    proven: bool,
+    left: Sequence[Left] = (),
 ) -> dict[str, Verdict]:
     """Return a verdict for each device; failed devices, in `known`, need no look.
 
