@@ -37,13 +37,13 @@ from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.devices.nvml import (
     MIB,
     NO_DRIVER,
-    Bounded,
     GpuProcess,
     Nvml,
     NvmlAnswer,
     NvmlClient,
     NvmlProcess,
     NvmlReader,
+    NvmlThread,
     NvmlTimeout,
     Unavailable,
     Usage,
@@ -199,7 +199,7 @@ class NvmlProvider:
         self._is_direct = nvml is not None
         self._asker: NvmlClient = NvmlProcess("", limit_s, forks=forks)
         if nvml is not None:
-            self._asker = Bounded(NvmlReader(nvml, pid_namespace), limit_s)
+            self._asker = NvmlThread(NvmlReader(nvml, pid_namespace), limit_s)
 
     def devices(self) -> tuple[Device, ...]:
         """Return the GPUs that can be lent, in PCI bus order."""

@@ -92,7 +92,7 @@ _FIRST_PID_NAMESPACE = "pid:[4026531836]"
 NO_DRIVER = "there is no NVIDIA driver to ask"
 
 
-class Question(Struct, frozen=True):
+class NvmlQuestion(Struct, frozen=True):
     """Question about which GPUs there are (`uuids` None), or what uses some of them."""
 
     seq: int
@@ -170,7 +170,7 @@ class NvmlReader:
         self._ready: Nvml | None = None
         self._sees_all_pids = sees_all_pids(pid_namespace)
 
-    def answer(self, question: Question) -> NvmlAnswer:
+    def answer(self, question: NvmlQuestion) -> NvmlAnswer:
         """Return the answer to a question."""
         if question.uuids is not None:
             return NvmlAnswer(question.seq, usage=self._usage(question.uuids))
@@ -186,7 +186,7 @@ class NvmlReader:
             return [], []
         try:
             count = nvml.nvmlDeviceGetCount()
-        except errors(nvml) as error:
+        except nvml_errors(nvml) as error:
             return [], [Unavailable("NVML", f"NVML cannot count the GPUs: {error}")]
         found = [_look(nvml, index) for index in range(count)]
         seen = [gpu for gpu in found if isinstance(gpu, VisibleGpu)]
@@ -203,7 +203,7 @@ class NvmlReader:
 
     def _nvml(self) -> Nvml | None:
         if self._ready is None:
-            self._ready = initialised(self._given)
+            self._ready = initialised_nvml(self._given)
         return self._ready
 
 
@@ -211,7 +211,7 @@ class NvmlBroken(Exception):
     """There is a driver, and NVML does not work with it."""
 
 
-def initialised(given: Nvml | None) -> Nvml | None:
+def initialised_nvml(given: Nvml | None) -> Nvml | None:
     """Return NVML, ready to be asked; None without a driver. Raises NvmlBroken if it does not work."""
     try:
         nvml = given if given is not None else cast(Nvml, importlib.import_module("pynvml"))
@@ -219,7 +219,7 @@ def initialised(given: Nvml | None) -> Nvml | None:
         raise NvmlBroken(f"GPUs cannot be looked for, nvidia-ml-py is not installed: {error}") from error
     try:
         nvml.nvmlInit()
-    except errors(nvml) as error:
+    except nvml_errors(nvml) as error:
         absent = (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED)
         if getattr(error, "value", None) in absent:
             return None
@@ -228,7 +228,7 @@ def initialised(given: Nvml | None) -> Nvml | None:
     return nvml
 
 
-def errors(nvml: Nvml) -> tuple[type[Exception], ...]:
+def nvml_errors(nvml: Nvml) -> tuple[type[Exception], ...]:
     """Return what NVML's functions raise."""
     return (nvml.NVMLError, nvml.NVMLLibraryMismatchError)
 
@@ -244,14 +244,14 @@ def _look(nvml: Nvml, index: int) -> VisibleGpu | Unavailable:
         memory = nvml.nvmlDeviceGetMemoryInfo(handle, nvml.nvmlMemory_v2)
         place = (pci.domain, pci.bus, pci.device)
         return VisibleGpu(place, uuid, nvml.nvmlDeviceGetName(handle), memory.total)
-    except errors(nvml) as error:
+    except nvml_errors(nvml) as error:
         return Unavailable(name, f"NVML: {error}")
 
 
 def _is_sliced(nvml: Nvml, handle: object) -> bool:
     try:
         return bool(nvml.nvmlDeviceGetMigMode(handle)[0])
-    except errors(nvml):  # most cards cannot do MIG and answer with an error
+    except nvml_errors(nvml):  # most cards cannot do MIG and answer with an error
         return False
 
 
@@ -259,12 +259,12 @@ def _usage_of(nvml: Nvml, uuid: str, sees_all_pids: bool) -> Usage:
     try:
         handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
         memory_used = nvml.nvmlDeviceGetMemoryInfo(handle, nvml.nvmlMemory_v2).used
-    except errors(nvml) as error:
+    except nvml_errors(nvml) as error:
         return unknown_usage(f"NVML: {error}")
     try:
         compute = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
         graphics = nvml.nvmlDeviceGetGraphicsRunningProcesses(handle)
-    except errors(nvml):
+    except nvml_errors(nvml):
         return Usage(processes=(), memory_used_bytes=memory_used, pids_visible=False)
     merged: dict[int, GpuProcess] = {}
     for draws, infos in ((True, graphics), (False, compute)):  # one that computes and draws counts as computing
@@ -281,7 +281,7 @@ def _process_name(nvml: Nvml, pid: int) -> str:
         command = nvml.nvmlSystemGetProcessName(pid)
     except UnicodeDecodeError:
         return ""
-    except errors(nvml):  # gone meanwhile, or not ours to see
+    except nvml_errors(nvml):  # gone meanwhile, or not ours to see
         return ""
     program = command.partition(" ")[0].rpartition("/")[2]
     # The name is the process's own choice and ends up on terminals.
@@ -298,7 +298,7 @@ def sees_all_pids(pid_namespace: str | None = None) -> bool:
     return pid_namespace == _FIRST_PID_NAMESPACE
 
 
-class Bounded:
+class NvmlThread:
     """Asks in a helper thread, one question at a time, for at most `limit_s`; the process may be lost."""
 
     def __init__(self, reader: NvmlReader, limit_s: float) -> None:
@@ -309,7 +309,7 @@ class Bounded:
 
     def ask(self, uuids: Sequence[str] | None) -> NvmlAnswer:
         """Return what was asked for; as `NvmlClient`."""
-        question = Question(0, None if uuids is None else tuple(uuids))
+        question = NvmlQuestion(0, None if uuids is None else tuple(uuids))
         if not self._turn.acquire(timeout=self._limit_s):
             raise NvmlTimeout(self._limit_s)
         try:
@@ -352,7 +352,7 @@ def main(fd: int, source: str) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = Channel.adopt(fd)
     reader = _StuckReader(Path(source)) if source else NvmlReader()
-    questions = msgspec.json.Decoder(Question)
+    questions = msgspec.json.Decoder(NvmlQuestion)
     with contextlib.suppress(OSError):
         while (received := channel.receive()) is not None:
             channel.send(msgspec.json.encode(reader.answer(questions.decode(received[0]))))
@@ -365,7 +365,7 @@ class _StuckReader:
     def __init__(self, state: Path) -> None:
         self._state = state
 
-    def answer(self, question: Question) -> NvmlAnswer:
+    def answer(self, question: NvmlQuestion) -> NvmlAnswer:
         while self._hangs():
             time.sleep(_STUCK_PAUSE_S)
         return NvmlAnswer(question.seq)
@@ -482,7 +482,7 @@ class NvmlProcess:
 
     def _send(self, uuids: Sequence[str] | None) -> bool:
         self._seq += 1
-        question = Question(self._seq, None if uuids is None else tuple(uuids))
+        question = NvmlQuestion(self._seq, None if uuids is None else tuple(uuids))
         try:
             if not self._helpers:
                 self._helpers.append(_Helper(self._source, forks=self._forks))

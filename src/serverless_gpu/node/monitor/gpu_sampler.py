@@ -24,7 +24,7 @@ from serverless_gpu.json_codec import from_builtins, from_json
 from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.telemetry import SECOND_NS, GpuSample, RankSample
 from serverless_gpu.node.devices.inventory import FAKE_STATE_FILE
-from serverless_gpu.node.devices.nvml import NvmlBroken, errors, initialised, sees_all_pids
+from serverless_gpu.node.devices.nvml import NvmlBroken, initialised_nvml, nvml_errors, sees_all_pids
 
 _WAIT_S = 0.05
 _STALE_NS = 5 * SECOND_NS
@@ -125,7 +125,7 @@ class _NvmlReader:
 
     def read(self, uuids: Sequence[str], now_ns: Callable[[], int]) -> GpuReading:
         try:
-            self._nvml = self._nvml or initialised(self._given)
+            self._nvml = self._nvml or initialised_nvml(self._given)
         except NvmlBroken as broken:
             return _empty(uuids, str(broken))
         if self._nvml is None:
@@ -136,7 +136,7 @@ class _NvmlReader:
         for uuid in uuids:
             try:
                 handle = self._nvml.nvmlDeviceGetHandleByUUID(uuid)
-            except errors(self._nvml) as error:
+            except nvml_errors(self._nvml) as error:
                 gpus[uuid], problem = GpuSample(), f"{uuid} cannot be asked: {error}"
                 continue
             gpus[uuid] = self._gpu(uuid, handle, now_ns)
@@ -197,7 +197,7 @@ class _NvmlReader:
             return getattr(self._nvml, f"nvml{function}")(*arguments)
         except AttributeError:  # a binding that does not know the function yet, or any more
             return None
-        except errors(self._nvml):
+        except nvml_errors(self._nvml):
             return None
 
 
