@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serverless_gpu.node.devices.locks import DeviceLocks, Locked, LockHolder
+from serverless_gpu.node.devices.locks import DeviceLocks, LockedDevices, LockHolder
 
 ME = LockHolder(uuid="", run_id="run-me", user="ada", pid=11, since_wall_ns=5)
 
@@ -18,7 +18,7 @@ class FixedClock:
         return "boot"
 
 
-def take(locks: DeviceLocks, *uuids: str, count: int = 1) -> Locked:
+def take(locks: DeviceLocks, *uuids: str, count: int = 1) -> LockedDevices:
     taken = locks.try_lock(uuids, count, ME)
-    assert isinstance(taken, Locked)
+    assert isinstance(taken, LockedDevices)
     return taken

@@ -6,7 +6,7 @@
     <directory>/*.mutex                  held for a few file operations, so that no two takers get half of a set each
 
 A flock belongs to the open file: it goes when the last copy of the descriptor is closed, so also when its holder is
-killed, and it stays while someone the descriptor was handed to (`Locked.fds`) lives. No crash needs cleaning up.
+killed, and it stays while someone the descriptor was handed to (`LockedDevices.fds`) lives. No crash needs cleaning up.
 
 It does not choose devices, wait, or talk to NVML.
 
@@ -94,7 +94,7 @@ class Busy(Struct, frozen=True):
     quarantined: tuple[str, ...] = ()
 
 
-class Locked:
+class LockedDevices:
     """Devices that are ours until `release`, or until this process and everyone given `fds` is gone."""
 
     def __init__(self, uuids: tuple[str, ...], fds: tuple[int, ...], held: contextlib.ExitStack) -> None:
@@ -107,7 +107,7 @@ class Locked:
         self.fds = ()
         self._held.close()
 
-    def __enter__(self) -> Locked:
+    def __enter__(self) -> LockedDevices:
         return self
 
     def __exit__(
@@ -126,7 +126,7 @@ class DeviceLocks:
         self.directory = directory
         self._clock: Clock = clock or SystemClock()
 
-    def try_lock(self, uuids: Sequence[str], count: int, holder: LockHolder) -> Locked | Busy:
+    def try_lock(self, uuids: Sequence[str], count: int, holder: LockHolder) -> LockedDevices | Busy:
         """Take the first `count` free devices in the order given, or none; never wait for a device.
 
         The `uuid` of `holder` is replaced by each device's. Raises InvalidValue for an impossible `count`.
@@ -157,7 +157,7 @@ class DeviceLocks:
             held.callback(os.close, guard)
             with contextlib.suppress(BlockingIOError):  # a cleaner is at work this very moment; `is_named` covers that
                 fcntl.flock(guard, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return Locked(tuple(taken), tuple(taken.values()), held.pop_all())
+            return LockedDevices(tuple(taken), tuple(taken.values()), held.pop_all())
 
     def holders(self, uuids: Sequence[str]) -> tuple[LockHolder, ...]:
         """Return the holders of these devices; free and quarantined ones are missing."""

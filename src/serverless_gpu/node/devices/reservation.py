@@ -36,7 +36,15 @@ from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.protocol import Launch
 from serverless_gpu.node.devices.gpu_gate import Verdict, foreign, judge
 from serverless_gpu.node.devices.inventory import FakeProvider, Provider, providers
-from serverless_gpu.node.devices.locks import Busy, DeviceLocks, Locked, LockHolder, Quarantine, Ticket, lock_directory
+from serverless_gpu.node.devices.locks import (
+    Busy,
+    DeviceLocks,
+    LockedDevices,
+    LockHolder,
+    Quarantine,
+    Ticket,
+    lock_directory,
+)
 from serverless_gpu.node.devices.nvml import Usage, unknown_usage
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.processes.process_tree import Left
@@ -56,7 +64,7 @@ class DeviceReservation:
         self._launch = launch
         self._clock = clock
         self._locks = DeviceLocks(lock_directory(kind, home.root), clock=clock)
-        self._locked: Locked | None = None
+        self._locked: LockedDevices | None = None
         self._queue = contextlib.ExitStack()
         self._ticket = self._queue.enter_context(Ticket(self._locks.directory, launch.candidates[0].type))
 

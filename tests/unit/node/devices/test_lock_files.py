@@ -12,15 +12,15 @@ import pytest
 
 from serverless_gpu.errors import StorageError
 from serverless_gpu.model.hardware import DeviceKind
-from serverless_gpu.node.devices.locks import DeviceLocks, Locked, LockHolder, Ticket, lock_directory
+from serverless_gpu.node.devices.locks import DeviceLocks, LockedDevices, LockHolder, Ticket, lock_directory
 from tests.support.golden import golden
 
 ME = LockHolder(uuid="", run_id="run-me", user="ada", pid=11, since_wall_ns=5)
 
 
-def take(locks: DeviceLocks, *uuids: str, count: int = 1) -> Locked:
+def take(locks: DeviceLocks, *uuids: str, count: int = 1) -> LockedDevices:
     taken = locks.try_lock(uuids, count, ME)
-    assert isinstance(taken, Locked)
+    assert isinstance(taken, LockedDevices)
     return taken
 
 
