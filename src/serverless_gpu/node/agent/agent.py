@@ -31,7 +31,7 @@ import msgspec
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, STOPPED_BY
-from serverless_gpu.node.agent.attempts import Attempts, StemOwners, Supervised, combined
+from serverless_gpu.node.agent.attempts import Attempts, StemOwners, SupervisorLink, combined
 from serverless_gpu.node.agent.environments import EnvironmentWaiter, RestoredEnvironment, RestoredEnvironments
 from serverless_gpu.node.agent.zygote_pool import ZygotePool
 from serverless_gpu.node.agent.zygotes import ZygoteRequest
@@ -305,7 +305,7 @@ class Agent:
     def _give_stem(
         self,
         launch: protocol.Launch,
-        supervisor: Supervised,
+        supervisor: SupervisorLink,
         environment: RestoredEnvironment | None = None,
         *,
         fetched: bool = False,
@@ -332,7 +332,7 @@ class Agent:
         asked: ZygoteRequest,
         ranks: int,
         wanted: protocol.EnvironmentRequest | None,
-        keeper: Supervised | None = None,
+        keeper: SupervisorLink | None = None,
     ) -> None:
         """Have an interpreter ready, as long as its session lasts, if any; the first run reports problems."""
 

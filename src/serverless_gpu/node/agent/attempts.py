@@ -48,7 +48,7 @@ from serverless_gpu.node.processes.spawn import clean_process
 _LOCK_TRIES = 5  # 10 ms apart: the supervisor's descriptors are closed one after another
 
 
-class Supervised:
+class SupervisorLink:
     """The agent's end of one supervisor."""
 
     def __init__(self, channel: Channel) -> None:
@@ -101,9 +101,9 @@ class Attempts:
         self._selector = selector
         self._nursery: Channel | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._standby: Supervised | None = None
-        self._busy: list[Supervised] = []
-        self._ended: list[Supervised] = []
+        self._standby: SupervisorLink | None = None
+        self._busy: list[SupervisorLink] = []
+        self._ended: list[SupervisorLink] = []
 
     def count(self) -> int:
         """Return how many attempts are looked after."""
@@ -131,7 +131,7 @@ class Attempts:
         if self._standby is None:
             self._standby = self._spawn()
 
-    def assign(self, message: protocol.Assign, client: Channel) -> Supervised:
+    def assign(self, message: protocol.Assign, client: Channel) -> SupervisorLink:
         """Give an attempt and its client's socket to a supervisor; raises OSError when that fails."""
         supervised, self._standby = self._standby or self._spawn(), None
         try:
@@ -170,7 +170,7 @@ class Attempts:
                 sock.close()
                 continue
             snapshot = received[0]
-            supervised = Supervised(Channel(sock))
+            supervised = SupervisorLink(Channel(sock))
             supervised.pid, supervised.run_id, supervised.kind = snapshot.pid, snapshot.run_id, snapshot.kind
             supervised.adopted = True
             supervised.directory = self._home.attempt(snapshot.run_id, snapshot.fence)
@@ -216,7 +216,7 @@ class Attempts:
         finally:
             os.close(lock)
 
-    def _spawn(self) -> Supervised:
+    def _spawn(self) -> SupervisorLink:
         ours, theirs = pair()
         try:
             self._ask_nursery(theirs)
@@ -225,7 +225,7 @@ class Attempts:
             raise
         finally:
             theirs.close()
-        supervised = Supervised(ours)
+        supervised = SupervisorLink(ours)
         self._watch(supervised)
         return supervised
 
@@ -250,15 +250,15 @@ class Attempts:
             theirs.close()
         self._nursery.send(b"supervisor", (channel.fileno(),))
 
-    def _watch(self, supervised: Supervised) -> None:
+    def _watch(self, supervised: SupervisorLink) -> None:
         self._selector.register(supervised.channel, selectors.EVENT_READ, lambda: self._hear(supervised))
 
-    def _unwatch(self, supervised: Supervised) -> None:
+    def _unwatch(self, supervised: SupervisorLink) -> None:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(supervised.channel)
         supervised.channel.close()
 
-    def _hear(self, supervised: Supervised) -> None:
+    def _hear(self, supervised: SupervisorLink) -> None:
         # An adopted supervisor takes us for a watcher and tells us what happens: not our business.
         try:
             received = protocol.receive(supervised.channel)
