@@ -171,7 +171,7 @@ def first_run(key: Key, others: Sequence[Key]) -> str:
     return f"first run with this value of {listed}, which Python and its libraries read only when they start"
 
 
-class Taker(NamedTuple):
+class StemWaiter(NamedTuple):
     """A run that waits for a stem, and in which environment."""
 
     environment: RestoredEnvironment | None
@@ -214,7 +214,7 @@ class Zygote:
         self._packages: dict[str, str] = {}
         self._stems: deque[tuple[int, int, int]] = deque()  # pid, channel, pidfd
         self._asked: deque[RestoredEnvironment | None] = deque()  # the environments that stems were requested for
-        self._takers: deque[Taker] = deque()
+        self._takers: deque[StemWaiter] = deque()
         try:
             variables = {original(name): original(value) for name, value in context.environ.items()}
             mounts = environment.mounts if environment is not None else ()
@@ -252,7 +252,7 @@ class Zygote:
                 take(pid, fd)
                 return
             os.close(fd)  # the kernel may end what stands by when memory is short
-        self._takers.append(Taker(self.environment, take, fail))
+        self._takers.append(StemWaiter(self.environment, take, fail))
         waiting = sum(taker.environment is self.environment for taker in self._takers)
         if sum(asked is self.environment for asked in self._asked) < waiting:
             self.ask_stem()
@@ -371,7 +371,7 @@ class Zygote:
         while self._takers:
             self._takers.popleft().fail(problem)
 
-    def release_takers(self) -> list[Taker]:
+    def release_takers(self) -> list[StemWaiter]:
         """Return those who wait for a stem, and forget them."""
         takers = list(self._takers)
         self._takers.clear()
