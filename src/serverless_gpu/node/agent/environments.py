@@ -42,7 +42,15 @@ from serverless_gpu.environment.restore.zygote_compatibility import Loaded, Unit
 from serverless_gpu.environment.service_messages import store_variables
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentMissing, StorageError
 from serverless_gpu.model.lifecycle.attempt import Reason
-from serverless_gpu.node.agent.restore_process import Done, Finish, Getting, RestoreFailed, Want, receive_answer, send
+from serverless_gpu.node.agent.restore_process import (
+    CompileRequest,
+    RestoreDone,
+    RestoreFailed,
+    RestoreProgress,
+    RestoreRequest,
+    receive_answer,
+    send,
+)
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.protocol import Context, EnvironmentRequest, EnvironmentStatus, original, portable
 from serverless_gpu.node.inside.channel import Channel, pair
@@ -239,7 +247,7 @@ class EnvironmentWaiter(msgspec.Struct, frozen=True, kw_only=True):
 class _Work(msgspec.Struct, kw_only=True):
     """One environment that is being restored."""
 
-    want: Want
+    want: RestoreRequest
     waiters: list[EnvironmentWaiter]
     tries: int = 1
     sentence: str = ""
@@ -309,7 +317,7 @@ class RestoredEnvironments:
         self._number += 1
         variables = {name: original(value) for name, value in store_variables(environ).items()}
         work = self._work[wanted] = _Work(
-            want=Want(number=self._number, wanted=wanted, environ=variables), waiters=[waiter]
+            want=RestoreRequest(number=self._number, wanted=wanted, environ=variables), waiters=[waiter]
         )
         self._ask(work)
 
@@ -318,7 +326,7 @@ class RestoredEnvironments:
         if idle and self._unfinished and self._channel is not None and not self._work:
             with contextlib.suppress(OSError):  # it has died, which is heard
                 self._number += 1
-                send(self._channel, Finish(number=self._number, snapshot=self._unfinished.pop()))
+                send(self._channel, CompileRequest(number=self._number, snapshot=self._unfinished.pop()))
 
     def _may_have_changed(
         self, wanted: EnvironmentRequest, known: RestoredEnvironment, entered: Callable[[str], bool]
@@ -382,11 +390,11 @@ class RestoredEnvironments:
                 os.close(fd)
             return
         match answer:
-            case Getting(sentence=sentence):
+            case RestoreProgress(sentence=sentence):
                 work.sentence = f"preparing the environment: {sentence}"
                 for waiter in work.waiters:
                     waiter.told(work.sentence)
-            case Done():
+            case RestoreDone():
                 self._finish(
                     work, RestoredEnvironment(answer.snapshot, answer.restored, fds[0], self._home.environments)
                 )

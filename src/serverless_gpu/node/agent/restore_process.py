@@ -47,7 +47,7 @@ _FULL_PAUSE_S = 0.2
 _can_mount: set[Path] = set()
 
 
-class Want(msgspec.Struct, frozen=True, kw_only=True, tag="Want"):
+class RestoreRequest(msgspec.Struct, frozen=True, kw_only=True, tag="Want"):
     """Request to restore an environment; `environ` opens the store."""
 
     number: int
@@ -56,21 +56,21 @@ class Want(msgspec.Struct, frozen=True, kw_only=True, tag="Want"):
     patience_s: float = 0.0  # how long to wait for others to free a full disk
 
 
-class Finish(msgspec.Struct, frozen=True, kw_only=True, tag="Finish"):
+class CompileRequest(msgspec.Struct, frozen=True, kw_only=True, tag="Finish"):
     """Compile the rest of an environment that was restored: nothing else is to be done now."""
 
     number: int
     snapshot: str
 
 
-class Getting(msgspec.Struct, frozen=True, kw_only=True, tag="Getting"):
+class RestoreProgress(msgspec.Struct, frozen=True, kw_only=True, tag="Getting"):
     """Progress of a restore, as a sentence."""
 
     number: int
     sentence: str
 
 
-class Done(msgspec.Struct, frozen=True, kw_only=True, tag="Done"):
+class RestoreDone(msgspec.Struct, frozen=True, kw_only=True, tag="Done"):
     """It is there; a descriptor that holds its lock is attached."""
 
     number: int
@@ -86,8 +86,8 @@ class RestoreFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     message: str
 
 
-Request = Want | Finish
-Answer = Getting | Done | RestoreFailed
+Request = RestoreRequest | CompileRequest
+Answer = RestoreProgress | RestoreDone | RestoreFailed
 
 _encoder = msgspec.msgpack.Encoder()
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
@@ -127,7 +127,7 @@ def main(channel_fd: int, environments: str) -> NoReturn:
             if received is None:
                 os._exit(0)
             request = _requests.decode(received[0])
-            if isinstance(request, Want) and request.wanted.mode != "links":
+            if isinstance(request, RestoreRequest) and request.wanted.mode != "links":
                 mount_problem(Path(environments))  # here, where the next child finds the answer
             children[_fork(request, channel, Path(environments))] = request.number
 
@@ -141,7 +141,7 @@ def _fork(request: Request, channel: Channel, environments: Path) -> int:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             linux.die_with_parent(parent)
-            if isinstance(request, Want):
+            if isinstance(request, RestoreRequest):
                 _restore(request, channel, environments)
             else:
                 os.nice(_NICE)
@@ -168,7 +168,7 @@ def _reap(children: dict[int, int], channel: Channel) -> None:
                 send(channel, RestoreFailed(number=number, code=EnvironmentProblem.code, message=message))
 
 
-def _restore(want: Want, channel: Channel, environments: Path) -> None:
+def _restore(want: RestoreRequest, channel: Channel, environments: Path) -> None:
     try:
         done, lock = _restored_in_time(want, environments, channel)
     except ServerlessGpuError as error:
@@ -190,7 +190,7 @@ def _code(error: ServerlessGpuError) -> str:
     return error.code
 
 
-def _restored_in_time(want: Want, environments: Path, channel: Channel) -> tuple[Done, int]:
+def _restored_in_time(want: RestoreRequest, environments: Path, channel: Channel) -> tuple[RestoreDone, int]:
     clock = SystemClock()
     limit_ns = clock.boottime_ns() + round(want.patience_s * 1e9)
     while True:
@@ -202,7 +202,9 @@ def _restored_in_time(want: Want, environments: Path, channel: Channel) -> tuple
         select.select([], [], [], _FULL_PAUSE_S)
 
 
-def restored(want: Want, environments: Path, report: Callable[[ProgressPoint], None]) -> tuple[Done, int]:
+def restored(
+    want: RestoreRequest, environments: Path, report: Callable[[ProgressPoint], None]
+) -> tuple[RestoreDone, int]:
     """Restore an environment; return the answer and the descriptor of the lock that keeps it.
 
     Raises EnvironmentProblem, or StorageError for a full disk or one without symbolic links.
@@ -215,7 +217,7 @@ def restored(want: Want, environments: Path, report: Callable[[ProgressPoint], N
     require_symlinks(environments)
     made = restore(address, blobs, cache, way=way_for(want.wanted.mode, environments), report=report)
     snapshot = read_document(cache.environment(address) / "snapshot", Snapshot) or read_snapshot(blobs, address)
-    return Done(number=want.number, restored=made, snapshot=snapshot), lock
+    return RestoreDone(number=want.number, restored=made, snapshot=snapshot), lock
 
 
 def way_for(asked: Mode, environments: Path) -> Way:
@@ -267,7 +269,7 @@ def reporter(number: int, channel: Channel, clock: Clock) -> Callable[[ProgressP
             return
         told[0] = now_ns
         with contextlib.suppress(OSError):  # the agent is gone, and so are we, soon
-            send(channel, Getting(number=number, sentence=sentence(progress)))
+            send(channel, RestoreProgress(number=number, sentence=sentence(progress)))
 
     return report
 
