@@ -42,7 +42,7 @@ from serverless_gpu.node.base import protocol
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.protocol import UNKNOWN_OWNER, AttemptStatus, Kind
 from serverless_gpu.node.inside.channel import Channel, pair
-from serverless_gpu.node.processes.process_tree import Left, look_at
+from serverless_gpu.node.processes.process_tree import ProcessIdentity, look_at
 from serverless_gpu.node.processes.spawn import clean_process
 
 _LOCK_TRIES = 5  # 10 ms apart: the supervisor's descriptors are closed one after another
@@ -280,7 +280,7 @@ _DEPTH_MAX = 4_096
 
 
 class _Stem(NamedTuple):
-    process: Left
+    process: ProcessIdentity
     owner: str
 
 

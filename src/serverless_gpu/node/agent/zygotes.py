@@ -52,7 +52,7 @@ from serverless_gpu.node.inside.linux import descendants
 from serverless_gpu.node.processes.process_tree import (
     ZYGOTE,
     CgroupRoot,
-    Left,
+    ProcessIdentity,
     cgroup_pids,
     kill_cgroup,
     look_at,
@@ -70,7 +70,7 @@ class Containment:
     def __init__(self, paths: tuple[Path, ...]) -> None:
         self.paths = paths
         self._pid = 0
-        self._stems: dict[int, Left] = {}
+        self._stems: dict[int, ProcessIdentity] = {}
         self._all_can_leave = True
         self._ended_ns = 0
 

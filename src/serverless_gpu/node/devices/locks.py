@@ -51,7 +51,7 @@ from serverless_gpu.node.base.lock_files import (
     opened_directory,
     read_note,
 )
-from serverless_gpu.node.processes.process_tree import Left
+from serverless_gpu.node.processes.process_tree import ProcessIdentity
 
 MACHINE_DIRECTORIES = (Path("/run/lock/serverless_gpu"), Path("/tmp/serverless_gpu-locks"))
 """Directories of real GPUs' locks, best first: /run/lock is not writable for everybody on every distribution."""
@@ -82,7 +82,7 @@ class Quarantine(Struct, frozen=True):
 
     reason: str
     since_wall_ns: int
-    left: tuple[Left, ...] = ()  # processes that could not be ended; it stays while one of them lives
+    left: tuple[ProcessIdentity, ...] = ()  # processes that could not be ended; it stays while one of them lives
     fault: str = ""  # a `model.xid.Kind`, or ""
     boot_id: str = ""  # of the boot in which no look at it is proof enough, or ""
 
@@ -176,7 +176,7 @@ class DeviceLocks:
         """Return how many live processes wait in a queue."""
         return Ticket(self.directory, queue).ahead()
 
-    def quarantine(self, uuid: str, reason: str, left: tuple[Left, ...] = (), *, fault: str = "") -> None:
+    def quarantine(self, uuid: str, reason: str, left: tuple[ProcessIdentity, ...] = (), *, fault: str = "") -> None:
         """Keep a device from being lent until `lift`; do it before releasing its lock.
 
         After a `fault`, only a restart of the machine, or a person, makes it good again.

@@ -47,7 +47,7 @@ from serverless_gpu.node.devices.locks import (
 )
 from serverless_gpu.node.devices.nvml import Usage, unknown_usage
 from serverless_gpu.node.inside.channel import Channel
-from serverless_gpu.node.processes.process_tree import Left
+from serverless_gpu.node.processes.process_tree import ProcessIdentity
 
 _NAMED_MAX = 4
 
@@ -106,7 +106,7 @@ class DeviceReservation:
         self._queue.close()
         return None
 
-    def give_back(self, verdicts: Mapping[str, Verdict], left: tuple[Left, ...] = ()) -> tuple[str, ...]:
+    def give_back(self, verdicts: Mapping[str, Verdict], left: tuple[ProcessIdentity, ...] = ()) -> tuple[str, ...]:
         """Release the devices, unproven ones into quarantine; return the uuids of the latter.
 
         `left` are processes of the run that could not be ended.
@@ -168,7 +168,7 @@ def retest_quarantined(locks: DeviceLocks, provider: Provider, uuids: Collection
 
 
 def quarantine(
-    locks: DeviceLocks, verdicts: Mapping[str, Verdict], run_id: str, left: tuple[Left, ...] = ()
+    locks: DeviceLocks, verdicts: Mapping[str, Verdict], run_id: str, left: tuple[ProcessIdentity, ...] = ()
 ) -> tuple[str, ...]:
     """Note which devices a run did not leave free, while their locks are held; return their uuids."""
     bad = tuple(uuid for uuid, verdict in verdicts.items() if not verdict.ok)
@@ -266,7 +266,7 @@ class BorrowedDevices:
         self.before = dict(self.provider.usage([device.uuid for device in self.devices]))
         return None
 
-    def give_back(self, verdicts: Mapping[str, Verdict], left: tuple[Left, ...] = ()) -> tuple[str, ...]:
+    def give_back(self, verdicts: Mapping[str, Verdict], left: tuple[ProcessIdentity, ...] = ()) -> tuple[str, ...]:
         """Give the devices back with their verdicts and the processes left; return the uuids in quarantine."""
         bad = quarantine(self._locks, verdicts, self._launch.run_id, left)
         with contextlib.suppress(OSError):  # the session's process is gone: the notes above are what counts

@@ -179,7 +179,7 @@ def cgroup_empty(path: Path) -> bool:
         return error.errno in (errno.ENOENT, errno.ENODEV)  # only an empty one can be removed
 
 
-class Left(msgspec.Struct, frozen=True):
+class ProcessIdentity(msgspec.Struct, frozen=True):
     """Identity of a process that outlived its SIGKILL: `started` is in ticks since boot."""
 
     pid: int
@@ -192,7 +192,7 @@ class Left(msgspec.Struct, frozen=True):
         return now is not None and now.started == self.started
 
 
-def left_in(cgroup: Path | None, pids: Iterable[int]) -> tuple[Left, ...]:
+def left_in(cgroup: Path | None, pids: Iterable[int]) -> tuple[ProcessIdentity, ...]:
     """Return a few processes of an attempt that are still there: in its cgroup, else of the known `pids`."""
     known = list(pids)
     if cgroup is not None:
@@ -201,7 +201,7 @@ def left_in(cgroup: Path | None, pids: Iterable[int]) -> tuple[Left, ...]:
     return tuple(left for left in found if left is not None)[:_LEFT_MAX]
 
 
-def look_at(pid: int) -> Left | None:
+def look_at(pid: int) -> ProcessIdentity | None:
     """Return the identity of a process, or None for a missing one or a zombie."""
     try:
         line = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
@@ -209,7 +209,7 @@ def look_at(pid: int) -> Left | None:
         return None
     name, _, rest = line.partition("(")[2].rpartition(")")  # a name may have parentheses
     fields = rest.split()
-    return None if fields[0] in "ZX" else Left(pid, int(fields[19]), name)
+    return None if fields[0] in "ZX" else ProcessIdentity(pid, int(fields[19]), name)
 
 
 def remove_cgroup(path: Path) -> bool:

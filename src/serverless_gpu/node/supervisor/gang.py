@@ -38,8 +38,8 @@ from serverless_gpu.node.inside.linux import descendants
 from serverless_gpu.node.inside.process_group import SWITCH
 from serverless_gpu.node.output.logs import RankLog, Viewer
 from serverless_gpu.node.processes.process_tree import (
-    Left,
     MemoryWatch,
+    ProcessIdentity,
     cgroup_empty,
     cgroup_pids,
     kill_cgroup,
@@ -262,7 +262,7 @@ class LocalGang:
                 return True
         return self.proven
 
-    def left(self) -> tuple[Left, ...]:
+    def left(self) -> tuple[ProcessIdentity, ...]:
         """Return processes of the attempt that are still there."""
         return left_in(self._cgroup, [*self.pids.values(), *descendants(self.stem_pid)] if self.stem_pid else [])
 

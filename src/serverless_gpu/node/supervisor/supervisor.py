@@ -74,7 +74,7 @@ from serverless_gpu.node.devices.reservation import BorrowedDevices, DeviceReser
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.output.logs import RankLog, cut_output, hidden_tails
 from serverless_gpu.node.output.watchers import Watcher, Watchers
-from serverless_gpu.node.processes.process_tree import Left
+from serverless_gpu.node.processes.process_tree import ProcessIdentity
 from serverless_gpu.node.processes.shared_memory import LeftSegments
 from serverless_gpu.node.supervisor.gang import LocalGang
 from serverless_gpu.node.supervisor.monitor_link import Observation
@@ -404,7 +404,7 @@ class Supervisor:
         self._audience.close()
         self._done = True
 
-    def _hand_back(self, *, proven: bool, left: tuple[Left, ...]) -> None:
+    def _hand_back(self, *, proven: bool, left: tuple[ProcessIdentity, ...]) -> None:
         reservation = self._reservation
         devices = self._devices
         verdicts: dict[str, Verdict] = {}
@@ -562,7 +562,7 @@ def verdicts_of(
     known: Mapping[str, Verdict],
     *,
     proven: bool,
-    left: Sequence[Left] = (),
+    left: Sequence[ProcessIdentity] = (),
 ) -> dict[str, Verdict]:
     """Return a verdict for each device; failed devices, in `known`, need no look.
 
@@ -583,7 +583,7 @@ def killed_text(attempt: Attempt, kill_ns: int) -> str:
     return f"{ranks_text(still)} did not stop in {grace_s:.1f} s and {'was' if len(still) == 1 else 'were'} killed"
 
 
-def left_text(left: Sequence[Left]) -> str:
+def left_text(left: Sequence[ProcessIdentity]) -> str:
     """Return which processes are still there, for people."""
     names = [f"{each.pid} ({each.name})" for each in left[:_LEFT_NAMED]]
     more = f" and {len(left) - _LEFT_NAMED} more" if len(left) > _LEFT_NAMED else ""

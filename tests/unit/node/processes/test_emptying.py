@@ -13,7 +13,7 @@ import pytest
 from serverless_gpu.model.lifecycle.attempt import Fact, FactKind, Reason, State
 from serverless_gpu.node.attempt.server_attempt import ServerAttempt
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.processes.process_tree import Left, left_in
+from serverless_gpu.node.processes.process_tree import ProcessIdentity, left_in
 from serverless_gpu.node.supervisor.supervisor import ProcessDrain
 from serverless_gpu.node.uplink import attempt_controller as minder_room
 from serverless_gpu.node.uplink.attempt_controller import AttemptController
@@ -34,9 +34,9 @@ class Full:
         """Note that it was."""
         self.kills += 1
 
-    def left(self) -> tuple[Left, ...]:
+    def left(self) -> tuple[ProcessIdentity, ...]:
         """Return what is."""
-        return (Left(4242, 1, "python"),)
+        return (ProcessIdentity(4242, 1, "python"),)
 
     def empty(self) -> bool:
         """Return whether nothing is left."""
