@@ -35,7 +35,7 @@ _LOOKS_MAX = 3  # at one name: no process of the attempt has it by then, so it i
 _COARSE_NS = 50_000_000  # the clock of file systems is behind by a tick
 
 
-class LeftSegments:
+class AttemptSegments:
     """The shared-memory segments of one attempt."""
 
     def __init__(self, place: Path = _PLACE) -> None:

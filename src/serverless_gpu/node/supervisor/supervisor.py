@@ -75,7 +75,7 @@ from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.output.logs import RankLog, cut_output, hidden_tails
 from serverless_gpu.node.output.watchers import Watcher, Watchers
 from serverless_gpu.node.processes.process_tree import ProcessIdentity
-from serverless_gpu.node.processes.shared_memory import LeftSegments
+from serverless_gpu.node.processes.shared_memory import AttemptSegments
 from serverless_gpu.node.supervisor.gang import LocalGang
 from serverless_gpu.node.supervisor.monitor_link import Observation
 from serverless_gpu.node.supervisor.peers import Peers
@@ -118,7 +118,7 @@ class Supervisor:
         self._confirmed = launch.confirmed
         self._client: Watcher | None = None
         self._emptying = ProcessDrain(self._clock, self._say)
-        self._segments = LeftSegments()
+        self._segments = AttemptSegments()
         self._lease_ns = launch.lease_ns
         self._done = False
 

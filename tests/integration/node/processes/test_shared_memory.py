@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.node.processes.shared_memory import LeftSegments
+from serverless_gpu.node.processes.shared_memory import AttemptSegments
 
 HOLD = """
 import mmap, os, sys
@@ -53,7 +53,7 @@ def holder(segment: Path, request: pytest.FixtureRequest) -> Iterator[Holder]:
 def test_23A9_what_a_process_of_the_attempt_had_is_removed_after_its_end_and_not_before(
     segment: Path, holder: Holder
 ) -> None:
-    segments = LeftSegments(segment.parent)
+    segments = AttemptSegments(segment.parent)
     segments.look(0, lambda: {holder.process.pid})
     assert segments.remove(0) == () and segment.exists()
     holder.end()
@@ -62,14 +62,14 @@ def test_23A9_what_a_process_of_the_attempt_had_is_removed_after_its_end_and_not
 
 def test_23A9_what_another_process_has_stays(segment: Path, holder: Holder) -> None:
     first = Holder(segment, "mapped")
-    segments = LeftSegments(segment.parent)
+    segments = AttemptSegments(segment.parent)
     segments.look(0, lambda: {first.process.pid})
     first.end()
     assert segments.remove(0) == () and segment.exists()
 
 
 def test_23A9_what_no_process_of_the_attempt_was_seen_with_stays(segment: Path, holder: Holder) -> None:
-    segments = LeftSegments(segment.parent)
+    segments = AttemptSegments(segment.parent)
     asked: list[int] = []
 
     def pids() -> set[int]:
@@ -88,7 +88,7 @@ def test_23A9_a_name_that_no_library_makes_is_never_removed(name: str, tmp_path:
     path = tmp_path / name
     path.write_bytes(b"x")
     holder = Holder(path, "mapped")
-    segments = LeftSegments(tmp_path)
+    segments = AttemptSegments(tmp_path)
     segments.look(0, lambda: {holder.process.pid})
     holder.end()
     assert segments.remove(0) == () and path.exists()
@@ -97,7 +97,7 @@ def test_23A9_a_name_that_no_library_makes_is_never_removed(name: str, tmp_path:
 def test_23A9_what_was_there_before_the_attempt_and_what_is_no_file_stays(segment: Path, holder: Holder) -> None:
     since_ns = segment.stat().st_mtime_ns + 10**9
     (segment.parent / "nccl-abcdef").symlink_to(segment)
-    segments = LeftSegments(segment.parent)
+    segments = AttemptSegments(segment.parent)
     segments.look(since_ns, lambda: {holder.process.pid})
     holder.end()
     assert segments.remove(since_ns) == () and segment.exists()
@@ -113,7 +113,7 @@ def test_23A9_a_segment_with_the_pid_of_a_process_of_the_attempt_is_its_own_once
     maker = Holder(anything, "open")
     path = tmp_path / name.format(maker.process.pid)
     path.write_bytes(b"x")
-    segments = LeftSegments(tmp_path)
+    segments = AttemptSegments(tmp_path)
     segments.look(0, lambda: {maker.process.pid})
     assert segments.remove(0) == ()
     maker.end()
@@ -121,5 +121,5 @@ def test_23A9_a_segment_with_the_pid_of_a_process_of_the_attempt_is_its_own_once
 
 
 def test_23A9_a_look_is_due_once_a_second(tmp_path: Path) -> None:
-    segments = LeftSegments(tmp_path)
+    segments = AttemptSegments(tmp_path)
     assert [segments.is_due(now) for now in (1, 2, 10**9, 10**9 + 1, 10**9 + 2)] == [True, False, False, True, False]
