@@ -82,12 +82,15 @@ class PrincipalRequest(Request, frozen=True, kw_only=True):
 
 
 class PrincipalChange(Request, frozen=True, kw_only=True):
-    """Change a principal; None leaves a thing as it is. Disabling revokes all tokens."""
+    """Change a principal; None leaves a thing as it is. Disabling revokes all tokens.
+
+    Attributes:
+        runs: of somebody who may start none any more: those that go on "finish", or are asked to "stop"; None for what
+            the server was told (`on_owner_disabled`).
+    """
 
     role: Role | None = None
     disabled: bool | None = None
-    # of somebody who may start none any more: those that go on "finish", or are asked to "stop"; None for what the
-    # server was told (`on_owner_disabled`)
     runs: OnDisabled | None = None
 
 
@@ -118,12 +121,17 @@ class TeamList(Answer, frozen=True, kw_only=True):
 
 
 class TokenRequest(Request, frozen=True, kw_only=True):
-    """Make a token for oneself, or for `principal` where one may."""
+    """Make a token for oneself, or for `principal` where one may.
+
+    Attributes:
+        scopes: what it can be used for, within what its owner may do; none means everything.
+        expires_s: seconds from now; None for the server's default, 90 days.
+    """
 
     label: str = ""
     principal: str = ""
-    scopes: tuple[str, ...] = ()  # what it can be used for, within what its owner may do; none means everything
-    expires_s: float | None = None  # seconds from now; None for the server's default, 90 days
+    scopes: tuple[str, ...] = ()
+    expires_s: float | None = None
 
 
 class TokenView(Answer, frozen=True, kw_only=True):
@@ -153,10 +161,15 @@ class TokenList(Answer, frozen=True, kw_only=True):
 
 
 class SecretRequest(Request, frozen=True, kw_only=True):
-    """Set a secret."""
+    """Set a secret.
 
-    value: bytes  # any bytes
-    team: str = ""  # whose it is to be; "" for one's own
+    Attributes:
+        value: any bytes.
+        team: whose it is to be; "" for one's own.
+    """
+
+    value: bytes
+    team: str = ""
 
     def __repr__(self) -> str:
         """Return it without its value: what is printed may be kept."""
@@ -164,14 +177,22 @@ class SecretRequest(Request, frozen=True, kw_only=True):
 
 
 class SecretView(Answer, frozen=True, kw_only=True):
-    """A secret without its value."""
+    """A secret without its value.
+
+    Attributes:
+        version: that the next attempt gets.
+        owner: whose it is; "" for one of a team.
+        team: whose it is; "" for a principal's.
+        created_ns: of this version, nanoseconds since 1970.
+        by: who set it.
+    """
 
     name: str
-    version: int  # that the next attempt gets
-    owner: str  # whose it is; "" for one of a team
-    team: str  # whose it is; "" for a principal's
-    created_ns: int  # of this version, nanoseconds since 1970
-    by: str  # who set it
+    version: int
+    owner: str
+    team: str
+    created_ns: int
+    by: str
 
 
 class SecretList(Answer, frozen=True, kw_only=True):
@@ -181,13 +202,18 @@ class SecretList(Answer, frozen=True, kw_only=True):
 
 
 class SecretValue(Answer, frozen=True, kw_only=True):
-    """A secret on its way to the node of an attempt."""
+    """A secret on its way to the node of an attempt.
+
+    Attributes:
+        text: name and version for people, ``HF_TOKEN@3``.
+        value: None where it was deleted after the attempt was placed: the attempt is refused, and the next one fails.
+        variable: that ranks have it as, or "".
+    """
 
     name: str
-    text: str  # name and version for people, ``HF_TOKEN@3``
-    # None where it was deleted after the attempt was placed: the attempt is refused, and the next one fails
+    text: str
     value: bytes | None = msgspec.field(default=None)
-    variable: str = ""  # that ranks have it as, or ""
+    variable: str = ""
 
     def __repr__(self) -> str:
         """Return it without its value: what is printed may be kept."""
@@ -195,10 +221,15 @@ class SecretValue(Answer, frozen=True, kw_only=True):
 
 
 class PolicyView(Answer, frozen=True, kw_only=True):
-    """A usage policy; fields are those of `model.policy.UsagePolicy`."""
+    """A usage policy; fields are those of `model.policy.UsagePolicy`.
+
+    Attributes:
+        pool: where runs go that name no pool; "" for any on-demand pool.
+        holders: whom it is attached to, as far as whoever asks may see that.
+    """
 
     name: str
-    pool: str  # where runs go that name no pool; "" for any on-demand pool
+    pool: str
     pools: tuple[str, ...] = ()
     required_tags: dict[str, tuple[str, ...]] = msgspec.field(default_factory=dict)
     default_tags: dict[str, str] = msgspec.field(default_factory=dict)
@@ -212,7 +243,7 @@ class PolicyView(Answer, frozen=True, kw_only=True):
     timeout_s: float | None = None
     team: str = ""
     team_required: bool = False
-    holders: tuple[PolicySubject, ...] = ()  # whom it is attached to, as far as whoever asks may see that
+    holders: tuple[PolicySubject, ...] = ()
     attempts_max: int | None = None
     total_run_s: float | None = None
     unsaved_max: int | None = None
@@ -264,11 +295,18 @@ def view_of(name: str, policy: UsagePolicy, holders: tuple[PolicySubject, ...] =
 
 
 class AuditPage(Answer, frozen=True, kw_only=True):
-    """Some entries."""
+    """Some entries.
 
-    entries: tuple[ChainedEntry, ...]  # in the order of their numbers
-    last: int  # number of the last entry there is
-    pending: int  # entries that are written down and not in the chain yet
-    # when the oldest of those was written, nanoseconds since 1970; None when there is none
+    Attributes:
+        entries: in the order of their numbers.
+        last: number of the last entry there is.
+        pending: entries that are written down and not in the chain yet.
+        pending_since_ns: when the oldest of those was written, nanoseconds since 1970; None when there is none.
+        now_ns: the server's time.
+    """
+
+    entries: tuple[ChainedEntry, ...]
+    last: int
+    pending: int
     pending_since_ns: int | None
-    now_ns: int  # the server's time
+    now_ns: int

@@ -43,49 +43,70 @@ class AttemptSeen(Request, frozen=True, kw_only=True):
 
 
 class AgentHello(Request, frozen=True, kw_only=True):
-    """A node as it introduces itself."""
+    """A node as it introduces itself.
 
-    name: str  # what people call it; the host name unless configured
-    machine: str  # `ambient.machine()`
-    boot_id: str  # another one than before proves that nothing of before still runs
+    Attributes:
+        name: what people call it; the host name unless configured.
+        machine: `ambient.machine()`.
+        instance: of the node's home, made at random once: two homes of one machine are two nodes.
+        pythons: versions it can restore a captured environment for, as ``"3.11"``; none when it does not say.
+        boot_id: another one than before proves that nothing of before still runs.
+        draining: why it is to be given nothing new, though what runs there goes on, or "".
+        degraded: why nobody knows how its devices are, or ""; it is given nothing new until that is over.
+        findings: what else a person should know of its devices, a sentence each.
+        problem: why it can run nothing now, or "".
+        takes: what it understands beyond its protocol: "renewal" of attempts' tokens, "secrets", devices to do
+            "without", a spec's "max_run", "crews": a part of a gang that has others on other nodes.
+        protocol: of `wire.base`; the server refuses what it does not speak by name.
+        process: random, made by the uplink at its start: of two processes of a home, one is admitted.
+    """
+
+    name: str
+    machine: str
+    boot_id: str
     version: str
-    protocol: int  # of `wire.base`; the server refuses what it does not speak by name
+    protocol: int
     python: str
     platform: str
-    # versions it can restore a captured environment for, as ``"3.11"``; none when it does not say
     pythons: tuple[str, ...] = ()
-    instance: str = ""  # of the node's home, made at random once: two homes of one machine are two nodes
+    instance: str = ""
     pool: str = ""
     devices: tuple[Device, ...]
     own_types: tuple[GpuType, ...] = ()
     unavailable: tuple[str, ...] = ()
     attempts: tuple[AttemptSeen, ...] = ()
-    draining: str = ""  # why it is to be given nothing new, though what runs there goes on, or ""
-    problem: str = ""  # why it can run nothing now, or ""
-    # what it understands beyond its protocol: "renewal" of attempts' tokens, "secrets", devices to do "without", a
-    # spec's "max_run", "crews": a part of a gang that has others on other nodes
+    draining: str = ""
+    problem: str = ""
     takes: tuple[str, ...] = ()
-    degraded: str = ""  # why nobody knows how its devices are, or ""; it is given nothing new until that is over
-    findings: tuple[str, ...] = ()  # what else a person should know of its devices, a sentence each
-    process: str = ""  # random, made by the uplink at its start: of two processes of a home, one is admitted
+    degraded: str = ""
+    findings: tuple[str, ...] = ()
+    process: str = ""
 
 
 class AgentWelcome(Answer, frozen=True, kw_only=True):
-    """The node's identifier, and how often it is to be heard of."""
+    """The node's identifier, and how often it is to be heard of.
+
+    Attributes:
+        stale: gangs (`run:fence`) among those it named that are over for the server: stop and forget them.
+        at_ns: the server's time when it answered, nanoseconds since 1970; 0 from one of protocol 1.
+    """
 
     node: str
     heartbeat_s: float
     partition_grace_s: float
-    # gangs (`run:fence`) among those it named that are over for the server: stop and forget them
     stale: tuple[str, ...] = ()
-    at_ns: int = 0  # the server's time when it answered, nanoseconds since 1970; 0 from one of protocol 1
+    at_ns: int = 0
 
 
 class ClockReading(Request, frozen=True, kw_only=True):
-    """How far a node's clock is from its server's, as the node has measured it."""
+    """How far a node's clock is from its server's, as the node has measured it.
 
-    ahead_ns: Annotated[int, msgspec.Meta(ge=-(1 << 62), le=1 << 62)]  # its wall clock less the server's, nanoseconds
-    # by how much that may be wrong: half of the time an answer took
+    Attributes:
+        ahead_ns: its wall clock less the server's, nanoseconds.
+        error_ns: by how much that may be wrong: half of the time an answer took.
+    """
+
+    ahead_ns: Annotated[int, msgspec.Meta(ge=-(1 << 62), le=1 << 62)]
     error_ns: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 
 
@@ -103,7 +124,13 @@ def clock_text(clock: ClockReading | None) -> str:
 
 
 class Heartbeat(Request, frozen=True, kw_only=True):
-    """A node is there; its devices as they are now (`unavailable`: uuids taken by others, or in quarantine)."""
+    """A node is there; its devices as they are now (`unavailable`: uuids taken by others, or in quarantine).
+
+    Attributes:
+        renew: gangs whose tokens were refused, for which it wants others.
+        clock: how far its clock is off; None while that is not known.
+        process: as in `AgentHello`.
+    """
 
     devices: tuple[Device, ...]
     instance: str = ""
@@ -112,47 +139,66 @@ class Heartbeat(Request, frozen=True, kw_only=True):
     attempts: tuple[AttemptSeen, ...] = ()
     draining: str = ""
     problem: str = ""
-    renew: tuple[str, ...] = ()  # gangs whose tokens were refused, for which it wants others
-    clock: ClockReading | None = None  # how far its clock is off; None while that is not known
+    renew: tuple[str, ...] = ()
+    clock: ClockReading | None = None
     degraded: str = ""
     findings: tuple[str, ...] = ()
-    process: str = ""  # as in `AgentHello`
+    process: str = ""
 
 
 class HeartbeatAnswer(Answer, frozen=True, kw_only=True):
-    """What the server makes of a sign of life."""
+    """What the server makes of a sign of life.
 
-    stale: tuple[str, ...] = ()  # gangs that are over for the server: stop and forget them
-    # new tokens by gang, of those that were wanted and are this node's
+    Attributes:
+        stale: gangs that are over for the server: stop and forget them.
+        tokens: new tokens by gang, of those that were wanted and are this node's.
+        at_ns: as in `AgentWelcome`.
+    """
+
+    stale: tuple[str, ...] = ()
     tokens: dict[str, str] = msgspec.field(default_factory=dict)
-    at_ns: int = 0  # as in `AgentWelcome`
+    at_ns: int = 0
 
 
 class Start(Answer, frozen=True, kw_only=True, tag="start"):
-    """Start an attempt."""
+    """Start an attempt.
 
-    seq: int  # of the order
+    Attributes:
+        seq: of the order.
+        token: the attempt's own; it can report about this attempt and nothing else. It ends soon after the attempt's
+            lease where the node takes "renewal", and a report is answered with the next one.
+        gpu_type: chosen by the scheduler.
+        world_size: devices of the gang, on all of its nodes.
+        context: as in `RunRequest`.
+        call: as in `RunRequest`; None when it is a blob.
+        submitted_ns: when the client asked, nanoseconds since 1970.
+        secrets: the attempt's; none where the node does not take "secrets".
+        without: uuids of devices that it is not to get, whatever the node thinks of them.
+        tariff: what it pays; None from a server that does not say: the node has prices of its own.
+        crews: of the gang, by their numbers, where it is on several nodes; none where it is on one.
+        crew: which of them this node is to start.
+        nonce: of the gang, by which its crews know each other; "" where it is on one node.
+    """
+
+    seq: int
     run_id: str
     fence: int
-    # the attempt's own; it can report about this attempt and nothing else. It ends soon after the attempt's lease where
-    # the node takes "renewal", and a report is answered with the next one.
     token: str
     spec: RunSpec
-    gpu_type: str  # chosen by the scheduler
-    world_size: int  # devices of the gang, on all of its nodes
-    context: msgspec.Raw  # as in `RunRequest`
-    call: bytes | None = None  # as in `RunRequest`; None when it is a blob
+    gpu_type: str
+    world_size: int
+    context: msgspec.Raw
+    call: bytes | None = None
     snapshot: str = ""
     owner: str = ""
-    submitted_ns: int = 0  # when the client asked, nanoseconds since 1970
+    submitted_ns: int = 0
     partition_grace_s: float = 900.0
-    secrets: tuple[SecretValue, ...] = ()  # the attempt's; none where the node does not take "secrets"
-    without: tuple[str, ...] = ()  # uuids of devices that it is not to get, whatever the node thinks of them
-    tariff: Tariff | None = None  # what it pays; None from a server that does not say: the node has prices of its own
-    # of the gang, by their numbers, where it is on several nodes; none where it is on one
+    secrets: tuple[SecretValue, ...] = ()
+    without: tuple[str, ...] = ()
+    tariff: Tariff | None = None
     crews: tuple[CrewPlace, ...] = ()
-    crew: int = 0  # which of them this node is to start
-    nonce: str = ""  # of the gang, by which its crews know each other; "" where it is on one node
+    crew: int = 0
+    nonce: str = ""
 
     @property
     def gpus(self) -> int:
@@ -164,26 +210,32 @@ class ReportNow(Answer, frozen=True, kw_only=True, tag="look"):
     """Report about an attempt now, for the answer has something for it; `seq` is 0, and it is not acknowledged.
 
     What the answer would say of the meeting and of the end comes along, so that nothing waits for the report.
+
+    Attributes:
+        offers: as in `ReportAnswer`; likewise `chosen`, `release` and `peer_failed`.
     """
 
     run_id: str
     fence: int
     seq: int = 0
-    offers: tuple[Offer, ...] = ()  # as in `ReportAnswer`; likewise `chosen`, `release` and `peer_failed`
+    offers: tuple[Offer, ...] = ()
     chosen: Chosen | None = None
     release: bool = False
     peer_failed: str = ""
 
 
 class Stop(Answer, frozen=True, kw_only=True, tag="stop"):
-    """Stop an attempt in order."""
+    """Stop an attempt in order.
+
+    Attributes:
+        released: all of its ranks had returned before that was asked, on every node: those here may exit, and it has
+            succeeded, if only its results come.
+    """
 
     seq: int
     run_id: str
     fence: int
     reason: StopReason
-    # all of its ranks had returned before that was asked, on every node: those here may exit, and it has succeeded, if
-    # only its results come
     released: bool = False
 
 
@@ -197,26 +249,35 @@ class OrdersTaken(Request, frozen=True, kw_only=True):
 
 
 class NodeView(Answer, frozen=True, kw_only=True):
-    """A node as people see it."""
+    """A node as people see it.
+
+    Attributes:
+        state: UP, or DRAINING or DEGRADED (`sentence`: why nothing is placed there), or SILENT with `sentence` since
+            when, or GONE; or PENDING while an administrator has to approve it: then `id` is that of its token.
+        busy: devices that runs of the server have now.
+        clock: how far its clock is from the server's, as it said last; None where it has not.
+        rules: what people decided about it.
+        shared: whether its calendar lets others than its owner use it now.
+        turns_ns: when that is the other way round, nanoseconds since 1970; None for never.
+        findings: what else a person should know of its devices, a sentence each.
+    """
 
     id: str
     name: str
-    # UP, or DRAINING or DEGRADED (`sentence`: why nothing is placed there), or SILENT with `sentence` since when, or
-    # GONE; or PENDING while an administrator has to approve it: then `id` is that of its token
     state: str
     sentence: str
     pool: str
     devices: tuple[Device, ...]
     unavailable: tuple[str, ...]
-    busy: int  # devices that runs of the server have now
+    busy: int
     runs: tuple[str, ...]
     version: str
     seen_ns: int
-    clock: ClockReading | None = None  # how far its clock is from the server's, as it said last; None where it has not
-    rules: NodeRules = NodeRules()  # what people decided about it
-    shared: bool = True  # whether its calendar lets others than its owner use it now
-    turns_ns: int | None = None  # when that is the other way round, nanoseconds since 1970; None for never
-    findings: tuple[str, ...] = ()  # what else a person should know of its devices, a sentence each
+    clock: ClockReading | None = None
+    rules: NodeRules = NodeRules()
+    shared: bool = True
+    turns_ns: int | None = None
+    findings: tuple[str, ...] = ()
 
 
 class NodeList(Answer, frozen=True, kw_only=True):
@@ -232,7 +293,13 @@ class ForgetRequest(Request, frozen=True, kw_only=True):
 
 
 class PoolView(Answer, frozen=True, kw_only=True):
-    """Nodes under one policy; `free` and `total` devices by type."""
+    """Nodes under one policy; `free` and `total` devices by type.
+
+    Attributes:
+        lends: whether it is reserved and lends idle devices to runs of `BEST_EFFORT` that name no pool.
+        return_s: seconds within which they are back.
+        isolation: "none" where an administrator accepts that runs of several principals share a uid, else "unset".
+    """
 
     name: str
     kind: str
@@ -240,9 +307,8 @@ class PoolView(Answer, frozen=True, kw_only=True):
     total: dict[str, int]
     free: dict[str, int]
     queued: int
-    lends: bool = False  # whether it is reserved and lends idle devices to runs of `BEST_EFFORT` that name no pool
-    return_s: float = 300.0  # seconds within which they are back
-    # "none" where an administrator accepts that runs of several principals share a uid, else "unset"
+    lends: bool = False
+    return_s: float = 300.0
     isolation: str = "unset"
 
 
@@ -253,10 +319,18 @@ class PoolList(Answer, frozen=True, kw_only=True):
 
 
 class PoolRequest(Request, frozen=True, kw_only=True):
-    """`PUT /pools/{name}`: make or change a pool; None leaves a thing as it is, or is what is usual in a new one."""
+    """`PUT /pools/{name}`: make or change a pool; None leaves a thing as it is, or is what is usual in a new one.
 
-    kind: str | None = None  # "on-demand" or "reserved"
-    lends: bool | None = None  # as in `PoolView`
-    return_s: float | None = None  # likewise
-    isolation: str | None = None  # "none" or "unset", as in `PoolView`
-    nodes: tuple[str, ...] = ()  # are moved into it
+    Attributes:
+        kind: "on-demand" or "reserved".
+        nodes: are moved into it.
+        lends: as in `PoolView`.
+        return_s: likewise.
+        isolation: "none" or "unset", as in `PoolView`.
+    """
+
+    kind: str | None = None
+    lends: bool | None = None
+    return_s: float | None = None
+    isolation: str | None = None
+    nodes: tuple[str, ...] = ()

@@ -46,64 +46,99 @@ class File(Request, frozen=True, kw_only=True):
 
 
 class Ending(Request, frozen=True, kw_only=True):
-    """How the attempt ended; every file it has was reported before or with it."""
+    """How the attempt ended; every file it has was reported before or with it.
+
+    Attributes:
+        began: whether user code had started.
+        stopped: `node.protocol.Stopped` as JSON; unset when its supervisor was lost.
+        log_ends: where logs end on the node that the server had no room for: ``"<rank>.<stream>"`` → bytes.
+        proven: whether the node's kernel says that no process of it is left; if not, there is no other attempt, and
+            nothing is placed on the node until it is.
+    """
 
     state: State
     reason: Reason
-    began: bool  # whether user code had started
-    stopped: Json = msgspec.UNSET  # `node.protocol.Stopped` as JSON; unset when its supervisor was lost
-    # where logs end on the node that the server had no room for: ``"<rank>.<stream>"`` → bytes
+    began: bool
+    stopped: Json = msgspec.UNSET
     log_ends: dict[str, int] = msgspec.field(default_factory=dict)
-    # whether the node's kernel says that no process of it is left; if not, there is no other attempt, and nothing is
-    # placed on the node until it is
     proven: bool = True
 
 
 class Report(Request, frozen=True, kw_only=True):
-    """What is new about an attempt since the last report that was answered."""
+    """What is new about an attempt since the last report that was answered.
 
-    state: State  # STARTING, RUNNING or STOPPING as the node sees it
-    sentence: str = ""  # what it waits for, or says about itself
-    world_size: int = 0  # ranks, once known
+    Attributes:
+        state: STARTING, RUNNING or STOPPING as the node sees it.
+        sentence: what it waits for, or says about itself.
+        world_size: ranks, once known.
+        exec_ns: when user code began, nanoseconds since 1970 in the server's time, as far as the node knows that; None
+            while it has not.
+        ending: set once no rank runs any more.
+        receipt: `model.receipt.Receipt` as JSON, once devices are given back; with it the attempt is settled.
+        freed: no process of it is left, and its devices are given back; outputs may still be on their way.
+        tracked: link to the run in MLflow, once known.
+        offer: where this crew can be tried by the others, before they have met.
+        reach: what it reached of the others, once all offers were told to it.
+        returned: all of its ranks have returned, and wait for those on other nodes.
+        halt: why it ends before its end, as soon as that is known: its ending may take a while.
+        silence: of its ranks, of a gang on several nodes; None while they say something.
+        seen: what it saw of its ranks when it was asked last.
+        idle: how far its devices are from being idle for too long, of a gang on several nodes.
+        saved: number of the newest attempt of the run whose checkpoints this node sees; 0 for none, or not known.
+    """
+
+    state: State
+    sentence: str = ""
+    world_size: int = 0
     gpus: tuple[str, ...] = ()
-    # when user code began, nanoseconds since 1970 in the server's time, as far as the node knows that; None while it
-    # has not
     exec_ns: int | None = None
     logs: tuple[LogPiece, ...] = ()
     facts: tuple[Fact, ...] = ()
     files: tuple[File, ...] = ()
-    ending: Ending | None = None  # set once no rank runs any more
-    # `model.receipt.Receipt` as JSON, once devices are given back; with it the attempt is settled
+    ending: Ending | None = None
     receipt: Json = msgspec.UNSET
-    freed: bool = False  # no process of it is left, and its devices are given back; outputs may still be on their way
-    tracked: str = ""  # link to the run in MLflow, once known
-    offer: Offer | None = None  # where this crew can be tried by the others, before they have met
-    reach: CrewReach | None = None  # what it reached of the others, once all offers were told to it
-    returned: bool = False  # all of its ranks have returned, and wait for those on other nodes
-    halt: Halt | None = None  # why it ends before its end, as soon as that is known: its ending may take a while
-    silence: Silence | None = None  # of its ranks, of a gang on several nodes; None while they say something
-    seen: CrewObservation | None = None  # what it saw of its ranks when it was asked last
-    # how far its devices are from being idle for too long, of a gang on several nodes
+    freed: bool = False
+    tracked: str = ""
+    offer: Offer | None = None
+    reach: CrewReach | None = None
+    returned: bool = False
+    halt: Halt | None = None
+    silence: Silence | None = None
+    seen: CrewObservation | None = None
     idle: IdleVerdict = IdleVerdict.GO_ON
-    # number of the newest attempt of the run whose checkpoints this node sees; 0 for none, or not known
     saved: int = 0
 
 
 class ReportAnswer(Answer, frozen=True, kw_only=True):
-    """What the server makes of a report."""
+    """What the server makes of a report.
 
-    stale: bool = False  # the attempt is over for the server
-    stop: StopReason | None = None  # the run is to be stopped, and why
-    # where a log piece did not continue what the server has: `"<rank>.<stream>"` → the offset it wants
+    Attributes:
+        stale: the attempt is over for the server.
+        stop: the run is to be stopped, and why.
+        offsets: where a log piece did not continue what the server has: `"<rank>.<stream>"` → the offset it wants.
+        partition_grace_s: seconds from the *start* of the request for which the attempt may go on without another
+            answer.
+        heartbeat_s: report at least this often.
+        token: to be used from now on, or "": the one that was used is good for a while.
+        offers: of all crews, once they are there, until this one has said what it reached.
+        chosen: how the gang meets, once that is decided; user code waits for it.
+        release: all ranks have returned, on every node: those here may exit.
+        peer_failed: what failed on another node, for people, or "": this crew is to end, too.
+        ask: the ranks of all nodes are silent, and to be looked at.
+        judgement: what came of that, or of the last time.
+        idle: how far devices of all nodes are; None where that is not known.
+    """
+
+    stale: bool = False
+    stop: StopReason | None = None
     offsets: dict[str, int] = msgspec.field(default_factory=dict)
-    # seconds from the *start* of the request for which the attempt may go on without another answer
     partition_grace_s: float = 900.0
-    heartbeat_s: float = 5.0  # report at least this often
-    token: str = ""  # to be used from now on, or "": the one that was used is good for a while
-    offers: tuple[Offer, ...] = ()  # of all crews, once they are there, until this one has said what it reached
-    chosen: Chosen | None = None  # how the gang meets, once that is decided; user code waits for it
-    release: bool = False  # all ranks have returned, on every node: those here may exit
-    peer_failed: str = ""  # what failed on another node, for people, or "": this crew is to end, too
-    ask: InspectionRequest | None = None  # the ranks of all nodes are silent, and to be looked at
-    judgement: Judgement | None = None  # what came of that, or of the last time
-    idle: IdleVerdict | None = None  # how far devices of all nodes are; None where that is not known
+    heartbeat_s: float = 5.0
+    token: str = ""
+    offers: tuple[Offer, ...] = ()
+    chosen: Chosen | None = None
+    release: bool = False
+    peer_failed: str = ""
+    ask: InspectionRequest | None = None
+    judgement: Judgement | None = None
+    idle: IdleVerdict | None = None

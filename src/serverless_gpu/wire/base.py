@@ -43,20 +43,34 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShortageView(Answer, frozen=True, kw_only=True):
-    """What a run asked for that no node could ever serve, and what some node could."""
+    """What a run asked for that no node could ever serve, and what some node could.
 
-    gpus: int | None = None  # how many devices, or None for all of a node's
-    gpu_type: str | None = None  # of which type, or None
-    pool: str = ""  # in which pool, or ""
-    # similar requests: each has ``gpus``, ``gpu_type``, ``pool`` and ``env`` only where they differ
+    Attributes:
+        gpus: how many devices, or None for all of a node's.
+        gpu_type: of which type, or None.
+        pool: in which pool, or "".
+        choices: similar requests: each has ``gpus``, ``gpu_type``, ``pool`` and ``env`` only where they differ.
+    """
+
+    gpus: int | None = None
+    gpu_type: str | None = None
+    pool: str = ""
     choices: tuple[dict[str, int | str], ...] = ()
 
 
 class Problem(Answer, frozen=True, kw_only=True):
-    """Any answer of 400 or more."""
+    """Any answer of 400 or more.
 
-    code: str  # of an exception class in `errors.py`; the client raises that
-    message: str  # what happened, to which thing
-    hint: str = ""  # what to do next
-    run_id: str = ""  # the run it is about, or ""
-    shortage: ShortageView | None = None  # with the code ``no_suitable_node``: what would work
+    Attributes:
+        code: of an exception class in `errors.py`; the client raises that.
+        message: what happened, to which thing.
+        hint: what to do next.
+        run_id: the run it is about, or "".
+        shortage: with the code ``no_suitable_node``: what would work.
+    """
+
+    code: str
+    message: str
+    hint: str = ""
+    run_id: str = ""
+    shortage: ShortageView | None = None

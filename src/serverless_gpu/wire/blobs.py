@@ -41,10 +41,15 @@ class KeyList(Request, frozen=True, kw_only=True):
 
 
 class CondemnedAnswer(Answer, frozen=True, kw_only=True):
-    """What garbage collection is about to do with the keys that were asked about."""
+    """What garbage collection is about to do with the keys that were asked about.
 
-    keys: tuple[str, ...]  # those that are condemned
-    collecting: bool  # whether a collection may be deleting at this moment
+    Attributes:
+        keys: those that are condemned.
+        collecting: whether a collection may be deleting at this moment.
+    """
+
+    keys: tuple[str, ...]
+    collecting: bool
 
 
 class StoredView(Answer, frozen=True, kw_only=True):

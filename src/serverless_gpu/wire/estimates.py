@@ -18,28 +18,49 @@ from serverless_gpu.wire.runs import Target
 
 
 class EstimateRequest(Request, frozen=True, kw_only=True):
-    """A run that is not asked for: when would it start?"""
+    """A run that is not asked for: when would it start?
 
-    spec: RunSpec  # what it would run, as for `RunRequest`, without what it would call
-    target: Target  # what the node has to be like
-    snapshot: bool = False  # whether its ranks would import a captured environment
+    Attributes:
+        spec: what it would run, as for `RunRequest`, without what it would call.
+        target: what the node has to be like.
+        snapshot: whether its ranks would import a captured environment.
+    """
+
+    spec: RunSpec
+    target: Target
+    snapshot: bool = False
 
 
 class EstimateView(Answer, frozen=True, kw_only=True):
-    """When a run would start if it were asked for now."""
+    """When a run would start if it were asked for now.
 
-    at_ns: int | None  # the expected time; None where it is unknown
-    is_bound: bool = False  # whether that is the latest time
-    node: str = ""  # where, by name, or ""
-    nodes: tuple[str, ...] = ()  # where, by name, of a gang on several nodes
-    basis: str  # what that rests on, or why it is unknown, in words
-    place: int = 0  # how many runs are ahead of it for the same kind of devices, plus one; 0 when it starts at once
-    impossible: bool = False  # whether nothing that has joined can ever serve it
-    now_ns: int  # the server's time
-    waiting: WaitView | None = None  # what it would wait for, part by part; None where it would not
-    cost: CostEstimate | None = None  # what it would cost
-    policy: str = ""  # the usage policy that it would be under, or ""
-    budgets: tuple[str, ...] = ()  # in words, what is left of the budgets that it would count for
+    Attributes:
+        at_ns: the expected time; None where it is unknown.
+        is_bound: whether that is the latest time.
+        node: where, by name, or "".
+        nodes: where, by name, of a gang on several nodes.
+        basis: what that rests on, or why it is unknown, in words.
+        place: how many runs are ahead of it for the same kind of devices, plus one; 0 when it starts at once.
+        impossible: whether nothing that has joined can ever serve it.
+        now_ns: the server's time.
+        waiting: what it would wait for, part by part; None where it would not.
+        cost: what it would cost.
+        policy: the usage policy that it would be under, or "".
+        budgets: in words, what is left of the budgets that it would count for.
+    """
+
+    at_ns: int | None
+    is_bound: bool = False
+    node: str = ""
+    nodes: tuple[str, ...] = ()
+    basis: str
+    place: int = 0
+    impossible: bool = False
+    now_ns: int
+    waiting: WaitView | None = None
+    cost: CostEstimate | None = None
+    policy: str = ""
+    budgets: tuple[str, ...] = ()
 
 
 def estimate_view(estimate: StartEstimate, now_ns: int) -> EstimateView:

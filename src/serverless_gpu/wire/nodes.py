@@ -26,26 +26,41 @@ from serverless_gpu.wire.base import Answer, Request
 
 
 class NodeDrainRequest(Request, frozen=True, kw_only=True):
-    """Whether a node is given nothing new, and why."""
+    """Whether a node is given nothing new, and why.
+
+    Attributes:
+        stop: whether what runs there is stopped in order, too: it goes on elsewhere if it can.
+    """
 
     on: bool
-    stop: bool = False  # whether what runs there is stopped in order, too: it goes on elsewhere if it can
+    stop: bool = False
     note: str = ""
 
 
 class CalendarRequest(Request, frozen=True, kw_only=True):
-    """Whose a node is, and when others may use it; it takes the place of what was said before."""
+    """Whose a node is, and when others may use it; it takes the place of what was said before.
 
-    owner: str = ""  # who may always use it, or "" for nobody in particular
-    owner_first: bool = False  # whether runs of others leave for the owner's also while the node is shared
-    shared: tuple[str, ...] = ()  # times at which others may use it, as ``"mon-fri 19:00-07:00"``; none for always
-    zone: str = ""  # whose time that is, as ``"Europe/Berlin"``; "" for UTC
+    Attributes:
+        owner: who may always use it, or "" for nobody in particular.
+        owner_first: whether runs of others leave for the owner's also while the node is shared.
+        shared: times at which others may use it, as ``"mon-fri 19:00-07:00"``; none for always.
+        zone: whose time that is, as ``"Europe/Berlin"``; "" for UTC.
+    """
+
+    owner: str = ""
+    owner_first: bool = False
+    shared: tuple[str, ...] = ()
+    zone: str = ""
 
 
 class QuarantineRequest(Request, frozen=True, kw_only=True):
-    """Whether a device of a node is left out until somebody takes that back, and why."""
+    """Whether a device of a node is left out until somebody takes that back, and why.
 
-    uuid: str  # of the device
+    Attributes:
+        uuid: of the device.
+    """
+
+    uuid: str
     on: bool
     note: str = ""
 
@@ -78,11 +93,15 @@ class LeftOut(Answer, frozen=True, kw_only=True):
 
 
 class NodeRules(Answer, frozen=True, kw_only=True):
-    """Everything that people decided about a node."""
+    """Everything that people decided about a node.
 
-    drain: NodeDrain | None = None  # None while it is not drained
+    Attributes:
+        drain: None while it is not drained.
+        quarantined: devices that are left out, beside those that the node itself has in quarantine.
+    """
+
+    drain: NodeDrain | None = None
     calendar: NodeCalendar = NodeCalendar()
-    # devices that are left out, beside those that the node itself has in quarantine
     quarantined: tuple[LeftOut, ...] = ()
 
 
@@ -91,50 +110,87 @@ INVITED_S = 86_400.0
 
 
 class JoinRequest(Request, frozen=True, kw_only=True):
-    """A machine that wants to join."""
+    """A machine that wants to join.
 
-    name: str  # what people call it
-    machine: str  # `ambient.machine()`
-    instance: str  # of its home
-    ray: bool = True  # whether it is to join the Ray cluster of the server
+    Attributes:
+        name: what people call it.
+        machine: `ambient.machine()`.
+        instance: of its home.
+        ray: whether it is to join the Ray cluster of the server.
+    """
+
+    name: str
+    machine: str
+    instance: str
+    ray: bool = True
 
 
 class RayPool(Answer, frozen=True, kw_only=True):
-    """The Ray cluster of a server."""
+    """The Ray cluster of a server.
 
-    address: str  # of its head
-    port: int  # the first of the ports on the server's machine
-    token: str  # of the cluster
-    version: str  # of Ray; every machine needs the same
-    python: str  # its interpreter; every machine needs the same minor version
-    problem: str = ""  # why its head does not answer the server either, or "": it may be on its way
+    Attributes:
+        address: of its head.
+        port: the first of the ports on the server's machine.
+        token: of the cluster.
+        version: of Ray; every machine needs the same.
+        python: its interpreter; every machine needs the same minor version.
+        problem: why its head does not answer the server either, or "": it may be on its way.
+    """
+
+    address: str
+    port: int
+    token: str
+    version: str
+    python: str
+    problem: str = ""
 
 
 class JoinAnswer(Answer, frozen=True, kw_only=True):
-    """What is its own."""
+    """What is its own.
 
-    token: str  # an agent's, for this machine
-    ray: RayPool | None  # how it joins the cluster; None where it did not ask
+    Attributes:
+        token: an agent's, for this machine.
+        ray: how it joins the cluster; None where it did not ask.
+    """
+
+    token: str
+    ray: RayPool | None
 
 
 class InviteRequest(Request, frozen=True, kw_only=True):
-    """Make a join token."""
+    """Make a join token.
 
-    name: str = ""  # the only name it lets in, or "" for any
-    uses: int = 1  # how many machines it lets in
-    expires_s: float = INVITED_S  # how long, in seconds
+    Attributes:
+        name: the only name it lets in, or "" for any.
+        uses: how many machines it lets in.
+        expires_s: how long, in seconds.
+    """
+
+    name: str = ""
+    uses: int = 1
+    expires_s: float = INVITED_S
 
 
 class InviteAnswer(Answer, frozen=True, kw_only=True):
-    """A join token; its secret is said this once."""
+    """A join token; its secret is said this once.
 
-    id: str  # of the token, with which it is revoked
-    token: str  # the secret
+    Attributes:
+        id: of the token, with which it is revoked.
+        token: the secret.
+        expires_ns: nanoseconds since 1970.
+    """
+
+    id: str
+    token: str
     uses: int
-    expires_ns: int  # nanoseconds since 1970
+    expires_ns: int
 
 
 class ApproveRequest(Request, frozen=True, kw_only=True):
-    """Let in a node that waits."""
+    """Let in a node that waits.
 
-    name: str  # of the node, or the identifier of its token where several have the name
+    Attributes:
+        name: of the node, or the identifier of its token where several have the name.
+    """
+
+    name: str

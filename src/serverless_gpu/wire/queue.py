@@ -28,17 +28,25 @@ _REASONS = frozenset(reason.value for reason in WaitReason)
 
 
 class HolderView(Answer, frozen=True, kw_only=True):
-    """Somebody who has devices that are waited for."""
+    """Somebody who has devices that are waited for.
 
-    title: str  # owner and name of their run
+    Attributes:
+        title: owner and name of their run.
+        until_ns: when they give them back; None where nobody can say.
+        is_bound: whether that is the latest time, as declared.
+        is_leaving: whether it was asked to stop.
+        asked_ns: when it is asked to make room, if it is still there; None for never, and where it is asked already.
+        node: where, of what is waited for on several nodes; else "".
+        likely_ns: when they likely do, where earlier runs of that name say so and it is before `until_ns`.
+    """
+
+    title: str
     count: int
-    until_ns: int | None = None  # when they give them back; None where nobody can say
-    is_bound: bool = False  # whether that is the latest time, as declared
-    is_leaving: bool = False  # whether it was asked to stop
-    # when it is asked to make room, if it is still there; None for never, and where it is asked already
+    until_ns: int | None = None
+    is_bound: bool = False
+    is_leaving: bool = False
     asked_ns: int | None = None
-    node: str = ""  # where, of what is waited for on several nodes; else ""
-    # when they likely do, where earlier runs of that name say so and it is before `until_ns`
+    node: str = ""
     likely_ns: int | None = None
 
 
@@ -51,32 +59,54 @@ class PartView(Answer, frozen=True, kw_only=True):
 
 
 class WaitView(Answer, frozen=True, kw_only=True):
-    """Why a run is not placed."""
+    """Why a run is not placed.
 
-    reason: str  # of `WaitReason`; a newer server may have others
-    count: int = 0  # devices that it needs; 0 where that depends on the node
-    gpu_type: str = ""  # their type; "" where that depends on the node
-    one_node: bool = True  # whether they have to be on one node
-    whole: bool = False  # whether it asks for all devices of a node, however many these are
-    nodes: tuple[PartView, ...] = ()  # those where it fits soonest, of a gang on several
-    node: str = ""  # name of the node where it fits soonest, or ""
-    free: int = 0  # devices of its kind that are free there
-    outside: int = 0  # those that others than this server use there, or that are in quarantine
-    holders: tuple[HolderView, ...] = ()  # who has the others, those who leave first first; `HOLDERS_MAX` of them
-    others: int = 0  # devices of those who are not named
-    ahead: str = ""  # title of the run for which what is free is kept, or ""
-    kept_ns: int | None = None  # from when on that run has it; None for now
-    spare_s: float = 0.0  # a run that declares no more than that would start now; 0 for none
-    # its place among those that want the same kind of devices; 1 is the next, 0 is none: it is not in line
+    Attributes:
+        reason: of `WaitReason`; a newer server may have others.
+        count: devices that it needs; 0 where that depends on the node.
+        gpu_type: their type; "" where that depends on the node.
+        one_node: whether they have to be on one node.
+        whole: whether it asks for all devices of a node, however many these are.
+        nodes: those where it fits soonest, of a gang on several.
+        node: name of the node where it fits soonest, or "".
+        free: devices of its kind that are free there.
+        outside: those that others than this server use there, or that are in quarantine.
+        holders: who has the others, those who leave first first; `HOLDERS_MAX` of them.
+        others: devices of those who are not named.
+        ahead: title of the run for which what is free is kept, or "".
+        kept_ns: from when on that run has it; None for now.
+        spare_s: a run that declares no more than that would start now; 0 for none.
+        place: its place among those that want the same kind of devices; 1 is the next, 0 is none: it is not in line.
+        at_ns: when it starts, where that is known; `is_bound`: at the latest.
+        owner: whose `node` it is, where a calendar is the reason.
+        turns_ns: when that node changes hands by its calendar.
+        words: what is to be said beyond that, or in place of it.
+        likely_ns: when it likely starts, where earlier runs of those names say so and it is before `at_ns`.
+        ends_ns: when it ends without a start if nothing that could serve it joins; None for never.
+    """
+
+    reason: str
+    count: int = 0
+    gpu_type: str = ""
+    one_node: bool = True
+    whole: bool = False
+    nodes: tuple[PartView, ...] = ()
+    node: str = ""
+    free: int = 0
+    outside: int = 0
+    holders: tuple[HolderView, ...] = ()
+    others: int = 0
+    ahead: str = ""
+    kept_ns: int | None = None
+    spare_s: float = 0.0
     place: int = 0
-    at_ns: int | None = None  # when it starts, where that is known; `is_bound`: at the latest
+    at_ns: int | None = None
     is_bound: bool = False
-    owner: str = ""  # whose `node` it is, where a calendar is the reason
-    turns_ns: int | None = None  # when that node changes hands by its calendar
-    words: str = ""  # what is to be said beyond that, or in place of it
-    # when it likely starts, where earlier runs of those names say so and it is before `at_ns`
+    owner: str = ""
+    turns_ns: int | None = None
+    words: str = ""
     likely_ns: int | None = None
-    ends_ns: int | None = None  # when it ends without a start if nothing that could serve it joins; None for never
+    ends_ns: int | None = None
 
 
 def wait_view(wait: Wait) -> WaitView:
@@ -101,55 +131,80 @@ ShareKind = Literal["team", "user"]
 
 
 class QueueEntry(Answer, frozen=True, kw_only=True):
-    """A run that waits."""
+    """A run that waits.
 
-    # its identifier; "" for one that whoever asks may not see. So are `name` and `sentence`, and `place` is 0.
+    Attributes:
+        run: its identifier; "" for one that whoever asks may not see. So are `name` and `sentence`, and `place` is 0.
+        waiting: `sentence`, part by part; None while nobody has looked, and for one that is not to be seen.
+        place: its place among those that want the same kind of devices; 1 is the next, 0 is none: it is not in line.
+        gpus: how many devices it wants; None for all of a node's.
+        gpu_type: of what type; "" for whatever there is.
+        pool: "" for any on-demand one.
+        since_ns: since when it waits, nanoseconds since 1970.
+        sentence: what for, for whom, and until when.
+        reserved_ns: when the devices that are reserved for it are free; None where none are, or nobody can say.
+        is_bound: whether that is the latest time.
+    """
+
     run: str
     name: str
     owner: str
     team: str
     priority: Priority
-    place: int  # its place among those that want the same kind of devices; 1 is the next, 0 is none: it is not in line
-    gpus: int | None  # how many devices it wants; None for all of a node's
-    gpu_type: str  # of what type; "" for whatever there is
-    pool: str  # "" for any on-demand one
-    since_ns: int  # since when it waits, nanoseconds since 1970
-    sentence: str  # what for, for whom, and until when
-    # when the devices that are reserved for it are free; None where none are, or nobody can say
+    place: int
+    gpus: int | None
+    gpu_type: str
+    pool: str
+    since_ns: int
+    sentence: str
     reserved_ns: int | None = None
-    is_bound: bool = False  # whether that is the latest time
-    # `sentence`, part by part; None while nobody has looked, and for one that is not to be seen
+    is_bound: bool = False
     waiting: WaitView | None = None
 
 
 class QueueView(Answer, frozen=True, kw_only=True):
-    """Those that wait, in the order in which they are looked at; those that nothing can ever serve come last."""
+    """Those that wait, in the order in which they are looked at; those that nothing can ever serve come last.
+
+    Attributes:
+        waiting: how many there are altogether.
+    """
 
     entries: tuple[QueueEntry, ...]
-    waiting: int  # how many there are altogether
+    waiting: int
 
 
 class ShareView(Answer, frozen=True, kw_only=True):
-    """How much of the devices somebody gets while others want them, too."""
+    """How much of the devices somebody gets while others want them, too.
 
-    kind: ShareKind  # "team", or "user": one among the users of their team, or, without a team, among the teams
+    Attributes:
+        kind: "team", or "user": one among the users of their team, or, without a team, among the teams.
+        weight: against those of the others; who was not named has 1.
+        due: part of all devices that is theirs while everybody in this list wants some; None for a user in a team.
+        used_gpu_s: device-seconds they have used, older use counting less, and a CPU slot as 1/32 of a GPU; None for a
+            user in a team.
+        counted_gpu_s: what the scheduler counts against them: `used_gpu_s`, and a minute in advance
+            (`queue_entry_penalty`) of the devices of each run that has any now; None for a user in a team.
+        part: part of all use; None for a user in a team.
+    """
+
+    kind: ShareKind
     name: str
-    weight: float  # against those of the others; who was not named has 1
-    # part of all devices that is theirs while everybody in this list wants some; None for a user in a team
+    weight: float
     due: float | None = None
-    # device-seconds they have used, older use counting less, and a CPU slot as 1/32 of a GPU; None for a user in a team
     used_gpu_s: float | None = None
-    part: float | None = None  # part of all use; None for a user in a team
-    # what the scheduler counts against them: `used_gpu_s`, and a minute in advance (`queue_entry_penalty`) of the
-    # devices of each run that has any now; None for a user in a team
+    part: float | None = None
     counted_gpu_s: float | None = None
 
 
 class ShareList(Answer, frozen=True, kw_only=True):
-    """Shares."""
+    """Shares.
+
+    Attributes:
+        half_life_s: after so long, use counts half.
+    """
 
     shares: tuple[ShareView, ...]
-    half_life_s: float  # after so long, use counts half
+    half_life_s: float
 
 
 class ShareRequest(Request, frozen=True, kw_only=True):

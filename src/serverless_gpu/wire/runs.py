@@ -42,27 +42,42 @@ class CostView(Answer, frozen=True, kw_only=True):
 
 
 class Target(Request, frozen=True, kw_only=True):
-    """What the node has to be like."""
+    """What the node has to be like.
 
-    machine: str = ""  # `ambient.machine()` of the caller when ranks import its files where they lie; "" for any node
-    caller: str = ""  # `ambient.machine()` of the caller in any case: its interpreter is there
-    python: str  # version of the caller's interpreter, as ``"3.11"``
-    platform: str  # for example ``"linux-x86_64"``
+    Attributes:
+        machine: `ambient.machine()` of the caller when ranks import its files where they lie; "" for any node.
+        caller: `ambient.machine()` of the caller in any case: its interpreter is there.
+        python: version of the caller's interpreter, as ``"3.11"``.
+        platform: for example ``"linux-x86_64"``.
+    """
+
+    machine: str = ""
+    caller: str = ""
+    python: str
+    platform: str
 
 
 class RunRequest(Request, frozen=True, kw_only=True):
-    """A run as it is asked for. The same identifier and the same body again mean the same run."""
+    """A run as it is asked for. The same identifier and the same body again mean the same run.
 
-    id: str  # made by the client (`ambient.new_run_id`) and written to its disk before this is sent
-    spec: RunSpec  # what to run
-    target: Target  # what the node has to be like
-    # `node.protocol.Context` as JSON: what ranks take on of the caller. Opaque to the server, which keeps it encrypted
-    # (it holds variables) and gives it to the node only.
+    Attributes:
+        id: made by the client (`ambient.new_run_id`) and written to its disk before this is sent.
+        spec: what to run.
+        target: what the node has to be like.
+        context: `node.protocol.Context` as JSON: what ranks take on of the caller. Opaque to the server, which keeps it
+            encrypted (it holds variables) and gives it to the node only.
+        call: the pickled call, up to `INLINE_BYTES_MAX`; None when `spec.payload` has it as a blob, or has none.
+        snapshot: address of the environment ranks import from; "" for the caller's own files.
+        version: of the client's package.
+    """
+
+    id: str
+    spec: RunSpec
+    target: Target
     context: msgspec.Raw
-    # the pickled call, up to `INLINE_BYTES_MAX`; None when `spec.payload` has it as a blob, or has none
     call: bytes | None = None
-    snapshot: str = ""  # address of the environment ranks import from; "" for the caller's own files
-    version: str = ""  # of the client's package
+    snapshot: str = ""
+    version: str = ""
 
 
 class CrewView(Answer, frozen=True, kw_only=True):
@@ -79,14 +94,14 @@ class CrewView(Answer, frozen=True, kw_only=True):
         Times are nanoseconds since 1970.
     """
 
-    number: int  # of the node within the attempt, from 0 on: NODE_RANK
-    node: str  # its name
-    state: State  # what it says of the run, UNREACHABLE while nothing is heard of it, or how it ended there
+    number: int
+    node: str
+    state: State
     reason: Reason | None = None
-    first_rank: int = 0  # the lowest global rank there, where each device has a rank
-    gpus: int = 0  # how many devices it has there
-    sentence: str = ""  # what the node says about it
-    heard_ns: int = 0  # when it was heard of last, up to 15 s behind
+    first_rank: int = 0
+    gpus: int = 0
+    sentence: str = ""
+    heard_ns: int = 0
     started_ns: int | None = None
     ended_ns: int | None = None
 
@@ -112,26 +127,25 @@ class RunView(Answer, frozen=True, kw_only=True):
     name: str
     state: State
     reason: Reason | None
-    sentence: str  # what it waits for, and who has it; or why it ended
-    fence: int  # number of the current attempt; 0 before the first
+    sentence: str
+    fence: int
     owner: str
     team: str
     pool: str
-    node: str  # name of the node it is on, of several all of them with commas, or ""
+    node: str
     gpu_type: str
-    world_size: int  # ranks; 0 while that is not known
+    world_size: int
     created_ns: int
     started_ns: int | None
     ended_ns: int | None
-    stop: StopReason | None  # why it is asked to stop, or None
+    stop: StopReason | None
     spec: RunSpec
     snapshot: str = ""
-    deduplicated: bool = False  # whether this answers a request that had come before
-    finished: bool = False  # whether state, files and receipt are final
-    tracked: str = ""  # link to it in MLflow, once known
-    # what it waits for, part by part, while it does and somebody has looked; `sentence` says the same
+    deduplicated: bool = False
+    finished: bool = False
+    tracked: str = ""
     waiting: WaitView | None = None
-    crews: tuple[CrewView, ...] = ()  # what it has on each of its nodes, where it is on several
+    crews: tuple[CrewView, ...] = ()
 
     @property
     def processes(self) -> int | None:
@@ -142,11 +156,16 @@ class RunView(Answer, frozen=True, kw_only=True):
 
 
 class RunPage(Answer, frozen=True, kw_only=True):
-    """Runs, newest first."""
+    """Runs, newest first.
+
+    Attributes:
+        cursor: asks for the next page, "" when there is none.
+        costs: what each used so far, where that was asked for.
+    """
 
     runs: tuple[RunView, ...]
-    cursor: str = ""  # asks for the next page, "" when there is none
-    costs: tuple[CostView, ...] = ()  # what each used so far, where that was asked for
+    cursor: str = ""
+    costs: tuple[CostView, ...] = ()
 
 
 class StopRequest(Request, frozen=True, kw_only=True):
@@ -156,13 +175,17 @@ class StopRequest(Request, frozen=True, kw_only=True):
 
 
 class FileView(Answer, frozen=True, kw_only=True):
-    """One output of an attempt, as it lies in the attempt's directory on the node."""
+    """One output of an attempt, as it lies in the attempt's directory on the node.
 
-    # `results/<rank>.pkl`, `failures/<rank>.json`, `.pkl`, `.stack`, `hang-<n>.txt`, `receipt.json` … Of several nodes,
-    # whose files lie side by side, `hang-<number of the node>-<n>.txt`
+    Attributes:
+        name: `results/<rank>.pkl`, `failures/<rank>.json`, `.pkl`, `.stack`, `hang-<n>.txt`, `receipt.json` …
+            Of several nodes, whose files lie side by side, `hang-<number of the node>-<n>.txt`.
+        inline: its bytes, when they are few; else they are read from `/runs/{run}/files/{name}`.
+    """
+
     name: str
     size: int
-    inline: bytes | None = None  # its bytes, when they are few; else they are read from `/runs/{run}/files/{name}`
+    inline: bytes | None = None
 
 
 class FileList(Answer, frozen=True, kw_only=True):
@@ -173,7 +196,13 @@ class FileList(Answer, frozen=True, kw_only=True):
 
 
 class AttemptView(Answer, frozen=True, kw_only=True):
-    """One try at a run."""
+    """One try at a run.
+
+    Attributes:
+        secrets: which versions it has, as ``HF_TOKEN@3``.
+        sentence: why it was asked to stop, where that is what ended it.
+        crews: what it has on each of its nodes, where it is on several.
+    """
 
     fence: int
     state: State
@@ -182,9 +211,9 @@ class AttemptView(Answer, frozen=True, kw_only=True):
     created_ns: int
     started_ns: int | None
     ended_ns: int | None
-    secrets: tuple[str, ...] = ()  # which versions it has, as ``HF_TOKEN@3``
-    sentence: str = ""  # why it was asked to stop, where that is what ended it
-    crews: tuple[CrewView, ...] = ()  # what it has on each of its nodes, where it is on several
+    secrets: tuple[str, ...] = ()
+    sentence: str = ""
+    crews: tuple[CrewView, ...] = ()
 
 
 class AttemptList(Answer, frozen=True, kw_only=True):
@@ -202,17 +231,23 @@ class AttemptList(Answer, frozen=True, kw_only=True):
 
 
 class StateMessage(Answer, frozen=True, kw_only=True, tag="state"):
-    """The run's state, or the sentence about it, is another one."""
+    """The run's state, or the sentence about it, is another one.
 
-    seq: int  # number of the event; 0 where it is none: only the sentence, or the link, is news
+    Attributes:
+        seq: number of the event; 0 where it is none: only the sentence, or the link, is news.
+        tracked: link to the run in MLflow; "" where that is not known, or was said before.
+        waiting: the parts of a sentence about a wait.
+    """
+
+    seq: int
     fence: int
     state: State
     reason: Reason | None = None
     sentence: str = ""
     node: str = ""
     at_ns: int = 0
-    tracked: str = ""  # link to the run in MLflow; "" where that is not known, or was said before
-    waiting: WaitView | None = None  # the parts of a sentence about a wait
+    tracked: str = ""
+    waiting: WaitView | None = None
 
 
 class LogMessage(Answer, frozen=True, kw_only=True, tag="log"):
@@ -240,6 +275,10 @@ class EndedMessage(Answer, frozen=True, kw_only=True, tag="ended"):
 
     Of a run on several nodes one with `seq` 0 may come before it, while nodes still clean up: what ended the run is
     known, and nothing is tried again. What failed on others meanwhile is in the last one.
+
+    Attributes:
+        ending: `node.protocol.Stopped` as JSON; unset when no node could tell: state and reason are all there is.
+        files: outputs of the last attempt.
     """
 
     seq: int
@@ -247,15 +286,18 @@ class EndedMessage(Answer, frozen=True, kw_only=True, tag="ended"):
     state: State
     reason: Reason
     sentence: str = ""
-    # `node.protocol.Stopped` as JSON; unset when no node could tell: state and reason are all there is
     ending: Json = msgspec.UNSET
-    files: tuple[FileView, ...] = ()  # outputs of the last attempt
+    files: tuple[FileView, ...] = ()
 
 
 class SettledMessage(Answer, frozen=True, kw_only=True, tag="settled"):
-    """Devices were checked and given back; the last message of a stream."""
+    """Devices were checked and given back; the last message of a stream.
 
-    receipt: Json = msgspec.UNSET  # `model.receipt.Receipt` as JSON; unset when there is none
+    Attributes:
+        receipt: `model.receipt.Receipt` as JSON; unset when there is none.
+    """
+
+    receipt: Json = msgspec.UNSET
 
 
 class AcceptedMessage(Answer, frozen=True, kw_only=True, tag="accepted"):

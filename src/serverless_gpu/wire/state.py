@@ -13,12 +13,18 @@ from serverless_gpu.wire.base import Answer, Request
 
 
 class HealthCheck(Answer, frozen=True, kw_only=True):
-    """One part of the server."""
+    """One part of the server.
 
-    name: str  # database, store, environments, disk, mlflow, claim, server, or a loop: scheduler, reconciler, …
+    Attributes:
+        name: database, store, environments, disk, mlflow, claim, server, or a loop: scheduler, reconciler, …
+        problem: what is wrong with it, in words that name no one, or "".
+        ms: how long it took to find out, or has taken so far.
+    """
+
+    name: str
     ok: bool
-    problem: str = ""  # what is wrong with it, in words that name no one, or ""
-    ms: float = 0.0  # how long it took to find out, or has taken so far
+    problem: str = ""
+    ms: float = 0.0
 
 
 class Health(Answer, frozen=True, kw_only=True):
@@ -30,14 +36,19 @@ class Health(Answer, frozen=True, kw_only=True):
 
 
 class Version(Answer, frozen=True, kw_only=True):
-    """What the server speaks."""
+    """What the server speaks.
+
+    Attributes:
+        protocol: its own; `protocols` are all that it takes, none said by one of protocol 1.
+        machine: `ambient.machine()` of the server, so that a client knows whether it is on the same one.
+        mlflow: where runs whose caller configured no MLflow are tracked, as clients and nodes reach it; "" for nowhere.
+        joinable: whether other machines join it: then a run may be on one that has none of its caller's files.
+    """
 
     version: str
-    protocol: int  # its own; `protocols` are all that it takes, none said by one of protocol 1
-    machine: str  # `ambient.machine()` of the server, so that a client knows whether it is on the same one
-    # where runs whose caller configured no MLflow are tracked, as clients and nodes reach it; "" for nowhere
+    protocol: int
+    machine: str
     mlflow: str = ""
-    # whether other machines join it: then a run may be on one that has none of its caller's files
     joinable: bool = False
     protocols: tuple[int, ...] = ()
 
@@ -50,11 +61,16 @@ class DrainRequest(Request, frozen=True, kw_only=True):
 
 
 class DrainView(Answer, frozen=True, kw_only=True):
-    """Whether nothing new is started: who said so, when (nanoseconds since 1970) and why."""
+    """Whether nothing new is started: who said so, when (nanoseconds since 1970) and why.
+
+    Attributes:
+        going: runs that go on.
+        waiting: runs that wait.
+    """
 
     on: bool
     by: str = ""
     since_ns: int = 0
     note: str = ""
-    going: int = 0  # runs that go on
-    waiting: int = 0  # runs that wait
+    going: int = 0
+    waiting: int = 0

@@ -222,15 +222,15 @@ class UnsatisfiableRuns:
     def _decide_deferred(self, waiting: Mapping[str, QueuedRun]) -> None:
         """End runs that were queued before nodes were known, and that none of these could ever serve."""
         for run_id in self._feasible.undecided():
-            queued_run = waiting.get(run_id)
-            if queued_run is None:
+            run = waiting.get(run_id)
+            if run is None:
                 self._feasible.settle(run_id)
                 continue
-            is_decided, found = self._database.read(functools.partial(self._feasibility.decide, asked=queued_run))
+            is_decided, found = self._database.read(functools.partial(self._feasibility.decide, asked=run))
             if is_decided:
                 self._feasible.settle(run_id)
             if found is not None:
-                self._end(run_id, self._sentences.impossible(queued_run) or found.why)
+                self._end(run_id, self._sentences.impossible(run) or found.why)
 
     def ends_ns(self, run_id: str) -> int | None:
         """Return when a run that can never be served ends, nanoseconds since 1970; None for never."""
@@ -246,12 +246,12 @@ class UnsatisfiableRuns:
         """Return why those can never be served for whom that is so; the same for all that want the same."""
         known: dict[QueuedRun, str] = {}
         found: dict[str, str] = {}
-        for queued_run in waiting:
-            alike = like(queued_run)
+        for run in waiting:
+            alike = like(run)
             if alike not in known:
                 known[alike] = self._sentences.impossible(alike)
             if known[alike]:
-                found[queued_run.run_id] = known[alike]
+                found[run.run_id] = known[alike]
         return found
 
     def _end(self, run_id: str, detail: str) -> None:

@@ -1,7 +1,7 @@
 """Everybody who waits or runs, as decisions take them: read at each tick, and remembered as far as it does not change.
 
     queue, what goes on ── identifiers, fences ─▶ known? ── yes ─▶ the same value as before
-                                                     └─── no ──▶ rows, past ─▶ wanting.wanted
+                                                     └─── no ──▶ rows, past ─▶ queued_run
 
 A queue of 10,000 costs one query of identifiers; the rows of a run are read when it is new, and when it waits again.
 How long runs of a name take is asked for when the name is new and when one of its runs has ended, for `LEARN_AT_ONCE`
@@ -47,8 +47,7 @@ from serverless_gpu.server.identity import uid_sharing
 from serverless_gpu.server.lifecycle import owner_suspension
 from serverless_gpu.server.lifecycle.liveness import Leases
 from serverless_gpu.server.nodes import capacity
-from serverless_gpu.server.nodes import capacity as floor
-from serverless_gpu.server.nodes import drain as draining
+from serverless_gpu.server.nodes import capacity, drain
 from serverless_gpu.server.nodes.capacity import Floor
 from serverless_gpu.server.records import duration_history, policies, shares
 from serverless_gpu.server.records.runs import attempts, runs
@@ -201,8 +200,8 @@ class _Entry:
     waits: bool
     owner: str
     name: _Name
-    queued_run: QueuedRun
-    candidate_of: Candidate
+    wanted: QueuedRun
+    candidate: Candidate
     kept: QueuedRun | None = None
     running: RunningRun | None = None
     running_key: tuple[object, ...] = ()
@@ -241,7 +240,7 @@ class Roster:
             underway: devices of runs that are about to be placed, by identifier: they still wait here.
         """
         as_of = self._budget_admission.as_of()  # before anything is read
-        there = floor.load(connection, self._leases)
+        there = capacity.load(connection, self._leases)
         queue = runs.queue(connection)
         policy = shares.policy(connection, self._settings.queue)
         self._set_isolation(uid_sharing.Isolation.of(there.pools, uid_sharing.first_administrator(connection)))
@@ -311,8 +310,8 @@ class Roster:
             before, expected_s=self._expected.get(name), second_principal=self._isolation.is_second(run.owner)
         )
         waits = run.state is State.QUEUED
-        asked, candidate_of = queued_run(run, before, now_ns=now_ns), candidate_of(run)
-        self._known[run.id] = _Entry(run.fence, waits, run.owner, name, asked, candidate_of)
+        asked, candidate = queued_run(run, before, now_ns=now_ns), candidate_of(run)
+        self._known[run.id] = _Entry(run.fence, waits, run.owner, name, asked, candidate)
 
     def _learn(self, connection: sa.Connection) -> None:
         """Look at how long some of the names take of which that is not known, or was before one of them ended."""
@@ -342,7 +341,7 @@ class Roster:
         """Return what those want who wait; who may not start now waits beside the line."""
         if not queue:
             return {}
-        shut_out, drain = owner_suspension.shut_out(connection), draining.find(connection)
+        shut_out, drain = owner_suspension.shut_out(connection), drain.find(connection)
         entries = {run_id: self._known[run_id] for run_id, _ in queue if run_id in self._known}  # else removed just now
         if drain is not None:
             return {run_id: _kept_back(entry, drain.sentence) for run_id, entry in entries.items()}
