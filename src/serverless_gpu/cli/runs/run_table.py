@@ -97,7 +97,7 @@ def row(record: RunRecord, home: Home, *, size: bool = False) -> list[str]:
     ]
 
 
-def as_json(home: Home, record: RunRecord, *, size: bool) -> dict[str, object]:
+def run_json(home: Home, record: RunRecord, *, size: bool) -> dict[str, object]:
     """Return a run for machines, with the names that runs of a server have."""
     receipt, cost = record.receipt, cost_so_far(home, record) if record.receipt is None else None
     cells: dict[str, object] = {

@@ -168,10 +168,10 @@ class RendezvousService:
             active: all runs that have devices.
             now_ns: boottime, nanoseconds.
         """
-        gone = {run.id: self._gone(run, now_ns) for run in active if run.num_nodes > 1}
+        gone_sentence = {run.id: self._gone(run, now_ns) for run in active if run.num_nodes > 1}
         for one in active:
-            if one.called_off and gone[one.id]:
-                self._end_silent(one, gone[one.id])
+            if one.called_off and gone_sentence[one.id]:
+                self._end_silent(one, gone_sentence[one.id])
         waiting = [run for run in active if run.num_nodes > 1 and not run.has_met]
         half = [run for run in active if run.num_nodes > 1 and run.began and not run.chosen and not run.called_off]
         self._meetings.keep({(run.id, run.fence) for run in (*waiting, *half)})
@@ -180,7 +180,7 @@ class RendezvousService:
             if now_ns - known.since_ns > MEET_S * 1e9:
                 self._end_half(one, known)
         for one in waiting:
-            gang, silent = (one.id, one.fence), gone[one.id]
+            gang, silent = (one.id, one.fence), gone_sentence[one.id]
             run = self._database.read(partial(_waiting, run_id=one.id, fence=one.fence))
             if run is None or run.attempt is None:
                 continue
@@ -190,7 +190,7 @@ class RendezvousService:
                 continue
             nodes = [crew.node for crew in attempt.crews]
             if silent:
-                self.call_off(attempt, known, why=gone(nodes, silent), silent=silent)
+                self.call_off(attempt, known, why=gone_sentence(nodes, silent), silent=silent)
                 continue
             heard = {crew.number for crew in attempt.crews if _was_heard(attempt, crew)}
             age_s = (self._clock.wall_ns() - attempt.created_ns) / 1e9
@@ -522,7 +522,7 @@ class RendezvousStates:
             self._gathered = {gang: known for gang, known in self._gathered.items() if gang in gangs}
 
 
-def gone(nodes: Sequence[str], silent: Sequence[int]) -> str:
+def gone_sentence(nodes: Sequence[str], silent: Sequence[int]) -> str:
     """Return why a gang is called off whose nodes went silent, for people.
 
     Args:
