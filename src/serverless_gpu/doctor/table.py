@@ -6,7 +6,6 @@ from serverless_gpu.doctor import (
     environment_checks,
     gpu_checks,
     machine_checks,
-    pool_checks,
     run_troubles,
     server_checks,
     tracking_checks,
@@ -17,7 +16,7 @@ from serverless_gpu.doctor.findings import Check, Finding
 TABLE: tuple[Check, ...] = (
     *machine_checks.CHECKS,
     *server_checks.CHECKS,
-    *pool_checks.CHECKS,
+    *server_checks.POOL_CHECKS,
     *gpu_checks.CHECKS,
     *environment_checks.CHECKS,
     *tracking_checks.CHECKS,

@@ -1,0 +1,3 @@
+"""The log of the server."""
+
+from __future__ import annotations
