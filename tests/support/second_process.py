@@ -17,7 +17,7 @@ SOURCE = Path(serverless_gpu.__path__[0]).parent
 PREAMBLE = """
 import os, socket, sys
 from pathlib import Path
-from serverless_gpu.node.devices.locks import Busy, DeviceLocks, LockHolder, Locked, Ticket
+from serverless_gpu.node.devices.locks import Busy, DeviceLocks, LockHolder, LockedDevices, Ticket
 directory = Path(sys.argv[1])
 locks = DeviceLocks(directory)
 me = LockHolder(uuid="", run_id="run-other", user="bob", pid=os.getpid(), since_wall_ns=7)

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from serverless_gpu.doctor import (
-    environment_checks,
-    gpu_checks,
-    machine_checks,
-    run_troubles,
-    server_checks,
-    tracking_checks,
-)
+from serverless_gpu.doctor import environment_checks, gpu_checks, machine_checks, run_troubles, server_checks
 from serverless_gpu.doctor.facts import MachineFacts
 from serverless_gpu.doctor.findings import Check, Finding
 
@@ -19,7 +12,7 @@ TABLE: tuple[Check, ...] = (
     *server_checks.POOL_CHECKS,
     *gpu_checks.CHECKS,
     *environment_checks.CHECKS,
-    *tracking_checks.CHECKS,
+    *server_checks.TRACKING_CHECKS,
     *run_troubles.CHECKS,
 )
 

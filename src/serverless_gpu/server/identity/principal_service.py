@@ -23,7 +23,6 @@ from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.http.routing import ANYBODY, Call, Routes, reading, writing
 from serverless_gpu.server.lifecycle import owner_suspension
 from serverless_gpu.server.records import audit, principals
-from serverless_gpu.server.records import principals as identity
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.principals import NewToken
 from serverless_gpu.wire.access import (
@@ -244,7 +243,7 @@ routes = Routes("principals")
 @routes.get("/whoami", needs=ANYBODY)
 def whoami(call: Call, database: Transactions) -> PrincipalView:
     """Say whose token it is."""
-    return database.read(lambda connection: identity.principal(connection, call.who.name))
+    return database.read(lambda connection: principals.principal(connection, call.who.name))
 
 
 @routes.get("/users", needs=reading("users"))
@@ -252,7 +251,7 @@ def list_users(call: Call, database: Transactions) -> PrincipalList:
     """List users and services: all, or oneself."""
     if call.reach != AccessReach.ALL:
         return PrincipalList(principals=(whoami(call, database),))
-    return PrincipalList(principals=database.read(identity.all_principals))
+    return PrincipalList(principals=database.read(principals.all_principals))
 
 
 @routes.post("/users", needs=writing("users"))
@@ -270,7 +269,7 @@ def change_user(call: Call, principals: PrincipalService, name: str, body: Princ
 @routes.get("/teams", needs=reading("teams"))
 def list_teams(call: Call, database: Transactions) -> TeamList:
     """List teams: all, or those one is in."""
-    teams = database.read(identity.all_teams)
+    teams = database.read(principals.all_teams)
     return TeamList(teams=tuple(team for team in teams if call.reach == AccessReach.ALL or team.name in call.who.teams))
 
 
@@ -302,7 +301,7 @@ def remove_member(call: Call, principals: PrincipalService, team: str, user: str
 def list_tokens(call: Call, database: Transactions) -> TokenList:
     """List tokens, without their secrets: all, or one's own."""
     whose = None if call.reach == AccessReach.ALL else call.who.name
-    return TokenList(tokens=database.read(lambda connection: identity.tokens_of(connection, whose)))
+    return TokenList(tokens=database.read(lambda connection: principals.tokens_of(connection, whose)))
 
 
 @routes.post("/tokens", needs=writing("tokens"))

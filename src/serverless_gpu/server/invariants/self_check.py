@@ -48,7 +48,7 @@ from serverless_gpu.server.core.hub import Hub
 from serverless_gpu.server.core.server_metrics import ServerMetrics
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions, portions
-from serverless_gpu.server.invariants import invariant_inputs as book_rows
+from serverless_gpu.server.invariants import invariant_inputs
 from serverless_gpu.server.invariants.invariant_inputs import PAGE_RUNS, Books, Violation
 from serverless_gpu.server.invariants.run_invariants import History, Lendings, LiveState, broken_chain, violations
 from serverless_gpu.server.lifecycle.liveness import Presence
@@ -193,7 +193,7 @@ class SelfCheck:
         Args:
             now_ns: boottime, nanoseconds.
         """
-        page = self._database.read(partial(book_rows.load, after=self._after))
+        page = self._database.read(partial(invariant_inputs.load, after=self._after))
         moment = msgspec.structs.replace(self._moment(now_ns), missing_parts=self._missing(page))
         found = violations(page, History(ends=self._ends), moment)
         chained = [broken_chain(*one) for one in self._chain.look(self._database.read)]
@@ -274,13 +274,13 @@ def check(read: Read, *, history: History | None = None, limit: int = PAGE_RUNS)
     skipped: list[str] = []
     seen: set[str] = set()
     lendings = Lendings()
-    for page in book_rows.pages(read, limit=limit):
+    for page in invariant_inputs.pages(read, limit=limit):
         found.update(violations(page, history))
         found.update(lendings.look(page))
         skipped += page.skipped
         seen.update(booked.run.id for booked in page.runs)
     for gone in portions(sorted((history or History()).acknowledged - seen), limit):
-        absent = read(partial(book_rows.of_runs, run_ids=gone))
+        absent = read(partial(invariant_inputs.of_runs, run_ids=gone))
         found.update(violations(absent, history))
     chain = ChainCheck()
     while not chain.done:

@@ -28,8 +28,7 @@ from serverless_gpu.server.http.routing import Call, Routes, writing
 from serverless_gpu.server.identity import uid_sharing
 from serverless_gpu.server.lifecycle import owner_suspension
 from serverless_gpu.server.lifecycle.liveness import Leases
-from serverless_gpu.server.nodes import capacity
-from serverless_gpu.server.nodes import drain as draining
+from serverless_gpu.server.nodes import capacity, drain
 from serverless_gpu.server.policies import Allowed, PolicyAdmission
 from serverless_gpu.server.records import duration_history, pools
 from serverless_gpu.server.records.runs import runs
@@ -124,7 +123,7 @@ class EstimateService:
 
     def _held_back(self, connection: sa.Connection, run: StoredRun) -> str:
         """Return why a run would not start now, however much is free, or ""."""
-        drain = draining.find(connection)
+        drain = drain.find(connection)
         if drain is not None:
             return drain.sentence
         if run.owner in owner_suspension.shut_out(connection, run.owner):

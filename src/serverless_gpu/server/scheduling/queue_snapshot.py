@@ -46,7 +46,6 @@ from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.identity import uid_sharing
 from serverless_gpu.server.lifecycle import owner_suspension
 from serverless_gpu.server.lifecycle.liveness import Leases
-from serverless_gpu.server.nodes import capacity
 from serverless_gpu.server.nodes import capacity, drain
 from serverless_gpu.server.nodes.capacity import Floor
 from serverless_gpu.server.records import duration_history, policies, shares
@@ -341,10 +340,10 @@ class Roster:
         """Return what those want who wait; who may not start now waits beside the line."""
         if not queue:
             return {}
-        shut_out, drain = owner_suspension.shut_out(connection), drain.find(connection)
+        shut_out, server_drain = owner_suspension.shut_out(connection), drain.find(connection)
         entries = {run_id: self._known[run_id] for run_id, _ in queue if run_id in self._known}  # else removed just now
-        if drain is not None:
-            return {run_id: _kept_back(entry, drain.sentence) for run_id, entry in entries.items()}
+        if server_drain is not None:
+            return {run_id: _kept_back(entry, server_drain.sentence) for run_id, entry in entries.items()}
         out = {run_id for run_id, entry in entries.items() if entry.owner in shut_out}
         closed = {run_id for run_id, entry in entries.items() if self._isolation.is_closed(entry.wanted)}
         beside = out | closed | underway.keys()  # these take no room of a cap or a budget
