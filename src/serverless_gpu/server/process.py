@@ -33,7 +33,7 @@ import uvicorn
 from serverless_gpu import faults
 from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.server.application import guarded
-from serverless_gpu.server.core import log_file
+from serverless_gpu.server.core import server_log
 from serverless_gpu.server.core.jump_tolerant_clock import JumpTolerantClock
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.leader_lock import TakenOver
@@ -303,11 +303,11 @@ def _configuration(app: AccessLogMiddleware) -> uvicorn.Config:
 
 @contextlib.contextmanager
 def _logged(settings: Settings) -> Iterator[None]:
-    handler = log_file.to_file(settings.directory / "server.log", _secrets(settings))
+    handler = server_log.to_file(settings.directory / "server.log", _secrets(settings))
     try:
         yield
     finally:
-        log_file.detach(handler)
+        server_log.detach(handler)
 
 
 def _secrets(settings: Settings) -> list[str]:

@@ -2,7 +2,7 @@
 
 `sgpu server logs`: the server's own log as text, on its machine, from its home, without a server.
 
-The server writes JSON lines and rotates the file at a size (`server/core/log_file.py`). This reads all files in the
+The server writes JSON lines and rotates the file at a size (`server/core/server_log.py`). This reads all files in the
 order of writing. A line that is cut or not JSON is shown as it is; a file that rotates while it is followed is read to
 its end first; names and messages cannot steer the terminal.
 """
@@ -29,7 +29,7 @@ from serverless_gpu.cli.server.up import refuse_incomplete
 from serverless_gpu.cli.server_connection import server
 from serverless_gpu.errors import NotFound, ServerProblem
 from serverless_gpu.lazy_import import load
-from serverless_gpu.server.core.log_file import KEPT
+from serverless_gpu.server.core.server_log import KEPT
 from serverless_gpu.units import format_bytes
 from serverless_gpu.wire.state import DrainRequest, DrainView
 

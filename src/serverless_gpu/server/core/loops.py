@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import ServerProblem
-from serverless_gpu.server.core import log_file
+from serverless_gpu.server.core import server_log
 from serverless_gpu.server.core.server_metrics import ServerMetrics
 
 LONGEST_S = 30.0
@@ -98,7 +98,7 @@ class Loop:
     def _turn(self, now_ns: int) -> float:
         """Do one tick; return the seconds until the next."""
         try:
-            with log_file.bound(loop=self._name):
+            with server_log.bound(loop=self._name):
                 due_ns = self._tick(now_ns)
         except ServerProblem as error:
             _log.warning("%s: %s", self._name, error.message)

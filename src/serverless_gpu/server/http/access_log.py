@@ -17,8 +17,8 @@ from collections import Counter
 from starlette.types import Message, Receive, Scope, Send
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.server.core import log_file
-from serverless_gpu.server.core.log_file import ACCESS
+from serverless_gpu.server.core import server_log
+from serverless_gpu.server.core.server_log import ACCESS
 from serverless_gpu.server.core.server_metrics import OTHER, ServerMetrics
 from serverless_gpu.server.http.proxy_middleware import ProxyMiddleware
 from serverless_gpu.server.http.routing import CALL, ROUTE, Call, Route
@@ -64,7 +64,7 @@ class AccessLogMiddleware:
             await self.door(scope, receive, send)
             return
         request = _Request(scope, send, self._clock)
-        with log_file.bound(request_id=request.id, method=request.method):
+        with server_log.bound(request_id=request.id, method=request.method):
             try:
                 await self.door(scope, receive, request.send)
             finally:
@@ -75,7 +75,7 @@ class AccessLogMiddleware:
         seconds = (request.answered_ns or self._clock.boottime_ns()) - request.began_ns
         status = f"{request.status // 100}xx" if request.status else "none"
         self._measures.requests.labels(request.method, route, status).observe(seconds / 1e9)
-        known = log_file.current()
+        known = server_log.current()
         if request.status >= 400 and not known.get("principal") and "run" not in known:
             left_out = self._refused.spend()
             if left_out is None:
@@ -85,7 +85,7 @@ class AccessLogMiddleware:
         else:
             left_out = 0
         total_ns = self._clock.boottime_ns() - request.began_ns
-        log_file.note(
+        server_log.note(
             route=route,
             status=request.status,
             ms=round(seconds / 1e6, 1),
@@ -93,7 +93,7 @@ class AccessLogMiddleware:
             peer=request.peer,
             more=left_out or None,
         )
-        _log.info("%s %s", request.method, route, extra={"sgpu": dict(log_file.current())})
+        _log.info("%s %s", request.method, route, extra={"sgpu": dict(server_log.current())})
 
     def _is_quiet(self, request: _Request) -> bool:
         key = (request.method, request.route)

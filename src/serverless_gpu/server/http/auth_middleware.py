@@ -43,7 +43,7 @@ from serverless_gpu.errors import (
     TooLarge,
 )
 from serverless_gpu.model.access import roles
-from serverless_gpu.server.core import log_file
+from serverless_gpu.server.core import server_log
 from serverless_gpu.server.core.caller import NOBODY, Caller
 from serverless_gpu.server.core.server_key import Keys
 from serverless_gpu.server.core.server_metrics import ServerMetrics
@@ -164,7 +164,7 @@ class AuthMiddleware:
             return self._call(route, NOBODY, "none")
         token = _token(request)
         who = await to_thread.run_sync(self._authenticate, token, limiter=self._asking)
-        log_file.note(principal=who.name)
+        server_log.note(principal=who.name)
         if not routes:
             raise NotFound(f"there is nothing at {scope['path'][:200]!r}", hint="docs/openapi.json lists all routes")
         if route is None:

@@ -66,7 +66,7 @@ from serverless_gpu.errors import (
     TooLarge,
 )
 from serverless_gpu.json_codec import from_builtins, from_json
-from serverless_gpu.server.core import log_file
+from serverless_gpu.server.core import server_log
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.server_metrics import ServerMetrics
 from serverless_gpu.wire.base import BODY_BYTES_MAX, PROTOCOL, Problem, ShortageView
@@ -297,7 +297,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             return Response(status_code=499)  # nobody reads it
         except Exception:  # a bug of a route must not end the server, and says nothing to the outside
             _logger.exception("%s %s failed", self.method, self.path)
-            found = log_file.current().get("request_id", "")
+            found = server_log.current().get("request_id", "")
             hint = f"its log says what: request {found}" if found else "its log says what"
             return problem(ServerProblem("something went wrong in the server", hint=hint))
 
@@ -306,7 +306,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         if not isinstance(call, Call) or call.route is not self:
             raise RuntimeError(f"{self.method} {self.path} was reached without the gate")
         call.headers = request.headers
-        log_file.note(**_identified(request.path_params))
+        server_log.note(**_identified(request.path_params))
         arguments = dict(self.arguments)
         arguments |= {name: _part(request.path_params[name], kind, name) for name, kind in self.parts.items()}
         if self.query is None and request.scope["query_string"]:

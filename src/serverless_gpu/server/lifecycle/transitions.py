@@ -45,7 +45,7 @@ from serverless_gpu.model.lifecycle.run_lifecycle import (
     has_used_attempts,
     over_because,
 )
-from serverless_gpu.server.core import log_file
+from serverless_gpu.server.core import server_log
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import LEDGER, SCHEDULER, Hub, node_key, run_key
 from serverless_gpu.server.core.server_metrics import ServerMetrics
@@ -146,7 +146,7 @@ class Announcer:
         told.count(self._measures)
         hub.touch(run_key(told.before.id))
         for event in told.events:
-            with log_file.bound(run=event.run_id, attempt=event.fence, node=event.node):
+            with server_log.bound(run=event.run_id, attempt=event.fence, node=event.node):
                 _log.info("%s%s", event.state.value, f" ({event.reason.value})" if event.reason is not None else "")
         attempt = told.before.attempt
         if RunInstruction.SEND_STOP in told.instructions and attempt is not None:

@@ -39,7 +39,7 @@ from serverless_gpu.model.spec import (
     check_command,
 )
 from serverless_gpu.server.budgets.budget_admission import BudgetAdmission
-from serverless_gpu.server.core import log_file
+from serverless_gpu.server.core import server_log
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import SCHEDULER, Hub, run_key
 from serverless_gpu.server.core.server_key import Keys, Sealer
@@ -190,7 +190,7 @@ class SubmissionService:
         if not is_new:
             return self._same(run, who, digest)
         self._measures.submitted.inc()
-        log_file.note(run=run.id)
+        server_log.note(run=run.id)
         faults.reach("after_submit_before_answer")
         self._hub.touch(SCHEDULER)
         self._hub.touch(run_key(run.id))

@@ -36,8 +36,8 @@ from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded
 from serverless_gpu.model.placement import laid_out
 from serverless_gpu.model.scheduling.values import Placement, Preemption
 from serverless_gpu.server.budgets.spending import Spending
-from serverless_gpu.server.core import log_file
 from serverless_gpu.server.core import server_key as keys
+from serverless_gpu.server.core import server_log
 from serverless_gpu.server.core.hub import Hub, node_key, run_key
 from serverless_gpu.server.core.server_key import Keys, Sealer
 from serverless_gpu.server.core.server_metrics import ServerMetrics
@@ -235,7 +235,7 @@ class Scheduler:
         self._measures.placed.inc(len(placed))
         for placement, fence in placed:
             names = ", ".join(node.name for node in _on(placement, stored))
-            with log_file.bound(run=placement.run_id, attempt=fence, node=names):
+            with server_log.bound(run=placement.run_id, attempt=fence, node=names):
                 _log.info("placed")
             self._deliveries.made(placement.run_id, fence)
             for number in range(len(placement.shares)):

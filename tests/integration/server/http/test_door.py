@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from serverless_gpu.server.composition import Services
 from serverless_gpu.server.core.hub import Hub
-from serverless_gpu.server.core.log_file import ACCESS
+from serverless_gpu.server.core.server_log import ACCESS
 from serverless_gpu.server.http.access_log import AccessLogMiddleware
 from serverless_gpu.server.http.proxy_middleware import ProxyMiddleware
 from serverless_gpu.wire.base import Problem

@@ -21,7 +21,7 @@ import pytest
 from serverless_gpu.ambient import machine
 from serverless_gpu.errors import InvalidValue, NotAuthenticated, ServerProblem, ServerUnavailable
 from serverless_gpu.json_codec import from_json
-from serverless_gpu.server.core.log_file import Redacted
+from serverless_gpu.server.core.server_log import Redacted
 from serverless_gpu.server.http import listener, routing
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.access import PrincipalView, SecretList, SecretRequest, SecretView

@@ -26,7 +26,7 @@ from serverless_gpu.model.lifecycle.run_lifecycle import StopAsked
 from serverless_gpu.model.secrets import VALUE_BYTES_MAX
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.server.composition import Services, make_scheduler
-from serverless_gpu.server.core import disk_space, log_file
+from serverless_gpu.server.core import disk_space, server_log
 from serverless_gpu.server.core.settings import unknown
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.http.tls import Certificate
@@ -82,9 +82,9 @@ def test_a_duration_that_is_none_is_refused_with_its_option(home: Path, command:
 
 def test_an_odd_line_does_not_end_the_log(home: Path) -> None:
     path = home / "server" / "server.log"
-    handler = log_file.to_file(path)
+    handler = server_log.to_file(path)
     logging.getLogger("serverless_gpu.server").error("before")
-    log_file.detach(handler)
+    server_log.detach(handler)
     with path.open("ab") as file:
         file.write(b'{"ts":5,"level":{},"logger":[],"msg":[1]}\n{"level":"ERROR","msg":"after"}\n')
     for more in ([], ["--level", "error"]):
@@ -206,13 +206,13 @@ def test_who_is_disabled_is_told_so_and_who_enables_that_tokens_are_gone(
 
 def test_the_log_has_what_became_of_a_run(services: Services, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     caplog.set_level(logging.INFO, "serverless_gpu.server")
-    handler = log_file.to_file(tmp_path / "server.log")
+    handler = server_log.to_file(tmp_path / "server.log")
     add_people(services.database, "node", "alice")  # type: ignore[arg-type] # the fixture's is a Database
     services.agents.hello(NODE, hello())
     run_id = submit(services)
     make_scheduler(services).tick(services.clock.boottime_ns())
     tell(services, run_id, StopAsked(StopReason.CANCEL))
-    log_file.detach(handler)
+    server_log.detach(handler)
     lines = [msgspec.json.decode(line) for line in (tmp_path / "server.log").read_bytes().splitlines()]
     about = [(line["msg"], line["attempt"]) for line in lines if line.get("run") == run_id]
     assert about == [("placed", 1), ("STOPPING", 1)]

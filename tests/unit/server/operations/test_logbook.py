@@ -14,8 +14,8 @@ from click.testing import CliRunner
 
 from serverless_gpu.cli.program import sgpu
 from serverless_gpu.cli.server.operations import FollowedFile
-from serverless_gpu.server.core import log_file
-from serverless_gpu.server.core.log_file import ACCESS, LogFile, Redacted
+from serverless_gpu.server.core import server_log
+from serverless_gpu.server.core.server_log import ACCESS, LogFile, Redacted
 from tests.support.golden import golden
 
 RUN = "01kaz5w8d3e4f5g6h7j8k9m0n1"
@@ -23,24 +23,24 @@ RUN = "01kaz5w8d3e4f5g6h7j8k9m0n1"
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a log, once all are written: nothing is logged to it after that."""
-    for handler in list(logging.getLogger(log_file.LOGGERS[0]).handlers):
+    for handler in list(logging.getLogger(server_log.LOGGERS[0]).handlers):
         if isinstance(handler, LogFile):
-            log_file.detach(handler)
+            server_log.detach(handler)
     return [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
 
 
 @pytest.fixture
 def path(home: Path) -> Iterator[Path]:
-    handler = log_file.to_file(home / "server" / "server.log", secrets=("hunter2-hunter2",))
+    handler = server_log.to_file(home / "server" / "server.log", secrets=("hunter2-hunter2",))
     yield home / "server" / "server.log"
-    log_file.detach(handler)
+    server_log.detach(handler)
 
 
 def test_a_line_says_what_it_is_about_also_from_another_thread(path: Path) -> None:
     logger = logging.getLogger("serverless_gpu.server.lifecycle.reports")
-    with log_file.bound(run=RUN, attempt=2):
+    with server_log.bound(run=RUN, attempt=2):
         logger.warning("a fact came again")
-        log_file.note(node="node-1")
+        server_log.note(node="node-1")
         logger.warning("and again")
     logger.error("nobody's")
     first, second, third = lines_of(path)
@@ -55,10 +55,10 @@ def test_a_line_says_what_it_is_about_also_from_another_thread(path: Path) -> No
 
 
 def test_only_listed_fields_can_be_said() -> None:
-    with pytest.raises(ValueError, match="no field 'env'"), log_file.bound(env={"A": "b"}):
+    with pytest.raises(ValueError, match="no field 'env'"), server_log.bound(env={"A": "b"}):
         pass
-    with log_file.bound(run=RUN), pytest.raises(ValueError, match="no field 'token'"):
-        log_file.note(token="x")
+    with server_log.bound(run=RUN), pytest.raises(ValueError, match="no field 'token'"):
+        server_log.note(token="x")
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ class Slow(LogFile):
 
 @pytest.mark.parametrize("name", [ACCESS, "serverless_gpu.server.lifecycle.reports", "uvicorn.error"])
 def test_nobody_waits_for_a_disk_that_stands_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(log_file, "QUEUE_MAX", 3)
+    monkeypatch.setattr(server_log, "QUEUE_MAX", 3)
     handler = Slow(tmp_path / "server.log")
     stuck, go = handler.stuck, handler.go
 
@@ -123,8 +123,8 @@ def test_nobody_waits_for_a_disk_that_stands_still(tmp_path: Path, monkeypatch: 
 
 
 def test_the_end_does_not_wait_for_a_disk_that_stands_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_file, "QUEUE_MAX", 2)
-    monkeypatch.setattr(log_file, "CLOSING_S", 0.1)
+    monkeypatch.setattr(server_log, "QUEUE_MAX", 2)
+    monkeypatch.setattr(server_log, "CLOSING_S", 0.1)
     handler = Slow(tmp_path / "server.log")
     record = logging.getLogger("x").makeRecord("x", logging.INFO, "", 0, "said", (), None)
     assert handler.handle(record) and handler.stuck.wait(30)
@@ -132,7 +132,7 @@ def test_the_end_does_not_wait_for_a_disk_that_stands_still(tmp_path: Path, monk
         pass
 
     def end() -> None:
-        log_file.detach(handler)
+        server_log.detach(handler)
         logging.shutdown([lambda: handler])  # as at the end of the process
 
     ended = threading.Thread(target=end, daemon=True)
@@ -146,20 +146,20 @@ def test_the_end_does_not_wait_for_a_disk_that_stands_still(tmp_path: Path, monk
 
 def test_what_is_logged_is_what_was_known_then(path: Path) -> None:
     logger, values = logging.getLogger("serverless_gpu.server"), [1]
-    with log_file.bound(run=RUN):
+    with server_log.bound(run=RUN):
         logger.info("values %s", values)
-        log_file.note(node="node-1")
+        server_log.note(node="node-1")
     values.append(2)
     (line,) = lines_of(path)
     assert line["msg"] == "values [1]" and "node" not in line
 
 
 def test_it_is_bounded_and_the_files_before_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_file, "BYTES_MAX", 2_000)
-    handler = log_file.to_file(tmp_path / "server.log")
+    monkeypatch.setattr(server_log, "BYTES_MAX", 2_000)
+    handler = server_log.to_file(tmp_path / "server.log")
     for number in range(200):
         logging.getLogger("serverless_gpu.server").info("line %d", number)
-    log_file.detach(handler)
+    server_log.detach(handler)
     files = sorted(tmp_path.iterdir())
     assert [file.name for file in files] == ["server.log", "server.log.1", "server.log.2", "server.log.3"]
     assert all(file.stat().st_size <= 2_000 for file in files)
@@ -172,14 +172,14 @@ def told(home: Path, *arguments: str) -> list[str]:
 
 
 def test_people_read_it_by_run_and_level_over_all_files(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_file, "BYTES_MAX", 600)
-    handler = log_file.to_file(home / "server" / "server.log")
+    monkeypatch.setattr(server_log, "BYTES_MAX", 600)
+    handler = server_log.to_file(home / "server" / "server.log")
     logger = logging.getLogger("serverless_gpu.server.scheduling.scheduler")
     for number in range(6):
-        with log_file.bound(run=RUN if number % 2 else "01kazzzzzzzzzzzzzzzzzzzzzz", attempt=1):
+        with server_log.bound(run=RUN if number % 2 else "01kazzzzzzzzzzzzzzzzzzzzzz", attempt=1):
             logger.info("line %d", number)
     logger.error("forged\n2026-01-01T00:00:00.000Z ERROR nobody: I am a line")
-    log_file.detach(handler)
+    server_log.detach(handler)
     with open(home / "server" / "server.log", "ab") as file:
         file.write(b'{"ts":"20')  # cut, as by a kill
         file.write(b"\n")
@@ -201,15 +201,15 @@ def test_without_a_log_it_is_said(home: Path) -> None:
 
 
 def test_it_is_followed_over_a_turn(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_file, "BYTES_MAX", 400)
-    handler = log_file.to_file(home / "server" / "server.log")
+    monkeypatch.setattr(server_log, "BYTES_MAX", 400)
+    handler = server_log.to_file(home / "server" / "server.log")
     followed = FollowedFile(home / "server" / "server.log")
     read: list[bytes] = []
     for number in range(40):
         logging.getLogger("serverless_gpu.server").info("line %d", number)
         while len(read) <= number:
             read += followed.more()
-    log_file.detach(handler)
+    server_log.detach(handler)
     assert [msgspec.json.decode(line)["msg"] for line in read] == [f"line {number}" for number in range(40)]
 
 
