@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
+from serverless_gpu.doctor.examination import TABLE
 from serverless_gpu.doctor.findings import Check, CheckGroup
-from serverless_gpu.doctor.table import TABLE
 
 PAGE = Path(__file__).parents[1] / "docs" / "troubleshooting.md"
 

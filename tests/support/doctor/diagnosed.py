@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from serverless_gpu.doctor.examination import TABLE
 from serverless_gpu.doctor.facts import (
     GpuFacts,
     GpuHealth,
@@ -14,7 +15,6 @@ from serverless_gpu.doctor.facts import (
     TorchFacts,
 )
 from serverless_gpu.doctor.findings import CheckOutcome, Finding
-from serverless_gpu.doctor.table import TABLE
 from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.node.devices.nvml import Usage
 
