@@ -1,20 +1,121 @@
 """The whole examination: gather, judge, write the report. What the command loads when it is asked for.
 
 The table of all checks, and the judgement over gathered facts.
+
+A diagnosis as text and as JSON.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 
 from serverless_gpu.doctor import environment_checks, gpu_checks, machine_checks, run_troubles, server_checks
 from serverless_gpu.doctor.facts import MachineFacts
-from serverless_gpu.doctor.findings import Check, Finding
+from serverless_gpu.doctor.findings import Check, CheckGroup, CheckOutcome, Finding
 from serverless_gpu.doctor.probes import gather
-from serverless_gpu.doctor.report import Paint, as_builtins, has_failed, lines
+from serverless_gpu.version import __version__
+
+Judged = Sequence[tuple[Check, Sequence[Finding]]]
+Paint = Callable[[str, CheckOutcome], str]
+
+_WORD = 7
+_CODE = 16
+
+
+def has_failed(judged: Judged) -> bool:
+    """Return whether a check found what keeps runs from working."""
+    return any(finding.outcome is CheckOutcome.FAILED for _, findings in judged for finding in findings)
+
+
+def lines(judged: Judged, paint: Paint) -> Iterator[str]:
+    """Yield the report: one line for each check that is fine, up to three for each finding that is not."""
+    group = None
+    unseen = _unseen(judged)
+    for check, findings in judged:
+        if check.group is not group:
+            if group is not None:
+                yield ""
+            group = check.group
+            yield str(group)
+        for finding in findings:
+            codes = unseen.get((check.group, finding.sentence), [check.code])
+            if finding.outcome is CheckOutcome.UNKNOWN and codes[0] != check.code:
+                continue  # said with the first of them
+            word = paint(f"{finding.outcome:<{_WORD}}", finding.outcome)
+            named = ", ".join(codes if finding.outcome is CheckOutcome.UNKNOWN else [check.code])
+            yield f"  {word}  {named:<{_CODE}}  {_one_line(finding.sentence)}"
+            if finding.outcome is not CheckOutcome.OK:
+                indent = " " * (_WORD + 4)
+                if finding.outcome is not CheckOutcome.UNKNOWN:
+                    yield f"{indent}cause: {check.cause}"
+                if mend := _mend(check, finding):
+                    yield f"{indent}mend:  {_one_line(mend)}"
+    yield ""
+    yield _summary(judged)
+
+
+def _unseen(judged: Judged) -> dict[tuple[CheckGroup, str], list[str]]:
+    """Return which checks of a group could not see anything, by the reason: those that have one share a line."""
+    codes: dict[tuple[CheckGroup, str], list[str]] = {}
+    for check, findings in judged:
+        for finding in findings:
+            if finding.outcome is CheckOutcome.UNKNOWN and not finding.mend:
+                codes.setdefault((check.group, finding.sentence), []).append(check.code)
+    return codes
+
+
+def as_builtins(judged: Judged, python: str) -> dict[str, object]:
+    """Return the report for machines."""
+    return {
+        "version": __version__,
+        "python": python,
+        "failed": has_failed(judged),
+        "checks": [
+            {
+                "code": check.code,
+                "group": str(check.group),
+                "title": check.title,
+                "cause": check.cause,
+                "findings": [
+                    {
+                        "outcome": str(finding.outcome),
+                        "sentence": finding.sentence,
+                        "mend": _mend(check, finding),
+                    }
+                    for finding in findings
+                ],
+            }
+            for check, findings in judged
+        ],
+    }
+
+
+def _mend(check: Check, finding: Finding) -> str:
+    """Return what helps; where nothing could be seen, the row's own advice would be a guess."""
+    general = check.mend if finding.outcome in (CheckOutcome.WARNING, CheckOutcome.FAILED) else ""
+    return finding.mend or general
+
+
+def _summary(judged: Judged) -> str:
+    found = [finding.outcome for _, findings in judged for finding in findings]
+    counts = [
+        (found.count(outcome), outcome) for outcome in (CheckOutcome.FAILED, CheckOutcome.WARNING, CheckOutcome.UNKNOWN)
+    ]
+    if not any(count for count, _ in counts):
+        return f"all {len(judged)} checks are ok"
+    return (
+        ", ".join(f"{count} {outcome}" for count, outcome in counts if count) + f", {found.count(CheckOutcome.OK)} ok"
+    )
+
+
+def _one_line(text: str) -> str:
+    """Return text without line breaks and control characters: much of it comes from others."""
+    joined = "; ".join(line.strip() for line in text.splitlines() if line.strip())
+    return "".join(letter if letter.isprintable() else "?" for letter in joined)
+
 
 TABLE: tuple[Check, ...] = (
     *machine_checks.CHECKS,

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 
 from scripts import troubleshooting
-from serverless_gpu.doctor.examination import TABLE, judge
+from serverless_gpu.doctor.examination import TABLE, as_builtins, has_failed, judge, lines
 from serverless_gpu.doctor.facts import MachineFacts
 from serverless_gpu.doctor.findings import Check, CheckGroup, Finding
-from serverless_gpu.doctor.report import as_builtins, has_failed, lines
 from tests.support.doctor.diagnosed import BY_CODE, FAILED, OK, PYTHON, UNKNOWN, WARNING
 from tests.support.golden import golden
 
