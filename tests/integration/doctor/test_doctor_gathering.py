@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.doctor.facts import Imported, InterpreterFacts
-from serverless_gpu.doctor.probes.children import ChildEnded, look
+from serverless_gpu.doctor.probes.bounded_calls import ChildEnded, look
 from serverless_gpu.doctor.probes.environment import look_at_imports, look_at_packages
 from tests.support.golden import golden
 

@@ -15,8 +15,7 @@ import pytest
 
 from serverless_gpu.doctor.facts import GpuFacts, GpuHealth, Imported, UnknownFact
 from serverless_gpu.doctor.probes import nvml
-from serverless_gpu.doctor.probes.bounded_calls import side_by_side
-from serverless_gpu.doctor.probes.children import ChildEnded
+from serverless_gpu.doctor.probes.bounded_calls import ChildEnded, side_by_side
 from serverless_gpu.doctor.probes.environment import read_imports
 from serverless_gpu.doctor.probes.machine import (
     count_ports,

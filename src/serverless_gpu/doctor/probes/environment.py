@@ -17,8 +17,7 @@ import msgspec
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.doctor.facts import Imported, ImportFacts, InterpreterFacts, TorchFacts, UnknownFact
-from serverless_gpu.doctor.probes.bounded_calls import side_by_side
-from serverless_gpu.doctor.probes.children import ChildEnded, look
+from serverless_gpu.doctor.probes.bounded_calls import ChildEnded, look, side_by_side
 from serverless_gpu.json_codec import from_builtins
 
 # Two processes: what is built on torch, and what is built on NumPy.

@@ -11,7 +11,7 @@ import msgspec
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.doctor.facts import GpuFacts, UnknownFact
-from serverless_gpu.doctor.probes.children import look
+from serverless_gpu.doctor.probes.bounded_calls import look
 from serverless_gpu.errors import StorageError
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.node.base.home import find_home

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 
 from serverless_gpu.doctor.facts import MountFacts, UnknownFact
-from serverless_gpu.doctor.probes.children import look
+from serverless_gpu.doctor.probes.bounded_calls import look
 from serverless_gpu.node.base.home import find_home
 from serverless_gpu.node.inside import namespaces
 from serverless_gpu.node.processes.spawn import clean_process
