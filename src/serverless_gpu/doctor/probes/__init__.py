@@ -41,11 +41,11 @@ from serverless_gpu.doctor.probes.machine import (
     look_at_limits,
     look_at_network,
     look_at_runs,
+    look_at_service,
 )
 from serverless_gpu.doctor.probes.mount_probe import look_at_mounts
 from serverless_gpu.doctor.probes.pool import look_at_pool
 from serverless_gpu.doctor.probes.server_probe import look_at_server
-from serverless_gpu.doctor.probes.service import look_at_service
 from serverless_gpu.doctor.probes.tracking import look_at_tracking
 
 T = TypeVar("T")

@@ -123,9 +123,9 @@ class EstimateService:
 
     def _held_back(self, connection: sa.Connection, run: StoredRun) -> str:
         """Return why a run would not start now, however much is free, or ""."""
-        drain = drain.find(connection)
-        if drain is not None:
-            return drain.sentence
+        server_drain = drain.find(connection)
+        if server_drain is not None:
+            return server_drain.sentence
         if run.owner in owner_suspension.shut_out(connection, run.owner):
             return f"{run.owner} may start no runs now"
         there = capacity.load(connection, self._leases)
