@@ -17,7 +17,7 @@ from serverless_gpu.client.remote.profile import ServerProfile, find_profile, wr
 from serverless_gpu.doctor.examination import judge
 from serverless_gpu.doctor.facts import MachineFacts
 from serverless_gpu.doctor.findings import CheckOutcome
-from serverless_gpu.doctor.probes.server_probe import look_at_server
+from serverless_gpu.doctor.probes.servers import look_at_server
 from serverless_gpu.errors import InvalidValue, NotAuthenticated, NotFound, ServerNotConfigured, ServerUnavailable
 from serverless_gpu.wire.base import API
 from tests.e2e.remote.conftest import unsettled

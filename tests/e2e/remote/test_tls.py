@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.doctor.probes.server_probe import look_at_server
+from serverless_gpu.doctor.probes.servers import look_at_server
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink import control
 from tests.e2e.remote.calling import answer, called

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from serverless_gpu.client.remote.profile import ServerProfile, write_profile
-from serverless_gpu.doctor.probes.server_probe import look_at_server
+from serverless_gpu.doctor.probes.servers import look_at_server
 
 
 def test_a_server_that_is_away_and_a_token_that_others_can_read(home: Path) -> None:

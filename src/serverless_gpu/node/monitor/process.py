@@ -214,16 +214,16 @@ class Monitor:
         self._path = path
         self._clock = clock
         self._selector = selectors.DefaultSelector()
-        self._bell = WakeupEvent()
-        self._sampler = SamplerThread(lambda: MachineSampler(home.root), clock, self._bell.ring)
-        self._deliveries = MlflowDeliveries(home, clock, self._bell.ring)
+        self._wakeup = WakeupEvent()
+        self._sampler = SamplerThread(lambda: MachineSampler(home.root), clock, self._wakeup.set)
+        self._deliveries = MlflowDeliveries(home, clock, self._wakeup.set)
         self._peers: dict[int, Peer] = {}
         self._recorders: dict[str, Recorder] = {}
         self._of_peer: dict[Peer, Recorder] = {}
         self._used_ns = clock.boottime_ns()
         self._due_ns = 0
         self._retiring_ns: int | None = None
-        self._selector.register(self._bell.fd, selectors.EVENT_READ, self._bell.hush)
+        self._selector.register(self._wakeup.fd, selectors.EVENT_READ, self._wakeup.clear)
         self._listener = self._listen()
 
     def serve(self) -> None:

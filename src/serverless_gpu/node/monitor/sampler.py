@@ -138,14 +138,14 @@ class WakeupEvent:
     """Wakes a loop from other threads."""
 
     def __init__(self) -> None:
-        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # readable after a ring
+        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # readable while it is set
 
-    def ring(self) -> None:
+    def set(self) -> None:
         """Wake the loop."""
         os.eventfd_write(self.fd, 1)
 
-    def hush(self) -> None:
-        """Be silent until the next ring."""
+    def clear(self) -> None:
+        """Let the loop wait again."""
         os.eventfd_read(self.fd)
 
 

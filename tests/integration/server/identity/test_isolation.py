@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli import program
 from serverless_gpu.cli.server import up
-from serverless_gpu.doctor.probes.server_probe import look_at_server
+from serverless_gpu.doctor.probes.servers import look_at_server
 from serverless_gpu.engines.base import EngineNode
 from serverless_gpu.engines.simulated.simulated_engine import Reservations, SimulatedEngine
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotAuthenticated, ServerProblem

@@ -30,6 +30,7 @@ from serverless_gpu.node.base.home import find_home
 if TYPE_CHECKING:
     from serverless_gpu.wire.connection import Connection
 
+
 _FILE = "server.json"
 _LOOK_S = 5.0
 
