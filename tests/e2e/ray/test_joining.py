@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.doctor.probes.pool import look_at_pool
+from serverless_gpu.doctor.probes.servers import look_at_pool
 from serverless_gpu.engines.ray import ray_machine, start_arguments
 from serverless_gpu.engines.ray.ray_keeper import unreachable
 from serverless_gpu.node.inside import linux

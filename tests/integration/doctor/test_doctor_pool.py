@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from serverless_gpu.doctor.facts import PoolFacts
-from serverless_gpu.doctor.probes import pool
+from serverless_gpu.doctor.probes import servers
 from serverless_gpu.engines.ray import ray_machine
 from serverless_gpu.engines.ray.ray_keeper import MARK
 from serverless_gpu.node.base.lock_files import hold
@@ -36,8 +36,8 @@ def test_processes_of_a_keeper_are_found_with_what_they_listen_on(tmp_path: Path
     try:
         with os.fdopen(reading) as output:
             loopback, everywhere = map(int, output.readline().split())
-        wait_for(lambda: bool(pool.look_at_pool({"SERVERLESS_GPU_HOME": str(tmp_path)}).processes), "it is seen")
-        facts = pool.look_at_pool({"SERVERLESS_GPU_HOME": str(tmp_path)})
+        wait_for(lambda: bool(servers.look_at_pool({"SERVERLESS_GPU_HOME": str(tmp_path)}).processes), "it is seen")
+        facts = servers.look_at_pool({"SERVERLESS_GPU_HOME": str(tmp_path)})
     finally:
         os.kill(pid, 9)
         os.waitpid(pid, 0)
@@ -45,4 +45,4 @@ def test_processes_of_a_keeper_are_found_with_what_they_listen_on(tmp_path: Path
     assert {(each.port, each.address) for each in facts.listeners} == {(loopback, "127.0.0.1"), (everywhere, "*")}
     assert (facts.address, facts.processes, facts.token_problem) == ("127.0.0.6", 1, "")
     assert len(facts.without_token) == 1
-    assert pool.look_at_pool({"SERVERLESS_GPU_HOME": str(tmp_path)}) == PoolFacts()
+    assert servers.look_at_pool({"SERVERLESS_GPU_HOME": str(tmp_path)}) == PoolFacts()

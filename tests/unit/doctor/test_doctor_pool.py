@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from serverless_gpu.doctor.facts import ListeningPort, MachineFacts, PoolFacts
-from serverless_gpu.doctor.probes import pool
+from serverless_gpu.doctor.probes import servers
 from tests.support.doctor.diagnosed import FAILED, OK, UNKNOWN, WARNING, found, one
 from tests.support.golden import golden
 
@@ -77,8 +77,8 @@ def test_ranks_that_could_end_it_are_said_and_why() -> None:
 
 
 def test_addresses_are_read_as_people_write_them() -> None:
-    assert pool.readable_address("0100007F") == "127.0.0.1"
-    assert pool.readable_address("00000000") == "*"
-    assert pool.readable_address("0" * 32) == "*"
-    assert pool.readable_address("0000000000000000FFFF00000A00007F") == "127.0.0.10"
-    assert pool.readable_address("00000000000000000000000001000000") == "::1"
+    assert servers.readable_address("0100007F") == "127.0.0.1"
+    assert servers.readable_address("00000000") == "*"
+    assert servers.readable_address("0" * 32) == "*"
+    assert servers.readable_address("0000000000000000FFFF00000A00007F") == "127.0.0.10"
+    assert servers.readable_address("00000000000000000000000001000000") == "::1"
