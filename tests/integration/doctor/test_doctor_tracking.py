@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from serverless_gpu.doctor.facts import TrackingServer
-from serverless_gpu.doctor.probes.tracking import look_at_tracking
+from serverless_gpu.doctor.probes.servers import look_at_tracking
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.mlflow_server.server import ServerRecord, place_of
 

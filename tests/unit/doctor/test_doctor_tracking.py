@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from serverless_gpu.doctor.facts import MachineFacts, TrackingFacts, TrackingServer
 from serverless_gpu.doctor.findings import CheckOutcome
-from serverless_gpu.doctor.probes.tracking import without_userinfo
+from serverless_gpu.doctor.probes.servers import without_userinfo
 from serverless_gpu.node.mlflow_server.server import StartAttempt, failure_sentence
 from tests.support.doctor.diagnosed import OK, PYTHON, WARNING, found, one
 

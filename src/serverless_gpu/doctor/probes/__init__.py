@@ -44,8 +44,7 @@ from serverless_gpu.doctor.probes.machine import (
     look_at_service,
 )
 from serverless_gpu.doctor.probes.mount_probe import look_at_mounts
-from serverless_gpu.doctor.probes.servers import look_at_pool, look_at_server
-from serverless_gpu.doctor.probes.tracking import look_at_tracking
+from serverless_gpu.doctor.probes.servers import look_at_pool, look_at_server, look_at_tracking
 
 T = TypeVar("T")
 
