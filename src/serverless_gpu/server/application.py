@@ -20,7 +20,7 @@ from serverless_gpu.server.core.server_metrics import ServerMetrics
 from serverless_gpu.server.http.access_log import AccessLogMiddleware
 from serverless_gpu.server.http.auth_middleware import Authenticate, AuthMiddleware, Reach
 from serverless_gpu.server.http.proxy_middleware import ProxyMiddleware
-from serverless_gpu.server.http.routing import Route
+from serverless_gpu.server.http.routing import Route, Routes
 from serverless_gpu.server.identity import principal_service
 from serverless_gpu.server.lifecycle import reports
 from serverless_gpu.server.nodes import drain, node_routes
@@ -29,32 +29,32 @@ from serverless_gpu.server.runs import estimates, queue_views, run_routes
 from serverless_gpu.server.storage import blobs
 from serverless_gpu.wire.base import API
 
-MODULES = (
-    node_routes,
-    reports,
-    audit,
-    blobs,
-    budget_service,
-    drain,
-    environments,
-    estimates,
-    node_routes,
-    pools,
-    policies,
-    price_service,
-    principal_service,
-    queue_views,
-    run_routes,
-    secrets,
-    server_status,
-    usage_reports,
+ROUTES: tuple[Routes, ...] = (
+    node_routes.agent_routes,
+    reports.routes,
+    audit.routes,
+    blobs.routes,
+    budget_service.routes,
+    drain.routes,
+    environments.routes,
+    estimates.routes,
+    node_routes.routes,
+    pools.routes,
+    policies.routes,
+    price_service.routes,
+    principal_service.routes,
+    queue_views.routes,
+    run_routes.routes,
+    secrets.routes,
+    server_status.routes,
+    usage_reports.routes,
 )
-"""Modules of `api/` with `routes`; whoever adds one adds it here."""
+"""The routes of each noun; a module that declares others is named here."""
 
 
 def all_routes() -> list[Route]:
     """Return every route of the server."""
-    return [route for module in MODULES for route in module.routes.all]
+    return [route for routes in ROUTES for route in routes.all]
 
 
 def application(routes: Sequence[Route]) -> Starlette:

@@ -1,6 +1,6 @@
 """How routes are written. A route parses, calls one service or query, and returns: at most fifteen lines.
 
-    routes = Routes("runs")                                    # one per module; `api/__init__.py` lists the modules
+    routes = Routes("runs")                                    # one per noun; `application.py` lists them
 
     class RunsQuery(Query, frozen=True, kw_only=True):         # what may stand behind the "?"; every field optional
         state: str = ""
