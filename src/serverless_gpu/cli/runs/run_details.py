@@ -20,8 +20,7 @@ from serverless_gpu.ambient import format_moment
 from serverless_gpu.cli.output import columns, print_json, say
 from serverless_gpu.cli.runs import server_runs
 from serverless_gpu.cli.runs.run_location import locate, queued_runs, this_home
-from serverless_gpu.cli.runs.run_table import as_json as as_json_of
-from serverless_gpu.cli.runs.run_table import cost_so_far, name_of, took_ms, took_text
+from serverless_gpu.cli.runs.run_table import cost_so_far, name_of, run_json, took_ms, took_text
 from serverless_gpu.cli.runs.server_runs import fetch_ending
 from serverless_gpu.cli.server_connection import patient_server
 from serverless_gpu.client.runs.attachment import attach
@@ -65,7 +64,7 @@ def show(run: str | None, as_json: bool) -> None:
         return
     record = read_run(home.runs, found.run_id, queued_runs(home))
     if as_json:
-        print_json(as_json_of(home, record, size=True) | _details(record))
+        print_json(run_json(home, record, size=True) | _details(record))
         return
     for line in _story(home, record).splitlines():
         say(line)

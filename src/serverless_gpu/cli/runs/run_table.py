@@ -57,7 +57,7 @@ def runs(limit: int, state: str | None, size: bool, as_json: bool) -> None:
         except ServerProblem as error:
             away = type(error)(f"{error.message}; only runs of this machine are listed", hint=error.hint)
     if as_json:
-        found = [as_json(home, record, size=size) for record in mine]
+        found = [run_json(home, record, size=size) for record in mine]
         found += [_remote().as_json(view, costs.get(view.id)) for view in views]
         print_json(sorted(found, key=lambda run: str(run["id"]), reverse=True)[:limit])
     elif mine or views:

@@ -105,19 +105,19 @@ class Supervisor:
         self._account.mark("asked", assign.asked_ns)
         self._selector = selectors.DefaultSelector()
         self._audience = Watchers(sockets / f"{launch.run_id}.sock", self._selector, self._greet, self._obey)
-        self._eyes = Watchdogs(launch, home, self._clock, self._say, self._account.notes)
+        self._watchdogs = Watchdogs(launch, home, self._clock, self._say, self._account.notes)
         self._observation = Observation(launch, sockets, self._clock, self._selector, self._audience.tell)
-        self._observation.on_seen = self._eyes.idleness.seen
+        self._observation.on_seen = self._watchdogs.idleness.seen
         self._reservation: DeviceReservation | BorrowedDevices | None = None
         self._gang: LocalGang | None = None
         self._peers = Peers(launch, assign.checkpoints, self._clock, self._selector, self._audience.tell)
-        self._eyes.judged_by(self._peers)
+        self._watchdogs.judged_by(self._peers)
         self._waiting = ""
         self._preparing = ""
         self._begin_pending = False
         self._confirmed = launch.confirmed
         self._client: Watcher | None = None
-        self._emptying = ProcessDrain(self._clock, self._say)
+        self._process_drain = ProcessDrain(self._clock, self._say)
         self._segments = AttemptSegments()
         self._lease_ns = launch.lease_ns
         self._done = False
@@ -140,8 +140,8 @@ class Supervisor:
         if problem:  # the run itself does not need it
             self._account.notes.append(problem)
         self._watch(self._agent.fileno(), self._hear_agent)
-        if self._eyes.gpus.fd is not None:
-            self._watch(self._eyes.gpus.fd, self._hear_gpus)
+        if self._watchdogs.gpus.fd is not None:
+            self._watch(self._watchdogs.gpus.fd, self._hear_gpus)
         self._client = self._audience.add(client)
         self._observation.begin()
         self._reserve()
@@ -265,7 +265,7 @@ class Supervisor:
                 self._account.mark("exec")
                 self._fact(FactKind.EXEC)
                 self._audience.tell(protocol.Started(at_ns=self._account.marks["exec"]))
-            self._eyes.heard(event)
+            self._watchdogs.heard(event)
             try:
                 self._apply(event)
             except IllegalAttemptTransition as error:
@@ -274,7 +274,7 @@ class Supervisor:
     def _stem_ended(self) -> None:
         assert self._gang is not None
         self._unwatch(self._gang.stem_pidfd)
-        if self._emptying.since_ns is not None:
+        if self._process_drain.since_ns is not None:
             self._look_for_empty()
         else:
             out_of_memory = self._gang.out_of_memory()
@@ -312,13 +312,13 @@ class Supervisor:
     def _kill(self) -> None:
         self._begin_pending = False
         self._look_at_segments()
-        kill_ns = self._emptying.begin(self._gang)
+        kill_ns = self._process_drain.begin(self._gang)
         if self._attempt.killed:
             self._account.notes.append(killed_text(self._attempt, kill_ns))
 
     def _hear_gpus(self) -> None:
         """Read the driver's reports, before a rank's death is judged: they may explain it."""
-        for event in self._eyes.faults(self._attempt, self._devices):
+        for event in self._watchdogs.faults(self._attempt, self._devices):
             if self._attempt.state not in TERMINAL:
                 self._apply(event)
 
@@ -335,13 +335,13 @@ class Supervisor:
         if self._attempt.state is State.QUEUED:
             self._try_devices()
         self._hear_gpus()
-        if self._emptying.since_ns is not None and self._attempt.state is State.STOPPING:
+        if self._process_drain.since_ns is not None and self._attempt.state is State.STOPPING:
             self._look_for_empty()
         if self._lease_ns is not None and self._clock.boottime_ns() > self._lease_ns:
             self._expire()
         if self._attempt.state not in TERMINAL:
             self._apply(Tick())
-        for event in self._eyes.look(self._attempt, self._gang):
+        for event in self._watchdogs.look(self._attempt, self._gang):
             if self._attempt.state not in TERMINAL:
                 self._apply(event)
         if self._attempt.state is State.RUNNING and self._attempt.fault_ns is None:  # from then on it is not the user's
@@ -366,7 +366,7 @@ class Supervisor:
 
     def _look_for_empty(self) -> None:
         self._hear_gpus()
-        if self._emptying.is_over(self._gang):
+        if self._process_drain.is_over(self._gang):
             self._apply(TreeEmpty())
 
     def _conclude(self) -> None:
@@ -377,7 +377,7 @@ class Supervisor:
         # What cannot be ended, or has failed, is not the user's to pay for: their time ends before, nothing is freed.
         lost_ns = self._attempt.fault_ns if self._attempt.reason is Reason.GPU_LOST else None
         if "exec" in self._account.marks:
-            self._fact(FactKind.EXITED, lost_ns or (None if proven else self._emptying.since_ns))
+            self._fact(FactKind.EXITED, lost_ns or (None if proven else self._process_drain.since_ns))
         left = gang.left() if gang is not None and not proven else ()
         if left:
             self._account.notes.append(f"{left_text(left)} of this run cannot be ended; no device is lent before it is")
@@ -389,7 +389,7 @@ class Supervisor:
         dropped_bytes = None if self._launch.spec.remote else self._audience.dropped_bytes
         self._account.notes += cut_output(list(logs.values()), dropped_bytes)
         self._peers.close()
-        stopped = make_stopped(self._attempt, logs, self._eyes.ended(), self._eyes.gpus.hint, proven=proven)
+        stopped = make_stopped(self._attempt, logs, self._watchdogs.ended(), self._watchdogs.gpus.hint, proven=proven)
         self._account.ended(stopped)
         self._audience.tell(stopped)
         self._observation.ending(stopped.state, stopped.reason, stopped_sentence(stopped))
@@ -410,7 +410,7 @@ class Supervisor:
         verdicts: dict[str, Verdict] = {}
         quarantined: tuple[str, ...] = ()
         if reservation is not None and devices:
-            verdicts = verdicts_of(reservation, self._eyes.gpus.verdicts(devices), proven=proven, left=left)
+            verdicts = verdicts_of(reservation, self._watchdogs.gpus.verdicts(devices), proven=proven, left=left)
             self._account.mark("freed")
             if proven and self._attempt.reason is not Reason.GPU_LOST:
                 self._fact(FactKind.FREED)  # before they can be anyone else's: no device is ever in two accounts
@@ -427,14 +427,14 @@ class Supervisor:
     # --- watchers and output -------------------------------------------------------------------------------------
 
     def _greet(self) -> protocol.Snapshot:
-        self._eyes.idleness.heard()  # a client looks at the run
+        self._watchdogs.idleness.heard()  # a client looks at the run
         return protocol.Snapshot(
             run_id=self._launch.run_id,
             fence=self._launch.fence,
             state=self._attempt.state,
             pid=os.getpid(),
             waiting={State.QUEUED: self._waiting, State.STARTING: self._preparing}.get(self._attempt.state)
-            or self._eyes.said,
+            or self._watchdogs.said,
             tracked=self._observation.told,
             crew=self._peers.news,
         )
@@ -474,7 +474,7 @@ class Supervisor:
         self._audience.tell(protocol.Waiting(sentence=sentence))
 
     def _drain(self, fd: int, drain: Callable[[], bool]) -> None:
-        self._eyes.heard()
+        self._watchdogs.heard()
         if not drain():
             self._unwatch(fd)
 
@@ -489,14 +489,14 @@ class Supervisor:
         if self._attempt.state is State.QUEUED:
             ahead = self._reservation.ahead if self._reservation is not None else 0
             return _RETRY_S * min(20, 1 + ahead)
-        if self._emptying.since_ns is not None:
+        if self._process_drain.since_ns is not None:
             return DRAIN_LOOK_S
         behind = self._audience.waiting or (self._gang is not None and self._gang.behind)
-        pauses = [_RETRY_S if behind else min(_TURN_S, self._eyes.gpus.pause_s)]
+        pauses = [_RETRY_S if behind else min(_TURN_S, self._watchdogs.gpus.pause_s)]
         hold_ns = self._observation.hold_ns if self._begin_pending else None
         for wake_ns in (
             self._attempt.wake_ns,
-            self._eyes.hangs.wake_ns,
+            self._watchdogs.hangs.wake_ns,
             self._lease_ns,
             self._observation.wake_ns,
             self._peers.wake_ns,

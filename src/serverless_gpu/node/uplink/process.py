@@ -1,7 +1,7 @@
 """The uplink process: one per home and server. It joins with an agent's token and dials out only.
 
     main thread      hello ─▶ heartbeat, heartbeat …   (again hello after a silence)
-    orders           stream ─▶ Start: directory, Minder │ Stop: to its Minder   (again after a break)
+    orders           stream ─▶ Start: directory, AttemptController │ Stop: to its controller   (again after a break)
     acknowledging    what was taken, together
     two per attempt  one listens to the supervisor, one reports (`attempt_controller.py`, `reporter.py`)
 
@@ -97,7 +97,7 @@ class Uplink:
         self._clock = SystemClock()
         self._server = UplinkServer(profile, self._clock)
         self._presence = NodePresence(home)
-        self._minders: dict[str, AttemptController] = {}
+        self._controllers: dict[str, AttemptController] = {}
         self._lock = threading.Lock()
         self._wake = self._server.credentials.wanted
         self._node = ""
@@ -111,10 +111,10 @@ class Uplink:
     def serve(self) -> None:
         """Work until it is idle."""
         for directory, remote in open_attempts(self._home.runs, str(self._server.path)):
-            minder = AttemptController(self._home, directory, remote, server=self._server, clock=self._clock, say=say)
-            self._minders[remote.gang] = minder
+            controller = AttemptController(self._home, directory, remote, server=self._server, clock=self._clock, say=say)
+            self._controllers[remote.gang] = controller
             say(f"goes on with attempt {remote.gang}")
-            minder.adopt()
+            controller.adopt()
         for work in (self._follow_orders, self._acknowledge):
             threading.Thread(target=work, name=work.__name__, daemon=True).start()
         backoff = Backoff()
@@ -137,10 +137,10 @@ class Uplink:
 
     def _be_present(self, connection: Connection) -> None:
         with self._lock:
-            for gang in [gang for gang, minder in self._minders.items() if minder.is_over()]:
-                del self._minders[gang]
+            for gang in [gang for gang, controller in self._controllers.items() if controller.is_over()]:
+                del self._controllers[gang]
                 self._server.credentials.remove(gang)
-            seen = tuple(minder.seen() for minder in self._minders.values())
+            seen = tuple(controller.seen() for controller in self._controllers.values())
         if not self._joined.is_set():
             hello = self._presence.hello(self._server.profile, seen)
             asked_ns = self._clock.boottime_ns()
@@ -165,9 +165,9 @@ class Uplink:
     def _abandon(self, gangs: tuple[str, ...]) -> None:
         for gang in gangs:
             with self._lock:
-                minder = self._minders.get(gang)
-            if minder is not None:
-                minder.abandon()
+                controller = self._controllers.get(gang)
+            if controller is not None:
+                controller.abandon()
 
     def _away(self, error: ServerlessGpuError) -> None:
         """Note that the server does not answer; it may be somewhere else by now."""
@@ -183,7 +183,7 @@ class Uplink:
 
     def _is_idle(self) -> bool:
         with self._lock:
-            return not self._minders and self._server.silent_s() > IDLE_S
+            return not self._controllers and self._server.silent_s() > IDLE_S
 
     # --- orders --------------------------------------------------------------------------------------------------
 
@@ -210,19 +210,19 @@ class Uplink:
     def _obey(self, order: Order) -> None:
         gang = f"{order.run_id}:{order.fence}"
         with self._lock:
-            minder = self._minders.get(gang)
+            controller = self._controllers.get(gang)
         match order:
             case Stop(reason=reason):
-                if minder is not None and order.released:
-                    minder.pass_on(GangNews(release=True))  # before: what was done is done
-                if minder is not None:
-                    minder.stop(reason)
+                if controller is not None and order.released:
+                    controller.pass_on(GangNews(release=True))  # before: what was done is done
+                if controller is not None:
+                    controller.stop(reason)
                 self._taken.put(order.seq)
             case ReportNow():
-                if minder is not None:
-                    minder.look(order)
+                if controller is not None:
+                    controller.look(order)
             case Start():
-                if minder is not None:
+                if controller is not None:
                     self._taken.put(order.seq)
                 elif gang in self._refused:
                     self._refuse(order, gang)
@@ -244,10 +244,10 @@ class Uplink:
             self._taken.put(order.seq)
             return
         faults.reach("after_directory_before_launch")
-        minder = AttemptController(self._home, *taken, server=self._server, clock=self._clock, say=say)
+        controller = AttemptController(self._home, *taken, server=self._server, clock=self._clock, say=say)
         with self._lock:
-            self._minders[gang] = minder
-        minder.start(order)
+            self._controllers[gang] = controller
+        controller.start(order)
         faults.reach("after_launch_before_ack")
         self._taken.put(order.seq)
 

@@ -64,7 +64,7 @@ _LEFT_MAX = 256
 _NO_ROOM = "the server's disk is full: what ranks print stays on the node, and is sent if there is room before the end"
 
 
-class Attended(Protocol):
+class ReportListener(Protocol):
     """The attempt's controller, which acts on the server's answers."""
 
     def renew(self, deadline_ns: int, stop: StopReason | None) -> None:
@@ -139,7 +139,7 @@ class Reporter:
         self._probe = CheckpointProbe(directory, remote)
         self._saved, self._looks = 0, set[str]()
 
-    def run(self, minder: Attended, *, fresh: bool, first_s: float = AT_ONCE_S) -> None:
+    def run(self, listener: ReportListener, *, fresh: bool, first_s: float = AT_ONCE_S) -> None:
         """Report until the attempt is settled, or over for the server; `fresh` means never reported before."""
         self._logs = LogShipment(self._directory / "logs", known=fresh)
         self._said_ns = self._clock.boottime_ns() + round((first_s - self._heartbeat_s) * 1e9)
@@ -155,7 +155,7 @@ class Reporter:
                 if answer is None:
                     if self._was_heard:
                         self._until_ns = asked_ns + round(self._remote.partition_grace_s * 1e9)
-                        minder.heard(self._until_ns)
+                        listener.heard(self._until_ns)
                     continue
                 self._said_ns = asked_ns
                 self._note(report, answer)
@@ -163,15 +163,15 @@ class Reporter:
                 is_settled = bool(is_told) and self._logs.is_complete(())
                 if answer.stale:
                     self._over = True
-                    minder.abandon()
+                    listener.abandon()
                     if is_settled or not self._has_more_to_say(report):
                         return
                     continue
                 self._until_ns = asked_ns + round(answer.partition_grace_s * 1e9)
-                minder.pass_on(_of_the_gang(answer))  # before: of ranks that may exit a stop ends nothing
-                minder.renew(self._until_ns, answer.stop)
+                listener.pass_on(_of_the_gang(answer))  # before: of ranks that may exit a stop ends nothing
+                listener.renew(self._until_ns, answer.stop)
                 if is_settled:
-                    minder.settled()
+                    listener.settled()
                     return
         finally:
             self._delivery.close()
