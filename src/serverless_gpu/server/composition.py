@@ -21,7 +21,7 @@ from serverless_gpu.server.billing.price_service import PriceService
 from serverless_gpu.server.billing.usage_reports import UsageReports
 from serverless_gpu.server.billing.usage_rollup import Folding
 from serverless_gpu.server.budgets.budget_admission import BudgetAdmission
-from serverless_gpu.server.budgets.budget_enforcer import Keeper
+from serverless_gpu.server.budgets.budget_enforcer import BudgetEnforcer
 from serverless_gpu.server.budgets.budget_service import BudgetService
 from serverless_gpu.server.budgets.notice_webhook import Notifier
 from serverless_gpu.server.budgets.spend_alarms import Alarms
@@ -418,9 +418,9 @@ def make_file_tokens(services: Services, *, login: str, renewed: Callable[[], No
     )
 
 
-def make_keeper(services: Services) -> Keeper:
+def make_keeper(services: Services) -> BudgetEnforcer:
     """Build the loop that enforces budgets."""
-    return Keeper(
+    return BudgetEnforcer(
         settings=services.settings,
         clock=services.clock,
         database=services.database,

@@ -93,7 +93,7 @@ def test_F71_a_hard_budget_is_not_overspent_while_everybody_talks(tmp_path: Path
 
 
 def test_a_hard_budget_that_stops_nobody_is_found(tmp_path: Path) -> None:
-    nobody = mock.patch.object(budget_enforcer.Keeper, "_stop", lambda *_: None)
+    nobody = mock.patch.object(budget_enforcer.BudgetEnforcer, "_stop", lambda *_: None)
     with nobody, pytest.raises(Failed) as failed:
         played(tmp_path, (0.5, "submit a long run"), (300.0, "wait"), budget=limit(100), run_s=300.0)
     assert "I12" in failed.value.invariants

@@ -51,7 +51,7 @@ _Due = tuple[GoingOn, str, Standing]
 _Mark = tuple[str, int, int]
 
 
-class Keeper:
+class BudgetEnforcer:
     """Keeps budgets."""
 
     def __init__(
