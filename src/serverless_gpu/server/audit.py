@@ -49,7 +49,7 @@ AT_ONCE = 500
 """Rows of one transaction; the next one follows at once."""
 
 
-class Chainer:
+class AuditChainWriter:
     """Chains what was written down."""
 
     def __init__(self, *, database: Transactions) -> None:

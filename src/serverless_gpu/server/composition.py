@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.engines.base import Engine
-from serverless_gpu.server.audit import Chainer
+from serverless_gpu.server.audit import AuditChainWriter
 from serverless_gpu.server.billing.charging import Charging
 from serverless_gpu.server.billing.price_service import PriceService
 from serverless_gpu.server.billing.usage_reports import UsageReports
@@ -388,9 +388,9 @@ def make_alarms(services: Services) -> Alarms:
     )
 
 
-def make_chainer(services: Services) -> Chainer:
+def make_chainer(services: Services) -> AuditChainWriter:
     """Build the loop that chains entries of the audit."""
-    return Chainer(database=services.database)
+    return AuditChainWriter(database=services.database)
 
 
 def make_charging(services: Services) -> Charging:

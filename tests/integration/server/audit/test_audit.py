@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from serverless_gpu.cli.access import audit as cli_audit
 from serverless_gpu.errors import AuditBroken
 from serverless_gpu.model.access.audit_chain import ChainedEntry, ChainHead, follow
-from serverless_gpu.server.audit import AT_ONCE, BACK_S, EVERY_S, Chainer
+from serverless_gpu.server.audit import AT_ONCE, BACK_S, EVERY_S, AuditChainWriter
 from serverless_gpu.server.composition import Services, make_chainer
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
@@ -30,7 +30,7 @@ def write(database: Database, *subjects: str, action: Action = Action.TEAM_CREAT
     database.write(work)
 
 
-def chain_all(services: Services, clock: FakeClock) -> Chainer:
+def chain_all(services: Services, clock: FakeClock) -> AuditChainWriter:
     chainer = make_chainer(services)
     while chainer.tick(clock.boottime_ns()) == clock.boottime_ns():
         pass
