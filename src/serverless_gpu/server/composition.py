@@ -19,7 +19,7 @@ from serverless_gpu.server.audit import AuditChainWriter
 from serverless_gpu.server.billing.charging import Charging
 from serverless_gpu.server.billing.price_service import PriceService
 from serverless_gpu.server.billing.usage_reports import UsageReports
-from serverless_gpu.server.billing.usage_rollup import Folding
+from serverless_gpu.server.billing.usage_rollup import UsageRollup
 from serverless_gpu.server.budgets.budget_admission import BudgetAdmission
 from serverless_gpu.server.budgets.budget_enforcer import BudgetEnforcer
 from serverless_gpu.server.budgets.budget_service import BudgetService
@@ -578,6 +578,6 @@ def make_impossible(services: Services) -> UnsatisfiableRuns:
     )
 
 
-def make_folding(services: Services) -> Folding:
+def make_folding(services: Services) -> UsageRollup:
     """Build the loop that rolls usage up."""
-    return Folding(database=services.database)
+    return UsageRollup(database=services.database)

@@ -27,7 +27,7 @@ EVERY_S = 60.0
 AT_ONCE = 10_000
 
 
-class Folding:
+class UsageRollup:
     """Adds charges up."""
 
     def __init__(self, *, database: Transactions) -> None:
