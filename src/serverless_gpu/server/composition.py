@@ -24,7 +24,7 @@ from serverless_gpu.server.budgets.budget_admission import BudgetAdmission
 from serverless_gpu.server.budgets.budget_enforcer import BudgetEnforcer
 from serverless_gpu.server.budgets.budget_service import BudgetService
 from serverless_gpu.server.budgets.notice_webhook import Notifier
-from serverless_gpu.server.budgets.spend_alarms import Alarms
+from serverless_gpu.server.budgets.spend_alarms import SpendAlarms
 from serverless_gpu.server.budgets.spending import Spending
 from serverless_gpu.server.core.health import ServerHealth
 from serverless_gpu.server.core.hub import Hub
@@ -376,9 +376,9 @@ def _runs(r: ServerResources, lifecycle: LifecycleLayer, billing: BillingLayer) 
     )
 
 
-def make_alarms(services: Services) -> Alarms:
+def make_alarms(services: Services) -> SpendAlarms:
     """Build the loop that reports unusual spending."""
-    return Alarms(
+    return SpendAlarms(
         settings=services.settings,
         clock=services.clock,
         database=services.database,

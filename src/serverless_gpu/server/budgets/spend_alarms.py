@@ -52,7 +52,7 @@ _Hours = dict[int, tuple[int, int]]
 """Money and device-milliseconds by hour since 1970."""
 
 
-class Alarms:
+class SpendAlarms:
     """Looks at who spends more than usual."""
 
     def __init__(
