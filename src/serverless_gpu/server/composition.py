@@ -23,7 +23,7 @@ from serverless_gpu.server.billing.usage_rollup import UsageRollup
 from serverless_gpu.server.budgets.budget_admission import BudgetAdmission
 from serverless_gpu.server.budgets.budget_enforcer import BudgetEnforcer
 from serverless_gpu.server.budgets.budget_service import BudgetService
-from serverless_gpu.server.budgets.notice_webhook import Notifier
+from serverless_gpu.server.budgets.notice_webhook import NoticeWebhook
 from serverless_gpu.server.budgets.spend_alarms import SpendAlarms
 from serverless_gpu.server.budgets.spending import Spending
 from serverless_gpu.server.core.health import ServerHealth
@@ -432,9 +432,9 @@ def make_keeper(services: Services) -> BudgetEnforcer:
     )
 
 
-def make_notifier(services: Services) -> Notifier:
+def make_notifier(services: Services) -> NoticeWebhook:
     """Build the loop that posts notices to the webhook."""
-    return Notifier(
+    return NoticeWebhook(
         settings=services.settings, clock=services.clock, database=services.database, measures=services.measures
     )
 

@@ -42,7 +42,7 @@ LOOKED_AT = 100
 _log = logging.getLogger(__name__)
 
 
-class Notifier:
+class NoticeWebhook:
     """Posts notices."""
 
     def __init__(self, *, settings: Settings, clock: Clock, database: Transactions, measures: ServerMetrics) -> None:

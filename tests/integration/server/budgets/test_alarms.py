@@ -17,7 +17,7 @@ from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.billing.pricing import Price
 from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.spec import Command, Resources
-from serverless_gpu.server.budgets.notice_webhook import FIRST_PAUSE_S, OLD_S, TRIES_MAX, Notifier
+from serverless_gpu.server.budgets.notice_webhook import FIRST_PAUSE_S, OLD_S, TRIES_MAX, NoticeWebhook
 from serverless_gpu.server.composition import make_alarms, make_notifier
 from serverless_gpu.server.core.settings import read_settings
 from serverless_gpu.server.core.validation import check_name
@@ -162,7 +162,7 @@ def hook() -> Iterator[Any]:
         server.server_close()
 
 
-def told(spent: Spent, url: str) -> Notifier:
+def told(spent: Spent, url: str) -> NoticeWebhook:
     """Return who tells an address of a warning that was written down."""
     settings = msgspec.structs.replace(spent.services.settings, webhook=url)
     services = recomposed(spent.services, settings=settings)
