@@ -32,7 +32,7 @@ from serverless_gpu.server.core.server_key import Keys, Sealer
 from serverless_gpu.server.core.server_metrics import ServerMetrics
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.environments import Collector
+from serverless_gpu.server.environments import GarbageCollector
 from serverless_gpu.server.identity.bootstrap import FileTokens
 from serverless_gpu.server.identity.principal_service import PrincipalService
 from serverless_gpu.server.invariants.self_check import SecondLook, SelfCheck
@@ -404,9 +404,9 @@ def make_charging(services: Services) -> Charging:
     )
 
 
-def make_collector(services: Services) -> Collector:
+def make_collector(services: Services) -> GarbageCollector:
     """Build the loop that collects garbage in stores."""
-    return Collector(
+    return GarbageCollector(
         clock=services.clock, database=services.database, blobs=services.blobs, environments=services.environments
     )
 

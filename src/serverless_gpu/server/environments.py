@@ -43,7 +43,7 @@ EVERY_S = 6 * 3600.0
 _log = logging.getLogger(__name__)
 
 
-class Collector:
+class GarbageCollector:
     """Removes what nothing refers to."""
 
     def __init__(self, *, clock: Clock, database: Transactions, blobs: Blobs, environments: EnvironmentStore) -> None:
