@@ -45,7 +45,7 @@ from serverless_gpu.server.lifecycle.rendezvous import RendezvousService, Rendez
 from serverless_gpu.server.lifecycle.reports import ReportService
 from serverless_gpu.server.lifecycle.requeue import OrderDeliveries, Requeue
 from serverless_gpu.server.lifecycle.transitions import Announcer, ReportRequests
-from serverless_gpu.server.nodes.agent_service import Agents
+from serverless_gpu.server.nodes.agent_service import AgentService
 from serverless_gpu.server.nodes.drain import DrainService
 from serverless_gpu.server.nodes.node_admission import JoinService, NodeAdmission
 from serverless_gpu.server.nodes.node_rules import Evacuation
@@ -157,7 +157,7 @@ class NodeLayer:
     joins: JoinService
     drain: DrainService
     evacuation: Evacuation
-    agents: Agents
+    agents: AgentService
     pools: PoolService
 
 
@@ -290,7 +290,7 @@ def _nodes(r: ServerResources, lifecycle: LifecycleLayer) -> NodeLayer:
         evacuation=Evacuation(
             clock=r.clock, database=r.database, hub=r.hub, leases=r.leases, announcer=lifecycle.announcer
         ),
-        agents=Agents(
+        agents=AgentService(
             settings=r.settings,
             clock=r.clock,
             database=r.database,

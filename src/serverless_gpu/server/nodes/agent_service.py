@@ -82,7 +82,7 @@ ALIVE_S = 10.0
 _log = logging.getLogger(__name__)
 
 
-class Agents:
+class AgentService:
     """Answers agents."""
 
     def __init__(

@@ -12,7 +12,7 @@ import msgspec
 from serverless_gpu.errors import NotAllowed, TooLarge
 from serverless_gpu.model.access.roles import AccessReach
 from serverless_gpu.server.http.routing import Call, Query, Routes, Stream, reading, writing
-from serverless_gpu.server.nodes.agent_service import Agents
+from serverless_gpu.server.nodes.agent_service import AgentService
 from serverless_gpu.server.nodes.node_admission import JoinService, NodeAdmission
 from serverless_gpu.server.nodes.node_service import NodeCommand, NodeRuleService, NodeService
 from serverless_gpu.server.records.runs.orders import OPEN_MAX
@@ -111,7 +111,7 @@ class OrdersQuery(Query, frozen=True, kw_only=True):
 
 
 @agent_routes.post("/agents", needs=writing("agents"))
-def hello(call: Call, agents: Agents, body: AgentHello) -> AgentWelcome:
+def hello(call: Call, agents: AgentService, body: AgentHello) -> AgentWelcome:
     """Join, or come back."""
     return agents.hello(call.who, body)
 
@@ -129,13 +129,13 @@ def ray_pool(call: Call, joins: JoinService) -> RayPool:
 
 
 @agent_routes.post("/agents/{node}/heartbeat", needs=writing("agents"))
-def heartbeat(call: Call, agents: Agents, node: str, body: Heartbeat) -> HeartbeatAnswer:
+def heartbeat(call: Call, agents: AgentService, node: str, body: Heartbeat) -> HeartbeatAnswer:
     """Say that the node is there, and what it has."""
     return agents.heartbeat(call.who, node, body)
 
 
 @agent_routes.get("/agents/{node}/orders", needs=writing("orders"))
-async def orders(call: Call, agents: Agents, node: str, query: OrdersQuery) -> Stream[Order]:
+async def orders(call: Call, agents: AgentService, node: str, query: OrdersQuery) -> Stream[Order]:
     """Stream what the node is to do; what it has not taken comes again."""
     await call.in_thread(
         lambda: agents.check(call.who, node, query.instance, query.process)
@@ -144,7 +144,7 @@ async def orders(call: Call, agents: Agents, node: str, query: OrdersQuery) -> S
 
 
 @agent_routes.post("/agents/{node}/orders/ack", needs=writing("orders"))
-def take_orders(call: Call, agents: Agents, node: str, body: OrdersTaken) -> None:
+def take_orders(call: Call, agents: AgentService, node: str, body: OrdersTaken) -> None:
     """Say which orders need not come again."""
     if len(body.seqs) > OPEN_MAX:
         raise TooLarge(f"{len(body.seqs)} orders at once", hint=f"say {OPEN_MAX} at most")

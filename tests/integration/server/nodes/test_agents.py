@@ -18,7 +18,7 @@ from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import node_key
 from serverless_gpu.server.core.server_key import sha256
 from serverless_gpu.server.db import tables
-from serverless_gpu.server.nodes.agent_service import Agents
+from serverless_gpu.server.nodes.agent_service import AgentService
 from serverless_gpu.server.records import nodes
 from serverless_gpu.server.records.nodes import StoredNode
 from serverless_gpu.server.records.runs import events, runs
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.any_database
 
 
 @pytest.fixture
-def agents(services: Services) -> Agents:
+def agents(services: Services) -> AgentService:
     """Return the verbs, and let two nodes' principals and a user exist."""
     add_people(services.database, "node", "other", "alice")  # type: ignore[arg-type] # a Database
     return services.agents
@@ -45,7 +45,7 @@ def stored_node(services: Services, node_id: str) -> StoredNode:
     return node
 
 
-def test_a_node_joins_once_however_often_it_says_hello(services: Services, agents: Agents) -> None:
+def test_a_node_joins_once_however_often_it_says_hello(services: Services, agents: AgentService) -> None:
     first = agents.hello(NODE, hello())
     again = agents.hello(NODE, hello(problem="no disk"))
     assert again == first
@@ -55,7 +55,9 @@ def test_a_node_joins_once_however_often_it_says_hello(services: Services, agent
     assert services.presence.is_there(first.node, now_ns=services.clock.boottime_ns())
 
 
-def test_a_node_joins_the_pool_it_names_and_stays_where_an_operator_put_it(services: Services, agents: Agents) -> None:
+def test_a_node_joins_the_pool_it_names_and_stays_where_an_operator_put_it(
+    services: Services, agents: AgentService
+) -> None:
     services.pools.put(ADMIN, "research", PoolRequest(kind="on-demand"))
     welcome = agents.hello(NODE, hello(pool="research"))
     assert stored_node(services, welcome.node).pool == "research"
@@ -65,7 +67,7 @@ def test_a_node_joins_the_pool_it_names_and_stays_where_an_operator_put_it(servi
         assert stored_node(services, welcome.node).pool == "fast"
 
 
-def test_a_node_makes_no_pool_and_enters_no_reserved_one(services: Services, agents: Agents) -> None:
+def test_a_node_makes_no_pool_and_enters_no_reserved_one(services: Services, agents: AgentService) -> None:
     services.pools.put(ADMIN, "fast", PoolRequest(kind="reserved"))
     with pytest.raises(NotAllowed, match=re.escape(golden("server.agents.pool-mine"))):
         agents.hello(NODE, hello(pool="mine"))
@@ -75,7 +77,7 @@ def test_a_node_makes_no_pool_and_enters_no_reserved_one(services: Services, age
     assert services.database.read(nodes.every) == []
 
 
-def test_a_token_is_one_nodes_and_says_nothing_for_another(services: Services, agents: Agents) -> None:
+def test_a_token_is_one_nodes_and_says_nothing_for_another(services: Services, agents: AgentService) -> None:
     first, second = (token_of(services, name) for name in ("one", "two"))
     node_id = agents.hello(first, hello("n1", machine="m1")).node
     for machine in ("m1", "m2"):
@@ -91,7 +93,7 @@ def test_a_token_is_one_nodes_and_says_nothing_for_another(services: Services, a
             say()
 
 
-def test_a_node_may_have_a_new_token(services: Services, agents: Agents) -> None:
+def test_a_node_may_have_a_new_token(services: Services, agents: AgentService) -> None:
     first, second = (token_of(services, name) for name in ("one", "two"))
     node_id = agents.hello(first, hello()).node
     assert agents.hello(second, hello()).node == node_id
@@ -100,7 +102,7 @@ def test_a_node_may_have_a_new_token(services: Services, agents: Agents) -> None
         agents.heartbeat(first, node_id, Heartbeat(devices=H100))
 
 
-def test_a_name_is_one_principals_and_one_machines(services: Services, agents: Agents, clock: FakeClock) -> None:
+def test_a_name_is_one_principals_and_one_machines(services: Services, agents: AgentService, clock: FakeClock) -> None:
     agents.hello(NODE, hello())
     with pytest.raises(NotAllowed, match="belongs to node"):
         agents.hello(OTHER, hello())
@@ -110,7 +112,7 @@ def test_a_name_is_one_principals_and_one_machines(services: Services, agents: A
     agents.hello(NODE, hello(machine="m2"))
 
 
-def test_two_homes_under_one_name_are_not_one_node(services: Services, agents: Agents, clock: FakeClock) -> None:
+def test_two_homes_under_one_name_are_not_one_node(services: Services, agents: AgentService, clock: FakeClock) -> None:
     node_id = agents.hello(NODE, hello(instance="one")).node
     assert agents.hello(NODE, hello(instance="one")).node == node_id
     with pytest.raises(NotAllowed, match=re.escape(golden("server.agents.n1-connected-another"))):
@@ -131,7 +133,7 @@ def test_two_homes_under_one_name_are_not_one_node(services: Services, agents: A
     ids=["another home", "another machine", "another machine, of an unknown home"],
 )
 def test_nobody_takes_the_name_of_a_node_whose_runs_may_be_going_on(
-    services: Services, agents: Agents, clock: FakeClock, other: AgentHello
+    services: Services, agents: AgentService, clock: FakeClock, other: AgentHello
 ) -> None:
     node_id = agents.hello(NODE, hello(instance="one")).node
     run_id = placed(services)
@@ -146,7 +148,7 @@ def test_nobody_takes_the_name_of_a_node_whose_runs_may_be_going_on(
 
 
 def test_a_home_that_was_made_anew_in_a_reboot_or_moved_to_another_container_is_the_same_node(
-    services: Services, agents: Agents, clock: FakeClock
+    services: Services, agents: AgentService, clock: FakeClock
 ) -> None:
     agents.hello(NODE, hello(instance="one"))
     run_id = placed(services)
@@ -174,12 +176,12 @@ def test_a_home_that_was_made_anew_in_a_reboot_or_moved_to_another_container_is_
         (hello(attempts=(AttemptSeen(run_id="r", fence=1, state=State.RUNNING),) * 10_001), "10000 attempts at most"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(agents: Agents, said: AgentHello, message: str) -> None:
+def test_what_cannot_be_is_refused_by_name(agents: AgentService, said: AgentHello, message: str) -> None:
     with pytest.raises(InvalidValue, match=message):
         agents.hello(NODE, said)
 
 
-def test_F53_the_side_that_is_too_old_is_named(agents: Agents) -> None:
+def test_F53_the_side_that_is_too_old_is_named(agents: AgentService) -> None:
     with pytest.raises(InvalidValue) as newer:
         agents.hello(NODE, hello(protocol=PROTOCOL + 1))
     assert newer.value.hint == golden("server.upgrade.upgrade-serverless-gpu")
@@ -190,7 +192,7 @@ def test_F53_the_side_that_is_too_old_is_named(agents: Agents) -> None:
         assert agents.hello(NODE, hello(protocol=protocol)).node
 
 
-def test_F30_how_far_a_node_says_its_clock_is_off_is_seen_of_it(agents: Agents, services: Services) -> None:
+def test_F30_how_far_a_node_says_its_clock_is_off_is_seen_of_it(agents: AgentService, services: Services) -> None:
     welcome = agents.hello(NODE, hello())
     assert welcome.at_ns == services.clock.wall_ns() and services.nodes.view_nodes()[0].clock is None
     off = ClockReading(ahead_ns=-3_600 * 10**9, error_ns=10**6)
@@ -200,7 +202,7 @@ def test_F30_how_far_a_node_says_its_clock_is_off_is_seen_of_it(agents: Agents, 
     assert services.nodes.view_nodes()[0].clock is None
 
 
-def test_a_heartbeat_of_a_node_that_is_not_known_asks_for_a_hello(agents: Agents) -> None:
+def test_a_heartbeat_of_a_node_that_is_not_known_asks_for_a_hello(agents: AgentService) -> None:
     welcome = agents.hello(NODE, hello())
     for who, node_id in ((NODE, "gone"), (OTHER, welcome.node)):
         with pytest.raises(NotFound):
@@ -208,7 +210,7 @@ def test_a_heartbeat_of_a_node_that_is_not_known_asks_for_a_hello(agents: Agents
 
 
 def test_a_heartbeat_writes_what_is_new_and_otherwise_seldom(
-    services: Services, agents: Agents, clock: FakeClock
+    services: Services, agents: AgentService, clock: FakeClock
 ) -> None:
     node_id = agents.hello(NODE, hello()).node
     clock.advance(5)
@@ -222,7 +224,9 @@ def test_a_heartbeat_writes_what_is_new_and_otherwise_seldom(
     assert stored_node(services, node_id).seen_ns == clock.wall_ns()
 
 
-def test_an_order_has_everything_the_node_needs_and_comes_until_it_is_taken(services: Services, agents: Agents) -> None:
+def test_an_order_has_everything_the_node_needs_and_comes_until_it_is_taken(
+    services: Services, agents: AgentService
+) -> None:
     node_id = agents.hello(NODE, hello()).node
     run_id = placed(services)
     (order,) = agents.waiting(NODE, node_id)
@@ -240,7 +244,7 @@ def test_an_order_has_everything_the_node_needs_and_comes_until_it_is_taken(serv
 
 
 def test_an_order_that_cannot_be_opened_ends_in_a_sentence_and_holds_up_no_other(
-    services: Services, agents: Agents
+    services: Services, agents: AgentService
 ) -> None:
     node_id = agents.hello(NODE, hello()).node
     damaged, fine = placed(services), placed(services)
@@ -254,7 +258,7 @@ def test_an_order_that_cannot_be_opened_ends_in_a_sentence_and_holds_up_no_other
 
 
 def test_an_order_that_has_left_and_cannot_be_opened_any_more_is_not_taken_back(
-    services: Services, agents: Agents
+    services: Services, agents: AgentService
 ) -> None:
     node_id = agents.hello(NODE, hello()).node
     run_id = placed(services)
@@ -266,7 +270,7 @@ def test_an_order_that_has_left_and_cannot_be_opened_any_more_is_not_taken_back(
 
 
 def test_what_an_order_carries_is_not_read_again_while_it_need_not_come(
-    services: Services, agents: Agents, monkeypatch: pytest.MonkeyPatch
+    services: Services, agents: AgentService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node_id = agents.hello(NODE, hello()).node
     first, second = placed(services), placed(services)
@@ -284,7 +288,7 @@ def test_what_an_order_carries_is_not_read_again_while_it_need_not_come(
     assert read == [second]
 
 
-def test_orders_are_for_the_nodes_own_principal_only(services: Services, agents: Agents) -> None:
+def test_orders_are_for_the_nodes_own_principal_only(services: Services, agents: AgentService) -> None:
     node_id = agents.hello(NODE, hello()).node
     placed(services)
     (order,) = agents.waiting(NODE, node_id)
@@ -294,7 +298,7 @@ def test_orders_are_for_the_nodes_own_principal_only(services: Services, agents:
     assert agents.waiting(NODE, node_id) == [order]
 
 
-def test_one_nodes_word_does_not_take_anothers_order(services: Services, agents: Agents) -> None:
+def test_one_nodes_word_does_not_take_anothers_order(services: Services, agents: AgentService) -> None:
     first = agents.hello(NODE, hello()).node
     placed(services)
     second = agents.hello(OTHER, hello("n2", machine="m2")).node
@@ -303,7 +307,9 @@ def test_one_nodes_word_does_not_take_anothers_order(services: Services, agents:
     assert agents.waiting(NODE, first) == [order]
 
 
-def test_a_stop_is_an_order_too_and_nothing_is_ordered_about_what_has_ended(services: Services, agents: Agents) -> None:
+def test_a_stop_is_an_order_too_and_nothing_is_ordered_about_what_has_ended(
+    services: Services, agents: AgentService
+) -> None:
     node_id = agents.hello(NODE, hello()).node
     run_id = placed(services)
     tell(services, run_id, StopAsked(why=StopReason.CANCEL))
@@ -315,7 +321,7 @@ def test_a_stop_is_an_order_too_and_nothing_is_ordered_about_what_has_ended(serv
 
 
 def test_F32_an_attempt_that_a_node_has_was_taken_whether_or_not_its_word_arrived(
-    services: Services, agents: Agents
+    services: Services, agents: AgentService
 ) -> None:
     node_id = agents.hello(NODE, hello()).node
     run_id = placed(services)
@@ -325,7 +331,7 @@ def test_F32_an_attempt_that_a_node_has_was_taken_whether_or_not_its_word_arrive
     assert find(services, run_id).state is State.STARTING
 
 
-def test_F21_another_boot_of_the_machine_ends_its_attempts_at_once(services: Services, agents: Agents) -> None:
+def test_F21_another_boot_of_the_machine_ends_its_attempts_at_once(services: Services, agents: AgentService) -> None:
     agents.hello(NODE, hello())
     run_id = placed(services)
     seen = AttemptSeen(run_id=run_id, fence=1, state=State.RUNNING)
@@ -336,7 +342,7 @@ def test_F21_another_boot_of_the_machine_ends_its_attempts_at_once(services: Ser
 
 
 def test_another_machine_under_a_name_proves_nothing_about_the_first(
-    services: Services, agents: Agents, clock: FakeClock
+    services: Services, agents: AgentService, clock: FakeClock
 ) -> None:
     """A home whose disk moved, or a clone of it: the first machine may be cut off, and its runs go on."""
     agents.hello(NODE, hello(instance="one"))
@@ -349,7 +355,7 @@ def test_another_machine_under_a_name_proves_nothing_about_the_first(
 
 
 def test_what_was_decided_about_a_node_while_its_heartbeat_was_read_stays_decided(
-    services: Services, agents: Agents, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+    services: Services, agents: AgentService, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node_id = agents.hello(NODE, hello()).node
 
@@ -377,7 +383,7 @@ def test_what_was_decided_about_a_node_while_its_heartbeat_was_read_stays_decide
     assert stored_node(services, node_id).forgotten_ns is not None
 
 
-def test_an_attempt_that_was_refused_and_runs_all_the_same_is_stale(services: Services, agents: Agents) -> None:
+def test_an_attempt_that_was_refused_and_runs_all_the_same_is_stale(services: Services, agents: AgentService) -> None:
     node_id = agents.hello(NODE, hello()).node
     run_id = placed(services)
     tell(services, run_id, AttemptEnded(reason=Reason.REFUSED, began=False))
@@ -386,7 +392,7 @@ def test_an_attempt_that_was_refused_and_runs_all_the_same_is_stale(services: Se
         assert agents.heartbeat(NODE, node_id, Heartbeat(devices=H100, attempts=seen)).stale == stale
 
 
-def test_attempts_of_other_nodes_and_of_nobody_are_stale(services: Services, agents: Agents) -> None:
+def test_attempts_of_other_nodes_and_of_nobody_are_stale(services: Services, agents: AgentService) -> None:
     first = agents.hello(NODE, hello()).node
     run_id = placed(services)
     seen = (
@@ -401,7 +407,7 @@ def test_attempts_of_other_nodes_and_of_nobody_are_stale(services: Services, age
 
 
 def test_an_attempt_that_ended_by_its_own_report_is_not_stale_its_receipt_may_come(
-    services: Services, agents: Agents
+    services: Services, agents: AgentService
 ) -> None:
     node_id = agents.hello(NODE, hello()).node
     run_id = placed(services)
@@ -411,7 +417,7 @@ def test_an_attempt_that_ended_by_its_own_report_is_not_stale_its_receipt_may_co
 
 
 def test_a_stream_says_what_comes_says_it_again_and_ends_with_the_server(
-    services: Services, agents: Agents, clock: FakeClock
+    services: Services, agents: AgentService, clock: FakeClock
 ) -> None:
     node_id = agents.hello(NODE, hello()).node
     run_id = placed(services)

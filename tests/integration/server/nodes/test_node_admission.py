@@ -28,7 +28,7 @@ from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.identity.bootstrap import first_tokens
 from serverless_gpu.server.lifecycle.liveness import PRESENT_S
-from serverless_gpu.server.nodes.agent_service import Agents
+from serverless_gpu.server.nodes.agent_service import AgentService
 from serverless_gpu.server.records import nodes
 from serverless_gpu.server.records.principals import token_id
 from serverless_gpu.testing import FakeClock
@@ -49,7 +49,7 @@ def api(services: Services, database: Database, clock: FakeClock) -> Iterator[Ap
 
 
 @pytest.fixture
-def agents(services: Services) -> Agents:
+def agents(services: Services) -> AgentService:
     """Return the verbs, and let a node's principal and a user exist."""
     add_people(services.database, "node", "alice")  # type: ignore[arg-type] # a Database
     return services.agents
@@ -114,7 +114,7 @@ def test_22A3_a_second_process_is_one_that_comes_while_the_first_is_connected(
 # a copied token -------------------------------------------------------------------------------------------------------
 
 
-def test_22A3_a_second_node_with_a_nodes_token_gets_no_orders(services: Services, agents: Agents) -> None:
+def test_22A3_a_second_node_with_a_nodes_token_gets_no_orders(services: Services, agents: AgentService) -> None:
     """As the attack went: another process of the machine, with `node.token`, under another name."""
     node = token_of(services, "node.token")
     real = agents.hello(node, hello(instance="i1"))
@@ -126,7 +126,7 @@ def test_22A3_a_second_node_with_a_nodes_token_gets_no_orders(services: Services
     assert [found.name for found in services.database.read(nodes.every)] == ["n1"]
 
 
-def test_22A3_a_forgotten_nodes_token_is_still_its_own(services: Services, agents: Agents) -> None:
+def test_22A3_a_forgotten_nodes_token_is_still_its_own(services: Services, agents: AgentService) -> None:
     node = token_of(services, "node.token")
     first = agents.hello(node, hello(instance="i1")).node
     services.database.write(lambda connection: nodes.forget(connection, first, at_ns=1))
@@ -163,7 +163,7 @@ def connected(services: Services, node: Caller, node_id: str, process: str) -> I
 
 
 def test_22A3_a_second_process_of_a_home_takes_over_only_when_the_first_is_gone(
-    services: Services, agents: Agents, clock: FakeClock
+    services: Services, agents: AgentService, clock: FakeClock
 ) -> None:
     node = token_of(services, "node.token")
     first, second = (hello(instance="i1", process=process) for process in ("p1", "p2"))
@@ -188,7 +188,7 @@ def test_22A3_a_second_process_of_a_home_takes_over_only_when_the_first_is_gone(
 
 
 def test_22A3_a_machine_that_was_cut_off_or_has_booted_joins_again(
-    services: Services, agents: Agents, clock: FakeClock
+    services: Services, agents: AgentService, clock: FakeClock
 ) -> None:
     node = token_of(services, "node.token")
     node_id = agents.hello(node, hello(instance="i1", process="p1")).node

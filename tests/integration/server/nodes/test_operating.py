@@ -9,7 +9,7 @@ from serverless_gpu.errors import InvalidValue, NotFound
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.server.composition import Services, make_scheduler
 from serverless_gpu.server.core.caller import Caller
-from serverless_gpu.server.nodes.agent_service import Agents
+from serverless_gpu.server.nodes.agent_service import AgentService
 from serverless_gpu.server.records import audit
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import Heartbeat, PoolRequest, PoolView
@@ -23,7 +23,7 @@ ADMIN = Caller(name="root", role="admin", token_id="t")
 
 
 @pytest.fixture
-def agents(services: Services) -> Agents:
+def agents(services: Services) -> AgentService:
     """Return the verbs, and let people exist."""
     add_people(services.database, "node", "alice", "root")  # type: ignore[arg-type] # the fixture's is a Database
     return services.agents
@@ -35,7 +35,7 @@ def placed(services: Services) -> str:
     return run_id
 
 
-def test_a_node_is_up_then_silent_then_gone(services: Services, agents: Agents, clock: FakeClock) -> None:
+def test_a_node_is_up_then_silent_then_gone(services: Services, agents: AgentService, clock: FakeClock) -> None:
     node_id = agents.hello(NODE, hello()).node
     run_id = placed(services)
     (node,) = services.nodes.view_nodes()
@@ -48,7 +48,7 @@ def test_a_node_is_up_then_silent_then_gone(services: Services, agents: Agents, 
     assert services.nodes.view_nodes()[0].state == "GONE"
 
 
-def test_a_pool_counts_what_there_is_and_what_is_free(services: Services, agents: Agents) -> None:
+def test_a_pool_counts_what_there_is_and_what_is_free(services: Services, agents: AgentService) -> None:
     services.pools.put(ADMIN, "research", PoolRequest(kind="on-demand"))
     node_id = agents.hello(NODE, hello(pool="research")).node
     placed(services)
@@ -65,14 +65,16 @@ def test_a_pool_counts_what_there_is_and_what_is_free(services: Services, agents
     )
 
 
-def test_a_run_that_names_no_pool_waits_for_every_on_demand_pool(services: Services, agents: Agents) -> None:
+def test_a_run_that_names_no_pool_waits_for_every_on_demand_pool(services: Services, agents: AgentService) -> None:
     agents.hello(NODE, hello())
     services.pools.put(ADMIN, "research", PoolRequest(kind="reserved"))
     submit(services, 64)
     assert [(pool.name, pool.queued) for pool in services.nodes.view_pools()] == [("default", 1), ("research", 0)]
 
 
-def test_a_pool_is_made_changed_and_given_nodes_and_that_is_written_down(services: Services, agents: Agents) -> None:
+def test_a_pool_is_made_changed_and_given_nodes_and_that_is_written_down(
+    services: Services, agents: AgentService
+) -> None:
     agents.hello(NODE, hello())
     view = services.pools.put(ADMIN, "research", PoolRequest(kind="reserved", nodes=("n1",)))
     assert (view.kind, view.nodes) == ("reserved", ("n1",))
@@ -101,7 +103,7 @@ def test_a_pool_is_made_changed_and_given_nodes_and_that_is_written_down(service
     ],
 )
 def test_a_pool_that_cannot_be_is_refused_and_nothing_of_it_is_there(
-    services: Services, agents: Agents, name: str, asked: PoolRequest, error: type[Exception]
+    services: Services, agents: AgentService, name: str, asked: PoolRequest, error: type[Exception]
 ) -> None:
     with pytest.raises(error):
         services.pools.put(ADMIN, name, asked)
@@ -109,7 +111,7 @@ def test_a_pool_that_cannot_be_is_refused_and_nothing_of_it_is_there(
 
 
 def test_F22_a_node_that_an_operator_knows_to_be_dead_is_given_up_at_once_and_that_is_written_down(
-    services: Services, agents: Agents
+    services: Services, agents: AgentService
 ) -> None:
     agents.hello(NODE, hello())
     run_id = placed(services)
@@ -127,7 +129,7 @@ def test_F22_a_node_that_an_operator_knows_to_be_dead_is_given_up_at_once_and_th
         services.nodes.forget(ADMIN, "n1", known_dead=True)
 
 
-def test_a_forgotten_node_that_comes_back_is_a_node_again(services: Services, agents: Agents) -> None:
+def test_a_forgotten_node_that_comes_back_is_a_node_again(services: Services, agents: AgentService) -> None:
     node_id = agents.hello(NODE, hello()).node
     services.nodes.forget(ADMIN, node_id, known_dead=True)
     with pytest.raises(NotFound):
