@@ -39,11 +39,11 @@ from serverless_gpu.doctor.probes.machine import (
     look_at_home,
     look_at_kernel,
     look_at_limits,
+    look_at_mounts,
     look_at_network,
     look_at_runs,
     look_at_service,
 )
-from serverless_gpu.doctor.probes.mount_probe import look_at_mounts
 from serverless_gpu.doctor.probes.servers import look_at_pool, look_at_server, look_at_tracking
 
 T = TypeVar("T")

@@ -3,6 +3,8 @@
 The agent of this home and how it ends process trees; neither is started or changed.
 
 Where no agent runs, cgroups are looked at as one started from here would find them, and what that makes is removed.
+
+Whether environments can be mounted here: tried in a process of its own, which then has a namespace of its own.
 """
 
 from __future__ import annotations
@@ -24,11 +26,12 @@ from serverless_gpu.doctor.facts import (
     HomeFacts,
     KernelFacts,
     LimitFacts,
+    MountFacts,
     NetworkFacts,
     RunsFacts,
     UnknownFact,
 )
-from serverless_gpu.doctor.probes.bounded_calls import side_by_side
+from serverless_gpu.doctor.probes.bounded_calls import look, side_by_side
 from serverless_gpu.errors import ServerlessGpuError, StorageError
 from serverless_gpu.model.calendars import DAY_NS
 from serverless_gpu.model.lifecycle.retention import Policy
@@ -39,8 +42,9 @@ from serverless_gpu.node.base.lock_files import held_note
 from serverless_gpu.node.base.network import NoPort, reserve_port
 from serverless_gpu.node.base.protocol import Status, agent_socket
 from serverless_gpu.node.base.requirements import flock_refusal, is_noexec, pidfd_refusal, record_lock_refusal
+from serverless_gpu.node.inside import namespaces
 from serverless_gpu.node.processes.process_tree import controllers, find_cgroup_root
-from serverless_gpu.node.processes.spawn import one_name
+from serverless_gpu.node.processes.spawn import clean_process, one_name
 from serverless_gpu.version import __version__
 
 _PROBE_BYTES = 1 << 16
@@ -307,3 +311,29 @@ def _others(sockets: Path) -> dict[str, str]:
 def _holder(path: Path) -> str:
     """Return the pid of the agent that holds a lock, or "" when it is free."""
     return (held_note(path) or b"")[:_PID_BYTES].decode("ascii", "replace").strip()
+
+
+_FINE = b"fine"
+
+
+def look_at_mounts(environ: Mapping[str, str], limit_s: float) -> MountFacts | UnknownFact:
+    """Return whether a process of this user can mount an environment from its home.
+
+    Args:
+        environ: the caller's variables.
+        limit_s: seconds it may take.
+    """
+    home = find_home(environ)
+    ended = look(
+        lambda fd, log: clean_process(__name__, (fd, str(home.root)), fds=(fd,), log=log, environ=environ), limit_s
+    )
+    if ended.answer == _FINE:
+        return MountFacts()
+    if not ended.answer:
+        return UnknownFact(f"{ended.why}. {ended.written.strip()[-300:]}")
+    return MountFacts(problem=ended.answer.decode("utf-8", "replace"), is_root=os.geteuid() == 0)
+
+
+def try_mount(fd: int, home: str) -> None:
+    """Try it and say why not."""
+    os.write(fd, namespaces.probe_mounts(home).encode() or _FINE)
