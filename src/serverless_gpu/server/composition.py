@@ -58,7 +58,7 @@ from serverless_gpu.server.runs.queue_views import QueueViews
 from serverless_gpu.server.runs.retention import Retention
 from serverless_gpu.server.runs.run_service import RunQueries, StopService
 from serverless_gpu.server.runs.submission import SubmissionService, WaitingRoom
-from serverless_gpu.server.scheduling.engine_reservations import Reserving
+from serverless_gpu.server.scheduling.engine_reservations import EngineReservations
 from serverless_gpu.server.scheduling.feasibility import Feasibility, FeasibilityMemory, UnsatisfiableRuns
 from serverless_gpu.server.scheduling.planner_state import Planning
 from serverless_gpu.server.scheduling.queue_snapshot import Roster
@@ -474,9 +474,9 @@ def make_reconciler(services: Services, *, scheduler: Scheduler, engine: Engine 
     )
 
 
-def make_reserving(services: Services, engine: Engine | None) -> Reserving:
+def make_reserving(services: Services, engine: Engine | None) -> EngineReservations:
     """Build the reservations of a scheduler with its engine."""
-    return Reserving(
+    return EngineReservations(
         database=services.database,
         hub=services.hub,
         deliveries=services.deliveries,

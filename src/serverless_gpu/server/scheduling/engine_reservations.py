@@ -48,7 +48,7 @@ class _Asked(msgspec.Struct, frozen=True):
     node_ids: tuple[str, ...]
 
 
-class Reserving:
+class EngineReservations:
     """Has gangs reserved. For one thread, but for `give_back`.
 
     Args:

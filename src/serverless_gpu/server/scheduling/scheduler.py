@@ -56,7 +56,7 @@ from serverless_gpu.server.records.runs.attempts import NewAttempt
 from serverless_gpu.server.records.runs.crews import NewCrew
 from serverless_gpu.server.records.runs.runs import StoredRun
 from serverless_gpu.server.scheduling import feasibility, queue_snapshot
-from serverless_gpu.server.scheduling.engine_reservations import Reserving
+from serverless_gpu.server.scheduling.engine_reservations import EngineReservations
 from serverless_gpu.server.scheduling.feasibility import UnsatisfiableRuns
 from serverless_gpu.server.scheduling.planner_state import Planning
 from serverless_gpu.server.scheduling.queue_snapshot import Reading
@@ -148,7 +148,7 @@ class Scheduler:
         impossible: UnsatisfiableRuns,
         planning: Planning,
         preemptor: Preemptor,
-        reserving: Reserving,
+        reserving: EngineReservations,
     ) -> None:
         self._settings = settings
         self._clock = clock

@@ -25,7 +25,7 @@ from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.records.runs import active_runs, orders, runs
-from serverless_gpu.server.scheduling.engine_reservations import Reserving
+from serverless_gpu.server.scheduling.engine_reservations import EngineReservations
 from serverless_gpu.server.scheduling.planner_state import Planning
 from serverless_gpu.server.scheduling.queue_snapshot import Reading
 from serverless_gpu.server.scheduling.scheduler import AT_ONCE, Scheduler
@@ -260,7 +260,7 @@ def test_F31_what_a_server_that_was_killed_did_not_ask_the_engine_for_the_next_o
     run_id = submit(services)
     killed = make_scheduler(services, engine=cluster)
     with monkeypatch.context() as patched:
-        patched.setattr(Reserving, "ask", lambda *_: None)
+        patched.setattr(EngineReservations, "ask", lambda *_: None)
         tick(services, killed)
     assert (find(services, run_id).state, cluster.recover()) == (State.STARTING, [])
     tick(services, make_scheduler(services, engine=cluster))
