@@ -59,7 +59,7 @@ from serverless_gpu.server.runs.retention import Retention
 from serverless_gpu.server.runs.run_service import RunQueries, StopService
 from serverless_gpu.server.runs.submission import SubmissionService, WaitingRoom
 from serverless_gpu.server.scheduling.engine_reservations import EngineReservations
-from serverless_gpu.server.scheduling.feasibility import Feasibility, FeasibilityMemory, UnsatisfiableRuns
+from serverless_gpu.server.scheduling.feasibility import Feasibility, FeasibilityCache, UnsatisfiableRuns
 from serverless_gpu.server.scheduling.planner_state import Planning
 from serverless_gpu.server.scheduling.queue_snapshot import Roster
 from serverless_gpu.server.scheduling.reconciler import Reconciler
@@ -118,7 +118,7 @@ class ServerResources:
     measures: ServerMetrics = dataclasses.field(default_factory=ServerMetrics)
     health: ServerHealth = dataclasses.field(default_factory=ServerHealth)
     spending: Spending = dataclasses.field(default_factory=Spending)
-    feasible: FeasibilityMemory = dataclasses.field(default_factory=FeasibilityMemory)
+    feasible: FeasibilityCache = dataclasses.field(default_factory=FeasibilityCache)
     engine_nodes: Callable[[], Collection[str]] = tuple
     ray_pool: Callable[[], RayPool | None] = lambda: None
     low: Callable[[], str] = lambda: ""

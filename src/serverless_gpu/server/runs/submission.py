@@ -54,7 +54,7 @@ from serverless_gpu.server.records.runs import events, runs
 from serverless_gpu.server.records.runs.events import StoredEvent
 from serverless_gpu.server.records.runs.runs import NewRun, StoredRun
 from serverless_gpu.server.runs import run_views
-from serverless_gpu.server.scheduling.feasibility import Feasibility, FeasibilityMemory
+from serverless_gpu.server.scheduling.feasibility import Feasibility, FeasibilityCache
 from serverless_gpu.server.scheduling.wait_reasons import Sentences
 from serverless_gpu.server.storage.blobs import Blobs, check_reference
 from serverless_gpu.server.storage.environment_store import EnvironmentStore
@@ -114,7 +114,7 @@ class SubmissionService:
         sentences: Sentences,
         waiting_room: WaitingRoom,
         measures: ServerMetrics,
-        feasible: FeasibilityMemory,
+        feasible: FeasibilityCache,
         low: Callable[[], str],
         budget_admission: BudgetAdmission,
         feasibility: Feasibility,

@@ -53,7 +53,7 @@ _ALIKE_MAX = 1_000
 _UNDECIDED_MAX = 10_000
 
 
-class FeasibilityMemory:
+class FeasibilityCache:
     """What admission found out. Every method may be called from any thread."""
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class Feasibility:
         settings: Settings,
         clock: Clock,
         presence: Presence,
-        feasible: FeasibilityMemory,
+        feasible: FeasibilityCache,
         engine_nodes: Callable[[], Collection[str]],
     ) -> None:
         self._settings = settings
@@ -120,7 +120,7 @@ class Feasibility:
             run: as it would be written down.
 
         Returns:
-            Whether the nodes that are known were enough to decide; otherwise `FeasibilityMemory.defer` takes the run.
+            Whether the nodes that are known were enough to decide; otherwise `FeasibilityCache.defer` takes the run.
 
         Raises:
             NoSuitableNode: no node could serve it.
@@ -182,7 +182,7 @@ class UnsatisfiableRuns:
         clock: Clock,
         database: Transactions,
         sentences: Sentences,
-        feasible: FeasibilityMemory,
+        feasible: FeasibilityCache,
         announcer: Announcer,
         feasibility: Feasibility,
     ) -> None:
