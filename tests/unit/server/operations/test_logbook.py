@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from serverless_gpu.cli.program import sgpu
-from serverless_gpu.cli.server.operations import FollowedFile
+from serverless_gpu.cli.server import FollowedFile
 from serverless_gpu.server.core import server_log
 from serverless_gpu.server.core.server_log import ACCESS, LogFile, Redacted
 from tests.support.golden import golden
