@@ -35,7 +35,7 @@ from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.environments import GarbageCollector
 from serverless_gpu.server.identity.bootstrap import FileTokens
 from serverless_gpu.server.identity.principal_service import PrincipalService
-from serverless_gpu.server.invariants.self_check import SecondLook, SelfCheck
+from serverless_gpu.server.invariants.self_check import MissedRunCheck, SelfCheck
 from serverless_gpu.server.lifecycle.attempt_tokens import AttemptTokens
 from serverless_gpu.server.lifecycle.gang_hangs import GangHangs, GangProgress
 from serverless_gpu.server.lifecycle.gang_reconciler import GangReconciler
@@ -540,9 +540,9 @@ def make_scheduler(services: Services, *, engine: Engine | None = None) -> Sched
     )
 
 
-def make_second_look(services: Services) -> SecondLook:
+def make_second_look(services: Services) -> MissedRunCheck:
     """Build the check for runs that the scheduler missed."""
-    return SecondLook(
+    return MissedRunCheck(
         settings=services.settings,
         clock=services.clock,
         database=services.database,

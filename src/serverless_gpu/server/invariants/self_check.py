@@ -61,7 +61,7 @@ from serverless_gpu.server.storage.blobs import Blobs
 _NO_ROOM = frozenset({WaitReason.CAPACITY, WaitReason.AWAY, WaitReason.ISOLATION, WaitReason.UNSATISFIABLE})
 
 
-class SecondLook:
+class MissedRunCheck:
     """Looks for runs that could be placed and of which the scheduler says something else. For one thread."""
 
     def __init__(
@@ -166,7 +166,7 @@ class SelfCheck:
         sentences: Sentences,
         measures: ServerMetrics,
         spending: Spending,
-        second_look: SecondLook,
+        second_look: MissedRunCheck,
     ) -> None:
         self._database = database
         self._hub = hub
