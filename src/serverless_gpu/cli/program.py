@@ -127,7 +127,7 @@ COMMANDS = {
         "access.secrets:secret", 'Set, list and delete secrets that runs get: secrets=["HF_TOKEN"].'
     ),
     "server": CommandEntry(
-        "server.operations:server_group", "Look after a server: its settings, its unit, its backups."
+        "server:server_group", "Look after a server: its settings, its unit, its backups."
     ),
     "share": CommandEntry("nodes.pools:share", "List and set who gets how much while others want devices, too."),
     "show": CommandEntry(
@@ -156,7 +156,7 @@ COMMANDS = {
         "machine.top:top",
         "Show what this node does now: each GPU, who has it, each run and its ranks; once a second.",
     ),
-    "up": CommandEntry("server.up:up", "Start a server: a queue in front of this machine's GPUs, or a team's."),
+    "up": CommandEntry("server:up", "Start a server: a queue in front of this machine's GPUs, or a team's."),
     "usage": CommandEntry(
         "money.usage:usage",
         "Show what was used and what it cost, of yourself and your teams; an operator sees everybody's.",
