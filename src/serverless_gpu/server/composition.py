@@ -61,7 +61,7 @@ from serverless_gpu.server.runs.submission import SubmissionService, WaitingRoom
 from serverless_gpu.server.scheduling.engine_reservations import EngineReservations
 from serverless_gpu.server.scheduling.feasibility import Feasibility, FeasibilityCache, UnsatisfiableRuns
 from serverless_gpu.server.scheduling.planner_state import Planning
-from serverless_gpu.server.scheduling.queue_snapshot import Roster
+from serverless_gpu.server.scheduling.queue_snapshot import QueueSnapshot
 from serverless_gpu.server.scheduling.reconciler import Reconciler
 from serverless_gpu.server.scheduling.scheduler import Preemptor, Scheduler
 from serverless_gpu.server.scheduling.wait_reasons import Sentences
@@ -496,9 +496,9 @@ def make_retention(services: Services) -> Retention:
     )
 
 
-def make_roster(services: Services) -> Roster:
+def make_roster(services: Services) -> QueueSnapshot:
     """Build a queue snapshot."""
-    return Roster(
+    return QueueSnapshot(
         settings=services.settings,
         leases=services.leases,
         spending=services.spending,

@@ -334,6 +334,6 @@ def look_at_mounts(environ: Mapping[str, str], limit_s: float) -> MountFacts | U
     return MountFacts(problem=ended.answer.decode("utf-8", "replace"), is_root=os.geteuid() == 0)
 
 
-def try_mount(fd: int, home: str) -> None:
-    """Try it and say why not."""
+def main(fd: int, home: str) -> None:
+    """Try to mount an environment, in the process that `look_at_mounts` starts, and write why not."""
     os.write(fd, namespaces.probe_mounts(home).encode() or _FINE)

@@ -54,7 +54,7 @@ from serverless_gpu.server.invariants.run_invariants import History, Lendings, L
 from serverless_gpu.server.lifecycle.liveness import Presence
 from serverless_gpu.server.nodes import capacity
 from serverless_gpu.server.records.runs import runs
-from serverless_gpu.server.scheduling.queue_snapshot import Reading, Roster
+from serverless_gpu.server.scheduling.queue_snapshot import QueueSnapshot, Reading
 from serverless_gpu.server.scheduling.wait_reasons import Sentences
 from serverless_gpu.server.storage.blobs import Blobs
 
@@ -72,7 +72,7 @@ class MissedRunCheck:
         database: Transactions,
         presence: Presence,
         sentences: Sentences,
-        roster: Roster,
+        roster: QueueSnapshot,
     ) -> None:
         self._settings = settings
         self._clock = clock

@@ -51,7 +51,7 @@ from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.lifecycle.liveness import Presence
 from serverless_gpu.server.nodes import capacity
 from serverless_gpu.server.records.runs import runs
-from serverless_gpu.server.scheduling.queue_snapshot import Reading, Roster
+from serverless_gpu.server.scheduling.queue_snapshot import QueueSnapshot, Reading
 from serverless_gpu.server.scheduling.wait_reasons import Sentences
 
 OFF_S = 1.0
@@ -70,7 +70,7 @@ class Planning:
         hub: Hub,
         presence: Presence,
         sentences: Sentences,
-        roster: Roster,
+        roster: QueueSnapshot,
     ) -> None:
         self._settings = settings
         self._clock = clock

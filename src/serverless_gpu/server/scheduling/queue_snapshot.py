@@ -207,7 +207,7 @@ class _Entry:
     leaving: tuple[int, int] | None = None  # of which attempt, and when it was first seen that it is to leave
 
 
-class Roster:
+class QueueSnapshot:
     """Who waits and who runs, from tick to tick. For one thread."""
 
     def __init__(
