@@ -64,7 +64,7 @@ from serverless_gpu.server.scheduling.planner_state import Planning
 from serverless_gpu.server.scheduling.queue_snapshot import QueueSnapshot
 from serverless_gpu.server.scheduling.reconciler import Reconciler
 from serverless_gpu.server.scheduling.scheduler import Preemptor, Scheduler
-from serverless_gpu.server.scheduling.wait_reasons import Sentences
+from serverless_gpu.server.scheduling.wait_reasons import WaitReasons
 from serverless_gpu.server.secrets import SecretService
 from serverless_gpu.server.storage.blobs import Blobs
 from serverless_gpu.server.storage.environment_store import EnvironmentStore
@@ -113,7 +113,7 @@ class ServerResources:
     deliveries: OrderDeliveries = dataclasses.field(default_factory=OrderDeliveries)
     meetings: RendezvousStates = dataclasses.field(default_factory=RendezvousStates)
     gang_progress: GangProgress = dataclasses.field(default_factory=GangProgress)
-    sentences: Sentences = dataclasses.field(default_factory=Sentences)
+    sentences: WaitReasons = dataclasses.field(default_factory=WaitReasons)
     waiting_room: WaitingRoom = dataclasses.field(default_factory=WaitingRoom)
     measures: ServerMetrics = dataclasses.field(default_factory=ServerMetrics)
     health: ServerHealth = dataclasses.field(default_factory=ServerHealth)

@@ -55,7 +55,7 @@ from serverless_gpu.server.lifecycle.liveness import Presence
 from serverless_gpu.server.nodes import capacity
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.scheduling.queue_snapshot import QueueSnapshot, Reading
-from serverless_gpu.server.scheduling.wait_reasons import Sentences
+from serverless_gpu.server.scheduling.wait_reasons import WaitReasons
 from serverless_gpu.server.storage.blobs import Blobs
 
 _NO_ROOM = frozenset({WaitReason.CAPACITY, WaitReason.AWAY, WaitReason.ISOLATION, WaitReason.UNSATISFIABLE})
@@ -71,7 +71,7 @@ class MissedRunCheck:
         clock: Clock,
         database: Transactions,
         presence: Presence,
-        sentences: Sentences,
+        sentences: WaitReasons,
         roster: QueueSnapshot,
     ) -> None:
         self._settings = settings
@@ -163,7 +163,7 @@ class SelfCheck:
         database: Transactions,
         hub: Hub,
         blobs: Blobs,
-        sentences: Sentences,
+        sentences: WaitReasons,
         measures: ServerMetrics,
         spending: Spending,
         second_look: MissedRunCheck,

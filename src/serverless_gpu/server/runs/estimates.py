@@ -36,7 +36,7 @@ from serverless_gpu.server.records.runs.runs import NewRun, StoredRun
 from serverless_gpu.server.runs import submission
 from serverless_gpu.server.scheduling import queue_snapshot
 from serverless_gpu.server.scheduling.queue_snapshot import Past, queued_run
-from serverless_gpu.server.scheduling.wait_reasons import Sentences
+from serverless_gpu.server.scheduling.wait_reasons import WaitReasons
 from serverless_gpu.wire.estimates import EstimateRequest, EstimateView, estimate_view
 
 
@@ -50,7 +50,7 @@ class EstimateService:
         clock: Clock,
         database: Transactions,
         leases: Leases,
-        sentences: Sentences,
+        sentences: WaitReasons,
         budget_admission: BudgetAdmission,
         policy_admission: PolicyAdmission,
     ) -> None:

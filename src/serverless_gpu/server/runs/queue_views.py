@@ -29,7 +29,7 @@ from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.records.runs.runs import StoredRun
 from serverless_gpu.server.records.shares import Kind, StoredShare
 from serverless_gpu.server.runs import run_views
-from serverless_gpu.server.scheduling.wait_reasons import Sentences, WaitNotice
+from serverless_gpu.server.scheduling.wait_reasons import WaitNotice, WaitReasons
 from serverless_gpu.wire.queue import (
     LIMIT_MAX,
     QueueEntry,
@@ -46,7 +46,7 @@ _NOT_IN_LINE = (WaitReason.ISOLATION.value, WaitReason.UNSATISFIABLE.value)
 class QueueViews:
     """Lists the queue and its shares."""
 
-    def __init__(self, *, settings: Settings, clock: Clock, database: Transactions, sentences: Sentences) -> None:
+    def __init__(self, *, settings: Settings, clock: Clock, database: Transactions, sentences: WaitReasons) -> None:
         self._settings = settings
         self._clock = clock
         self._database = database

@@ -28,7 +28,7 @@ from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.records.runs.runs import StoredRun
 from serverless_gpu.server.runs import run_views
 from serverless_gpu.server.runs.run_stream import Look, Position, Watch
-from serverless_gpu.server.scheduling.wait_reasons import NOTHING, Sentences
+from serverless_gpu.server.scheduling.wait_reasons import NOTHING, WaitReasons
 from serverless_gpu.server.storage.logs import Logs
 from serverless_gpu.wire.runs import AcceptedMessage, RunView, StreamMessage
 
@@ -43,7 +43,7 @@ class RunQueries:
         database: Transactions,
         hub: Hub,
         logs: Logs,
-        sentences: Sentences,
+        sentences: WaitReasons,
         unwritable: Callable[[], str],
         reports: ReportService,
     ) -> None:
@@ -97,7 +97,7 @@ ASKED_BY_PEOPLE = (StopReason.CANCEL, StopReason.PREEMPT, StopReason.DRAIN)
 class StopService:
     """Stops runs on request of callers."""
 
-    def __init__(self, *, clock: Clock, database: Transactions, sentences: Sentences, announcer: Announcer) -> None:
+    def __init__(self, *, clock: Clock, database: Transactions, sentences: WaitReasons, announcer: Announcer) -> None:
         self._clock = clock
         self._database = database
         self._sentences = sentences

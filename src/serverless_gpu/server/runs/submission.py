@@ -55,7 +55,7 @@ from serverless_gpu.server.records.runs.events import StoredEvent
 from serverless_gpu.server.records.runs.runs import NewRun, StoredRun
 from serverless_gpu.server.runs import run_views
 from serverless_gpu.server.scheduling.feasibility import Feasibility, FeasibilityCache
-from serverless_gpu.server.scheduling.wait_reasons import Sentences
+from serverless_gpu.server.scheduling.wait_reasons import WaitReasons
 from serverless_gpu.server.storage.blobs import Blobs, check_reference
 from serverless_gpu.server.storage.environment_store import EnvironmentStore
 from serverless_gpu.wire.base import INLINE_BYTES_MAX, LABEL_CHARACTERS_MAX, NAME_CHARACTERS_MAX
@@ -111,7 +111,7 @@ class SubmissionService:
         sealer: Sealer,
         blobs: Blobs,
         environments: EnvironmentStore,
-        sentences: Sentences,
+        sentences: WaitReasons,
         waiting_room: WaitingRoom,
         measures: ServerMetrics,
         feasible: FeasibilityCache,

@@ -46,7 +46,7 @@ from serverless_gpu.server.records import nodes, pools
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.records.runs.runs import StoredRun
 from serverless_gpu.server.scheduling.queue_snapshot import Past, queued_run
-from serverless_gpu.server.scheduling.wait_reasons import Sentences
+from serverless_gpu.server.scheduling.wait_reasons import WaitReasons
 
 KEPT_S = 10.0
 _ALIKE_MAX = 1_000
@@ -181,7 +181,7 @@ class UnsatisfiableRuns:
         settings: Settings,
         clock: Clock,
         database: Transactions,
-        sentences: Sentences,
+        sentences: WaitReasons,
         feasible: FeasibilityCache,
         announcer: Announcer,
         feasibility: Feasibility,

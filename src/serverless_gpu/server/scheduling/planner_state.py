@@ -52,14 +52,14 @@ from serverless_gpu.server.lifecycle.liveness import Presence
 from serverless_gpu.server.nodes import capacity
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.scheduling.queue_snapshot import QueueSnapshot, Reading
-from serverless_gpu.server.scheduling.wait_reasons import Sentences
+from serverless_gpu.server.scheduling.wait_reasons import WaitReasons
 
 OFF_S = 1.0
 V = TypeVar("V")
 
 
 class Planning:
-    """A planner that knows what the server knows. For one thread; others ask `Sentences`."""
+    """A planner that knows what the server knows. For one thread; others ask `WaitReasons`."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Planning:
         database: Transactions,
         hub: Hub,
         presence: Presence,
-        sentences: Sentences,
+        sentences: WaitReasons,
         roster: QueueSnapshot,
     ) -> None:
         self._settings = settings

@@ -60,7 +60,7 @@ from serverless_gpu.server.scheduling.engine_reservations import EngineReservati
 from serverless_gpu.server.scheduling.feasibility import UnsatisfiableRuns
 from serverless_gpu.server.scheduling.planner_state import Planning
 from serverless_gpu.server.scheduling.queue_snapshot import Reading
-from serverless_gpu.server.scheduling.wait_reasons import Sentences
+from serverless_gpu.server.scheduling.wait_reasons import WaitReasons
 
 PREEMPTED_TOGETHER = 8
 
@@ -141,7 +141,7 @@ class Scheduler:
         sealer: Sealer,
         leases: Leases,
         deliveries: OrderDeliveries,
-        sentences: Sentences,
+        sentences: WaitReasons,
         measures: ServerMetrics,
         spending: Spending,
         announcer: Announcer,

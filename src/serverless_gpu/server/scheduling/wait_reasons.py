@@ -52,7 +52,7 @@ class WaitNotice(msgspec.Struct, frozen=True, kw_only=True):
 NOTHING = WaitNotice()
 
 
-class Sentences:
+class WaitReasons:
     """Why runs wait, and when others would start. Every method may be called from any thread."""
 
     def __init__(self) -> None:

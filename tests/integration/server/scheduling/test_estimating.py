@@ -15,7 +15,7 @@ from serverless_gpu.server.composition import Services
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.scheduling.wait_reasons import Sentences
+from serverless_gpu.server.scheduling.wait_reasons import WaitReasons
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.estimates import EstimateRequest, EstimateView
 from serverless_gpu.wire.runs import Target
@@ -31,7 +31,7 @@ ANYWHERE = Target(caller="m1", python="3.11.7", platform="linux-x86_64")
 ANSWER = StartEstimate(at_ns=42, is_bound=True, node="n3", basis="bob/sweep holds 3", place=2)
 
 
-class Asked(Sentences):
+class Asked(WaitReasons):
     """A planner that has one answer."""
 
     def __init__(self) -> None:
