@@ -66,7 +66,7 @@ def test_importing_the_package_loads_none_of_its_rooms() -> None:
         "from serverless_gpu import distributed\n@distributed(gpus=2, gpu_type='H100')\ndef f(): ...",
         "from serverless_gpu.launcher import distributed",
         "from serverless_gpu import load_ipython_extension",
-        "import serverless_gpu.client.notebook.notebook_display",
+        "import serverless_gpu.client.display.notebook_display",
         "from serverless_gpu import Run, attach, Receipt, GPUType, DistributedFunction",
     ],
     ids=["distributed", "decorated", "launcher", "magic", "notebook", "everything"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from serverless_gpu.client.notebook.notebook_display import NotebookDisplay
+from serverless_gpu.client.display.notebook_display import NotebookDisplay
 from serverless_gpu.testing import FakeClock
 
 

@@ -38,7 +38,7 @@ from serverless_gpu.client.display.terminal import fit, safe
 from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.units import format_bytes
 
-_NOTEBOOK = "serverless_gpu.client.notebook.notebook_display"
+_NOTEBOOK = "serverless_gpu.client.display.notebook_display"
 _REDRAW_S = 0.05
 _GLIMPSE_TICK_S = 1.0
 _LIVE_CHARACTERS_MAX = 2_000

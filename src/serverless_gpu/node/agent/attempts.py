@@ -1,9 +1,8 @@
-"""The agent's supervisors: a standby one, one per running attempt, and those of an earlier agent.
+"""The agent's attempts: their supervisors, and the owners of their stems.
 
-A supervisor gets its attempt once, over its channel, with the client's socket. After that the channel reports only, by
-its end of file, that the supervisor has ended.
-
-The owner of a process that connects to the agent: of the attempt it is in, if it is in one.
+There is a standby supervisor, one for each running attempt, and those that an earlier agent left. A supervisor gets its
+attempt once, over its channel, with the client's socket. After that the channel reports only, by its end of file, that
+the supervisor has ended.
 
     rank of a principal's run ──connect──▶ agent: pid ▸ parent ▸ … ▸ a stem the agent has made: its owner
 
@@ -11,8 +10,8 @@ A rank can call the local agent as any process of its uid can, and what it says 
 the tree of processes does: every descendant of a stem stays below it, also after a double fork, since the stem is their
 sub-reaper.
 
-Failure cases, each answered with `UNKNOWN_OWNER`, who shares none: the process is gone before the agent looks;
-it is below a stem that an earlier agent made.
+Failure cases, each answered with `UNKNOWN_OWNER`, who shares no zygote: the process is gone before the agent looks; it
+is below a stem that an earlier agent made.
 """
 
 from __future__ import annotations

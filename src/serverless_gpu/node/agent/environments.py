@@ -2,22 +2,16 @@
 
     have(wanted) ─ there ───────────────────▶ ready, at once
                  └ not ─▶ restoring process ─▶ ready, or failed with a reason; meanwhile: how far it is
+    restoring process ──RestoreDone + lock──▶ RestoredEnvironment ──▶ zygotes, stems (each with the lock's copy)
 
-The agent locks the last few, so that no collection removes what the next call wants; zygotes and stems hold locks of
-their own. Nothing here blocks.
+An environment stays on the disk while any process has a copy of its lock's descriptor. The agent locks the last few, so
+that no collection removes what the next call wants; every zygote and stem in it has a copy. Nothing here blocks.
 
 Failure cases: the disk is full (unused environments are dropped and the restore is tried once more; then the node is at
 fault and the server tries another); the restoring process dies (another one tries, once per environment); it fails (all
 waiters get the reason, the next run tries again); a restored environment is gone (restored again); a rank has changed
 it through a link (the restoring process checks it before each start and repairs it; mounts are checked once in
 `LOOK_S`).
-
-A restored environment as the agent holds it: place, effect on a caller's context, users.
-
-    restoring process ──Restored, snapshot, lock──▶ RestoredEnvironment ──▶ zygotes, stems (each with the lock's copy)
-
-It stays on the disk while any process has a copy of the lock's descriptor: the agent while it remembers it, and every
-zygote and stem in it.
 """
 
 from __future__ import annotations

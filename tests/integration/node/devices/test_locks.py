@@ -39,7 +39,7 @@ except BlockingIOError:
 
 def test_device_held_by_another_process_is_busy_and_free_when_it_is_killed(locks: DeviceLocks) -> None:
     with other(HOLD, locks.directory, 2, "GPU-0", "GPU-1") as holder:
-        assert holder.hear() == "Locked"
+        assert holder.hear() == "LockedDevices"
         answer = locks.try_lock(["GPU-0", "GPU-1"], 1, ME)
         assert isinstance(answer, Busy)
         assert [(held.uuid, held.run_id, held.user, held.pid) for held in answer.holders] == [
