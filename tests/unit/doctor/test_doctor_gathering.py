@@ -14,7 +14,7 @@ from typing import cast
 import pytest
 
 from serverless_gpu.doctor.facts import GpuFacts, GpuHealth, Imported, UnknownFact
-from serverless_gpu.doctor.probes import nvml
+from serverless_gpu.doctor.probes import gpus
 from serverless_gpu.doctor.probes.bounded_calls import ChildEnded, side_by_side
 from serverless_gpu.doctor.probes.environment import read_imports
 from serverless_gpu.doctor.probes.machine import (
@@ -180,12 +180,12 @@ class Silent(Driver):
 
 def test_what_nvml_does_not_say_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", cast(ModuleType, Silent(Card("GPU-a", 1))))
-    assert nvml.ask("").health == {"GPU-a": GpuHealth()}
+    assert gpus.ask_nvml("").health == {"GPU-a": GpuHealth()}
 
 
 def test_what_a_driver_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", cast(ModuleType, Driver(Card("GPU-a", 1), Card("GPU-b", 2))))
-    facts = nvml.ask(str(tmp_path))
+    facts = gpus.ask_nvml(str(tmp_path))
     assert (facts.driver, facts.cuda) == ("570.124.06", (12, 8))
     assert [device.uuid for device in facts.devices] == ["GPU-a", "GPU-b"]
     assert facts.health["GPU-b"] == GpuHealth(
@@ -196,17 +196,17 @@ def test_what_a_driver_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 def test_a_driver_without_cards_still_has_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", cast(ModuleType, Driver()))
-    assert nvml.ask("").driver == "570.124.06"
+    assert gpus.ask_nvml("").driver == "570.124.06"
 
 
 def test_a_driver_of_another_version_than_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver()
     driver.init_error = FakeNvmlError(18, "Driver/library version mismatch")
     monkeypatch.setitem(sys.modules, "pynvml", cast(ModuleType, driver))
-    (entry,) = nvml.ask("").unavailable
+    (entry,) = gpus.ask_nvml("").unavailable
     assert entry.name == "NVML" and "Driver/library version mismatch" in entry.reason
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="for machines without a driver")
 def test_without_a_driver_there_are_no_gpus(tmp_path: Path) -> None:
-    assert nvml.ask(str(tmp_path)) == GpuFacts()
+    assert gpus.ask_nvml(str(tmp_path)) == GpuFacts()

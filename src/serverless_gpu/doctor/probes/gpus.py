@@ -1,23 +1,32 @@
-"""The GPUs of this machine, asked in a process of its own: a wedged driver blocks in the kernel and for ever."""
+"""The GPUs of this machine, asked in a process of its own: a wedged driver blocks in the kernel and for ever.
+
+What asks NVML on behalf of the doctor: runs in a clean process of its own, sends its facts and ends.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NoReturn, TypeVar, cast
 
 import msgspec
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.doctor.facts import GpuFacts, UnknownFact
+from serverless_gpu.doctor.facts import GpuFacts, GpuHealth, UnknownFact
 from serverless_gpu.doctor.probes.bounded_calls import look
-from serverless_gpu.errors import StorageError
+from serverless_gpu.errors import ServerlessGpuError, StorageError
 from serverless_gpu.json_codec import from_json
-from serverless_gpu.node.base.home import find_home
+from serverless_gpu.model.hardware import GpuType
+from serverless_gpu.node.base.configuration import read_configuration
+from serverless_gpu.node.base.home import Home, find_home
 from serverless_gpu.node.base.lock_files import held_note
+from serverless_gpu.node.devices.inventory import NvmlProvider
 from serverless_gpu.node.devices.kernel_log import KERNEL, KernelLog
 from serverless_gpu.node.devices.locks import MACHINE_DIRECTORIES, DeviceLocks, LockHolder
+from serverless_gpu.node.devices.nvml import Nvml
 from serverless_gpu.node.processes.spawn import clean_process
 from serverless_gpu.node.supervisor.gpu_faults import suspects
 
@@ -36,7 +45,7 @@ def look_at_gpus(environ: Mapping[str, str], limit_s: float) -> GpuFacts | Unkno
         home = str(find_home(environ).root)
     ended = look(
         lambda fd, log: clean_process(
-            "serverless_gpu.doctor.probes.nvml", (fd, home), fds=(fd,), log=log, environ=environ
+            "serverless_gpu.doctor.probes.gpus", (fd, home), fds=(fd,), log=log, environ=environ
         ),
         limit_s,
     )
@@ -109,3 +118,72 @@ def _device_files() -> int:
         for path in Path("/dev").glob("nvidia[0-9]*"):
             count += stat.S_ISCHR(path.stat().st_mode)
     return count
+
+
+T = TypeVar("T")
+
+
+def main(fd: int, home: str) -> NoReturn:
+    """Send the facts on a descriptor and end.
+
+    Args:
+        fd: where to.
+        home: the home directory, for the user's own GPU types; "" without one.
+    """
+    os.write(fd, msgspec.json.encode(ask_nvml(home)))
+    os._exit(0)
+
+
+def ask_nvml(home: str) -> GpuFacts:
+    """Return what NVML says."""
+    try:
+        import pynvml
+    except ImportError as error:
+        return GpuFacts(binding_problem=f"nvidia-ml-py is not installed: {error}")
+    provider = NvmlProvider(nvml=cast(Nvml, pynvml), own=_own_types(home))
+    devices, unavailable = provider.devices(), provider.unavailable()
+    facts = GpuFacts(
+        devices=devices, unavailable=unavailable, usage=provider.usage([device.uuid for device in devices])
+    )
+    if not devices and not unavailable and _asked(pynvml, pynvml.nvmlInit, fails=True):
+        return facts
+    cuda = _asked(pynvml, pynvml.nvmlSystemGetCudaDriverVersion_v2)
+    return msgspec.structs.replace(
+        facts,
+        driver=str(_asked(pynvml, pynvml.nvmlSystemGetDriverVersion) or ""),
+        cuda=None if cuda is None else (cuda // 1000, cuda % 1000 // 10),
+        health={device.uuid: _health(pynvml, device.uuid) for device in devices},
+    )
+
+
+def _health(pynvml: Any, uuid: str) -> GpuHealth:
+    handle = _asked(pynvml, lambda: pynvml.nvmlDeviceGetHandleByUUID(uuid))
+    if handle is None:
+        return GpuHealth()
+    kinds = (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
+    capability = _asked(pynvml, lambda: pynvml.nvmlDeviceGetCudaComputeCapability(handle))
+    remapped = _asked(
+        pynvml, lambda: pynvml.nvmlDeviceGetRemappedRows(handle)
+    )  # corrected, uncorrected, pending, failed
+    return GpuHealth(
+        capability=None if capability is None else (capability[0], capability[1]),
+        uncorrected_errors=_asked(pynvml, lambda: pynvml.nvmlDeviceGetTotalEccErrors(handle, *kinds)),
+        remap_pending=None if remapped is None else bool(remapped[2]),
+        remap_failed=None if remapped is None else bool(remapped[3]),
+    )
+
+
+def _asked(pynvml: Any, ask: Callable[[], Any], *, fails: bool = False) -> Any:
+    """Return NVML's answer, None where it has none; with `fails`, whether asking failed."""
+    try:
+        answer = ask_nvml()
+    except (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError):
+        return True if fails else None
+    return None if fails else answer
+
+
+def _own_types(home: str) -> tuple[GpuType, ...]:
+    try:
+        return read_configuration(Home(Path(home))).types if home else ()
+    except ServerlessGpuError:
+        return ()

@@ -1,7 +1,9 @@
-"""The agent's zygotes: one per owner, interpreter and start-up variables, at most a few.
+"""One zygote of the agent: its process, its stems, the runs that wait for one, and what contains it.
 
     key = (owner, interpreter, its options, start-up variables, environment)   →   Zygote: process, channel, stems
     standing by, runs waiting for one
+    launcher enters cgroups ──▶ zygote, its start-up code, what that starts ──▶ killed with the zygote
+                                  └─ stem ──▶ moves to cgroups of its own, and lives on
 
 A zygote serves one owner, because it runs code that its owner's ranks could have written. Zygotes of a server's
 principals, and each of their stems, have a user namespace of their own (`inside/namespaces.py`); without it a rank
@@ -12,20 +14,13 @@ A zygote in a restored environment moves on to another when nothing that it has 
 (`environment/restore/zygote_compatibility.py`). When the directories of an environment were deleted and made again, a
 zygote sees the deleted ones, and ends.
 
-Failure cases: the zygote cannot preload or dies (waiting runs get what it wrote); it is not fit to be forked (the key
-is remembered; each run starts cold with a zygote without preload); it dies while idle (the next run starts a new one
-and the receipt says so).
-
-Containment of a zygote: the cgroups it starts in, and the end of everything that is left in them.
-
-    launcher enters ──▶ zygote, its start-up code, what that starts ──▶ killed with the zygote
-                          └─ stem ──▶ moves to cgroups of its own, and lives on
-
 `.pth` files, `sitecustomize` and the modules that a zygote preloads are the user's code and may start processes. Those
 belong to no run: no run pays for them, and no supervisor ends them.
 
-Failure cases: no cgroup can be made (the zygote's descendants are killed instead: what detached itself is one of them
-as long as the zygote lives); a stem could not leave (it and its ranks are spared).
+Failure cases: the zygote cannot preload or dies (waiting runs get what it wrote); it is not fit to be forked (the key
+is remembered; each run starts cold with a zygote without preload); it dies while idle (the next run starts a new one
+and the receipt says so); no cgroup can be made (the zygote's descendants are killed instead: what detached itself is
+one of them as long as the zygote lives); a stem could not leave the cgroups (it and its ranks are spared).
 """
 
 from __future__ import annotations

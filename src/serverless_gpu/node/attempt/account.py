@@ -1,16 +1,13 @@
-"""Account of one attempt: facts on disk as they happen, and the receipt they add up to.
+"""Account of one attempt: facts on disk as they happen, the receipt they add up to, and disk space reserved for both.
 
-Facts are append-only lines of `facts.jsonl`. Charges, and what a server replays, are computed from them; so is the
-receipt, and both agree to the millionth. The receipt's segments (queued, first line …) are finer, this process's own
-measurement.
-
-Disk space reserved for an attempt from its start, so that its ending fits on a full disk.
-
+    facts.jsonl, append-only lines ─┬─▶ charges, and what a server replays
+                                    └─▶ receipt.json; both agree to the millionth
     <attempt>/.reserve/<number>    allocated, empty of meaning    ── the disk is full ─▶  overwritten, cut, renamed
     <attempt>/facts.jsonl          some room allocated behind its end, moved on as it grows
 
-Space given back to the disk could be taken by the process that filled it; what is overwritten in place cannot. So an
-ending, a receipt, the facts and a rank's exception survive a full disk.
+The receipt's segments (queued, first line …) are finer than facts: this process's own measurement. Space given back to
+the disk could be taken by the process that filled it; what is overwritten in place cannot. So an ending, a receipt, the
+facts and a rank's exception survive a full disk.
 
 Failure cases: the file system cannot allocate ahead, or copies on write (btrfs, ZFS): a full disk costs these files, as
 without a reserve; the process that would remove the reserve is killed: it stays, and the writer of the missing ending

@@ -17,10 +17,8 @@ hold one. They live in /tmp, in a directory only this user can enter. For runs o
 written to is replaced by a directory under the temporary directory, and `Home.note` says so. A server, a login and
 secrets need the home itself (`find_durable_home`).
 
-Detects whether a home's machine is in a Ray pool: its ranks are fenced then (`inside/linux.py`).
-
-server/ray/keeper.lock is held by what keeps the Ray of a server here (`sgpu up --engine ray`), ray/keeper.lock by `sgpu
-join`.
+A home's machine is in a Ray pool while a process holds server/ray/keeper.lock (`sgpu up --engine ray`) or
+ray/keeper.lock (`sgpu join`). Its ranks are fenced then.
 """
 
 from __future__ import annotations

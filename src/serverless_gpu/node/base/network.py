@@ -1,17 +1,16 @@
-"""This node's own addresses, by interface, in the order in which a gang would have them used.
+"""This node's network: its own addresses, in the order in which a gang uses them, and a port for the rendezvous.
 
     SIOCGIFCONF           IPv4, with the names that `getifaddrs` gives, by which NCCL and Gloo look for an interface
     /proc/net/if_inet6    IPv6 that is routed
 
 Link-local addresses are left out: their user has to name an interface, too. Loopback comes last, because only this
 machine reaches it; bridges of containers come before it, because they are the same on every machine. Unreadable entries
-and interfaces with a comma in their name are left out; nothing here fails.
+and interfaces with a comma in their name are left out; looking for addresses never fails.
 
-A port for the gang's rendezvous that no other process can take before rank 0 listens on it.
-
-A socket that is bound but does not listen keeps the port: the kernel gives it to no process that lets it choose, and
-refuses those that do not set SO_REUSEADDR. torch's store sets it, and the kernel lets it bind and listen beside us.
-Launchers usually bind and close, which leaves a gap in which another launcher gets the same port.
+No other process can take the port before rank 0 listens on it. A socket that is bound but does not listen keeps the
+port: the kernel gives it to no process that lets it choose, and refuses those that do not set SO_REUSEADDR. torch's
+store sets it, and the kernel lets it bind and listen beside us. Launchers usually bind and close, which leaves a gap in
+which another launcher gets the same port.
 """
 
 from __future__ import annotations

@@ -1,22 +1,18 @@
-"""Requirements of an agent or an uplink, checked once before it starts.
-
-Requirements on the file system of a home, tested before anything relies on them.
+"""Requirements of runs on this machine: the file system of a home, the kernel, and the Python that asks it.
 
     flock           device locks, one supervisor for each attempt, units of environments   (Lustre needs `-o flock`)
     record locks    SQLite: the database of a server, MLflow's                             (NFS needs lockd)
     symbolic links  environments that are restored                                         (not exFAT, not every FUSE)
     execution       environments that are made of links: compiled modules are mapped from there    (not noexec)
+    pidfd           processes are followed by it, so that what is waited for and ended is never another process with
+                    the same number; a machine without it runs nothing
 
-Each question about locks makes a file, asks, and removes it. A file that cannot even be made is not the answer to the
-question: it is reported like any other file that cannot be written.
+An agent and an uplink check them once before they start (`require_for_runs`). Each question about locks makes a file,
+asks, and removes it. A file that cannot even be made is not the answer to the question: it is reported like any other
+file that cannot be written.
 
-Failure cases: the file system refuses (a sentence that names it, and what helps).
-
-Requirements on this machine's kernel and on the Python that asks it.
-
-Processes are followed by pidfd, so that what is waited for and ended is never another process with the same number. A
-machine without it runs nothing. Failure cases: Linux before 5.3, a container's older seccomp profile, a Python built
-with older kernel headers (each is a sentence that says what helps).
+Failure cases, each a sentence that says what helps: the file system refuses; Linux before 5.3; a container's older
+seccomp profile; a Python built with older kernel headers.
 """
 
 from __future__ import annotations

@@ -1,17 +1,15 @@
-"""Inventory of this node: its real GPUs, its CPU slots, and the user's own types and prices.
-
-Refreshed after a minute, because drivers come and go. Callers declare fakes call by call.
-
-The devices of this machine and what uses them right now.
+"""Inventory of this node: its devices, what uses them right now, and the user's own types and prices.
 
     NvmlProvider   NVIDIA GPUs, through NVML          usage: processes and memory
     FakeProvider   devices made up by a setting       usage: a JSON file a test or a demonstration writes
     CpuProvider    one slot per core we may run on    usage: always idle
+    Inventory      what an agent offers: GPUs, CPU slots, types, prices; refreshed after a minute, since drivers come
+                   and go. Callers declare fakes call by call (`offered`).
 
 Reads only: `gpu_gate.py` judges, `locks.py` lends. Failure cases, none an exception: no NVIDIA driver (no devices); a
 GPU that fell off the bus, is closed to us, or is cut into MIG slices (`unavailable()` lists it with the reason); a
-wedged driver (`nvml_process.py` asks from another process; after 5 s the answer is a `Usage` with a `problem`, and
-callers no longer wait); other pid namespaces hide processes (`pids_visible` is False: only memory counts).
+wedged driver (`nvml.py` asks from another process; after 5 s the answer is a `Usage` with a `problem`, and callers no
+longer wait); other pid namespaces hide processes (`pids_visible` is False: only memory counts).
 """
 
 from __future__ import annotations

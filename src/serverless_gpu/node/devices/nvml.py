@@ -1,13 +1,9 @@
-"""NVML asked in this process, where it may hang for ever in the kernel: `NvmlReader`.
+"""NVML, asked by a process of its own, so that a driver that hangs takes only that process with it.
 
-`nvml_process.py` waits for it from another process, and `gpu_gate.py` judges.
+    NvmlProcess ──NvmlQuestion──▶ sgpu-nvml: NvmlReader ── may block in the kernel for ever
+                ◀──NvmlAnswer───                           at most 5 s are waited for it, once
 
-Usage of a GPU: values that cross between processes.
-
-NVML, asked by a process of its own, so that a driver that hangs takes only that process with it.
-
-    provider ──Question──▶ sgpu-nvml ── may block in the kernel for ever
-             ◀──Answer────             at most 5 s are waited for it, once
+`inventory.py` and the monitor call it; `gpu_gate.py` judges the `Usage` of a GPU.
 
 Failure cases: no answer in time (`NvmlTimeout`, also at once for every later question until one is answered; after half
 a minute of silence the process is killed and another one tries, unless a few could not be killed); the process dies
