@@ -57,7 +57,7 @@ from serverless_gpu.server.runs.estimates import EstimateService
 from serverless_gpu.server.runs.queue_views import QueueViews
 from serverless_gpu.server.runs.retention import Retention
 from serverless_gpu.server.runs.run_service import RunQueries, StopService
-from serverless_gpu.server.runs.submission import SubmissionService, WaitingRoom
+from serverless_gpu.server.runs.submission import QueueLimits, SubmissionService
 from serverless_gpu.server.scheduling.engine_reservations import EngineReservations
 from serverless_gpu.server.scheduling.feasibility import Feasibility, FeasibilityCache, UnsatisfiableRuns
 from serverless_gpu.server.scheduling.planner_state import Planning
@@ -114,7 +114,7 @@ class ServerResources:
     meetings: RendezvousStates = dataclasses.field(default_factory=RendezvousStates)
     gang_progress: GangProgress = dataclasses.field(default_factory=GangProgress)
     sentences: WaitReasons = dataclasses.field(default_factory=WaitReasons)
-    waiting_room: WaitingRoom = dataclasses.field(default_factory=WaitingRoom)
+    waiting_room: QueueLimits = dataclasses.field(default_factory=QueueLimits)
     measures: ServerMetrics = dataclasses.field(default_factory=ServerMetrics)
     health: ServerHealth = dataclasses.field(default_factory=ServerHealth)
     spending: Spending = dataclasses.field(default_factory=Spending)

@@ -64,7 +64,7 @@ from serverless_gpu.wire.runs import RunRequest, RunView, Target
 _OWNERS_MAX = 10_000
 
 
-class WaitingRoom:
+class QueueLimits:
     """Room that is certainly there, by owner. What waits is counted when that is used up, not for every run.
 
     Between two counts runs of an owner only leave the queue, but for those that are counted down here and the few that
@@ -112,7 +112,7 @@ class SubmissionService:
         blobs: Blobs,
         environments: EnvironmentStore,
         sentences: WaitReasons,
-        waiting_room: WaitingRoom,
+        waiting_room: QueueLimits,
         measures: ServerMetrics,
         feasible: FeasibilityCache,
         low: Callable[[], str],
