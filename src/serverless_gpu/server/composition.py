@@ -50,7 +50,7 @@ from serverless_gpu.server.nodes.drain import DrainService
 from serverless_gpu.server.nodes.node_admission import JoinService, NodeAdmission
 from serverless_gpu.server.nodes.node_rules import Evacuation
 from serverless_gpu.server.nodes.node_service import NodeRuleService, NodeService
-from serverless_gpu.server.operations.server_status import Sampling
+from serverless_gpu.server.operations.server_status import StateMetrics
 from serverless_gpu.server.policies import PolicyAdmission, PolicyService
 from serverless_gpu.server.pools import PoolService
 from serverless_gpu.server.runs.estimates import EstimateService
@@ -506,9 +506,9 @@ def make_roster(services: Services) -> QueueSnapshot:
     )
 
 
-def make_sampling(services: Services) -> Sampling:
+def make_sampling(services: Services) -> StateMetrics:
     """Build the source of state metrics."""
-    return Sampling(
+    return StateMetrics(
         settings=services.settings,
         clock=services.clock,
         database=services.database,

@@ -93,7 +93,7 @@ class _Rows(msgspec.Struct, frozen=True, kw_only=True):
     uncharged: int
 
 
-class Sampling(Source):
+class StateMetrics(Source):
     """The sample that the registry gives out."""
 
     def __init__(

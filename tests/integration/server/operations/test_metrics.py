@@ -16,7 +16,7 @@ from serverless_gpu.server.composition import Services, make_sampling
 from serverless_gpu.server.core.server_metrics import LABEL_VALUES_MAX, OTHER, ServerMetrics
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.operations import server_status
-from serverless_gpu.server.operations.server_status import Sampling
+from serverless_gpu.server.operations.server_status import StateMetrics
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.access import PrincipalRequest, TokenMade, TokenRequest
 from serverless_gpu.wire.base import API
@@ -141,7 +141,7 @@ def test_a_database_that_hangs_costs_a_scrape_its_bound_and_no_more(
     go = threading.Event()
     measures = ServerMetrics()
     monkeypatch.setattr(server_status, "BOUND_S", 0.05)
-    monkeypatch.setattr(Sampling, "look", lambda _sampling: go.wait(60))
+    monkeypatch.setattr(StateMetrics, "look", lambda _sampling: go.wait(60))
     measures.watch(make_sampling(watched))
     asyncio.run(measures.refresh())
     assert b"sgpu_build_info" in measures.text() and b"sgpu_runs{" not in measures.text()
