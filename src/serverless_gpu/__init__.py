@@ -52,7 +52,7 @@ _HOMES = {
     "session": "serverless_gpu.client.sessions.session",
     "GPUType": "serverless_gpu.compute",
     "Receipt": "serverless_gpu.model.receipt",
-    "load_ipython_extension": "serverless_gpu.client.notebook.magic",  # %load_ext serverless_gpu
+    "load_ipython_extension": "serverless_gpu.client.notebook",  # %load_ext serverless_gpu
 }
 _ROOMS = ("compute", "errors", "launcher", "ray", "runtime", "testing")
 

@@ -13,7 +13,7 @@ from typing import cast
 
 import pytest
 
-from serverless_gpu.client.notebook.magic import Cell, compile_cell, ends_silently, names_needed
+from serverless_gpu.client.notebook import Cell, compile_cell, ends_silently, names_needed
 from serverless_gpu.errors import UsageError
 from serverless_gpu.node.inside import payload
 from serverless_gpu.node.inside.call import distributed_cell

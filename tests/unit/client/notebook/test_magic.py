@@ -7,7 +7,7 @@ import inspect
 import pytest
 
 from serverless_gpu.client.decorator import distributed
-from serverless_gpu.client.notebook.magic import VALUES, parse_line
+from serverless_gpu.client.notebook import VALUES, parse_line
 from serverless_gpu.errors import InvalidOption
 from serverless_gpu.model.spec import Options
 from tests.support.paths import REPOSITORY
