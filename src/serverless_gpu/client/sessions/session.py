@@ -20,6 +20,7 @@ from typing import ParamSpec, TypeVar, Unpack, cast
 
 import msgspec
 
+from serverless_gpu.client.actors import Actors
 from serverless_gpu.client.decorator import DistributedFunction, parse_options
 from serverless_gpu.client.display.run_display import Display, TerminalDisplay, again, make_display
 from serverless_gpu.client.launch.launch import Lender, hold, launch
@@ -27,7 +28,6 @@ from serverless_gpu.client.launch.preflight import bind_arguments, check_functio
 from serverless_gpu.client.runs.run import Run, own_sessions
 from serverless_gpu.client.runs.run_list import RunList
 from serverless_gpu.client.runs.run_source import ConnectionNote
-from serverless_gpu.client.sessions.actors import Actors
 from serverless_gpu.errors import NotDistributable, ServerlessGpuError, SessionEnded, UsageError
 from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.lifecycle.attempt import State
