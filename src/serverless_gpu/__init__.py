@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from serverless_gpu.client.runs.run import Run as Run
     from serverless_gpu.client.runs.run_list import RunList as RunList
     from serverless_gpu.client.runs.run_list import as_completed as as_completed
-    from serverless_gpu.client.sessions.session import Session as Session
-    from serverless_gpu.client.sessions.session import session as session
+    from serverless_gpu.client.session import Session as Session
+    from serverless_gpu.client.session import session as session
     from serverless_gpu.compute import GPUType as GPUType
     from serverless_gpu.model.receipt import Receipt as Receipt
 
@@ -48,8 +48,8 @@ _HOMES = {
     "RunList": "serverless_gpu.client.runs.run_list",
     "as_completed": "serverless_gpu.client.runs.run_list",
     "attach": "serverless_gpu.client.runs.attachment",
-    "Session": "serverless_gpu.client.sessions.session",
-    "session": "serverless_gpu.client.sessions.session",
+    "Session": "serverless_gpu.client.session",
+    "session": "serverless_gpu.client.session",
     "GPUType": "serverless_gpu.compute",
     "Receipt": "serverless_gpu.model.receipt",
     "load_ipython_extension": "serverless_gpu.client.notebook",  # %load_ext serverless_gpu

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from serverless_gpu import Run, attach, distributed
-from serverless_gpu.client.sessions.session import session
+from serverless_gpu.client.session import session
 from serverless_gpu.errors import EngineHeadLost, NodeLost, RunCancelled, RunError, RunTimedOut
 from serverless_gpu.node.inside import linux
 from serverless_gpu.ray import ray_launch
