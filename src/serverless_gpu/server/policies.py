@@ -6,7 +6,7 @@ Under which usage policy is a run, is it within it, and what does it get from it
 
 The decisions are `model/access/usage_policy.py`'s. Whoever asks is in a transaction, so that a policy that is changed
 at the same moment holds for a run or does not, and nothing between. What is installed in an environment is read from
-the store, and that is no work for a transaction: `Unread` ends it, the store is asked, and it begins again.
+the store, and that is no work for a transaction: `PackagesNotLoaded` ends it, the store is asked, and it begins again.
 
 Routes of `wire/access.py`: usage policies, and whom they are attached to.
 """
@@ -337,7 +337,7 @@ class Allowed(msgspec.Struct, frozen=True, kw_only=True):
     pool: str
 
 
-class Unread(Exception):
+class PackagesNotLoaded(Exception):
     """A policy names environments, and what is installed in these has not been read.
 
     Attributes:
@@ -349,7 +349,7 @@ class Unread(Exception):
         super().__init__(f"{len(addresses)} environments were not read")
 
 
-class Brought(msgspec.Struct, frozen=True, kw_only=True):
+class PolicyInputs(msgspec.Struct, frozen=True, kw_only=True):
     """What comes with a run, and is known of it.
 
     Attributes:
@@ -369,7 +369,9 @@ class PolicyAdmission:
         self._sealer = sealer
         self._environments = environments
 
-    def allow(self, connection: sa.Connection, spec: RunSpec, who: Caller, brought: Brought | None = None) -> Allowed:
+    def allow(
+        self, connection: sa.Connection, spec: RunSpec, who: Caller, brought: PolicyInputs | None = None
+    ) -> Allowed:
         """Return a run as it is under its policies.
 
         Args:
@@ -444,13 +446,13 @@ def _present(connection: sa.Connection, under: tuple[NamedPolicy, ...], spec: Ru
     )
 
 
-def _check_packages(name: str, policy: UsagePolicy, brought: Brought) -> None:
+def _check_packages(name: str, policy: UsagePolicy, brought: PolicyInputs) -> None:
     """Refuse an environment in which something else is installed than in those that the policy names."""
     if not policy.environments or not brought.snapshot:
         return
     unread = frozenset({brought.snapshot, *policy.environments} - brought.packages.keys())
     if unread:
-        raise Unread(unread)
+        raise PackagesNotLoaded(unread)
     asked = brought.packages[brought.snapshot]
     accepted = {address: brought.packages[address] for address in policy.environments}
     if asked is not None and any(one is not None and are_same(asked, one) for one in accepted.values()):

@@ -21,7 +21,7 @@ from serverless_gpu.server.billing import charging
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.lifecycle import liveness, reports, requeue
 from serverless_gpu.server.nodes import agent_service
-from serverless_gpu.server.policies import Brought
+from serverless_gpu.server.policies import PolicyInputs
 from serverless_gpu.server.records import audit, policies
 from serverless_gpu.server.records.runs import attempts, crews, events, facts, files, orders, runs
 from serverless_gpu.server.records.runs.active_runs import Active, ActiveCrew
@@ -55,7 +55,7 @@ def _repeated_submit_is_another_run() -> AbstractContextManager[Any]:
         new: NewRun,
         who: Caller,
         at_ns: int,
-        brought: Brought,
+        brought: PolicyInputs,
     ) -> tuple[StoredRun, bool]:
         if runs.exists(connection, new.id):
             copy = msgspec.structs.replace(new, id=new.id[:-4] + "zzzz")

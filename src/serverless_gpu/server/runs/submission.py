@@ -47,7 +47,7 @@ from serverless_gpu.server.core.server_metrics import ServerMetrics
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.core.validation import check_range, check_text
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.policies import Brought, PolicyAdmission, Unread
+from serverless_gpu.server.policies import PackagesNotLoaded, PolicyAdmission, PolicyInputs
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.runs import events, runs
@@ -207,15 +207,15 @@ class SubmissionService:
     def _written(self, new: NewRun, who: Caller, at_ns: int) -> tuple[StoredRun, bool]:
         """Write a run down; what its policy wants to know of its environment is read between two tries."""
         packages: dict[str, Packages | None] = {}
-        brought = Brought(snapshot=new.snapshot, packages=packages)
+        brought = PolicyInputs(snapshot=new.snapshot, packages=packages)
         while True:  # each time, something that was not known is
             try:
                 return self._database.write(lambda connection: self._create(connection, new, who, at_ns, brought))
-            except Unread as unread:
+            except PackagesNotLoaded as unread:
                 packages |= self._policy_admission.read_packages(unread.addresses)
 
     def _create(
-        self, connection: sa.Connection, new: NewRun, who: Caller, at_ns: int, brought: Brought
+        self, connection: sa.Connection, new: NewRun, who: Caller, at_ns: int, brought: PolicyInputs
     ) -> tuple[StoredRun, bool]:
         before = runs.find(connection, new.id) if runs.exists(connection, new.id) else None
         if before is not None:
