@@ -1,1 +1,0 @@
-"""Sessions hold devices and warm processes between calls, and actors live in them. Start with `session.py`."""
