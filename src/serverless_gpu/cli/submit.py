@@ -38,13 +38,13 @@ from serverless_gpu.ambient import format_utc
 from serverless_gpu.cli.amounts import Seconds
 from serverless_gpu.cli.exit_codes import exit_code
 from serverless_gpu.cli.output import print_json, say, say_failure
+from serverless_gpu.client.caller.caller_context import variables_elsewhere
 from serverless_gpu.client.caller.interrupts import terminable
 from serverless_gpu.client.decorator import parse_options
 from serverless_gpu.client.estimating import Estimate, estimate_run
 from serverless_gpu.client.launch import snapshot_environment
 from serverless_gpu.client.launch.launch import launch_command
 from serverless_gpu.client.launch.remedies import explain, no_server
-from serverless_gpu.client.remote.environment_variables import elsewhere
 from serverless_gpu.client.remote.profile import find_profile
 from serverless_gpu.client.runs.run import Run
 from serverless_gpu.environment.service_messages import Where
@@ -233,7 +233,7 @@ def _enter(workdir: str | None, variables: Sequence[str], *, is_here: bool) -> N
         name, equals, value = pair.partition("=")
         if not name or not equals:
             raise click.BadParameter(f"{pair!r} is not KEY=VALUE", param_hint="--env-var")
-        if not is_here and not elsewhere({name: value}):
+        if not is_here and not variables_elsewhere({name: value}):
             raise click.BadParameter(
                 f"{name} does not travel to other machines; set it in the program", param_hint="--env-var"
             )

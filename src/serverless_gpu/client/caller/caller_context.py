@@ -9,6 +9,11 @@ A zygote knows what it has loaded and from where; it was not started beside the 
 directory of the caller's that occur again further down the path matter: a `calendar.py` beside the script. Nothing is
 imported. As in Python's import, a directory is read again when its modification time has changed, and an unreadable
 one has no names. Modules in a zip file on the path are not seen.
+
+Selects the caller's variables for ranks on another machine.
+
+Most mean the same everywhere: credentials, switches of libraries, the user's own. Those that name a place, a process or
+a device of the caller's machine do not travel; the node has its own. The token never travels.
 """
 
 from __future__ import annotations
@@ -20,10 +25,11 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from serverless_gpu.errors import StorageError, UsageError
 from serverless_gpu.node.base import protocol
+from serverless_gpu.node.inside.process_group import SWITCH
 from serverless_gpu.node.processes.spawn import PRELOAD_ROOTS
 
 _INSTALLED = ("site-packages", "dist-packages")
@@ -127,3 +133,67 @@ def _origin(name: str, state: _State) -> str:
         _resolved.clear()
     _resolved[name] = (state, str(spec.origin))
     return str(spec.origin)
+
+
+TOKEN = "SERVERLESS_GPU_TOKEN"
+
+_NAMES = frozenset(
+    {
+        "CUDA_VISIBLE_DEVICES",
+        "DISPLAY",
+        "EDITOR",
+        "HOME",
+        "HOST",
+        "HOSTNAME",
+        "INVOCATION_ID",
+        "JOURNAL_STREAM",
+        "LOGNAME",
+        "MAIL",
+        "NVIDIA_VISIBLE_DEVICES",
+        "OLDPWD",
+        "PATH",
+        "PWD",
+        "SHELL",
+        "SHLVL",
+        "TEMP",
+        "TERM_SESSION_ID",
+        "TMP",
+        "TMPDIR",
+        "TMUX",
+        "USER",
+        "VIRTUAL_ENV",
+        "WAYLAND_DISPLAY",
+        "WINDOWID",
+        "XAUTHORITY",
+        "_",
+    }
+)
+_PREFIXES = (
+    "CONDA_",
+    "DBUS_",
+    "DYLD_",
+    "JPY_",
+    "LD_",
+    "MASTER_",
+    "SLURM_",
+    "SSH_",
+    "SYSTEMD_",
+    "VSCODE_",
+    "XDG_",
+    "SERVERLESS_GPU_",
+    "SGPU_",
+)
+
+
+def variables_elsewhere(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that mean the same on another machine."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name == SWITCH or (name not in _NAMES and not name.startswith(_PREFIXES))
+    }
+
+
+def variables_here(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables for ranks on the caller's own machine: all but the token."""
+    return {name: value for name, value in environ.items() if name != TOKEN}

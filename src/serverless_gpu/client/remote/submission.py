@@ -41,14 +41,13 @@ import blake3
 import msgspec
 
 from serverless_gpu.ambient import SystemClock, machine, new_run_id
-from serverless_gpu.client.caller.caller_context import caller_context
+from serverless_gpu.client.caller.caller_context import caller_context, variables_elsewhere, variables_here
 from serverless_gpu.client.caller.interrupts import interruptible
 from serverless_gpu.client.caller.mlflow_context import Far, tracked
 from serverless_gpu.client.display.run_display import TerminalDisplay
 from serverless_gpu.client.launch import snapshot_environment
 from serverless_gpu.client.launch.preflight import pack, refusing_reducer
 from serverless_gpu.client.launch.remedies import explain
-from serverless_gpu.client.remote import environment_variables
 from serverless_gpu.client.remote.event_stream import Away, EventStream
 from serverless_gpu.client.remote.profile import remote_home
 from serverless_gpu.client.remote.remote_run import RemoteRun
@@ -177,9 +176,7 @@ def _snapshot(home: Home, server: RemoteServer, spec: RunSpec, root: Path) -> st
 
 def _request(server: RemoteServer, root: Path, run_id: str, spec: RunSpec, snapshot: str) -> RunRequest:
     context = caller_context()
-    travelling = (
-        environment_variables.elsewhere(context.environ) if snapshot else environment_variables.here(context.environ)
-    )
+    travelling = variables_elsewhere(context.environ) if snapshot else variables_here(context.environ)
     context = msgspec.structs.replace(context, environ=travelling)
     path, call = root / "call.pkl", None
     if not isinstance(spec.payload, Function):

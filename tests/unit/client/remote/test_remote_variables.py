@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serverless_gpu.client.remote.environment_variables import elsewhere, here
+from serverless_gpu.client.caller.caller_context import variables_elsewhere, variables_here
 
 MINE = {
     "HF_TOKEN": "hf",
@@ -29,8 +29,8 @@ SECRET = {"SERVERLESS_GPU_TOKEN": "sgpu_secret"}
 
 
 def test_what_means_the_same_everywhere_travels_and_what_names_the_callers_machine_does_not() -> None:
-    assert elsewhere({**MINE, **OF_THE_MACHINE, **SECRET}) == MINE
+    assert variables_elsewhere({**MINE, **OF_THE_MACHINE, **SECRET}) == MINE
 
 
 def test_on_the_callers_own_machine_everything_but_the_token_travels() -> None:
-    assert here({**MINE, **OF_THE_MACHINE, **SECRET}) == {**MINE, **OF_THE_MACHINE}
+    assert variables_here({**MINE, **OF_THE_MACHINE, **SECRET}) == {**MINE, **OF_THE_MACHINE}
