@@ -126,9 +126,7 @@ COMMANDS = {
     "secret": CommandEntry(
         "access.secrets:secret", 'Set, list and delete secrets that runs get: secrets=["HF_TOKEN"].'
     ),
-    "server": CommandEntry(
-        "server:server_group", "Look after a server: its settings, its unit, its backups."
-    ),
+    "server": CommandEntry("server:server_group", "Look after a server: its settings, its unit, its backups."),
     "share": CommandEntry("nodes.pools:share", "List and set who gets how much while others want devices, too."),
     "show": CommandEntry(
         "runs.run_details:show",

@@ -1,8 +1,6 @@
-"""The whole examination: gather, judge, write the report. What the command loads when it is asked for.
+"""The examination: gathers facts, judges them by the table of all checks, and writes the report as text or JSON.
 
-The table of all checks, and the judgement over gathered facts.
-
-A diagnosis as text and as JSON.
+`sgpu doctor` loads it when the command runs.
 """
 
 from __future__ import annotations
@@ -23,6 +21,39 @@ Paint = Callable[[str, CheckOutcome], str]
 
 _WORD = 7
 _CODE = 16
+
+
+def examine(limit_s: float, *, as_json: bool, paint: Paint) -> tuple[Iterable[str], bool]:
+    """Return the report, line by line, and whether a check failed.
+
+    Args:
+        limit_s: seconds for each look.
+        as_json: the report for machines.
+        paint: colours a word by its outcome.
+    """
+    facts = gather(os.environ, limit_s)
+    judged = judge(facts)
+    if as_json:
+        text = msgspec.json.format(msgspec.json.encode(as_builtins(judged, facts.python)), indent=2)
+        return [text.decode()], has_failed(judged)
+    return lines(judged, paint), has_failed(judged)
+
+
+TABLE: tuple[Check, ...] = (
+    *machine_checks.CHECKS,
+    *server_checks.CHECKS,
+    *server_checks.POOL_CHECKS,
+    *gpu_checks.CHECKS,
+    *environment_checks.CHECKS,
+    *server_checks.TRACKING_CHECKS,
+    *run_troubles.CHECKS,
+)
+
+
+def judge(facts: MachineFacts) -> list[tuple[Check, tuple[Finding, ...]]]:
+    """Return what each check that applies here found, in the order of the table."""
+    judged = [(check, tuple(check.probe(facts))) for check in TABLE if check.probe is not None]
+    return [(check, findings) for check, findings in judged if findings]
 
 
 def has_failed(judged: Judged) -> bool:
@@ -115,36 +146,3 @@ def _one_line(text: str) -> str:
     """Return text without line breaks and control characters: much of it comes from others."""
     joined = "; ".join(line.strip() for line in text.splitlines() if line.strip())
     return "".join(letter if letter.isprintable() else "?" for letter in joined)
-
-
-TABLE: tuple[Check, ...] = (
-    *machine_checks.CHECKS,
-    *server_checks.CHECKS,
-    *server_checks.POOL_CHECKS,
-    *gpu_checks.CHECKS,
-    *environment_checks.CHECKS,
-    *server_checks.TRACKING_CHECKS,
-    *run_troubles.CHECKS,
-)
-
-
-def judge(facts: MachineFacts) -> list[tuple[Check, tuple[Finding, ...]]]:
-    """Return what each check that applies here found, in the order of the table."""
-    judged = [(check, tuple(check.probe(facts))) for check in TABLE if check.probe is not None]
-    return [(check, findings) for check, findings in judged if findings]
-
-
-def examine(limit_s: float, *, as_json: bool, paint: Paint) -> tuple[Iterable[str], bool]:
-    """Return the report, line by line, and whether a check failed.
-
-    Args:
-        limit_s: seconds for each look.
-        as_json: the report for machines.
-        paint: colours a word by its outcome.
-    """
-    facts = gather(os.environ, limit_s)
-    judged = judge(facts)
-    if as_json:
-        text = msgspec.json.format(msgspec.json.encode(as_builtins(judged, facts.python)), indent=2)
-        return [text.decode()], has_failed(judged)
-    return lines(judged, paint), has_failed(judged)

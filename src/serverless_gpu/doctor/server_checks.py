@@ -1,11 +1,8 @@
-"""Checks of the server that remote calls go to; without one there is a single line.
+"""Checks of servers: the one that remote calls go to, the Ray of a pool, and MLflow's.
 
-Each check says nothing where one before it says that there is nothing to look at: a server that is away is one failure,
-not six.
-
-Checks of the pool that this machine is in by Ray; a machine that is in none has nothing said about it (P-33).
-
-Checks of tracking: where runs would be tracked, and whether that answers. Nothing here keeps a run from working.
+Without a server there is a single line; a machine that is in no pool has no line about one (P-33); nothing about
+tracking keeps a run from working. Each check says nothing where one before it says that there is nothing to look at: a
+server that is away is one failure, not six.
 """
 
 from __future__ import annotations

@@ -80,21 +80,7 @@ def guarded(
     reach: Reach,
     proxies: tuple[str, ...] = (),
 ) -> AccessLogMiddleware:
-    """Return what the server serves: the application behind gate and door, and what counts requests in front of both.
-
-    Args:
-        provided: services by their class, for the handlers of routes.
-        hub: tells streams that the server stops.
-        clock: times requests and streams.
-        measures: count requests and streams.
-        hosts: names under which the server may be reached.
-        authenticate: whose token it is.
-        reach: what they may.
-        proxies: addresses and networks of those that speak TLS for this server.
-
-    Raises:
-        RuntimeError: a handler names a class that is not provided.
-    """
+    """Return the application behind its middleware: access log, then proxy, then authentication."""
     routes = [route.bound(provided) for route in all_routes()]
     gate = AuthMiddleware(
         application(routes),

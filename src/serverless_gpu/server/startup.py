@@ -101,11 +101,6 @@ _FINAL = ("authentication failed", "does not exist", "no password supplied", "pg
 def take_when_started(database: Database, *, clock: Clock, announce: Callable[[str], None]) -> None:
     """Make this server the only one of its database, once the database answers.
 
-    Args:
-        database: not used by anything yet.
-        clock: measures the wait.
-        announce: gets a line when the wait begins and one when it is over.
-
     Raises:
         ServerProblem: another server uses the database.
         ServerUnavailable: the database does not answer within `START_S`, or refuses this server.

@@ -40,6 +40,53 @@ _NAMES_MAX = 10_000
 _State = tuple[object, ...]  # what a search for modules depends on
 _listed: dict[str, tuple[int, frozenset[str]]] = {}  # directory → its modification time, and the names in it
 _resolved: dict[str, tuple[_State, str]] = {}  # module → in which state it was looked for, and its file
+TOKEN = "SERVERLESS_GPU_TOKEN"
+_NAMES = frozenset(
+    {
+        "CUDA_VISIBLE_DEVICES",
+        "DISPLAY",
+        "EDITOR",
+        "HOME",
+        "HOST",
+        "HOSTNAME",
+        "INVOCATION_ID",
+        "JOURNAL_STREAM",
+        "LOGNAME",
+        "MAIL",
+        "NVIDIA_VISIBLE_DEVICES",
+        "OLDPWD",
+        "PATH",
+        "PWD",
+        "SHELL",
+        "SHLVL",
+        "TEMP",
+        "TERM_SESSION_ID",
+        "TMP",
+        "TMPDIR",
+        "TMUX",
+        "USER",
+        "VIRTUAL_ENV",
+        "WAYLAND_DISPLAY",
+        "WINDOWID",
+        "XAUTHORITY",
+        "_",
+    }
+)
+_PREFIXES = (
+    "CONDA_",
+    "DBUS_",
+    "DYLD_",
+    "JPY_",
+    "LD_",
+    "MASTER_",
+    "SLURM_",
+    "SSH_",
+    "SYSTEMD_",
+    "VSCODE_",
+    "XDG_",
+    "SERVERLESS_GPU_",
+    "SGPU_",
+)
 
 
 def caller_context() -> protocol.Context:
@@ -133,56 +180,6 @@ def _origin(name: str, state: _State) -> str:
         _resolved.clear()
     _resolved[name] = (state, str(spec.origin))
     return str(spec.origin)
-
-
-TOKEN = "SERVERLESS_GPU_TOKEN"
-
-_NAMES = frozenset(
-    {
-        "CUDA_VISIBLE_DEVICES",
-        "DISPLAY",
-        "EDITOR",
-        "HOME",
-        "HOST",
-        "HOSTNAME",
-        "INVOCATION_ID",
-        "JOURNAL_STREAM",
-        "LOGNAME",
-        "MAIL",
-        "NVIDIA_VISIBLE_DEVICES",
-        "OLDPWD",
-        "PATH",
-        "PWD",
-        "SHELL",
-        "SHLVL",
-        "TEMP",
-        "TERM_SESSION_ID",
-        "TMP",
-        "TMPDIR",
-        "TMUX",
-        "USER",
-        "VIRTUAL_ENV",
-        "WAYLAND_DISPLAY",
-        "WINDOWID",
-        "XAUTHORITY",
-        "_",
-    }
-)
-_PREFIXES = (
-    "CONDA_",
-    "DBUS_",
-    "DYLD_",
-    "JPY_",
-    "LD_",
-    "MASTER_",
-    "SLURM_",
-    "SSH_",
-    "SYSTEMD_",
-    "VSCODE_",
-    "XDG_",
-    "SERVERLESS_GPU_",
-    "SGPU_",
-)
 
 
 def variables_elsewhere(environ: Mapping[str, str]) -> dict[str, str]:

@@ -1,6 +1,6 @@
-"""Several looks at once, none of which may keep the others, or the process, from ending.
+"""Bounded calls: several looks at once, in threads or processes, none of which keeps the others from ending.
 
-Looking in a process of its own: it may crash, hang or write what it likes, and only this look is lost.
+A look in a process of its own may crash, hang or write what it likes, and only that look is lost.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The GPUs of this machine, asked in a process of its own: a wedged driver blocks in the kernel and for ever.
-
-What asks NVML on behalf of the doctor: runs in a clean process of its own, sends its facts and ends.
-"""
+"""Probes of the GPUs. A process of its own asks NVML (`main`): a wedged driver blocks in the kernel and for ever."""
 
 from __future__ import annotations
 

@@ -1,10 +1,7 @@
-"""Home, run directories, limits, network: what one process can read by itself.
+"""Probes of this machine: home, run directories, limits, network, mounts, and the agent that serves the home.
 
-The agent of this home and how it ends process trees; neither is started or changed.
-
-Where no agent runs, cgroups are looked at as one started from here would find them, and what that makes is removed.
-
-Whether environments can be mounted here: tried in a process of its own, which then has a namespace of its own.
+Nothing is started or changed, except that mounting is tried in a process that has a namespace of its own. Where no
+agent runs, cgroups are looked at as one started from here would find them, and what that makes is removed.
 """
 
 from __future__ import annotations

@@ -1,16 +1,9 @@
-"""The server that remote calls go to: what is configured, whether it answers, and whom it takes us for.
+"""Probes of servers: the one that remote calls go to, the Ray of a pool on this machine, and MLflow's.
 
-Failure cases: none is configured (fine), the file cannot be used, nobody listens, something else answers, the token is
-not taken, the role may not look at nodes. What was learned until then is kept.
-
-The Ray of a pool on this machine: whether it asks for a token, what it listens on, and whether ranks can reach it.
-
-Everything comes from files of ours and from /proc; Ray is not asked. Failure cases: no pool (nothing is reported);
-its processes are another user's, or end meanwhile (what could be read is kept).
-
-Where runs would be tracked: what is installed and configured, and whether MLflow's servers answer.
-
-Failure cases: nobody listens, or something hangs: each is asked for two seconds. Nothing is imported or started.
+Failure cases: no server is configured (fine), its file cannot be used, nobody listens, something else answers, the
+token is not taken, the role may not look at nodes; no pool, or its processes are another user's, or end meanwhile. What
+was learned until then is kept. Ray is not asked: everything comes from files of ours and from /proc. Each of MLflow's
+servers has two seconds to answer; nothing is imported or started.
 """
 
 from __future__ import annotations

@@ -35,16 +35,7 @@ def free_bytes(place: Path | int) -> int | None:
 
 
 def check_room(size: int, free: int | None, *, kept_free_bytes: int) -> None:
-    """Refuse to store so many bytes where there is no room for them.
-
-    Args:
-        size: how many.
-        free: how many fit, or None where that is not known.
-        kept_free_bytes: how many of those stay free.
-
-    Raises:
-        ServerStorageFull: they do not fit.
-    """
+    """Refuse to store so many bytes where there is no room for them."""
     if free is not None and size > free - kept_free_bytes:
         kept = f", of which {format_bytes(kept_free_bytes)} stay free" if kept_free_bytes else ""
         raise full(f"{format_bytes(size)} to write, {format_bytes(free)} free{kept}")

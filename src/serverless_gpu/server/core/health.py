@@ -156,11 +156,7 @@ class PartHealth(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerHealth:
-    """All parts of a server that can be unwell; more may be added while it is asked.
-
-    Args:
-        clock: for answers that are kept, and bounds; the machine's unless given.
-    """
+    """All parts of a server that can be unwell; more may be added while it is asked."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or SystemClock()
@@ -176,14 +172,7 @@ class ServerHealth:
             self._memory[name] = check if before is None else lambda: before() or check()
 
     def probe(self, name: str, check: Check, *, fresh_s: float = 0.0, bound_s: float = BOUND_S) -> None:
-        """Add a part that has to be asked, and may not answer.
-
-        Args:
-            name: of the part.
-            check: blocks; called in a thread, one at a time.
-            fresh_s: how long it is believed that nothing is wrong.
-            bound_s: how long anybody waits for it.
-        """
+        """Add a part that has to be asked, and may not answer."""
         made = Probe(
             name, check, clock=self._clock, fresh_s=fresh_s, bound_s=bound_s, is_good=lambda problem: not problem
         )

@@ -26,11 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class JumpTolerantClock:
-    """A clock whose wall time does not follow jumps at once.
-
-    Args:
-        clock: the machine's.
-    """
+    """A clock whose wall time does not follow jumps at once."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

@@ -32,15 +32,7 @@ Tick = Callable[[int], int | None]
 
 
 class Loop:
-    """One loop in a thread of its own.
-
-    Args:
-        name: of the thread, and in the log.
-        tick: what is done.
-        clock: what time it is.
-        late_s: after how many seconds without a good tick it has a problem.
-        measures: where ticks are counted.
-    """
+    """One loop in a thread of its own."""
 
     def __init__(
         self, name: str, tick: Tick, *, clock: Clock, late_s: float = LATE_S, measures: ServerMetrics | None = None

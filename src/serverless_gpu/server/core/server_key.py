@@ -50,11 +50,7 @@ _UNNAMED = re.compile(r"\.(key|key\.next|rotation\.json|token|node\.token|join\.
 
 
 class Keys:
-    """What is derived from the server's key.
-
-    Args:
-        key: 32 bytes.
-    """
+    """What is derived from the server's key."""
 
     def __init__(self, key: bytes) -> None:
         if len(key) != KEY_BYTES:
@@ -92,14 +88,7 @@ class Keys:
 
 
 def read_keys(directory: Path) -> Keys:
-    """Return the keys of a server; makes its key at the first start.
-
-    Args:
-        directory: the server's, which is made if needed.
-
-    Raises:
-        ServerProblem: the file is there and is no key.
-    """
+    """Return the keys of a server; makes its key at the first start."""
     path = directory / "key"
     with contextlib.suppress(FileNotFoundError):
         return Keys(path.read_bytes())
@@ -147,11 +136,7 @@ _HEAD_BYTES = len(_FORM) + _KEY_BYTES + _NONCE_BYTES
 
 
 class Sealer:
-    """Seals and opens with one key.
-
-    Args:
-        key: 32 bytes, `Keys.sealing`.
-    """
+    """Seals and opens with one key."""
 
     def __init__(self, key: bytes) -> None:
         self._identifier = hashlib.sha256(b"identifier" + key).digest()[:_KEY_BYTES]

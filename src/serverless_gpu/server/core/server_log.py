@@ -66,11 +66,7 @@ _fields: ContextVar[dict[str, object] | None] = ContextVar("sgpu_log_fields", de
 
 @contextlib.contextmanager
 def bound(**fields: object) -> Iterator[None]:
-    """Have lines say this, too, until the block ends.
-
-    Args:
-        fields: values by names of `FIELDS`.
-    """
+    """Have lines say this, too, until the block ends."""
     token = _fields.set({**current(), **_checked(fields)})
     try:
         yield
@@ -122,11 +118,7 @@ _OURS = "serverless_gpu."
 
 
 class Redacted(logging.Formatter):
-    """A line of the log as JSON, with secrets taken out; of a traceback, too.
-
-    Args:
-        secrets: that the server was started with; each is taken out wherever it stands.
-    """
+    """A line of the log as JSON, with secrets taken out; of a traceback, too."""
 
     def __init__(self, secrets: Collection[str] = ()) -> None:
         super().__init__()
@@ -162,12 +154,7 @@ class Redacted(logging.Formatter):
 
 
 class LogFile(logging.handlers.RotatingFileHandler):
-    """The file, written by a thread of its own, so that nobody who logs waits for the disk.
-
-    Args:
-        path: of the file.
-        secrets: as for `Redacted`.
-    """
+    """The file, written by a thread of its own, so that nobody who logs waits for the disk."""
 
     def __init__(self, path: Path, secrets: Collection[str] = ()) -> None:
         super().__init__(path, maxBytes=BYTES_MAX, backupCount=KEPT, encoding="utf-8")
@@ -228,12 +215,7 @@ class LogFile(logging.handlers.RotatingFileHandler):
 
 
 def to_file(path: Path, secrets: Collection[str] = ()) -> logging.Handler:
-    """Send what the server logs to a file that only its user can read; returns the handler, for `detach`.
-
-    Args:
-        path: of the file.
-        secrets: that may not stand in it.
-    """
+    """Send what the server logs to a file that only its user can read; returns the handler, for `detach`."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
     handler = LogFile(path, secrets)

@@ -83,11 +83,7 @@ class Wrong(Exception):  # not one that anybody but `settings.py` sees
 
 
 def ray_settings(engine: str, *, port: int, node_address: str, address: str, token_file: str) -> RaySettings | None:
-    """Return what was said of Ray; None where it is not used.
-
-    Raises:
-        Wrong: one of the settings cannot be.
-    """
+    """Return what was said of Ray; None where it is not used."""
     if engine != "ray":
         for name, said in (("ray_address", address), ("ray_token_file", token_file), ("node_address", node_address)):
             if said:
@@ -358,11 +354,7 @@ def effective(
 
 
 def unknown(environ: Mapping[str, str]) -> list[str]:
-    """Return a sentence for each variable that is named like a setting, and is none.
-
-    Args:
-        environ: the environment variables.
-    """
+    """Return a sentence for each variable that is named like a setting, and is none."""
     known = {f"{VARIABLES}{name.upper()}": name for name in _Options.__struct_fields__}
     as_options = {f"{VARIABLES}{option_of(name)[2:].replace('-', '_').upper()}": name for name in known.values()}
     found: list[str] = []

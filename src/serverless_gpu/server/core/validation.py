@@ -13,16 +13,7 @@ _DECEIVING = frozenset("\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u
 
 
 def check_text(name: str, text: str, most: int) -> None:
-    """Refuse text that is too long, or that a terminal or a reader would take for something else.
-
-    Args:
-        name: what it is, for the message.
-        text: as it came.
-        most: characters.
-
-    Raises:
-        InvalidValue: it is.
-    """
+    """Refuse text that is too long, or that a terminal or a reader would take for something else."""
     if len(text) > most:
         raise InvalidValue(f"{name} has {len(text)} characters; {most} are the most")
     if any(unicodedata.category(letter) == "Cc" or letter in _DECEIVING for letter in text):
@@ -30,21 +21,13 @@ def check_text(name: str, text: str, most: int) -> None:
 
 
 def check_range(name: str, value: float | None, least: float, most: float) -> None:
-    """Refuse a number that is not between two others; None is no number.
-
-    Raises:
-        InvalidValue: it is not.
-    """
+    """Refuse a number that is not between two others; None is no number."""
     if value is not None and not least <= value <= most:  # NaN is neither
         raise InvalidValue(f"{name} must be between {least} and {most}, not {value}")
 
 
 def check_time_zone(name: str) -> None:
-    """Refuse the name of a time zone that the server does not know; "" is UTC.
-
-    Raises:
-        InvalidValue: there is none of that name.
-    """
+    """Refuse the name of a time zone that the server does not know; "" is UTC."""
     try:
         zoneinfo.ZoneInfo(name or "UTC")
     except (zoneinfo.ZoneInfoNotFoundError, ValueError, OSError) as error:
@@ -52,14 +35,6 @@ def check_time_zone(name: str) -> None:
 
 
 def check_name(what: str, name: str) -> None:
-    """Refuse a name that nobody could read or type.
-
-    Args:
-        what: it is the name of, for the message: "a policy".
-        name: as it came.
-
-    Raises:
-        InvalidValue: it is empty, too long, or has characters in it that cannot be seen.
-    """
+    """Refuse a name that nobody could read or type."""
     if not 0 < len(name) <= NAME_CHARACTERS_MAX or not name.isprintable() or name != name.strip():
         raise InvalidValue(f"{what} cannot be named {name[:64]!r}", hint="1 to 64 printable characters")

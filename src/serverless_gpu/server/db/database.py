@@ -100,9 +100,6 @@ class Database:
     Attributes:
         claim: of the one server that uses it; taken by `be_sole`.
         reserve: room that is kept back; whoever keeps the loops tends it.
-
-    Raises:
-        InvalidValue: another kind of url.
     """
 
     def __init__(self, url: str, *, clock: Clock, measures: ServerMetrics | None = None) -> None:
@@ -149,9 +146,6 @@ class Database:
     def number(self, *, now_ns: int) -> DatabasePosition:
         """Give this server a generation of its own: no older one commits anything from now on.
 
-        Args:
-            now_ns: nanoseconds since 1970.
-
         Returns:
             Where the database stands.
         """
@@ -179,11 +173,7 @@ class Database:
             self._tell_operator(f"the database's log was not moved into its file: {error}", logging.WARNING)
 
     def migrate(self) -> None:
-        """Bring the tables to this version; a few milliseconds when they are.
-
-        Raises:
-            ServerProblem: the database was made by a newer version, or its program is too old.
-        """
+        """Bring the tables to this version; a few milliseconds when they are."""
         is_current = self.read(migrations.is_current)
         version = tuple(self._readers.dialect.server_version_info or ())  # known since the first connection
         if version < OLDEST[self.kind]:
@@ -206,11 +196,7 @@ class Database:
                 migrations.bring(committed)
 
     def read(self, work: Callable[[sa.Connection], T]) -> T:
-        """Return what a work finds; it sees one moment of the database, and may not write.
-
-        Raises:
-            ServerUnavailable: the database is away, or closed.
-        """
+        """Return what a work finds; it sees one moment of the database, and may not write."""
         if self.claim.is_stale:
             self.claim.require()
         with self._measured("read"), self._told(), self._one_at_a_time():
@@ -248,9 +234,6 @@ class Database:
         """Return what is wrong with the database, or "": asked to read, and now and then to write.
 
         A disk that turned read-only under a server goes on being read.
-
-        Args:
-            now_ns: nanoseconds since 1970, which are written.
         """
         try:
             self.read(lambda connection: connection.scalar(sa.select(tables.principals.c.name).limit(1)))

@@ -97,20 +97,11 @@ class DiskReserve(abc.ABC):
 
     @abc.abstractmethod
     def _keep(self) -> bool:
-        """Keep it back, unless it is; return whether it is then.
-
-        Raises:
-            OSError: it cannot be.
-            sa.exc.SQLAlchemyError: it cannot be.
-        """
+        """Keep it back, unless it is; return whether it is then."""
 
 
 class FileReserve(DiskReserve):
-    """A file beside an SQLite database.
-
-    Args:
-        database: the database's file.
-    """
+    """A file beside an SQLite database."""
 
     def __init__(self, database: Path) -> None:
         super().__init__()
@@ -150,11 +141,7 @@ class FileReserve(DiskReserve):
 
 
 class TableReserve(DiskReserve):
-    """A table of filler in a PostgreSQL database, which no log is kept of: making it needs no room but its own.
-
-    Args:
-        connect: gives a connection of no pool, each statement of which counts by itself.
-    """
+    """A table of filler in a PostgreSQL database, which no log is kept of: making it needs no room but its own."""
 
     def __init__(self, connect: Callable[[], sa.Connection]) -> None:
         super().__init__()

@@ -70,9 +70,6 @@ class MarkFile:
         position: where the database stands.
         now_ns: nanoseconds since 1970.
         place: as in `HighWaterMark.place`.
-
-    Raises:
-        OSError: the file cannot be made.
     """
 
     def __init__(self, path: Path | None, position: DatabasePosition, *, now_ns: int, place: str = "") -> None:
@@ -100,12 +97,7 @@ class MarkFile:
                 self._move(msgspec.structs.replace(self._mark.position, commits=number), self._mark.at_ns)
 
     def sync(self, *, audit: int, now_ns: int) -> None:
-        """Move the mark to a row of the audit that is durable, and make the mark itself durable.
-
-        Args:
-            audit: number of the row.
-            now_ns: nanoseconds since 1970.
-        """
+        """Move the mark to a row of the audit that is durable, and make the mark itself durable."""
         with self._lock:
             position = msgspec.structs.replace(self._mark.position, audit=max(audit, self._mark.position.audit))
             if self._fd < 0 or position == self._synced:
@@ -148,10 +140,6 @@ class Checkpoints:
     """Checkpoints a database that has new commits, soon after the start and then now and then.
 
     SQLite by itself waits for a thousand pages: until then a young server has nothing but its log.
-
-    Args:
-        database: whose log it is.
-        mark: says whether there are new commits.
     """
 
     def __init__(self, database: Database, mark: MarkFile) -> None:
@@ -160,11 +148,7 @@ class Checkpoints:
         self._due_ns = 0
 
     def tick(self, now_ns: int) -> None:
-        """Checkpoint, if that is due.
-
-        Args:
-            now_ns: boottime, nanoseconds.
-        """
+        """Checkpoint, if that is due."""
         commits = self._mark.position.commits
         if commits != self._commits and now_ns >= self._due_ns:
             self._commits, self._due_ns = commits, now_ns + round(CHECKPOINT_S * 1e9)

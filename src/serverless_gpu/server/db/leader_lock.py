@@ -119,9 +119,6 @@ def require_postgres(connection: sa.Connection, holder: str) -> None:
     Args:
         connection: of a transaction that has read nothing yet, so that its snapshot is made under the lock.
         holder: the name of this process's claim.
-
-    Raises:
-        Superseded: another server has claimed the database.
     """
     statement = f"{_LOCK_SHARED}; {HOLDER}"
     errors = connection.dialect.loaded_dbapi.Error
@@ -140,11 +137,7 @@ def require_postgres(connection: sa.Connection, holder: str) -> None:
 
 
 def count_commit(driver: sqlite3.Connection, holder: str) -> int:
-    """Count a commit that is about to be made; return its number.
-
-    Raises:
-        Superseded: another server has claimed the database.
-    """
+    """Count a commit that is about to be made; return its number."""
     row = driver.execute(_COUNT, (holder,)).fetchone()
     if row is None:
         raise Superseded
@@ -185,11 +178,6 @@ class TakenOver(ServerProblem):
 class LeaderLock:
     """Sole use of a database. All methods may be called from any thread.
 
-    Args:
-        url: of the database.
-        connect: gives a connection to PostgreSQL, of no pool.
-        clock: says how long somebody else has had it.
-
     Attributes:
         name: what PostgreSQL knows the sessions of this server by.
         on_gone: called once, when another server has taken the database over.
@@ -214,11 +202,7 @@ class LeaderLock:
         self.on_gone: Callable[[], None] = lambda: None
 
     def take(self) -> None:
-        """Be the one server of the database from now on.
-
-        Raises:
-            ServerProblem: another one is.
-        """
+        """Be the one server of the database from now on."""
         with self._lock:
             taken = self._take_session() if self._is_postgres else self._take_file()
             if not taken:
@@ -247,11 +231,7 @@ class LeaderLock:
         return self._held and not self.is_gone
 
     def require(self) -> None:
-        """Return if the database is this server's; where its session broke, it is asked for again first.
-
-        Raises:
-            ServerUnavailable: it is not, or not yet again.
-        """
+        """Return if the database is this server's; where its session broke, it is asked for again first."""
         if self._held and not self.is_stale:
             return
         seen = self._looks
@@ -382,11 +362,7 @@ class LeaderLock:
         return False
 
     def end_others(self, session: sa.Connection) -> None:
-        """End what another server left in the middle of something; the lock is held, and nobody gets a new one.
-
-        Raises:
-            ServerProblem: it cannot be ended, so this one cannot be the only one.
-        """
+        """End what another server left in the middle of something; the lock is held, and nobody gets a new one."""
         values = {"mine": self.name, "all": f"{APPLICATION} %"}
         try:
             for _ in range(round(_ENDED_S / _PAUSE_S)):

@@ -43,11 +43,6 @@ _log = logging.getLogger(ACCESS)
 class AccessLogMiddleware:
     """The layer in front of everything.
 
-    Args:
-        door: what requests go through.
-        measures: counts requests.
-        clock: times them.
-
     Attributes:
         door: the same.
     """

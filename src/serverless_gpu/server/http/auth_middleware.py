@@ -71,12 +71,7 @@ Reach = Callable[[Caller, Need], str]
 
 
 class WrongMethod(InvalidValue):
-    """This path does not take this method.
-
-    Args:
-        method: that was asked for.
-        possible: that the path takes.
-    """
+    """This path does not take this method."""
 
     status = 405
 
@@ -92,20 +87,7 @@ class WrongContent(InvalidValue):
 
 
 class AuthMiddleware:
-    """The outermost layer.
-
-    Args:
-        app: what is behind it.
-        clock: given to every call, for streams.
-        measures: given to every call, for streams.
-        routes: all routes behind it.
-        hosts: names, without ports, under which this server may be reached.
-        authenticate: whose token it is.
-        reach: what they may.
-
-    Raises:
-        ServerProblem: what is public is not what the list says.
-    """
+    """The outermost layer."""
 
     def __init__(
         self,
@@ -324,13 +306,7 @@ _NOTED_MAX = 10_000
 
 
 class Authenticator:
-    """Answers the gate's two questions.
-
-    Args:
-        database: has principals and tokens.
-        clock: says what has expired.
-        keys: of the server; without them, attempts' tokens that end are not known.
-    """
+    """Answers the gate's two questions."""
 
     def __init__(self, database: Transactions, *, clock: Clock, keys: Keys | None = None) -> None:
         self._database = database
@@ -340,11 +316,7 @@ class Authenticator:
         self._noted: dict[str, int] = {}
 
     def authenticate(self, secret: str) -> Caller:
-        """Return whose token it is; called in a thread.
-
-        Raises:
-            NotAuthenticated: nobody's, or not any more.
-        """
+        """Return whose token it is; called in a thread."""
         now_ns = self._clock.wall_ns()
         who = self._database.read(
             lambda connection: principals.authenticate(connection, secret, now_ns=now_ns, keys=self._keys)

@@ -59,9 +59,6 @@ def only_one(directory: Path, *, may_share: bool = False) -> Iterator[str]:
 
     Yields:
         Who holds the directory's lock instead, or "".
-
-    Raises:
-        ServerProblem: another server has one.
     """
     with alone_in_home(directory), contextlib.ExitStack() as stack:
         directory.mkdir(mode=0o700, exist_ok=True)
@@ -77,15 +74,7 @@ def only_one(directory: Path, *, may_share: bool = False) -> Iterator[str]:
 
 @contextlib.contextmanager
 def alone_in_home(directory: Path, *, hint: str = _HINT) -> Iterator[None]:
-    """Have no server run meanwhile whose directory this is, or was before it was moved away.
-
-    Args:
-        directory: the server's; it need not be there.
-        hint: what to do where one runs.
-
-    Raises:
-        ServerProblem: one does.
-    """
+    """Have no server run meanwhile whose directory this is, or was before it was moved away."""
     directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _held(directory.with_name(f"{directory.name}.lock"), hint):
         yield
@@ -170,12 +159,7 @@ def url_of(settings: Settings, listening: Listening) -> str:
 
 
 def names(settings: Settings, certified: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the names, beside those of loopback, under which the server may be reached.
-
-    Args:
-        settings: what it was told.
-        certified: names in its certificate.
-    """
+    """Return the names, beside those of loopback, under which the server may be reached."""
     own = () if _is_unspecified(settings.host) else (settings.host,)
     return tuple(f"[{name}]" if ":" in name else name for name in (*own, *settings.hosts, *certified))
 

@@ -32,11 +32,6 @@ _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 class ProxyMiddleware:
     """Counts requests, refuses those that come too late or past the proxy.
 
-    Args:
-        app: the gate.
-        hub: closed once the server is to stop.
-        proxies: addresses and networks of those that speak TLS for this server; none: everybody comes by himself.
-
     Attributes:
         busy: requests that go on.
     """
@@ -92,11 +87,7 @@ def _passed_on(scope: Scope) -> bool:
 
 
 def _check_tls(scope: Scope) -> None:
-    """Refuse what did not reach the proxy by TLS, or not on all of its way, as far as proxies say so.
-
-    Raises:
-        NotAllowed: so it is, or nothing is said of it.
-    """
+    """Refuse what did not reach the proxy by TLS, or not on all of its way, as far as proxies say so."""
     said = [value for name, values in scope["headers"] if name == b"x-forwarded-proto" for value in values.split(b",")]
     if not said:
         raise NotAllowed(

@@ -274,11 +274,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return BYTES if self.body in (bytes, Incoming) else JSON
 
     def bound(self, provided: typing.Mapping[type, object]) -> Route:
-        """Return the route with the services that its handler takes.
-
-        Raises:
-            RuntimeError: the handler names a class that is not provided.
-        """
+        """Return the route with the services that its handler takes."""
         for kind in self.services.values():
             if kind not in provided:
                 raise RuntimeError(
@@ -343,11 +339,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class Routes:
-    """The routes of one module.
-
-    Args:
-        tag: what they are about, for the API's description.
-    """
+    """The routes of one module."""
 
     def __init__(self, tag: str) -> None:
         self._tag = tag

@@ -48,11 +48,7 @@ class InUse(msgspec.Struct, frozen=True, kw_only=True):
     names: tuple[str, ...]
 
     def sentence(self, now_ns: int) -> str:
-        """Return until when it is good, for people.
-
-        Args:
-            now_ns: nanoseconds since 1970.
-        """
+        """Return until when it is good, for people."""
         apart = format_days_ms(abs(self.until_ns - now_ns) // 1_000_000)
         when = f"ended {apart} ago" if self.until_ns <= now_ns else f"ends in {apart}"
         return f"the certificate {self.path} ({', '.join(self.names) or 'without names'}) {when}"
@@ -61,18 +57,9 @@ class InUse(msgspec.Struct, frozen=True, kw_only=True):
 class Certificate:
     """The certificate and what encrypts with it.
 
-    Args:
-        cert: file with the certificate and its chain.
-        key: file with its key.
-        directory: the server's, for `certificate.json`.
-        clock: what day it is.
-
     Attributes:
         context: what the server's socket uses.
         in_use: the certificate now.
-
-    Raises:
-        InvalidValue: a file cannot be used.
     """
 
     def __init__(self, cert: str, key: str, *, directory: Path, clock: Clock) -> None:
@@ -174,11 +161,7 @@ def _read(path: Path) -> tuple[InUse, int]:
 
 
 def _check_private(key: Path) -> None:
-    """Refuse a key that others may read; root's may be readable for one group, as Debian has it.
-
-    Raises:
-        InvalidValue: so it is, or it is not there.
-    """
+    """Refuse a key that others may read; root's may be readable for one group, as Debian has it."""
     try:
         status = key.stat()
     except OSError as error:

@@ -48,12 +48,7 @@ class AttemptTokens:
         return self._keys.attempt_token(*crew, until_s=-(-until_ns // 1_000_000_000))
 
     def first(self, crew: CrewId, *, takes: tuple[str, ...]) -> str:
-        """Return the token that goes with an order.
-
-        Args:
-            crew: for whom.
-            takes: what the node understands.
-        """
+        """Return the token that goes with an order."""
         return self.token(crew) if RENEWAL in takes else self._keys.attempt_token(*crew)
 
     def next(self, who: Caller) -> str:
@@ -65,11 +60,7 @@ class AttemptTokens:
         return "" if is_fresh else self.token(who.attempt)
 
     def wanted(self, connection: sa.Connection, node_id: str, gangs: tuple[str, ...]) -> dict[str, str]:
-        """Return tokens for what a node has of some gangs.
-
-        Raises:
-            InvalidValue: there are too many.
-        """
+        """Return tokens for what a node has of some gangs."""
         if len(gangs) > RENEWED_MAX:
             raise InvalidValue(f"a heartbeat asks for {RENEWED_MAX} tokens at most, not {len(gangs)}")
         found: dict[str, str] = {}

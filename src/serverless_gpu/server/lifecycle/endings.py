@@ -68,15 +68,7 @@ class CrewEnding(msgspec.Struct, frozen=True, kw_only=True):
 def ending_of_gang(
     words: Sequence[CrewEnding], cause: Cause | None, *, state: State, reason: Reason, hint: str = ""
 ) -> Stopped | None:
-    """Return how a run ended; None where the server knows more of that than any node.
-
-    Args:
-        words: of all its crews, by their numbers.
-        cause: why it ended before its end, or None.
-        state: as it ended.
-        reason: likewise.
-        hint: what else its caller is to know.
-    """
+    """Return how a run ended; None where the server knows more of that than any node."""
     own = words[cause.crew] if cause is not None and cause.crew is not None else None
     first = ([own] if own is not None else []) + [word for word in words if word is not own]
     told = next((word for word in first if _says(word, reason)), None)
@@ -151,12 +143,7 @@ class Early(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def outcome(connection: sa.Connection, attempt: StoredAttempt | None) -> CrewOutcome:
-    """Return what an attempt ended with; nothing of one that has not, and no receipt while one is still awaited.
-
-    Args:
-        connection: of a transaction that reads.
-        attempt: with all of its crews; None where a run never had one.
-    """
+    """Return what an attempt ended with; nothing of one that has not, and no receipt while one is still awaited."""
     if attempt is None:
         return NOTHING
     found = crews.outcomes(connection, attempt.run_id, attempt.fence)
@@ -182,13 +169,7 @@ def receipt_of_crew(connection: sa.Connection, attempt: StoredAttempt, number: i
 
 
 def early(connection: sa.Connection, run: StoredRun, quiet: Quiet) -> Early | None:
-    """Return how a run ends, where that is certain before all of its nodes have ended, and nothing is tried again.
-
-    Args:
-        connection: of a transaction that reads.
-        run: as it is now.
-        quiet: says of which crews nothing is heard.
-    """
+    """Return how a run ends, where that is certain before all of its nodes have ended, and nothing is tried again."""
     attempt = run.attempt
     if attempt is None or attempt.num_nodes == 1 or attempt.ended_ns is not None or run.state not in ACTIVE:
         return None

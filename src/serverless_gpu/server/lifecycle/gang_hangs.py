@@ -92,16 +92,7 @@ class GangProgress:
 
 
 def check_progress(attempt: StoredAttempt, ranks: range, said: Report) -> None:
-    """Refuse what no crew can have seen.
-
-    Args:
-        attempt: the crew's.
-        ranks: the numbers of its processes.
-        said: what it reports.
-
-    Raises:
-        InvalidValue: so it is.
-    """
+    """Refuse what no crew can have seen."""
     seen = said.seen
     if seen is None:
         return
@@ -143,14 +134,7 @@ class GangHangs:
         self._announcer = announcer
 
     def hear(self, run: StoredRun, attempt: StoredAttempt, crew: StoredCrew, said: Report) -> None:
-        """Note what a crew says of its ranks and devices, and decide what can be decided by it.
-
-        Args:
-            run: whose attempt it is.
-            attempt: as it was read before the report was applied.
-            crew: that reports.
-            said: what it says.
-        """
+        """Note what a crew says of its ranks and devices, and decide what can be decided by it."""
         is_ending = run.stop is not None or attempt.cause is not None or attempt.released or said.halt is not None
         if (
             attempt.num_nodes == 1
@@ -170,12 +154,7 @@ class GangHangs:
             self._stop(run)
 
     def told(self, attempt: StoredAttempt, answer: ReportAnswer) -> ReportAnswer:
-        """Return an answer with what there is for a crew of a gang on several nodes.
-
-        Args:
-            attempt: as it is now.
-            answer: without that.
-        """
+        """Return an answer with what there is for a crew of a gang on several nodes."""
         ask, judgement, idle = _answered(self._gang_progress.find((attempt.run_id, attempt.fence)))
         return msgspec.structs.replace(answer, ask=ask, judgement=judgement, idle=idle)
 

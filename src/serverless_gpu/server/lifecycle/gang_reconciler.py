@@ -38,11 +38,7 @@ class GangReconciler:
         self._announcer = announcer
 
     def reconcile(self, run_ids: Sequence[str] | None = None) -> None:
-        """Fold gangs once more, and write what is missing: 100 of 8 crews in 35 ms.
-
-        Args:
-            run_ids: runs that have several nodes; None for all of them, also those of which no crew goes on.
-        """
+        """Fold gangs once more, and write what is missing: 100 of 8 crews in 35 ms."""
 
         def find(connection: sa.Connection) -> list[StoredRun]:
             wanted = active_runs.on_several_nodes(connection) if run_ids is None else run_ids

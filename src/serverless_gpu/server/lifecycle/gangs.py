@@ -40,14 +40,7 @@ _ORDER = (State.STARTING, State.RUNNING, State.STOPPING)
 
 
 def after(crew: StoredCrew, event: Event, *, at_ns: int, exec_ns: int | None = None) -> StoredCrew:
-    """Return a crew after something happened to it; as it was, where that says nothing about crews.
-
-    Args:
-        crew: as it is; one that has ended stays so.
-        event: what happened.
-        at_ns: now, nanoseconds since 1970.
-        exec_ns: when its user code began, where that is known.
-    """
+    """Return a crew after something happened to it; as it was, where that says nothing about crews."""
     if crew.ended_ns is not None:
         return crew
     if exec_ns is not None and crew.started_ns is None:
@@ -84,13 +77,7 @@ def _over(crew: StoredCrew, event: AttemptEnded | GivenUp | Forgotten, at_ns: in
 
 
 def said(crew: StoredCrew, *, returned: bool, halt: Halt | None) -> StoredCrew:
-    """Return a crew after it said that its ranks have returned, or why it ends; neither is taken back, nor replaced.
-
-    Args:
-        crew: as it is; one that has ended stays so.
-        returned: whether all of its ranks have.
-        halt: why it ends before its end, or None.
-    """
+    """Return a crew after it said that its ranks have returned, or why it ends; neither is taken back, nor replaced."""
     if crew.ended_ns is not None:
         return crew
     if returned and not crew.returned:

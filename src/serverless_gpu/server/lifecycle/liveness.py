@@ -75,12 +75,7 @@ class Leases:
             return frozenset(self._freed)
 
     def renew(self, crew: CrewId, *, now_ns: int) -> int | None:
-        """Note that a crew reported; return when it was heard of before, None for never.
-
-        Args:
-            crew: run, fence and number.
-            now_ns: boottime at which the report arrived, nanoseconds.
-        """
+        """Note that a crew reported; return when it was heard of before, None for never."""
         with self._lock:
             before_ns = self._heard.get(crew)
             self._heard[crew] = now_ns

@@ -59,16 +59,7 @@ def now(clock: Clock, leases: Leases) -> Now:
 
 
 def used(attempt: StoredAttempt, crew: StoredCrew, facts: Sequence[Fact]) -> tuple[LedgerLine, ...]:
-    """Return what a crew has used on each day, up to its last sign of life, and what that costs.
-
-    Args:
-        attempt: the crew's; how it ended decides whether they are billed, for all of its crews alike.
-        crew: whose facts they are.
-        facts: in the order of their numbers.
-
-    Raises:
-        InvalidValue: they are of several attempts, or contradict each other.
-    """
+    """Return what a crew has used on each day, up to its last sign of life, and what that costs."""
     is_billed = attempt.reason is None or MEANINGS[attempt.reason].is_billed
     return lines(on_our_calendar(attempt, crew, facts), attempt.tariff, is_billed=is_billed)
 
@@ -78,15 +69,6 @@ def so_far(attempt: StoredAttempt, crew: StoredCrew, facts: Sequence[Fact], at: 
 
     It is later by `AHEAD_NS` at most: that is how often it says that it lives, and a clock that was set since it began
     makes nothing of it.
-
-    Args:
-        attempt: the crew's.
-        crew: whose facts they are.
-        facts: in the order of their numbers.
-        at: now.
-
-    Raises:
-        InvalidValue: they are of several attempts, or contradict each other.
     """
     began = next((fact for fact in facts if fact.kind is FactKind.EXEC), None)
     if crew.ended_ns is not None or crew.started_ns is None or began is None:
@@ -160,14 +142,7 @@ class Lifetime(msgspec.Struct):
     ended_ns: int | None = None
 
     def look(self, one: StoredAttempt, now: ClockPair, leases: Leases, *, is_stopping: bool) -> None:
-        """Note what can be seen of an attempt: of its crews, what was seen of them last.
-
-        Args:
-            one: as it is stored.
-            now: when that was read.
-            leases: of this server.
-            is_stopping: whether it is asked to stop.
-        """
+        """Note what can be seen of an attempt: of its crews, what was seen of them last."""
         if is_stopping and self.stop_ns is None:
             self.stop_ns = now.boot_ns
         ended_ns = None

@@ -36,12 +36,7 @@ def may_start(principal: PrincipalView) -> bool:
 
 
 def shut_out(connection: sa.Connection, name: str | None = None) -> frozenset[str]:
-    """Return who may start no runs, of all or of one.
-
-    Args:
-        connection: reading is enough.
-        name: of the only one who is asked about, or None.
-    """
+    """Return who may start no runs, of all or of one."""
     query = sa.select(principals.c.name).where(_SHUT_OUT)
     return frozenset(connection.scalars(query if name is None else query.where(principals.c.name == name)))
 
@@ -65,9 +60,6 @@ def decide(
 
     Returns:
         What was decided now, or "".
-
-    Raises:
-        InvalidValue: it was asked for, and they may start runs.
     """
     if may_start(after):
         if wanted is not None:

@@ -79,11 +79,7 @@ _Work = tuple[StoredAttempt, tuple[TransitionResult, ...]]
 
 
 def check_meeting(attempt: StoredAttempt, crew: StoredCrew, said: Report) -> None:
-    """Refuse what no crew can have said.
-
-    Raises:
-        InvalidValue: so it is.
-    """
+    """Refuse what no crew can have said."""
     _check_said(attempt.gang, crew.number, of=attempt.num_nodes, offer=said.offer, reach=said.reach)
 
 
@@ -114,13 +110,7 @@ class RendezvousService:
         self._announcer = announcer
 
     def hear(self, attempt: StoredAttempt, crew: StoredCrew, said: Report) -> None:
-        """Note what a crew says about meeting the others, and decide what can be decided by it.
-
-        Args:
-            attempt: as it was read before the report was applied.
-            crew: that reports.
-            said: what it says.
-        """
+        """Note what a crew says about meeting the others, and decide what can be decided by it."""
         if attempt.num_nodes == 1 or attempt.ended_ns is not None or crew.ended_ns is not None:
             return
         if attempt.chosen_json is not None or attempt.called_off:
@@ -138,13 +128,7 @@ class RendezvousService:
         self._decide(attempt, known, now_ns=now_ns, but=crew.number)
 
     def told(self, run: StoredRun, crew: StoredCrew, answer: ReportAnswer) -> ReportAnswer:
-        """Return an answer with what there is for a crew that has not begun; nothing, where it is to end.
-
-        Args:
-            run: as it is now, at an attempt that goes on.
-            crew: that reports.
-            answer: without that.
-        """
+        """Return an answer with what there is for a crew that has not begun; nothing, where it is to end."""
         attempt = run.attempt
         assert attempt is not None
         is_ending = answer.stale or answer.stop is not None or answer.peer_failed or crew.halt_json is not None
@@ -162,12 +146,7 @@ class RendezvousService:
         return msgspec.structs.replace(answer, offers=known.offers_for(crew.number))
 
     def look(self, active: Sequence[Active], now_ns: int) -> None:
-        """Decide what time decides: a gang that does not meet is called off, and so is one that ends before it has.
-
-        Args:
-            active: all runs that have devices.
-            now_ns: boottime, nanoseconds.
-        """
+        """Decide what time decides: a gang that does not meet is called off, and so is one that ends before it has."""
         gone_sentence = {run.id: self._gone(run, now_ns) for run in active if run.num_nodes > 1}
         for one in active:
             if one.called_off and gone_sentence[one.id]:
@@ -414,15 +393,7 @@ class Gathered(msgspec.Struct, frozen=True, kw_only=True):
     heard_ns: Mapping[int, int] = msgspec.field(default_factory=dict)
 
     def heard(self, number: int, *, of: int, offer: Offer | None, reach: CrewReach | None, now_ns: int) -> Gathered:
-        """Return what is known after a crew reported; what it said first stays.
-
-        Args:
-            number: of the crew.
-            of: how many crews there are.
-            offer: where it can be tried, or None.
-            reach: what it reached, or None; it may come before all offers are here again.
-            now_ns: boottime, nanoseconds.
-        """
+        """Return what is known after a crew reported; what it said first stays."""
         offers = self.offers if offer is None else {number: offer, **self.offers}
         reaches = self.reaches if reach is None else {number: reach, **self.reaches}
         offered_ns = now_ns if self.offered_ns is None and len(offers) == of else self.offered_ns
@@ -489,13 +460,6 @@ class RendezvousStates:
     ) -> tuple[Gathered, bool]:
         """Note what a crew said.
 
-        Args:
-            crew: run, fence and number.
-            of: how many crews there are.
-            offer: where it can be tried, or None.
-            reach: what it reached, or None.
-            now_ns: boottime, nanoseconds.
-
         Returns:
             What is known now, and whether the last of the offers came with it.
         """
@@ -523,28 +487,12 @@ class RendezvousStates:
 
 
 def gone_sentence(nodes: Sequence[str], silent: Sequence[int]) -> str:
-    """Return why a gang is called off whose nodes went silent, for people.
-
-    Args:
-        nodes: names of the crews' nodes, by their numbers.
-        silent: numbers of the crews.
-    """
+    """Return why a gang is called off whose nodes went silent, for people."""
     return f"{_named(nodes, silent)} gone silent before the run's nodes had met"
 
 
 def _check_said(gang: str, number: int, *, of: int, offer: Offer | None, reach: CrewReach | None) -> None:
-    """Refuse what no crew can have said; the others are told it, and some of it becomes their ranks' variables.
-
-    Args:
-        gang: the attempt's name.
-        number: of the crew, as its token says.
-        of: how many crews there are.
-        offer: where it can be tried, or None.
-        reach: what it reached, or None.
-
-    Raises:
-        InvalidValue: so it is.
-    """
+    """Refuse what no crew can have said; the others are told it, and some of it becomes their ranks' variables."""
     if offer is None and reach is None:
         return
     if of == 1:

@@ -33,12 +33,7 @@ class _Stopped(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def halt(said: Report, ranks: range) -> Halt | None:
-    """Return why a crew ends before its end: what it said of that, or else its ending.
-
-    Args:
-        said: what it reports.
-        ranks: the numbers of its processes.
-    """
+    """Return why a crew ends before its end: what it said of that, or else its ending."""
     if said.halt is not None:
         return msgspec.structs.replace(said.halt, detail=_line(said.halt.detail))
     ending = said.ending

@@ -148,19 +148,7 @@ class ReportService:
         self._rendezvous = rendezvous
 
     def receive(self, who: Caller, *, run_id: str, fence: int, said: Report) -> ReportAnswer:
-        """Apply a report; everything of it is durable when this returns.
-
-        Args:
-            who: the crew, whose token the gate has checked.
-            run_id: the run.
-            fence: number of the attempt.
-            said: what is new.
-
-        Raises:
-            InvalidValue: something of it cannot be; nothing was applied.
-            NotFound: a file is a blob whose parts were not sent; nothing was applied.
-            TooLarge: it is over a limit.
-        """
+        """Apply a report; everything of it is durable when this returns."""
         arrived_ns = self._clock.boottime_ns()
         said = report_text.with_billed_loss(said)
         crew = (run_id, fence, who.attempt[2] if who.attempt is not None else 0)

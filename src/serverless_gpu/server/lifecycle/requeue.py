@@ -39,13 +39,7 @@ class OrderDeliveries:
         self._engine = engine
 
     def is_held_back(self, run_id: str, fence: int, nodes: Iterable[str]) -> bool:
-        """Return whether an order may not leave yet, since an engine has not reserved its gang.
-
-        Args:
-            run_id: the run.
-            fence: number of the attempt.
-            nodes: names of all nodes of the gang; one that is the engine's is enough.
-        """
+        """Return whether an order may not leave yet, since an engine has not reserved its gang."""
         engine = self._engine
         if engine is None or not any(engine.has(node) for node in nodes):
             return False
@@ -113,11 +107,6 @@ class Requeue:
         """End an attempt whose order has not left this process, and now never will: the run waits again.
 
         One that is asked to stop has stopped by that.
-
-        Args:
-            run_id: the run.
-            fence: number of the attempt.
-            why: for people; the last one of several is why the run ended.
 
         Returns:
             Whether that was so.

@@ -234,12 +234,6 @@ class _Gang(msgspec.Struct, frozen=True, kw_only=True):
 def place(connection: sa.Connection, run: StoredRun, *, new: NewAttempt, on: Sequence[NewCrew], at_ns: int) -> int:
     """Write that a run that waits is to start, and the order for each node: the intent, before the effect.
 
-    Args:
-        run: as it was read in this transaction.
-        new: the attempt.
-        on: its crews, by their numbers.
-        at_ns: now, nanoseconds since 1970.
-
     Returns:
         The fence of the attempt.
 
@@ -296,10 +290,6 @@ def tell_crew(connection: sa.Connection, run: StoredRun, number: int, *happened:
         number: of the crew.
         happened: in the life of the crew; anything but `RunPlaced` and what is asked of runs.
         note: what else is known.
-
-    Raises:
-        IllegalTransition: it cannot have happened to a run in this state; nothing was changed.
-        StaleAttempt: the run is not any more as it was read; nothing was changed.
     """
     attempt = run.attempt
     assert attempt is not None and run.state in ACTIVE
@@ -317,16 +307,7 @@ def tell_crew(connection: sa.Connection, run: StoredRun, number: int, *happened:
 
 
 def fold_again(connection: sa.Connection, run: StoredRun, *, at_ns: int) -> TransitionResult:
-    """Write what the crews of a run's attempt amount to, where that is not what is written of it (`gangs.is_folded`).
-
-    Args:
-        run: as it was read in this transaction, at an attempt that goes on.
-        at_ns: now, nanoseconds since 1970.
-
-    Raises:
-        IllegalTransition: what its crews amount to cannot be of a run in this state; nothing was changed.
-        StaleAttempt: the run is not any more as it was read; nothing was changed.
-    """
+    """Write what the crews of a run's attempt amount to, where that is not what is written of it (`gangs.is_folded`)."""
     attempt = run.attempt
     assert attempt is not None and run.state in ACTIVE
     folded, follows = gangs.follow(run, attempt.crews, is_word=False)
@@ -371,12 +352,6 @@ def _tell(
 
 def remark(connection: sa.Connection, run_id: str, fence: int, sentence: str, *, at_ns: int) -> bool:
     """Write an event that changes nothing, and says something to whoever looks: a budget is nearly used up.
-
-    Args:
-        run_id: a run that goes on; nothing is written of one that has ended, or is at another attempt.
-        fence: of that attempt.
-        sentence: what is said.
-        at_ns: now, nanoseconds since 1970.
 
     Returns:
         Whether it was written.
@@ -566,18 +541,7 @@ def _sentence(event: Event, life: Run, *, node: str, detail: str) -> str:
 def ask_to_stop(
     connection: sa.Connection, run_id: str, *, who: Caller, why: StopReason, at_ns: int, because: str = ""
 ) -> TransitionResult | None:
-    """Write that a run is to stop; None when it has stopped for that already.
-
-    Args:
-        run_id: a run that is there.
-        who: asks; `audit.SERVER` when nobody does.
-        why: any reason.
-        at_ns: now, nanoseconds since 1970.
-        because: what people are told beyond that, and the audit.
-
-    Raises:
-        AlreadyFinished: it has ended for something else.
-    """
+    """Write that a run is to stop; None when it has stopped for that already."""
     run = runs.find(connection, run_id)
     if run is None or run.state in TERMINAL:
         if run is not None and run.stop is why:

@@ -195,12 +195,7 @@ def is_pending(connection: sa.Connection, *, after_seq: int) -> bool:
 
 
 def pending(connection: sa.Connection, *, after_seq: int) -> tuple[int, int | None]:
-    """Return how many rows are not in the chain yet, and when the oldest of them was written.
-
-    Args:
-        connection: of any transaction.
-        after_seq: rows up to this one are known to be in it.
-    """
+    """Return how many rows are not in the chain yet, and when the oldest of them was written."""
     query = sa.select(sa.func.count(), sa.func.min(audit.c.at_ns)).select_from(_UNLINKED)
     row = connection.execute(query.where(audit_links.c.number.is_(None), audit.c.seq > after_seq)).one()
     return row[0], row[1]

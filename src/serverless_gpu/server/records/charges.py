@@ -393,12 +393,7 @@ def may_change(posted: Iterable[Posted]) -> bool:
 
 
 def put_utilisations(connection: sa.Connection, seen: Mapping[CrewId, tuple[int, Utilisation]]) -> None:
-    """Write what telemetry saw of crews, in the place of what was written before.
-
-    Args:
-        connection: of a transaction that may write.
-        seen: what was, and the account.
-    """
+    """Write what telemetry saw of crews, in the place of what was written before."""
     if not seen:
         return
     own = sa.and_(

@@ -36,13 +36,7 @@ _CURRENT = sa.and_(attempts.c.run_id == runs.c.id, attempts.c.fence == runs.c.fe
 
 
 def used(connection: sa.Connection, *, now_ns: int, half_life_s: float) -> Used:
-    """Return who has used how much, decayed until now, by attempts that have ended; what goes on is not in it.
-
-    Args:
-        connection: reading is enough.
-        now_ns: nanoseconds since 1970.
-        half_life_s: after which use counts half.
-    """
+    """Return who has used how much, decayed until now, by attempts that have ended; what goes on is not in it."""
     part_ns = max(1, round(half_life_s * 1e9 / _PARTS))
     took_ns = crews.c.ended_ns - attempts.c.created_ns
     part = ((now_ns - attempts.c.created_ns - took_ns // 2) // part_ns).label("part")
@@ -117,14 +111,7 @@ class LearnedDurations:
         self._known: dict[tuple[str, str], tuple[float | None, int]] = {}
 
     def longest_s(self, connection: sa.Connection, owner: str, name: str, now_ns: int) -> float | None:
-        """Return the longest that the last runs had their devices; None where that is not known.
-
-        Args:
-            connection: reading is enough.
-            owner: of the runs.
-            name: of the runs.
-            now_ns: nanoseconds since 1970.
-        """
+        """Return the longest that the last runs had their devices; None where that is not known."""
         found = self._known.get((owner, name))
         if found is None or abs(now_ns - found[1]) > KEPT_S * 1e9:
             if len(self._known) >= KEPT_MAX:

@@ -285,13 +285,7 @@ def pending(connection: sa.Connection, *, now_ns: int) -> list[StoredBinding]:
 
 
 def of_home(connection: sa.Connection, node: Identity, *, by: str = "") -> list[StoredBinding]:
-    """Return the bindings of tokens to a home under a name.
-
-    Args:
-        connection: reading is enough.
-        node: the name, and the home's instance.
-        by: only those that this join token approved; "" for all.
-    """
+    """Return the bindings of tokens to a home under a name."""
     same = sa.and_(node_bindings.c.node == node.name, node_bindings.c.instance == node.instance)
     query = sa.select(node_bindings).where(same, node_bindings.c.approved_by == by if by else sa.true())
     return [_binding(row) for row in connection.execute(query)]

@@ -72,12 +72,7 @@ def attached(connection: sa.Connection, principal: str, teams: Collection[str]) 
 
 
 def holders(connection: sa.Connection, name: str | None = None) -> dict[str, tuple[PolicySubject, ...]]:
-    """Return whom policies are attached to, by policy; those that are attached to nobody are not in it.
-
-    Args:
-        connection: of any transaction.
-        name: only of this policy, or None for all.
-    """
+    """Return whom policies are attached to, by policy; those that are attached to nobody are not in it."""
     query = sa.select(policy_holders).order_by(policy_holders.c.kind, policy_holders.c.name)
     if name is not None:
         query = query.where(policy_holders.c.policy == name)

@@ -21,12 +21,7 @@ class StoredPrice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def every(connection: sa.Connection, *, from_ns: int = 0) -> list[StoredPrice]:
-    """Return the rows that are in force at a moment or later, by resource, pool and time.
-
-    Args:
-        connection: of any transaction.
-        from_ns: rows that ended before it are left out.
-    """
+    """Return the rows that are in force at a moment or later, by resource, pool and time."""
     lasting = sa.or_(prices.c.until_ns.is_(None), prices.c.until_ns > from_ns)
     query = sa.select(prices).where(lasting)
     return _read(connection, query.order_by(prices.c.resource, prices.c.pool, prices.c.from_ns))
@@ -44,15 +39,7 @@ def count(connection: sa.Connection) -> int:
 
 
 def tariff(connection: sa.Connection, gpu_type: str, pool: str, at_ns: int, currency: str) -> Tariff:
-    """Return what an attempt pays that is placed now.
-
-    Args:
-        connection: of the transaction that places it.
-        gpu_type: of its devices.
-        pool: of its node.
-        at_ns: when, nanoseconds since 1970.
-        currency: of the server.
-    """
+    """Return what an attempt pays that is placed now."""
     wanted = sa.and_(
         prices.c.resource.in_([gpu_type, *families_of(gpu_type), CORE, MEMORY]),
         prices.c.pool.in_(["", pool]),

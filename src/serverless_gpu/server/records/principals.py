@@ -48,12 +48,7 @@ RESERVED = ("server", "attempt")
 
 
 def create_principal(connection: sa.Connection, request: PrincipalRequest, *, now_ns: int) -> PrincipalView:
-    """Make a user or service.
-
-    Raises:
-        InvalidValue: the name cannot be one, or there is one of that name.
-        NotFound: one of the teams is not there.
-    """
+    """Make a user or service."""
     name = check_name(request.name)
     if name in RESERVED:
         raise InvalidValue(f"{name!r} is a name the server uses itself")
@@ -67,11 +62,7 @@ def create_principal(connection: sa.Connection, request: PrincipalRequest, *, no
 
 
 def principal(connection: sa.Connection, name: str) -> PrincipalView:
-    """Return one.
-
-    Raises:
-        NotFound: there is none of that name.
-    """
+    """Return one."""
     found = _principals(connection, sa.select(principals).where(principals.c.name == name))
     if not found:
         raise NotFound(f"there is no user or service {name[:64]!r}")
@@ -84,12 +75,7 @@ def all_principals(connection: sa.Connection) -> tuple[PrincipalView, ...]:
 
 
 def change_role(connection: sa.Connection, name: str, role: str) -> None:
-    """Give somebody another role.
-
-    Raises:
-        InvalidValue: there is no such role, or the last administrator would be gone.
-        NotFound: there is none of that name.
-    """
+    """Give somebody another role."""
     if role not in ROLES:
         raise InvalidValue(f"there is no role {role!r}", hint=f"roles: {', '.join(ROLES)}")
     if principal(connection, name).role == "admin" and role != "admin":
@@ -98,12 +84,7 @@ def change_role(connection: sa.Connection, name: str, role: str) -> None:
 
 
 def disable(connection: sa.Connection, name: str, *, now_ns: int) -> None:
-    """Let somebody in no more, and revoke all their tokens.
-
-    Raises:
-        InvalidValue: the last administrator would be gone.
-        NotFound: there is none of that name.
-    """
+    """Let somebody in no more, and revoke all their tokens."""
     found = principal(connection, name)
     if found.disabled:
         return
@@ -115,21 +96,13 @@ def disable(connection: sa.Connection, name: str, *, now_ns: int) -> None:
 
 
 def enable(connection: sa.Connection, name: str) -> None:
-    """Let somebody in again, with new tokens.
-
-    Raises:
-        NotFound: there is none of that name.
-    """
+    """Let somebody in again, with new tokens."""
     principal(connection, name)
     connection.execute(sa.update(principals).where(principals.c.name == name).values(disabled_ns=None))
 
 
 def check_name(name: str) -> str:
-    """Return a name that a principal or team can have.
-
-    Raises:
-        InvalidValue: it cannot be one.
-    """
+    """Return a name that a principal or team can have."""
     if not _NAME.fullmatch(name):
         hint = "up to 64 of a-z 0-9 . _ @ -, the first one a letter or digit"
         raise InvalidValue(f"{name[:100]!r} is not a possible name", hint=hint)
@@ -168,11 +141,7 @@ def _check_another_admin(connection: sa.Connection, name: str) -> None:
 
 
 def create_team(connection: sa.Connection, name: str, *, now_ns: int) -> TeamView:
-    """Make a team.
-
-    Raises:
-        InvalidValue: the name cannot be one, or there is a team of that name.
-    """
+    """Make a team."""
     check_name(name)
     if connection.scalar(sa.select(teams.c.name).where(teams.c.name == name)) is not None:
         raise InvalidValue(f"there is a team {name!r} already")
@@ -181,11 +150,7 @@ def create_team(connection: sa.Connection, name: str, *, now_ns: int) -> TeamVie
 
 
 def team(connection: sa.Connection, name: str) -> TeamView:
-    """Return a team.
-
-    Raises:
-        NotFound: there is none of that name.
-    """
+    """Return a team."""
     if connection.scalar(sa.select(teams.c.name).where(teams.c.name == name)) is None:
         raise NotFound(f"there is no team {name[:64]!r}")
     query = sa.select(members.c.principal).where(members.c.team == name).order_by(members.c.principal)
@@ -209,11 +174,7 @@ def all_teams(connection: sa.Connection) -> tuple[TeamView, ...]:
 
 
 def add_member(connection: sa.Connection, *, team: str, principal: str) -> bool:
-    """Put somebody into a team; return whether they were not in it before.
-
-    Raises:
-        NotFound: there is no such team, or nobody of that name.
-    """
+    """Put somebody into a team; return whether they were not in it before."""
     for table, name, noun in ((teams, team, "team"), (principals, principal, "user or service")):
         if connection.scalar(sa.select(table.c.name).where(table.c.name == name)) is None:
             raise NotFound(f"there is no {noun} {name[:64]!r}")
@@ -294,11 +255,7 @@ def create_token(connection: sa.Connection, new: NewToken, *, secret: str, now_n
 
 
 def token(connection: sa.Connection, identifier: str) -> TokenView:
-    """Return a token, without its secret, which nobody has.
-
-    Raises:
-        NotFound: there is no such token.
-    """
+    """Return a token, without its secret, which nobody has."""
     row = connection.execute(sa.select(tokens).where(tokens.c.id == identifier)).one_or_none()
     if row is None:
         raise NotFound(f"there is no token {identifier[:64]!r}")
@@ -314,11 +271,7 @@ def tokens_of(connection: sa.Connection, principal: str | None = None) -> tuple[
 
 
 def revoke_token(connection: sa.Connection, identifier: str, *, now_ns: int) -> TokenView:
-    """Make a token good for nothing, from now on; one that was revoked before stays so.
-
-    Raises:
-        NotFound: there is no such token.
-    """
+    """Make a token good for nothing, from now on; one that was revoked before stays so."""
     good = sa.and_(tokens.c.id == identifier, tokens.c.revoked_ns.is_(None))
     connection.execute(sa.update(tokens).where(good).values(revoked_ns=now_ns))
     return token(connection, identifier)

@@ -83,11 +83,7 @@ def put(
 
 
 def delete(connection: sa.Connection, whose: Whose, name: str, by: By) -> SecretView:
-    """Take away every value of a secret; its number stays, so that a version is never two things.
-
-    Raises:
-        NotFound: there is none.
-    """
+    """Take away every value of a secret; its number stays, so that a version is never two things."""
     last = _last(connection, whose, name)
     if last is None or last.sealed is None:
         whose_else = f"{whose.owner} has no secret" if whose.kind == "user" else f"team {whose.owner} has no secret"
@@ -101,14 +97,7 @@ def delete(connection: sa.Connection, whose: Whose, name: str, by: By) -> Secret
 
 
 def listed(connection: sa.Connection, name: str, teams: Sequence[str], *, everybodys: bool) -> list[SecretView]:
-    """Return the newest versions of secrets that are there.
-
-    Args:
-        connection: reading is enough.
-        name: of the principal who asks.
-        teams: it is in.
-        everybodys: whether those of all are asked for.
-    """
+    """Return the newest versions of secrets that are there."""
     newest = _newest()
     query = sa.select(secrets).join(newest, _same(newest)).where(secrets.c.sealed.is_not(None))
     if not everybodys:
@@ -119,18 +108,7 @@ def listed(connection: sa.Connection, name: str, teams: Sequence[str], *, everyb
 
 
 def pins(connection: sa.Connection, sealer: Sealer, owner: str, team: str, names: Sequence[str]) -> tuple[Pinned, ...]:
-    """Return the versions that an attempt gets now.
-
-    Args:
-        connection: reading is enough.
-        sealer: opens the values.
-        owner: of the run.
-        team: of the run, or "".
-        names: of the secrets.
-
-    Raises:
-        SecretMissing: one of them is not there, not for this run, or cannot be opened.
-    """
+    """Return the versions that an attempt gets now."""
     mine = [Whose("user", owner)]
     if (
         team
@@ -156,11 +134,7 @@ def pins(connection: sa.Connection, sealer: Sealer, owner: str, team: str, names
 def values(
     connection: sa.Connection, sealer: Sealer, run: StoredRun, pinned: Sequence[Pinned], variables: Mapping[str, str]
 ) -> tuple[SecretValue, ...]:
-    """Return what the node of an attempt gets.
-
-    Raises:
-        ServerProblem: they were sealed with another key.
-    """
+    """Return what the node of an attempt gets."""
     found: list[SecretValue] = []
     for one in pinned:
         whose = Whose("team", one.team) if one.team else Whose("user", run.owner)
@@ -183,10 +157,6 @@ def sealed_by_another(connection: sa.Connection, sealer: Sealer) -> list[tuple[W
 
 def take_away_sealed_by_another(connection: sa.Connection, sealer: Sealer) -> list[str]:
     """Take away every value that another key sealed, so that its secret is one that is to be set again.
-
-    Args:
-        connection: of the transaction.
-        sealer: has the key that there is now.
 
     Returns:
         Names of secrets, each once.
@@ -266,11 +236,7 @@ def _is(whose: Whose, name: str) -> sa.ColumnElement[bool]:
 
 
 def _require_open(sealer: Sealer, whose: Whose, name: str, row: sa.Row[Any]) -> None:
-    """Return if a value can be opened.
-
-    Raises:
-        SecretMissing: it cannot.
-    """
+    """Return if a value can be opened."""
     try:
         sealer.unseal(row.sealed, about=_about(whose, name, row.version))
     except ServerProblem as error:

@@ -53,12 +53,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def visible(seen_by: str | None, teams: Sequence[str]) -> list[sa.ColumnElement[bool]]:
-    """Return what makes an account one that somebody may see.
-
-    Args:
-        seen_by: who asks; None for somebody who may see everything.
-        teams: they are in, as far as that lets them see more.
-    """
+    """Return what makes an account one that somebody may see."""
     if seen_by is None:
         return []
     return [sa.or_(accounts.c.owner == seen_by, accounts.c.team.in_(teams))]

@@ -63,13 +63,7 @@ class Collected(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Blobs:
-    """Parts in a store; safe to use from several threads.
-
-    Args:
-        store: where they lie, and nothing else.
-        clock: how long they are there.
-        kept_free_bytes: what is left on the store's disk.
-    """
+    """Parts in a store; safe to use from several threads."""
 
     def __init__(self, store: Store, *, clock: Clock, kept_free_bytes: int = KEPT_FREE_BYTES) -> None:
         self._store = store
@@ -80,11 +74,7 @@ class Blobs:
         self._deleting: frozenset[str] = frozenset()
 
     def missing(self, digests: Collection[str]) -> tuple[str, ...]:
-        """Return which of these parts have to be sent, in the order asked; the others stay for a grace at least.
-
-        Raises:
-            InvalidValue: one is no digest.
-        """
+        """Return which of these parts have to be sent, in the order asked; the others stay for a grace at least."""
         keys = {_key(digest): digest for digest in digests}
         with self._changed:
             look = [key for key in keys if key not in self._deleting]
@@ -93,21 +83,11 @@ class Blobs:
         return tuple(digest for key, digest in keys.items() if key not in there)
 
     def check_room(self, size: int) -> None:
-        """Refuse so many bytes if they do not fit.
-
-        Raises:
-            ServerStorageFull: they do not.
-        """
+        """Refuse so many bytes if they do not fit."""
         check_room(size, self._store.free_bytes(), kept_free_bytes=self._kept_free_bytes)
 
     def put(self, digest: str, data: bytes | memoryview) -> None:
-        """Store a part, durably; one that is there is put again.
-
-        Raises:
-            InvalidValue: it has no digest for a name.
-            HashMismatch: the bytes are others than the name says.
-            ServerStorageFull: there is no room.
-        """
+        """Store a part, durably; one that is there is put again."""
         key = _key(digest)
         if blake3(data).hexdigest() != digest:
             raise HashMismatch(
@@ -125,11 +105,7 @@ class Blobs:
         faults.reach("after_part_before_answer")
 
     def try_store(self) -> str:
-        """Put, read and delete a part; return what is wrong with that, or "".
-
-        Raises:
-            Unwell: the store does not answer, or takes nothing.
-        """
+        """Put, read and delete a part; return what is wrong with that, or ""."""
         data = b"serverless-gpu looks whether it can store anything: " + secrets.token_bytes(16)
         key = _key(blake3(data).hexdigest())
         try:
@@ -141,11 +117,7 @@ class Blobs:
         return "" if is_same else "the store gives back something else than it was given"
 
     def get(self, digest: str) -> bytes:
-        """Return a part.
-
-        Raises:
-            NotFound: there is no such part, or it is not what its name says any more.
-        """
+        """Return a part."""
         try:
             data = self._store.get(_key(digest))
         except KeyError:
@@ -157,17 +129,7 @@ class Blobs:
         return data
 
     def read(self, reference: BlobReference, start: int = 0, length: int | None = None) -> Iterator[bytes]:
-        """Yield the bytes of a blob, or of a range of it, at most a part at a time.
-
-        Args:
-            reference: the blob.
-            start: first byte.
-            length: how many; fewer come where the blob ends before.
-
-        Raises:
-            InvalidValue: it can be no blob, or no range.
-            NotFound: a part of it is not there.
-        """
+        """Yield the bytes of a blob, or of a range of it, at most a part at a time."""
         check_reference(reference)
         if start < 0 or (length is not None and length < 0):
             raise InvalidValue(f"{length} bytes from byte {start} are not a range")
@@ -187,9 +149,6 @@ class Blobs:
         Args:
             in_use: returns the digests that runs and files refer to; called once, after the store was listed.
             grace_s: how long a part may be there, in seconds, and how long it is condemned then.
-
-        Raises:
-            StoreUnavailable: the store does not answer; the next collection goes on.
         """
         listed = {stored.key: stored for stored in self._store.list("packs")}
         needed = {f"packs/{digest}" for digest in in_use()}
@@ -228,11 +187,7 @@ class Blobs:
 
 
 def check_reference(reference: BlobReference) -> None:
-    """Refuse what can be no blob.
-
-    Raises:
-        InvalidValue: its parts are none, or too few or too many for its size; or it is over `SIZE_MAX`.
-    """
+    """Refuse what can be no blob."""
     if not 0 <= reference.size <= SIZE_MAX:
         raise InvalidValue(f"a blob of {reference.size} bytes: {SIZE_MAX} are the most")
     if len(reference.parts) != -(-reference.size // BLOB_PART_BYTES):
@@ -250,11 +205,7 @@ def _key(digest: str) -> str:
 
 
 def file_source(blobs: Blobs, file: StoredFile) -> Callable[[int, int], Iterator[bytes]]:
-    """Return a function that yields so many bytes of a file from one on; it blocks.
-
-    Args:
-        file: as it is stored.
-    """
+    """Return a function that yields so many bytes of a file from one on; it blocks."""
     inline = file.inline
     if inline is not None:
         return lambda start, length: iter([inline[start : start + length]])

@@ -74,11 +74,7 @@ _KNOWN_MAX = 50_000
 
 
 class ContentChecks:
-    """Checks of units against the packs of one store; safe to use from several threads.
-
-    Args:
-        read: returns the beginning of a pack.
-    """
+    """Checks of units against the packs of one store; safe to use from several threads."""
 
     def __init__(self, read: ReadPack) -> None:
         self._read = read
@@ -93,10 +89,6 @@ class ContentChecks:
         Args:
             data: its document.
             decode: returns the unit; called again for a large one, which is not held in memory while it waits.
-
-        Raises:
-            Unequal: its packs hold something else than its rows say.
-            StoreUnavailable: too many are being verified.
         """
         digest = blake3(data).hexdigest()
         if self._is_known(digest):
@@ -112,12 +104,7 @@ class ContentChecks:
                 self._remember(digest)
 
     def compare(self, unit: Unit, read: ReadPack) -> None:
-        """Verify a unit whatever is known of it, with packs that are read anew.
-
-        Raises:
-            Unequal: its packs hold something else than its rows say.
-            StoreUnavailable: too many are being verified.
-        """
+        """Verify a unit whatever is known of it, with packs that are read anew."""
         with self._turn(self._large):
             check_content(unit, read)
 
@@ -196,11 +183,6 @@ class EnvironmentStore:
     def read(self, key: str, start: int = 0, length: int | None = None) -> Iterator[bytes]:
         """Yield an object, or a range of it, in pieces; the first one is read at once.
 
-        Args:
-            key: which object.
-            start: first byte.
-            length: how many bytes; fewer come where the object ends before.
-
         Raises:
             NotFound: there is no such object.
             EnvironmentCorrupt: a bucket has something else under that name, also when it was asked again.
@@ -251,11 +233,7 @@ class EnvironmentStore:
             self._nearby.keep(key, wanted)  # read next to verify its unit, and then by nodes
 
     def try_store(self) -> str:
-        """Ask the store for something; return "".
-
-        Raises:
-            Unwell: it does not answer.
-        """
+        """Ask the store for something; return ""."""
         try:
             self._store.present((_NOTHING,))
         except (EnvironmentProblem, StorageError) as error:
@@ -263,11 +241,7 @@ class EnvironmentStore:
         return ""
 
     def check_room(self, size: int) -> None:
-        """Refuse so many bytes if they do not fit.
-
-        Raises:
-            ServerStorageFull: they do not.
-        """
+        """Refuse so many bytes if they do not fit."""
         check_room(size, self._store.free_bytes(), kept_free_bytes=self._kept_free_bytes)
 
     def present(self, keys: Collection[str]) -> frozenset[str]:
@@ -275,11 +249,7 @@ class EnvironmentStore:
         return self._store.present(keys)
 
     def condemned(self, keys: Collection[str]) -> tuple[frozenset[str], bool]:
-        """Return which of these objects are condemned, and whether a collection may be deleting at this moment.
-
-        Raises:
-            EnvironmentProblem: the list of condemned objects cannot be read, or a key is none.
-        """
+        """Return which of these objects are condemned, and whether a collection may be deleting at this moment."""
         documents = Documents(self._store, clock=self._clock)
         return documents.condemned(keys) if keys else frozenset(), documents.is_collecting()
 
@@ -301,15 +271,6 @@ class EnvironmentStore:
 
         Nothing is believed of whoever asks, so everybody who may restore may ask. What was found whole within the last
         `REPAIRED_S` is not read again.
-
-        Args:
-            keys: of snapshots and units; others are left out.
-
-        Returns:
-            The keys that were removed.
-
-        Raises:
-            StoreUnavailable: the store does not answer, or others are being checked.
         """
         now_ns = self._clock.boottime_ns()
         wanted = [
@@ -338,11 +299,7 @@ class EnvironmentStore:
         return None if free is None else max(0, free - self._kept_free_bytes)
 
     def need(self, snapshot: str) -> None:
-        """Refuse a snapshot that is not there, so that its user hears of it before the run waits for devices.
-
-        Raises:
-            EnvironmentMissing: it is not, or has been removed.
-        """
+        """Refuse a snapshot that is not there, so that its user hears of it before the run waits for devices."""
         now_ns = self._clock.boottime_ns()
         if now_ns - self._seen.get(snapshot, -(SEEN_S * 10**9)) < SEEN_S * 10**9:
             return
@@ -374,11 +331,7 @@ class EnvironmentStore:
         return known
 
     def collect(self, in_use: Collection[str]) -> CollectionResult:
-        """Condemn what no snapshot needs, and delete what was condemned long enough ago.
-
-        Args:
-            in_use: addresses of snapshots that stay whatever their age.
-        """
+        """Condemn what no snapshot needs, and delete what was condemned long enough ago."""
         done = collect(Documents(self._store, clock=self._clock), in_use=in_use)
         self._seen.clear()
         if self._nearby is not None:
@@ -493,12 +446,7 @@ class EnvironmentStore:
                 )
 
     def _judge(self, key: str, data: bytes | memoryview) -> None:
-        """Compare an object with its name.
-
-        Raises:
-            Altered: it is something else.
-            EnvironmentRejected: it breaks the rules.
-        """
+        """Compare an object with its name."""
         kind, _, name = key.partition("/")
         if kind == "packs":
             pack_of(data, name)

@@ -49,13 +49,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Logs:
-    """The output of all runs; safe to use from several threads.
-
-    Args:
-        root: directory of the files; made when something is appended.
-        bytes_max: of one stream.
-        kept_free_bytes: what is left on the disk.
-    """
+    """The output of all runs; safe to use from several threads."""
 
     def __init__(self, root: Path, *, bytes_max: int = BYTES_MAX, kept_free_bytes: int = KEPT_FREE_BYTES) -> None:
         self._root = root
@@ -68,20 +62,9 @@ class Logs:
     def append(self, run_id: str, fence: int, *, rank: int, stream: str, offset: int, data: bytes) -> int:
         """Add bytes at the place where they belong.
 
-        Args:
-            run_id: the run.
-            fence: number of the attempt.
-            rank: global rank.
-            stream: one of `STREAMS`.
-            offset: of the first byte in the rank's stream.
-            data: the bytes.
-
         Returns:
             The offset that is wanted next. Less than the end of `data` when something before it is missing here, or
             when the disk is full; more when these bytes were there already.
-
-        Raises:
-            InvalidValue: there can be no such file.
         """
         directory, name = self._directory(run_id, fence), _name(rank, stream)
         if offset < 0:
@@ -108,14 +91,6 @@ class Logs:
     def close_short(self, run_id: str, fence: int, *, rank: int, stream: str, end: int, why: str) -> int:
         """Say at the end of a log what is missing of it, if anything is; nothing is appended to it any more.
 
-        Args:
-            run_id: the run.
-            fence: number of the attempt.
-            rank: global rank.
-            stream: one of `STREAMS`.
-            end: where it ends on its node.
-            why: what is to be read beside how much it is.
-
         Returns:
             How many bytes are missing; 0 when that was said before.
         """
@@ -134,19 +109,7 @@ class Logs:
             os.close(fd)
 
     def read(self, run_id: str, fence: int, *, rank: int, stream: str, offset: int = 0, limit: int) -> bytes:
-        """Return bytes from an offset on; none where there are none yet.
-
-        Args:
-            run_id: the run.
-            fence: number of the attempt.
-            rank: global rank.
-            stream: one of `STREAMS`.
-            offset: of the first byte.
-            limit: how many bytes at most.
-
-        Raises:
-            InvalidValue: there can be no such file.
-        """
+        """Return bytes from an offset on; none where there are none yet."""
         path = self._directory(run_id, fence) / _name(rank, stream)
         if offset < 0:
             raise InvalidValue(f"a log has no byte {offset}")
@@ -160,11 +123,7 @@ class Logs:
             os.close(fd)
 
     def size(self, run_id: str, fence: int, *, rank: int, stream: str) -> int:
-        """Return how many bytes there are of one stream.
-
-        Raises:
-            InvalidValue: there can be no such file.
-        """
+        """Return how many bytes there are of one stream."""
         try:
             return (self._directory(run_id, fence) / _name(rank, stream)).lstat().st_size
         except FileNotFoundError:

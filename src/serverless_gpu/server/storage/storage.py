@@ -44,13 +44,7 @@ from serverless_gpu.server.storage.upload_spool import UploadSpool
 
 
 class MeasuredStore(Store):
-    """A store whose calls are counted.
-
-    Args:
-        store: does the work.
-        name: of the store, as figures have it: "blobs" or "environments".
-        measures: where calls are counted.
-    """
+    """A store whose calls are counted."""
 
     def __init__(self, store: Store, *, name: str, measures: ServerMetrics) -> None:
         self._store, self._name, self._measures = store, name, measures
@@ -136,10 +130,6 @@ def open_storage(
         clock: the machine's.
         room: what may be taken of disks.
         measures: where calls to stores are counted.
-
-    Raises:
-        InvalidValue: the store's url is none.
-        StoreUnavailable: it is an object store, and obstore is not installed.
     """
 
     def opened(place: str | Path, name: str) -> Store:
@@ -173,13 +163,7 @@ Read = Callable[[Callable[[sa.Connection], Any]], Any]
 
 
 def orphan_runs(directory: Path, read: Read, *, limit: int | None = None) -> list[str]:
-    """Return the runs that have files here and that the database does not know.
-
-    Args:
-        directory: the server's.
-        read: reads the database.
-        limit: how many runs are looked up, the newest ones; all without it.
-    """
+    """Return the runs that have files here and that the database does not know."""
     names = (name for place in _PLACES for name in _names(directory / place))
     newest = sorted({match[1] for match in map(_RUN.fullmatch, names) if match}, reverse=True)[:limit]
 

@@ -30,12 +30,7 @@ T = TypeVar("T")
 
 
 class UploadSpool:
-    """Where bodies are held until they are whole, and the threads for what is done with them.
-
-    Args:
-        directory: on a disk with room for them; made when it is needed.
-        kept_free_bytes: what is left on that disk.
-    """
+    """Where bodies are held until they are whole, and the threads for what is done with them."""
 
     def __init__(self, directory: Path, *, kept_free_bytes: int = KEPT_FREE_BYTES) -> None:
         self._directory = directory
@@ -48,15 +43,7 @@ class UploadSpool:
 
     @contextlib.asynccontextmanager
     async def whole(self, body: AsyncIterable[bytes], size: int | None = None) -> AsyncIterator[memoryview]:
-        """Yield a body once all of it is there; it is gone afterwards.
-
-        Args:
-            body: its pieces.
-            size: how many bytes it will have, or None where that was not said.
-
-        Raises:
-            ServerStorageFull: there is no room for it.
-        """
+        """Yield a body once all of it is there; it is gone afterwards."""
         if size is not None and size > PIECE_BYTES:
             await self.in_thread(lambda: self._check_room(size))
         pieces: list[bytes] = []

@@ -285,12 +285,6 @@ def change(
 ) -> None:
     """Change an attempt, and crews of it, that are still as they were read.
 
-    Args:
-        connection: of a transaction that writes.
-        attempt: as it was read in it.
-        of_crews: what changes of crews, by their numbers.
-        **values: what changes of the attempt.
-
     Raises:
         StaleAttempt: it is not; nothing was changed.
     """
@@ -304,11 +298,6 @@ def change(
 
 def decide(connection: sa.Connection, attempt: StoredAttempt, **values: object) -> bool:
     """Write that the crews of an attempt meet, or will not: once, and never both.
-
-    Args:
-        connection: of a transaction that writes.
-        attempt: as it was read in it.
-        **values: `chosen_json`, or `called_off` and what goes with it.
 
     Returns:
         False when it was decided before, or the attempt was changed meanwhile; nothing was written then.

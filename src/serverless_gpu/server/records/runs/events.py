@@ -53,12 +53,7 @@ def add(connection: sa.Connection, new: Sequence[StoredEvent]) -> None:
 
 
 def after(connection: sa.Connection, run_id: str, seq: int, *, limit: int = 1_000) -> list[StoredEvent]:
-    """Return the events of a run that came after one, in order.
-
-    Args:
-        seq: number of the last one that is known; 0 for all.
-        limit: how many at most.
-    """
+    """Return the events of a run that came after one, in order."""
     rows = connection.execute(_AFTER, {"run_id": run_id, "seq": seq, "most": limit})
     return [_from_row(row._mapping) for row in rows]
 

@@ -26,16 +26,8 @@ _decode = msgspec.json.Decoder(Fact).decode
 def add(connection: sa.Connection, crew: CrewId, new: Sequence[Fact]) -> list[int]:
     """Write the facts that are not there yet.
 
-    Args:
-        connection: of a transaction that writes.
-        crew: whose they are.
-        new: facts of it, in any order, each as often as it was sent.
-
     Returns:
         The numbers of those that contradict what is there, which were not written.
-
-    Raises:
-        InvalidValue: a fact is about another attempt.
     """
     run_id, fence, number = crew
     if any(fact.attempt != f"{run_id}:{fence}" for fact in new):

@@ -39,11 +39,7 @@ class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_name(name: str) -> None:
-    """Refuse a name that could lead anywhere but into an attempt's directory.
-
-    Raises:
-        InvalidValue: it could, or it is too long.
-    """
+    """Refuse a name that could lead anywhere but into an attempt's directory."""
     if len(name) > NAME_CHARACTERS_MAX or not _NAME.fullmatch(name):
         raise InvalidValue(f"{name[:80]!r} is no name of an attempt's file", hint="for example results/0.pkl")
 

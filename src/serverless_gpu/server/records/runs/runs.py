@@ -339,13 +339,7 @@ def reseal(connection: sa.Connection, old: Sealer, new: Sealer, after: str, at_m
 
 
 def page(connection: sa.Connection, wished: Wished, *, limit: int, cursor: str = "") -> tuple[list[StoredRun], str]:
-    """Return runs, newest first, and where the next page begins; "" when there is none.
-
-    Args:
-        wished: which ones.
-        limit: how many at most.
-        cursor: what the page before returned.
-    """
+    """Return runs, newest first, and where the next page begins; "" when there is none."""
     if "\0" in f"{wished.owner}{wished.team}{wished.name}{cursor}":
         return [], ""  # no text of the database has it, and PostgreSQL takes none that does
     query = _SELECT.order_by(runs.c.id.desc())
@@ -389,13 +383,7 @@ def promised(connection: sa.Connection) -> list[Reservation]:
 
 
 def waiting(connection: sa.Connection, *, limit: int, owner: str | None = None) -> list[str]:
-    """Return what waits, in the order of priority class and age: identifiers.
-
-    Args:
-        connection: of any transaction.
-        limit: how many at most.
-        owner: only theirs, or None.
-    """
+    """Return what waits, in the order of priority class and age: identifiers."""
     query = sa.select(runs.c.id).where(runs.c.state == State.QUEUED.value)
     if owner is not None:
         query = query.where(runs.c.owner == owner)
@@ -521,12 +509,7 @@ _OVER = sa.and_(
 
 
 def over(connection: sa.Connection, *, ended_before_ns: int, limit: int) -> list[str]:
-    """Return runs that ended before a moment and of which nothing more will come, those that ended first first.
-
-    Args:
-        ended_before_ns: nanoseconds since 1970.
-        limit: how many at most.
-    """
+    """Return runs that ended before a moment and of which nothing more will come, those that ended first first."""
     query = sa.select(runs.c.id).where(_OVER, runs.c.ended_ns < ended_before_ns)
     return list(connection.execute(query.order_by(runs.c.ended_ns, runs.c.id).limit(limit)).scalars())
 
@@ -569,12 +552,7 @@ def parts_in_use(connection: sa.Connection) -> frozenset[str]:
 
 
 def snapshots_in_use(connection: sa.Connection, *, since_ns: int) -> frozenset[str]:
-    """Return the addresses of snapshots that runs have now, or had until recently, or that usage policies name.
-
-    Args:
-        connection: the database.
-        since_ns: runs that ended before do not count; nanoseconds since 1970.
-    """
+    """Return the addresses of snapshots that runs have now, or had until recently, or that usage policies name."""
     lately = sa.or_(runs.c.ended_ns.is_(None), runs.c.ended_ns >= since_ns)
     query = sa.select(runs.c.snapshot).where(runs.c.snapshot != "", lately).distinct()
     named = (address for each in policies.every(connection) for address in each.policy.environments)
