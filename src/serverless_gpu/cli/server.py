@@ -25,7 +25,7 @@ from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli.amounts import duration_s
 from serverless_gpu.cli.output import columns, print_json, say
 from serverless_gpu.cli.runs.run_location import durable_home
-from serverless_gpu.cli.server.up import refuse_incomplete
+from serverless_gpu.cli.server_up import refuse_incomplete
 from serverless_gpu.cli.server_connection import server
 from serverless_gpu.errors import NotFound, ServerProblem
 from serverless_gpu.lazy_import import load
