@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serverless_gpu.cli.server_up import up
+from serverless_gpu.cli.server import up
 from serverless_gpu.errors import InvalidOption, InvalidValue
 from serverless_gpu.model.scheduling.values import QueuePolicy
 from serverless_gpu.server.core.settings import Said, effective, option_of, read_settings
