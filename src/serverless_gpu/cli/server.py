@@ -48,6 +48,12 @@ if TYPE_CHECKING:
     from serverless_gpu.server.process import Running
 
 _NEEDED = ("starlette", "uvicorn", "sqlalchemy", "alembic", "cryptography", "httptools", "prometheus_client")
+_LOOK_S = 0.5
+_KEPT = "the server of this home is there"
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+_FOLLOW_LOOK_S = 0.2
+_LINE_BYTES_MAX = 1 << 20
+_HEAD = ("ts", "level", "logger", "msg", "traceback")
 
 
 @click.command()
@@ -214,14 +220,6 @@ def refuse_incomplete() -> None:
             f"a server needs packages that are not installed: {', '.join(missing)}",
             hint="pip install 'serverless-gpu[server]'",
         )
-
-
-_LOOK_S = 0.5
-_KEPT = "the server of this home is there"
-_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-_FOLLOW_LOOK_S = 0.2
-_LINE_BYTES_MAX = 1 << 20
-_HEAD = ("ts", "level", "logger", "msg", "traceback")
 
 
 @click.group("server")

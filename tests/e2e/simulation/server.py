@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.engines.simulated.simulated_engine import SimulatedEngine
+from serverless_gpu.engines.simulated_engine import SimulatedEngine
 from serverless_gpu.server.composition import (
     Services,
     make_alarms,

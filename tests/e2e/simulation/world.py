@@ -18,7 +18,7 @@ import sqlalchemy as sa
 
 from serverless_gpu import ambient, faults
 from serverless_gpu.engines.base import EngineNode
-from serverless_gpu.engines.simulated.simulated_engine import Reservations, SimulatedEngine
+from serverless_gpu.engines.simulated_engine import Reservations, SimulatedEngine
 from serverless_gpu.model.hardware import Device, parse_fake
 from serverless_gpu.model.lifecycle.attempt import TERMINAL
 from serverless_gpu.server import audit

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from serverless_gpu.engines.base import EngineNode, Gang, Impossible, NodeLost, NodeUp, Placed, Share, Waiting
-from serverless_gpu.engines.simulated.simulated_engine import Reservations, SimulatedEngine
+from serverless_gpu.engines.simulated_engine import Reservations, SimulatedEngine
 from serverless_gpu.model.hardware import parse_fake
 from serverless_gpu.testing.engines import EngineConformance, Losing, Shares
 from tests.support.golden import golden

@@ -19,7 +19,7 @@ from serverless_gpu.cli import program
 from serverless_gpu.cli.server import up
 from serverless_gpu.doctor.probes.servers import look_at_server
 from serverless_gpu.engines.base import EngineNode
-from serverless_gpu.engines.simulated.simulated_engine import Reservations, SimulatedEngine
+from serverless_gpu.engines.simulated_engine import Reservations, SimulatedEngine
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotAuthenticated, ServerProblem
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.scheduling.values import WaitReason

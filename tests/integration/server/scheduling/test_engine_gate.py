@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from serverless_gpu.engines.base import EngineNode, Impossible, Waiting
-from serverless_gpu.engines.simulated.simulated_engine import Reservations, SimulatedEngine
+from serverless_gpu.engines.simulated_engine import Reservations, SimulatedEngine
 from serverless_gpu.model.hardware import parse_fake
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, StopAsked

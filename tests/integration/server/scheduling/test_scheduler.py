@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from serverless_gpu import faults
 from serverless_gpu.ambient import format_clock, new_run_id
 from serverless_gpu.engines.base import EngineNode, Impossible, Waiting
-from serverless_gpu.engines.simulated.simulated_engine import SimulatedEngine
+from serverless_gpu.engines.simulated_engine import SimulatedEngine
 from serverless_gpu.errors import ServerUnavailable
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.lifecycle.run_lifecycle import INFRA_PAUSES_S, AttemptEnded, StopAsked
