@@ -307,7 +307,7 @@ def tell_crew(connection: sa.Connection, run: StoredRun, number: int, *happened:
 
 
 def fold_again(connection: sa.Connection, run: StoredRun, *, at_ns: int) -> TransitionResult:
-    """Write what the crews of a run's attempt amount to, where that is not what is written of it (`gangs.is_folded`)."""
+    """Write what the crews of a run's attempt amount to, where the attempt says otherwise (`gangs.is_folded`)."""
     attempt = run.attempt
     assert attempt is not None and run.state in ACTIVE
     folded, follows = gangs.follow(run, attempt.crews, is_word=False)
