@@ -30,7 +30,7 @@ from serverless_gpu import faults
 from serverless_gpu.ambient import Clock
 from serverless_gpu.environment.service_messages import Where
 from serverless_gpu.errors import ServerlessGpuError
-from serverless_gpu.model.lifecycle.attempt import State, StopReason
+from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.node.agent.connection import connect
 from serverless_gpu.node.attempt import secret_files
 from serverless_gpu.node.attempt.claim import has_begun, may_have_begun, try_lock
@@ -40,7 +40,8 @@ from serverless_gpu.node.base import protocol
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.uplink import attempt_launch
-from serverless_gpu.node.uplink.orphans import refusal, settle, still_held
+from serverless_gpu.node.uplink.delivery import stopped_without_ranks
+from serverless_gpu.node.uplink.orphans import settle, still_held
 from serverless_gpu.node.uplink.reporter import (
     AT_ONCE_S,
     BEGUN_S,
@@ -363,7 +364,11 @@ class AttemptController:
         try:
             return try_lock(self.directory)
         except (FileNotFoundError, NotADirectoryError) as error:  # the directory was deleted
-            self.news.learn(AT_ONCE_S, ending=refusal(f"{self._detail}; {error}", self._clock), finished=True)
+            self.news.learn(
+                AT_ONCE_S,
+                ending=stopped_without_ranks(Reason.REFUSED, f"{self._detail}; {error}", self._clock),
+                finished=True,
+            )
             return -1
         except OSError as error:  # a disk that is full or broken: that says nothing about who has the attempt
             self.news.learn(SOME_TIME_S, sentence=f"its lock cannot be looked at: {error}")

@@ -40,7 +40,6 @@ from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.lifecycle.attempt import Fact, State
 from serverless_gpu.model.spec import BLOB_PART_BYTES, BlobReference
 from serverless_gpu.node.base.protocol import Stopped
-from serverless_gpu.node.uplink.orphans import cancelled_upload, lost_upload
 from serverless_gpu.node.uplink.server import Backoff, UplinkServer
 from serverless_gpu.units import format_bytes, format_duration_ms
 from serverless_gpu.wire.attempts import NOT_SENT, File, LogPiece
@@ -93,7 +92,8 @@ class OutputDelivery:
         if not problem or (not self._refusal and any(output.is_small for output in missing)):
             return Delivered(files, not missing, stopped, self._sentence(upload_s) if missing else "")
         if stopped.state is State.SUCCEEDED:
-            stopped = (cancelled_upload if called_off else lost_upload)(problem, self._clock)
+            reason = Reason.CANCELLED if called_off else Reason.RESULT_UPLOAD
+            stopped = stopped_without_ranks(reason, problem, self._clock)
         return Delivered(files, True, stopped, "")
 
     def taken(self, files: Sequence[File]) -> None:
@@ -455,3 +455,9 @@ def _piece(stream: Stream, offset: int, data: bytes) -> LogPiece:
     return LogPiece(
         rank=stream[0], stream=cast(Literal["stdout", "stderr", "telemetry"], stream[1]), offset=offset, data=data
     )
+
+
+def stopped_without_ranks(reason: Reason, detail: str, clock: Clock) -> Stopped:
+    """Return the ending of an attempt that the uplink ends: it did not start, or its results could not be sent."""
+    cause = Failure(rank=None, reason=reason, at_ns=clock.boottime_ns(), detail=detail) if detail else None
+    return Stopped(state=MEANINGS[reason].state, reason=reason, cause=cause, consequences=())

@@ -12,7 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.model.lifecycle.attempt import MEANINGS, Failure, Reason
+from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.node.attempt.history import first_facts
 from serverless_gpu.node.attempt.server_attempt import ServerAttempt
 from serverless_gpu.node.attempt.supervisor_loss import LostAttempt, settle_loss
@@ -20,21 +20,7 @@ from serverless_gpu.node.base import protocol
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.lock_files import held_note
 from serverless_gpu.node.devices.locks import MACHINE_DIRECTORIES, holder_run_id
-
-
-def refusal(detail: str, clock: Clock) -> protocol.Stopped:
-    """Return the ending of an attempt that this node has not started; `detail` is why."""
-    return _stopped(Reason.REFUSED, detail, clock)
-
-
-def lost_upload(detail: str, clock: Clock) -> protocol.Stopped:
-    """Return the ending of an attempt whose results could not be sent."""
-    return _stopped(Reason.RESULT_UPLOAD, detail, clock)
-
-
-def cancelled_upload(detail: str, clock: Clock) -> protocol.Stopped:
-    """Return the ending of an attempt that was cancelled while its results were sent."""
-    return _stopped(Reason.CANCELLED, detail, clock)
+from serverless_gpu.node.uplink.delivery import stopped_without_ranks
 
 
 def still_held(home: Home, directory: Path) -> bool:
@@ -59,7 +45,7 @@ def settle(
     """
     # A damaged record, or a file of facts without one, is no proof that nothing began.
     may_have_begun = first_facts(directory) or remote.recovered or (directory / "facts.jsonl").exists()
-    stopped = None if may_have_begun else refusal(detail, clock)
+    stopped = None if may_have_begun else stopped_without_ranks(Reason.REFUSED, detail, clock)
     lost = LostAttempt(
         run_id=remote.run_id,
         fence=remote.fence,
@@ -68,8 +54,3 @@ def settle(
         tariff=remote.tariff,
     )
     return settle_loss(directory, clock, seen_ns=seen_ns, stopped=stopped, lost=lost)
-
-
-def _stopped(reason: Reason, detail: str, clock: Clock) -> protocol.Stopped:
-    cause = Failure(rank=None, reason=reason, at_ns=clock.boottime_ns(), detail=detail) if detail else None
-    return protocol.Stopped(state=MEANINGS[reason].state, reason=reason, cause=cause, consequences=())
