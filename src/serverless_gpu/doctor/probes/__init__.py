@@ -36,13 +36,13 @@ from serverless_gpu.doctor.probes.bounded_calls import side_by_side
 from serverless_gpu.doctor.probes.environment import look_at_imports, look_at_packages
 from serverless_gpu.doctor.probes.gpus import look_at_gpus
 from serverless_gpu.doctor.probes.machine import (
+    look_at_agent,
     look_at_home,
     look_at_kernel,
     look_at_limits,
     look_at_mounts,
     look_at_network,
     look_at_runs,
-    look_at_service,
 )
 from serverless_gpu.doctor.probes.servers import look_at_pool, look_at_server, look_at_tracking
 
@@ -61,7 +61,7 @@ def gather(environ: Mapping[str, str], limit_s: float) -> MachineFacts:
         "interpreter": lambda: look_at_packages(limit_s),
         "gpus": lambda: look_at_gpus(environ, limit_s),
         "mounts": lambda: look_at_mounts(environ, limit_s),
-        "service": lambda: look_at_service(environ),
+        "service": lambda: look_at_agent(environ),
         "server": lambda: look_at_server(environ),
         "pool": lambda: look_at_pool(environ),
         "tracking": lambda: look_at_tracking(environ),

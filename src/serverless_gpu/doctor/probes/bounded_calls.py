@@ -23,6 +23,10 @@ from serverless_gpu.errors import HardwareError
 from serverless_gpu.operating_system import start_thread
 
 T = TypeVar("T")
+_READ_BYTES = 1 << 16
+_ANSWER_BYTES_MAX = 16 << 20
+_WRITTEN_BYTES = 4_000
+_GONE_S = 1.0
 
 
 def side_by_side(looks: Mapping[str, Callable[[], T]], limit_s: float) -> dict[str, T | UnknownFact]:
@@ -63,12 +67,6 @@ def _settle(answer: Future[T], look: Callable[[], T]) -> None:
         answer.set_result(look())
     except Exception as error:  # noqa: BLE001 - handed to the thread that waits
         answer.set_exception(error)
-
-
-_READ_BYTES = 1 << 16
-_ANSWER_BYTES_MAX = 16 << 20
-_WRITTEN_BYTES = 4_000
-_GONE_S = 1.0
 
 
 class ChildEnded(msgspec.Struct, frozen=True):

@@ -47,6 +47,9 @@ from serverless_gpu.version import __version__
 _PROBE_BYTES = 1 << 16
 _LOOPBACK_S = 1.0
 _RESOLVE_S = 2.0
+_ANSWER_S = 3.0
+_PID_BYTES = 20
+_FINE = b"fine"
 
 
 def look_at_home(environ: Mapping[str, str]) -> HomeFacts:
@@ -138,6 +141,61 @@ def look_at_network() -> NetworkFacts:
         hostname=hostname,
         hostname_problem=resolved.why if isinstance(resolved, UnknownFact) else "",
     )
+
+
+def look_at_agent(environ: Mapping[str, str]) -> tuple[AgentFacts, CgroupFacts | UnknownFact]:
+    """Return what the agent says, and what cgroups it uses or would use.
+
+    Raises:
+        StorageError: there is no home, or its sockets cannot be had.
+    """
+    home = find_home(environ)
+    sockets = home.sockets()
+    others = _others(sockets)
+    answer = side_by_side({"agent": lambda: agent_status(home.root)}, _ANSWER_S)["agent"]
+    if isinstance(answer, UnknownFact):
+        pid = _holder(agent_socket(sockets).with_suffix(".lock")) or "unknown"
+        agent = AgentFacts(
+            problem=f"the agent (pid {pid}) does not answer: {answer.why}",
+            hint=f"kill -9 {pid}   (running attempts go on; the next call starts another agent)",
+            others=others,
+        )
+        return agent, UnknownFact("the agent does not answer")
+    if answer is None:
+        return AgentFacts(others=others), _cgroups_from_here(environ)
+    agent = AgentFacts(
+        pid=answer.pid,
+        version=__version__,
+        python=one_name(sys.executable),
+        zygotes=answer.zygotes,
+        attempts=len(answer.attempts),
+        queued=len(answer.queued),
+        others=others,
+    )
+    return agent, _cgroups_of(answer)
+
+
+def look_at_mounts(environ: Mapping[str, str], limit_s: float) -> MountFacts | UnknownFact:
+    """Return whether a process of this user can mount an environment from its home.
+
+    Args:
+        environ: the caller's variables.
+        limit_s: seconds it may take.
+    """
+    home = find_home(environ)
+    ended = look(
+        lambda fd, log: clean_process(__name__, (fd, str(home.root)), fds=(fd,), log=log, environ=environ), limit_s
+    )
+    if ended.answer == _FINE:
+        return MountFacts()
+    if not ended.answer:
+        return UnknownFact(f"{ended.why}. {ended.written.strip()[-300:]}")
+    return MountFacts(problem=ended.answer.decode("utf-8", "replace"), is_root=os.geteuid() == 0)
+
+
+def main(fd: int, home: str) -> None:
+    """Try to mount an environment, in the process that `look_at_mounts` starts, and write why not."""
+    os.write(fd, namespaces.probe_mounts(home).encode() or _FINE)
 
 
 def filesystem_of(path: str, mounts: str) -> str:
@@ -244,42 +302,6 @@ def _text(path: str) -> str:
         return ""
 
 
-_ANSWER_S = 3.0
-_PID_BYTES = 20
-
-
-def look_at_service(environ: Mapping[str, str]) -> tuple[AgentFacts, CgroupFacts | UnknownFact]:
-    """Return what the agent says, and what cgroups it uses or would use.
-
-    Raises:
-        StorageError: there is no home, or its sockets cannot be had.
-    """
-    home = find_home(environ)
-    sockets = home.sockets()
-    others = _others(sockets)
-    answer = side_by_side({"agent": lambda: agent_status(home.root)}, _ANSWER_S)["agent"]
-    if isinstance(answer, UnknownFact):
-        pid = _holder(agent_socket(sockets).with_suffix(".lock")) or "unknown"
-        agent = AgentFacts(
-            problem=f"the agent (pid {pid}) does not answer: {answer.why}",
-            hint=f"kill -9 {pid}   (running attempts go on; the next call starts another agent)",
-            others=others,
-        )
-        return agent, UnknownFact("the agent does not answer")
-    if answer is None:
-        return AgentFacts(others=others), _cgroups_from_here(environ)
-    agent = AgentFacts(
-        pid=answer.pid,
-        version=__version__,
-        python=one_name(sys.executable),
-        zygotes=answer.zygotes,
-        attempts=len(answer.attempts),
-        queued=len(answer.queued),
-        others=others,
-    )
-    return agent, _cgroups_of(answer)
-
-
 def _cgroups_of(status: Status) -> CgroupFacts:
     path = Path(status.cgroups) if status.cgroups else None
     return CgroupFacts(path=status.cgroups, problem=status.cgroups_problem, controllers=controllers(path))
@@ -308,29 +330,3 @@ def _others(sockets: Path) -> dict[str, str]:
 def _holder(path: Path) -> str:
     """Return the pid of the agent that holds a lock, or "" when it is free."""
     return (held_note(path) or b"")[:_PID_BYTES].decode("ascii", "replace").strip()
-
-
-_FINE = b"fine"
-
-
-def look_at_mounts(environ: Mapping[str, str], limit_s: float) -> MountFacts | UnknownFact:
-    """Return whether a process of this user can mount an environment from its home.
-
-    Args:
-        environ: the caller's variables.
-        limit_s: seconds it may take.
-    """
-    home = find_home(environ)
-    ended = look(
-        lambda fd, log: clean_process(__name__, (fd, str(home.root)), fds=(fd,), log=log, environ=environ), limit_s
-    )
-    if ended.answer == _FINE:
-        return MountFacts()
-    if not ended.answer:
-        return UnknownFact(f"{ended.why}. {ended.written.strip()[-300:]}")
-    return MountFacts(problem=ended.answer.decode("utf-8", "replace"), is_root=os.geteuid() == 0)
-
-
-def main(fd: int, home: str) -> None:
-    """Try to mount an environment, in the process that `look_at_mounts` starts, and write why not."""
-    os.write(fd, namespaces.probe_mounts(home).encode() or _FINE)

@@ -187,6 +187,9 @@ def _is_private(path: Path) -> bool:
     return status.st_uid == os.geteuid() and status.st_mode & 0o077 == 0
 
 
+# --- the Ray of a pool ------------------------------------------------------------------------------------------------
+
+
 _LISTEN = "0A"
 _VERSION = re.compile(r'^version = "([^"]+)"', re.MULTILINE)
 _VERSION_BYTES = 10_000
@@ -302,6 +305,9 @@ def _bytes(pid: int, name: str) -> bytes:
         return Path("/proc", str(pid), name).read_bytes()
     except OSError:
         return b""
+
+
+# --- tracking ---------------------------------------------------------------------------------------------------------
 
 
 _ANSWER_S = 2.0
