@@ -11,7 +11,7 @@ facts and a rank's exception survive a full disk.
 
 Failure cases: the file system cannot allocate ahead, or copies on write (btrfs, ZFS): a full disk costs these files, as
 without a reserve; the process that would remove the reserve is killed: it stays, and the writer of the missing ending
-(`uplink/orphans.py`, the agent) uses it.
+(`uplink/attempt_controller.py`, the agent) uses it.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 
 A sender that does not learn whether its launch arrived sends it again. So a supervisor takes the lock and then leaves
 an attempt alone that has begun or ended before. To make sure that an attempt never starts, a process takes the same
-lock and writes `stopped.json` (`uplink/orphans.py`).
+lock and writes `stopped.json` (`uplink/attempt_controller.py`).
 
 Exception: an attempt of this machine alone whose supervisor was lost before user code began. The agent writes that
 down, and the client launches it again.

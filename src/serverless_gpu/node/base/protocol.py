@@ -11,10 +11,6 @@
 The agent gives the client's connection away. The supervisor's own socket takes the same messages: `attach`, and a new
 agent after the old one died, find an attempt by it. Messages are JSON objects, one per packet (`inside/channel.py`). A
 peer of another `PROTOCOL` is refused by name.
-
-Decoding of packets: an invalid packet leaves no descriptor open.
-
-Status rows of an agent: zygotes, environments, attempts.
 """
 
 from __future__ import annotations

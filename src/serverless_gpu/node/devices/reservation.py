@@ -1,19 +1,18 @@
-"""Reserves the devices of a gang, or says in a sentence who has them.
+"""Reserves the devices of a gang, or says in a sentence who has them; borrows those of a session.
 
 One `DeviceReservation` per attempt, asked again and again until it has its devices: first in line among the waiters for
 the same type, all devices or none. It looks at quarantined devices again and lends them when they are clean. It passes
-over a device that other processes use (`ignore_busy=True` takes it).
-
-Failure cases: a killed holder frees its locks with its last descriptor, which its stem keeps until every rank is gone;
-a killed waiter loses its ticket the same way.
-
-Devices borrowed from a session: the counterpart of `Reservation` for a run on its own.
+over a device that other processes use (`ignore_busy=True` takes it). `BorrowedDevices` is its counterpart for a run in
+a session:
 
     supervisor ──Borrow──▶ session          the connection is the place in its queue, then the loan
                ◀──Lent──── lock descriptors, and the writing end of a pipe
 
 The lock descriptors keep the devices locked if the session's process is killed. The pipe tells the session when the
 loan ends: its end of file means that this supervisor and its stem are both gone.
+
+Failure cases: a killed holder frees its locks with its last descriptor, which its stem keeps until every rank is gone;
+a killed waiter loses its ticket the same way.
 """
 
 from __future__ import annotations

@@ -7,9 +7,8 @@
     `sgpu stop` ──RetireMonitor──▶ monitor                        end; it does, or says why not yet
 
 Every supervisor, agent and `sgpu top` has a connection of its own to the socket `monitor-<PROTOCOL>-<version>.sock`.
-Only the start of programs waits for the monitor, and, for 200 ms, the receipt of a very short run.
-
-A connection to the monitor; queues messages, up to a bound, while the other side does not read.
+`Peer` queues messages, up to a bound, while the other side does not read. Only the start of programs waits for the
+monitor, and, for 200 ms, the receipt of a very short run.
 """
 
 from __future__ import annotations

@@ -1,33 +1,30 @@
 """The monitor: samples the node while something runs on it, and delivers runs to MLflow.
 
-    supervisors ──one connection each──▶ ┌──────────── main thread ────────────┐ ──once a second──▶ Sampler (thread)
-    agent, `sgpu top` ─────────────────▶ │ Recorder per attempt, Frames        │ ◀──NodeSample───
-                                         │ Deliveries                          │ ──one each──▶ Delivering (threads)
-                                         └─────────────────────────────────────┘                ─▶ MLflow
+    supervisors ──one connection each──▶ ┌──────────── main thread ────────────┐ ──once a second──▶ SamplerThread
+    agent, `sgpu top` ─────────────────▶ │ Recorder per attempt, frames        │ ◀──NodeSample───
+                                         │ MlflowDeliveries                    │ ──▶ AttemptDelivery (a thread each)
+                                         └─────────────────────────────────────┘                 ─▶ MLflow
 
 One detached process per home; the agent starts it on demand and connects, so that it learns of its end. It decides
 nothing about a run, and only the start of programs waits for it.
 
+    Observe ─▶ Backlog.keep ─▶ AttemptDelivery ─▶ delivered, refused, given up ─▶ ClaimedAttempt.drop
+    every 15 s, where there is room: Backlog.take ─▶ Recorder without a supervisor ─▶ AttemptDelivery ─▶ …
+
+Threads are few: those of attempts that go on, and at most 32 of attempts that have ended. Where MLflow is away for
+hours and runs are many, the others wait on disk (`backlog.py`). Credentials are in memory alone, by tracker, as runs
+bring them; without them an attempt that needs some waits.
+
 Failure cases:
 - killed: runs go on; the agent starts another one, supervisors connect to it and send their messages again, and the
-backlog on disk (`backlog.py`) has what was not delivered;
+backlog on disk has what was not delivered;
 - MLflow refuses, hangs, fails: its threads wait, samples lie on disk until it is back;
 - two started at once: the lock decides, the loser ends;
-- a driver hangs: its samples stop (`sampler.py`), messages are still read;
+- a driver hangs: its samples stop (`gpu_sampler.py`), messages are still read;
 - a peer does not read: passing messages are dropped for it, the rest waits, up to a bound;
 - the home, or its socket, is deleted: it ends;
 - it is idle: it ends a few seconds after the last connection, once everything has arrived in MLflow;
 - `sgpu stop` ends it: undelivered writes get three seconds, and are otherwise the next one's.
-
-All attempts on their way to MLflow: running, ended, and left by an earlier monitor.
-
-    Observe ─▶ Backlog.keep ─▶ Delivering ─▶ delivered, refused, given up ─▶ ClaimedAttempt.drop
-    every 15 s, where there is room: Backlog.take ─▶ Recorder without a supervisor ─▶ Delivering ─▶ …
-
-Threads are few: those of attempts that go on, and at most 32 of attempts that have ended. Where MLflow is away for
-hours and runs are many, the others wait on disk (`backlog.py`).
-
-Credentials are in memory alone, by tracker, as runs bring them; without them an attempt that needs some waits.
 """
 
 from __future__ import annotations

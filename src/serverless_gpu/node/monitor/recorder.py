@@ -1,17 +1,12 @@
 """One attempt in the monitor: writes samples to its telemetry file, sends sums to its supervisor.
 
-    Observe ─▶ known │ Ranks ─▶ sampled, once a second │ Ending ─▶ no more samples │ Settled, end of file ─▶ over
-       │                    └─ with the latest metrics of its Ray cluster, if any (`ray_file.py`)
-       └─▶ Delivering (`delivery.py`), where it is tracked; what that says goes to the supervisor, too
+    Observe ─▶ known │ Ranks ─▶ sampled, once a second │ EndingNote ─▶ no more samples │ Settled, end of file ─▶ over
+       │                    └─ with the latest metrics of its Ray cluster, if any (`RayFile`)
+       └─▶ AttemptDelivery (`delivery.py`), where it is tracked; what that says goes to the supervisor, too
 
 Failure cases: the supervisor's connection ends without `Settled` (it was killed, or this process was: the recorder
 follows the attempt's files until they show its end); the home is full (samples are lost, reported once); the run's
 directory is deleted (nothing is written any more).
-
-Reads the metrics of a Ray cluster on this node, written by `inside/raycluster/metrics.py`.
-
-Failure cases: no file; an old file, because Ray hangs or is gone; a file that is none of ours (a pipe, a directory, a
-gigabyte): each counts as no metrics.
 """
 
 from __future__ import annotations
@@ -48,7 +43,11 @@ from serverless_gpu.node.monitor.telemetry_file import TelemetryFile
 
 
 class RayFile:
-    """The reader of one node's file: it is opened again only when it was written again."""
+    """Reads the metrics of a Ray cluster on this node, written by `inside/raycluster/metrics.py`.
+
+    The file is opened again only when it was written again. No metrics: no file; an old file, because Ray hangs or is
+    gone; a file that is none of ours (a pipe, a directory, a gigabyte).
+    """
 
     def __init__(self, directory: Path, node_rank: int) -> None:
         self._path = Path(metrics_file(str(directory), node_rank))

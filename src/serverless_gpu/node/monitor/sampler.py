@@ -1,34 +1,19 @@
 """Samples the node once a second, in a thread of its own: a driver that hangs stops only samples.
 
-    main thread ──ask(wanted)──▶ thread: NodeReader ──▶ NodeSample, and the main thread is woken ──take()──▶ main thread
+    main thread ──ask(wanted)──▶ SamplerThread ──▶ NodeSample, and the main thread is woken ──take()──▶ main thread
 
-One question at a time: until it is answered the next ones are left out, so nothing piles up. A failed sample (no
-descriptors, no memory, a bug of ours) is left out, too; a repeated failure is logged once.
-
-Samples the machine: CPU, memory, the disk of the home, network.
-
-A figure that cannot be read is None. The disk is asked every ten seconds only: on a network file system every question
-is a message to its server.
-
-Samples what ranks use of the host: CPU and memory of each rank's process and of its descendants.
-
-    /proc ─ every pid once ─▶ whose descendant is it? ─▶ for those of ranks, every second: stat
-
-A process gets its rank when it is first seen: asking every process of a large machine every second would cost more than
-all else. A process whose parent has ended stays its rank's.
-
-Failure cases: a process that ends while it is looked at counts no more (its CPU time is its parent's by then, if that
-one waited for it); memory that processes share is counted in each, as in any list of processes.
-
-The node at one moment: host, devices and ranks; one sample a second serves all attempts.
-
-    Host ────────────┐
-    RankProcesses ───┼─▶ ThisMachine.look(wanted) ─▶ NodeSample ─▶ a sample for each attempt, a frame for `sgpu top`
+    HostSampler ─────┐
+    RankSampler ─────┼─▶ MachineSampler.look(wanted) ─▶ NodeSample ─▶ a sample for each attempt, a frame for `sgpu top`
     NvmlSampler ─────┤
     fake_gpus.json ──┘
 
-It waits at most some tens of milliseconds, except for a list of GPUs (`sgpu top`) while the driver hangs. It never
-raises: an unknown is None, and `NodeSample.problems` says why, so that it is reported once.
+One sample serves all attempts. One question at a time: until it is answered the next ones are left out, so nothing
+piles up. A look waits at most some tens of milliseconds, except for a list of GPUs (`sgpu top`) while the driver hangs.
+
+Failure cases: a figure that cannot be read is None, and `NodeSample.problems` says why, so that it is reported once; a
+failed sample (no descriptors, no memory, a bug of ours) is left out, and a repeated failure is logged once; a process
+that ends while it is looked at counts no more (its CPU time is its parent's by then, if that one waited for it); memory
+that processes share is counted in each, as in any list of processes.
 """
 
 from __future__ import annotations
@@ -154,7 +139,10 @@ _NETWORKS = Path("/sys/class/net")
 
 
 class HostSampler:
-    """Samples this machine; CPU counts between two samples, so the first one does not know it."""
+    """Samples CPU, memory, disk and network; CPU counts between two samples, so the first one does not know it.
+
+    The disk is asked every ten seconds only: on a network file system every question is a message to its server.
+    """
 
     def __init__(self, home: Path, networks: Path = _NETWORKS) -> None:
         self._home = home
@@ -238,7 +226,13 @@ class ProcessStat(NamedTuple):
 
 
 class RankSampler:
-    """Looks at the processes of ranks."""
+    """Samples CPU and memory of each rank's process and of its descendants.
+
+        /proc ─ every pid once ─▶ whose descendant is it? ─▶ for those of ranks, every second: stat
+
+    A process gets its rank when it is first seen: asking every process of a large machine every second would cost more
+    than all else. A process whose parent has ended stays its rank's.
+    """
 
     def __init__(self) -> None:
         self._roots: dict[int, RankKey] = {}

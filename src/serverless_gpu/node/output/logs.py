@@ -1,32 +1,24 @@
 """Output of ranks: read from pipes, stored byte-exact up to a bound, passed on to watchers.
 
     rank's fd 1, 2 ──pipe──▶ RankLog ─┬▶ logs/<rank>.stdout, .stderr   (every byte, up to a rate and a size per rank)
-                                      ├▶ Tail                          (last bytes as they came, for exceptions)
-                                      └▶ Live                          (text, while this rank is watched)
+                                      ├▶ OutputTail                    (last bytes as they came, for exceptions)
+                                      └▶ LiveOutput                    (text, while this rank is watched)
 
 A flood costs one read per chunk and nothing else: what is over the bounds is counted, not looked at. In the file a line
 stands where bytes are missing, and the last bytes before the end are always there:
 
     head (byte-exact) ── "— 41.2 GB dropped until 12:01:03 (limit …) —" ── what came after, or the last 256 KiB
 
-A pipe is drained until it would block or a bound per turn is reached, so that one rank's flood does not starve the
-others. The supervisor does not wait for the end of file: a grandchild may hold the pipe open for ever. A full disk
-loses log bytes, not the run.
-
-Live output of one rank for its watchers: all of it, unless it is a flood.
+Watchers see everything, unless it is a flood. A notice stands where output is missing, also when the rank falls silent
+in the middle of it:
 
     chunk ─▶ no watcher? done ──▶ bucket ──┬─ passes: decoded, in small pieces ──▶ viewer.output
                                            └─ too much: counted, not decoded ────▶ viewer.skipped, once the bucket
                                                                                    opens again, then the last lines
 
-A notice always stands where output is missing, also when the rank falls silent in the middle of it.
-
-The last bytes a rank wrote, kept as they came and decoded on demand.
-
-    stdout  [chunk 1]      [chunk 4][chunk 5]     each stream has its own bound, so that a flood on one does not push
-    stderr        [chunk 2][chunk 3]              the other's last words out; the numbers are the order of arrival
-
-Chunks are kept by reference: keeping them costs no copy, and memory is bounded by bytes and by pieces.
+A pipe is drained until it would block or a bound per turn is reached, so that one rank's flood does not starve the
+others. The supervisor does not wait for the end of file: a grandchild may hold the pipe open for ever. A full disk
+loses log bytes, not the run.
 """
 
 from __future__ import annotations
@@ -50,7 +42,13 @@ _SMALL_BYTES = 4096  # a piece below this grows instead of getting neighbours
 
 
 class OutputTail:
-    """The last output of some streams."""
+    """The last bytes a rank wrote, kept as they came and decoded on demand.
+
+        stdout  [chunk 1]      [chunk 4][chunk 5]     each stream has its own bound, so that a flood on one does not
+        stderr        [chunk 2][chunk 3]              push the other's last words out; numbers: order of arrival
+
+    Chunks are kept by reference: keeping them costs no copy, and memory is bounded by bytes and by pieces.
+    """
 
     def __init__(self, streams: Sequence[str]) -> None:
         self._pieces = {stream: _Pieces() for stream in streams}

@@ -1,14 +1,12 @@
-"""Watchers of an attempt: the client that launched it, others that attached.
+"""Watchers of an attempt: the client that launched it, others that attached; and the queue of each.
 
     first client ──┐
-    attach ────────┼──▶ Audience ──▶ one Watcher each
+    attach ────────┼──▶ Watchers ──▶ one Watcher each ──▶ its Outbox
     a new agent ───┘    (listens on <sockets>/<run>.sock)
 
-A watcher that does not read loses output only: messages queue up to a bound (`outbox.py`), output is left out first,
-everything else is kept, there is little of it. A watcher that goes away is forgotten; the run goes on. One too many is
-refused with a sentence.
-
-The queue of one watcher that reads more slowly than ranks write. Pure.
+A watcher that does not read loses output only: messages queue up to a bound, output is left out first, everything else
+is kept, there is little of it. A watcher that goes away is forgotten; the run goes on. One too many is refused with a
+sentence.
 
     say  ──────────────────────────▶ ┌───────────────────────────────┐
     show ──▶ the rank has room? yes ▶ │ Started · rank 0 · rank 1 · … │ ──▶ first, sent
@@ -16,8 +14,8 @@ The queue of one watcher that reads more slowly than ranks write. Pure.
                         └─ no: counted, and its last lines kept ──▶ queued once half of the rank's share was read, or
                                                                    before the next thing that is no output
 
-Every rank has the same share, so that one rank's flood costs only its own lines. Neighbouring pieces of one stream
-become one message; between ranks they may change places by as much, within a rank never.
+Every rank has the same share of an outbox, so that one rank's flood costs only its own lines. Neighbouring pieces of
+one stream become one message; between ranks they may change places by as much, within a rank never.
 """
 
 from __future__ import annotations
@@ -79,7 +77,7 @@ class _Gap:
 
 
 class Outbox:
-    """The queue of one watcher."""
+    """The queue of one watcher that reads more slowly than ranks write. Pure."""
 
     def __init__(self) -> None:
         self.dropped_bytes = 0  # output that was left out for good

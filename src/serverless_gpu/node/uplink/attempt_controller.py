@@ -6,21 +6,13 @@
                 └─ PendingReport ─▶ Reporter ─▶ server       another one reports; answers become Lease, Confirm, Cancel
 
 A restarted uplink has the directory and `remote.json`: it connects to the supervisor's socket and goes on. Without a
-supervisor's socket, the attempt's lock shows whether one lives; if none does, the uplink writes what is missing
-(`orphans.py`). So each attempt gets an ending and a receipt.
+supervisor's socket, the attempt's lock shows whether one lives; if none does, the uplink writes what a supervisor would
+have written (`settle`). So each attempt gets an ending and a receipt.
 
 Failure cases: the node cannot start the attempt (an ending `refused`, nothing of the user's ran); the agent dies with
 the launch in its queue (launched again, three times at most: no facts, so nothing has run); the supervisor is killed
 (`supervisor_killed`, or `supervisor_lost` where the kernel says that the machine failed, as soon as none of its
 processes holds a device; one that cannot be ended keeps it STOPPING).
-
-Settles an attempt without a supervisor under its own lock, so that none can begin it meanwhile.
-
-    no facts                        refused: nothing of the user's ran, and nothing will
-    facts, even damaged ones        its supervisor was lost; its devices' locks say when its processes are gone
-    an ending, and no receipt       a receipt that says what is known
-
-The files are what a supervisor would have written.
 """
 
 from __future__ import annotations
@@ -415,7 +407,7 @@ class AttemptController:
             self._pause(pause_s)
             pause_s = min(2 * pause_s, LOOK_S_MAX)
         begun = may_have_begun(first_facts(self.directory))
-        stopped = settle(self.directory, self.remote, self._detail, self._clock, seen_ns=self._seen_ns)
+        stopped = settle_orphan(self.directory, self.remote, self._detail, self._clock, seen_ns=self._seen_ns)
         self.news.learn(AT_ONCE_S, begun=self.news.known.begun or begun, ending=stopped, finished=True)
 
     def _supervisor(self) -> Channel | None:
@@ -450,17 +442,21 @@ def still_held(home: Home, directory: Path) -> bool:
     return False
 
 
-def settle(
+def settle_orphan(
     directory: Path, remote: ServerAttempt, detail: str, clock: Clock, *, seen_ns: int | None = None
 ) -> protocol.Stopped:
     """Write the missing ending and receipt, the attempt's lock being held; return how it ended.
+
+        no facts                        refused: nothing of the user's ran, and nothing will
+        facts, even damaged ones        its supervisor was lost; its devices' locks say when its processes are gone
+        an ending, and no receipt       a receipt that says what is known
 
     `detail` is why it never started, if so. `seen_ns` is the boottime at which something of it was seen last; None if
     unwatched.
     """
     # A damaged record, or a file of facts without one, is no proof that nothing began.
-    may_have_begun = first_facts(directory) or remote.recovered or (directory / "facts.jsonl").exists()
-    stopped = None if may_have_begun else stopped_without_ranks(Reason.REFUSED, detail, clock)
+    begun = first_facts(directory) or remote.recovered or (directory / "facts.jsonl").exists()
+    stopped = None if begun else stopped_without_ranks(Reason.REFUSED, detail, clock)
     lost = LostAttempt(
         run_id=remote.run_id,
         fence=remote.fence,

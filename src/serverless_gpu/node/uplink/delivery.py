@@ -37,7 +37,7 @@ from serverless_gpu import faults
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, NotFound, ServerlessGpuError, TooLarge
 from serverless_gpu.json_codec import from_json
-from serverless_gpu.model.lifecycle.attempt import Fact, State
+from serverless_gpu.model.lifecycle.attempt import MEANINGS, Fact, Failure, Reason, State
 from serverless_gpu.model.spec import BLOB_PART_BYTES, BlobReference
 from serverless_gpu.node.base.protocol import Stopped
 from serverless_gpu.node.uplink.server import Backoff, UplinkServer

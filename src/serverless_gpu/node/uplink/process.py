@@ -111,7 +111,9 @@ class Uplink:
     def serve(self) -> None:
         """Work until it is idle."""
         for directory, remote in open_attempts(self._home.runs, str(self._server.path)):
-            controller = AttemptController(self._home, directory, remote, server=self._server, clock=self._clock, say=say)
+            controller = AttemptController(
+                self._home, directory, remote, server=self._server, clock=self._clock, say=say
+            )
             self._controllers[remote.gang] = controller
             say(f"goes on with attempt {remote.gang}")
             controller.adopt()

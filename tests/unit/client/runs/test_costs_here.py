@@ -198,7 +198,7 @@ def test_a_receipt_that_is_made_afterwards_has_the_price_of_the_launch(run: Path
         world_size=2,
         partition_grace_s=1.0,
     )
-    attempt_controller.settle(attempt.directory, remote, "", clock)
+    attempt_controller.settle_orphan(attempt.directory, remote, "", clock)
     receipt = read_receipt(attempt.directory)
     assert receipt is not None and receipt.micros == cost_here(run, clock).micros == 1_000
     assert receipt.bill is not None and receipt.bill.billed_ms == 1_000  # nothing shows that the machine failed
