@@ -1,21 +1,15 @@
-"""From a file of samples to points of MLflow's series, in order and in bounded memory.
+"""From a growing file of samples to points of MLflow's series, in order and in bounded memory.
 
     logs/<node rank>.telemetry ─▶ Samples ─▶ window (10 s, later more) ─▶ merged ─▶ series ─▶ one request's worth
-                                    ▲                                                  │ sent(): the cursor moves
-                                    └───────────── Cursor, for the next process ◀──────┘
+    header, sample, sample, …       ▲                                                  │ sent(): the cursor moves
+                                    └────────── SampleCursor, for the next process ◀───┘
 
 The file is the buffer: MLflow may be away for any time. The next points are returned again, unchanged, until they were
 sent. The samples' own times delimit windows, so that a restarted process makes the same ones.
 
-Failure cases: half a line, no file: see `samples.py`; the wall clock was set back: a window ends there.
-
-Reads a growing file of samples from an offset; the file is the buffer of the delivery.
-
-    logs/<node rank>.telemetry   header, sample, sample, header, sample, …  ─▶ Samples.read() ─▶ (header, sample), …
-                                                     ▲ offset: a cursor that survives its reader
-
-A missing file has nothing to read. Half a line is read when it is whole, and skipped when its writer was killed. A
-reader that begins in the middle finds the header that applies there.
+Failure cases: a missing file has nothing to read; half a line is read when it is whole, and skipped when its writer was
+killed; a reader that begins in the middle finds the header that applies there; the wall clock was set back: a window
+ends there.
 """
 
 from __future__ import annotations

@@ -1,42 +1,34 @@
-"""Who may do what: users, teams, services, and their tokens.
+"""Who may do what: users, teams, services and their tokens; secrets; usage policies; the audit.
 
-    GET    /whoami                                    → PrincipalView
-    GET    /users                                     → PrincipalList
-    POST   /users                   PrincipalRequest  → TokenMade
-    PATCH  /users/{name}            PrincipalChange   → PrincipalView
-    GET    /teams                                     → TeamList
-    POST   /teams                   TeamRequest       → TeamView
-    PATCH  /teams/{team}            TeamChange        → TeamView
-    PUT    /teams/{team}/members/{user}               → TeamView      (DELETE the same)
-    GET    /tokens                                    → TokenList
-    POST   /tokens                  TokenRequest      → TokenMade
-    DELETE /tokens/{id}                               → TokenView     (revoked)
+    GET    /whoami                                         → PrincipalView
+    GET    /users                                          → PrincipalList
+    POST   /users                   PrincipalRequest       → TokenMade
+    PATCH  /users/{name}            PrincipalChange        → PrincipalView
+    GET    /teams                                          → TeamList
+    POST   /teams                   TeamRequest            → TeamView
+    PATCH  /teams/{team}            TeamChange             → TeamView
+    PUT    /teams/{team}/members/{user}                    → TeamView      (DELETE the same)
+    GET    /tokens                                         → TokenList
+    POST   /tokens                  TokenRequest           → TokenMade
+    DELETE /tokens/{id}                                    → TokenView     (revoked)
 
-Services are users of kind "service".
+    GET    /secrets                                        → SecretList    those one may use
+    PUT    /secrets/{name}          SecretRequest          → SecretView    the next version; the same value: the same
+    DELETE /secrets/{name}?team                            → SecretView    every version; its values are gone
 
-Secrets of a server: what they are called, never what they are.
-
-    GET    /secrets                                   → SecretList     those one may use
-    PUT    /secrets/{name}        SecretRequest       → SecretView     the next version; the same value again: the same
-    DELETE /secrets/{name}?team                       → SecretView     every version; its values are gone
-
-Values go in here, and out with the order that starts an attempt (`wire/agents.py`), to the attempt's node alone.
-
-Usage policies, and whom they are attached to.
-
-GET    /policies?mine                                  → PolicyList   mine: those that one's own runs can be under
-GET    /policies/{name}                                → PolicyView
-PUT    /policies/{name}         PolicyRequest          → PolicyView   whole: fields that are left out are unset
-DELETE /policies/{name}                                → PolicyView   as it was; refused while it is attached
-PUT    /policies/{name}/holders/{kind}/{holder}        → PolicyView   kind: "user", "service", "team"
-DELETE /policies/{name}/holders/{kind}/{holder}        → PolicyView
-
-The audit: who did what, in the order it was written down.
+    GET    /policies?mine                                  → PolicyList    mine: those that one's own runs can be under
+    GET    /policies/{name}                                → PolicyView
+    PUT    /policies/{name}         PolicyRequest          → PolicyView    whole: fields that are left out are unset
+    DELETE /policies/{name}                                → PolicyView    as it was; refused while it is attached
+    PUT    /policies/{name}/holders/{kind}/{holder}        → PolicyView    kind: "user", "service", "team"
+    DELETE /policies/{name}/holders/{kind}/{holder}        → PolicyView
 
     GET    /audit?after=&limit=&principal=&action=&subject=&newest=   → AuditPage
 
-`after` is the number of the last entry one has. Entries are numbered and chained within a second or so after the
-request that they tell of was answered (`model/access/audit_chain.py`).
+Services are users of kind "service". No route shows a secret's value: it goes in here, and out with the order that
+starts an attempt (`wire/agents.py`), to the attempt's node alone. `after` is the number of the last audit entry that
+the reader has; entries are numbered and chained within a second or so after the request that they tell of was answered
+(`model/access/audit_chain.py`).
 """
 
 from __future__ import annotations

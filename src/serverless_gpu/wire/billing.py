@@ -1,32 +1,23 @@
-"""Budgets: limits of use per day, week or month, and their use.
+"""Money and use: budgets, prices, use by group, rows of the ledger.
 
-GET    /budgets                          → BudgetList    as far as the caller may see it
-GET    /budgets/{name}                   → BudgetView
-PUT    /budgets/{name}   BudgetRequest   → BudgetView    made, or put in the place of another
-POST   /budgets/{name}/reopen            → BudgetView    one that has stopped runs lets others start again
-DELETE /budgets/{name}                   → BudgetView    as it was
-
-Prices: what a device, a core or a GiB of memory costs for one hour, since when, and in which pool.
+    GET    /budgets                                   → BudgetList    as far as the caller may see it
+    GET    /budgets/{name}                            → BudgetView
+    PUT    /budgets/{name}          BudgetRequest     → BudgetView    made, or put in the place of another
+    POST   /budgets/{name}/reopen                     → BudgetView    one that has stopped runs lets others start again
+    DELETE /budgets/{name}                            → BudgetView    as it was
 
     GET    /prices?all                                → PriceList     in force and planned; `all`: those that ended, too
     PUT    /prices/{resource}       PriceRequest      → PriceSet      from a time on; the one before ends there
     DELETE /prices/{resource}?pool&at_ns              → PriceSet      from then on it has no price
 
-A resource is a GPU type, "core" or "memory". Amounts are micros: millionths of the currency unit, or of a DBU.
+    GET    /usage?by=&from_day=&until_day=&where=&limit=                 → UsageView    sums by user, team, tag, month …
+    GET    /usage/prices                                                 → ListPrices   the price book, to join those with
+    GET    /usage/records?after=&from_day=&until_day=&limit=             → RecordPage   rows, as billing tables have them
+    GET    /usage/demand?from_ns&to_ns&team&pool&gpu_type&limit&cursor   → DemandPage   rows, as `sgpu advise` reads them
 
-Use and what it cost: sums of the ledger, and its rows.
-
-GET /usage?by=&from_day=&until_day=&where=&limit=       → UsageView    sums by user, team, tag, month …
-GET /usage/prices                                       → ListPrices   the price book, to join those with
-GET /usage/records?after=&from_day=&until_day=&limit=   → RecordPage   rows, as billing tables have them
-GET /usage/demand                                       → `demand.py`  when GPUs were had
-
-Days are of UTC, numbered from 1970-01-01; `until_day` is the first that is not among them. What somebody may not see is
-in no sum.
-
-When GPUs were had, and by whom: rows of the ledger as `sgpu advise` reads them.
-
-GET    /usage/demand?from_ns&to_ns&team&pool&gpu_type&limit&cursor   → DemandPage
+A resource is a GPU type, "core" or "memory"; its price is for one hour of a device, a core or a GiB. Amounts are
+micros: millionths of the currency unit, or of a DBU. Days are of UTC, numbered from 1970-01-01; `until_day` is the
+first that is not among them. Rows that the caller may not see are in no sum.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Requests to a server, retried while it is away; subclasses carry the bytes.
+"""HTTP requests to a server, retried while it is away; subclasses carry the bytes.
 
     Connection        `connection.py`: many requests, threads, streams; by httpx2
-    BriefConnection   `brief.py`: a few requests of a command; by the standard library, loaded quickly
+    BriefConnection   here: a few requests of a command, by the standard library: importing httpx2 and its dependencies
+                      takes more CPU time than the rest of such a command. No streams, no threads
 
 Everything that is tried again must mean the same twice; that is so for every route of `wire` (identifiers are made by
 the client, reports and parts are idempotent). Plain `http://` is for loopback: a token goes with every request.
@@ -10,13 +11,6 @@ Failure cases: no listener, a broken connection, 502 to 504, or a problem whose 
 once patience is over, and one line when the wait begins and ends (the wait follows a server that restarted on another
 port, or with another token, if `url` and `token` are functions); an answer that is not our JSON (a proxy's page) →
 `ServerProblem` with its status.
-
-Which certificates of servers are trusted.
-
-The connection of a command that asks a few questions and ends.
-
-It uses the standard library: importing httpx2 and its dependencies takes more CPU time than the rest of such a command.
-Each request has a connection of its own. There are no streams and no threads; `connection.py` has those.
 """
 
 from __future__ import annotations

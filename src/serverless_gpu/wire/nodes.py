@@ -1,18 +1,16 @@
-"""Rules of people for a node, beside its own report: drained, owner and calendar, GPUs left out.
+"""Nodes as operators rule them: drained, owner and calendar, GPUs left out; and how a machine joins.
 
-    PUT /nodes/{node}/drain       NodeDrainRequest  → NodeView
-    PUT /nodes/{node}/calendar    CalendarRequest   → NodeView
-    PUT /nodes/{node}/quarantine  QuarantineRequest → NodeView
+    PUT    /nodes/{node}/drain       NodeDrainRequest  → NodeView
+    PUT    /nodes/{node}/calendar    CalendarRequest   → NodeView
+    PUT    /nodes/{node}/quarantine  QuarantineRequest → NodeView
 
-It is the server's and outlives it, the node's agent and the machine; `sgpu nodes` shows it. Operators may, and whoever
-a node's calendar names as its owner.
+    POST   /agents/join              JoinRequest       → JoinAnswer       (a join token)
+    GET    /agents/ray                                 → RayPool          (a node's own token: it has joined before)
+    POST   /nodes/invite             InviteRequest     → InviteAnswer     (administrators)
+    POST   /nodes/approve            ApproveRequest    → NodeView         (administrators)
 
-Joining: a machine shows a join token, and gets a node token of its own.
-
-    POST   /agents/join    JoinRequest    → JoinAnswer       (a join token)
-    GET    /agents/ray                    → RayPool          (a node's own token: it has joined before)
-    POST   /nodes/invite   InviteRequest  → InviteAnswer     (administrators)
-    POST   /nodes/approve  ApproveRequest → NodeView         (administrators)
+Rules are the server's: they outlive it, the node's agent and the machine; `sgpu nodes` shows them. Operators may change
+them, and the owner that a node's calendar names.
 
 A join token (scope "joining") is good for this and nothing else, for as many homes as it was made for, and for a short
 time. The token that the answer has is an agent's, made for one name and one home, and is revoked alone. A home that

@@ -1,14 +1,12 @@
-"""The queue and shares: waiting runs, use by team and user, and their weights.
+"""The queue, why each run in it waits, and shares: use by team and user, and their weights.
 
-GET    /queue?limit                                    → QueueView    as far as the caller may see it
-GET    /shares                                         → ShareList
-PUT    /shares/{kind}/{name}    ShareRequest           → ShareView    kind: "team", "user"
-DELETE /shares/{kind}/{name}                           → ShareView    it has 1 again, as everybody who was not named
+    GET    /queue?limit                                    → QueueView    as far as the caller may see it
+    GET    /shares                                         → ShareList
+    PUT    /shares/{kind}/{name}    ShareRequest           → ShareView    kind: "team", "user"
+    DELETE /shares/{kind}/{name}                           → ShareView    it has 1 again, as all that were not named
 
-Why a run waits, part by part: `Wait` of `model/scheduling/values.py`, as it travels.
-
-Times are nanoseconds since 1970 by the server's clock. A sentence is made of the parts by whoever shows it, with the
-clock of the place where it is read.
+`WaitView` is `Wait` of `model/scheduling/values.py` as it travels. The reader makes the sentence from its parts, with
+its own clock; times are nanoseconds since 1970 by the server's clock.
 """
 
 from __future__ import annotations

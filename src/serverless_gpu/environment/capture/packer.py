@@ -1,30 +1,25 @@
-"""Units become packs: read, checked, compressed and stored, several blocks at a time, in bounded memory.
+"""Units become packs in a store: read, checked, compressed and stored, several blocks at a time, in bounded memory.
 
     this thread       plans units, hands out blocks in order, takes frames back in the same order, fills packs, reports
     reading threads   one block each: read the files, check their digests, compress          (all of it without the GIL)
-    storing threads   put packs, and a unit's document once all of its packs are there                    (`sender.py`)
+    storing threads   put packs, and a unit's document once all of its packs are there
+
+    pack closed ─▶ group ─ 8 MB, or 64 of them ─▶ a storing thread: packs, and then the units that were all read
+    unit read   ─▶   │
 
 Frames come back in the order in which blocks were handed out, so a unit packed twice gives the same packs, and after a
 capture that was killed the next one finds the packs that it had stored. In memory are the blocks under way (each once
 as content and once compressed), the pack being filled, and the packs being stored: about 150 MB, whatever the
 environment's size.
 
+A small unit is one pack of some kB and one document: put one by one, a disk spends more time on making them durable
+than on their bytes, and a bucket on waiting. A unit is put after all packs are, its own and those of others. Groups are
+sent in the order in which they were filled, so a unit waits only for packs that are being sent already.
+
 Failure cases: a file whose size is not its row's (the unit is planned again with what is there now, a few times, then
 `EnvironmentUnsupported` names it), unreadable or gone (named), what no restore would accept (named), the store is full
-or does not answer (its error). In each of them the threads are ended before the error goes on, and no document was
-written that points at what is not there.
-
-Packs and the documents of units go into a store, several small ones together.
-
-    pack closed ─▶ group ─ 8 MB, or 64 of them ─▶ a storing thread: packs, and then the units that were all read
-    unit read   ─▶   │
-
-A small unit is one pack of some kB and one document: put one by one, a disk spends more time on making them durable
-than on their bytes, and a bucket on waiting. A unit is put after all packs are, its own and those of others: it points
-into nothing that is not there. Groups are sent in the order in which they were filled, so a unit waits only for packs
-that are being sent already.
-
-Failure: what a store says reaches everybody who waits for something of the group.
+or does not answer (its error, for everything in the group). In each of them the threads are ended before the error goes
+on, and no document was written that points at what is not there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Taking a snapshot: what the store lacks is packed and sent, then the units are written, and the snapshot last.
+"""Captures a snapshot: what the store lacks is packed and sent, then the units are written, and the snapshot last.
 
     take     scan → capture → remember
     capture  cap of 15 GB → which units are missing → space → pack → units → snapshot
+    remarks  what a person is told before: code that has grown past another 100 MB, and what of it stays behind
 
 The snapshot is the only thing that makes the rest count, so a capture killed half-way leaves packs and units that the
 next capture finds, and nothing that can be restored by half. Where a RECORD said another digest than the file has, the
@@ -10,11 +11,6 @@ unit comes out with its true address, and the snapshot with it.
 Failure cases: too large (`EnvironmentTooLarge` names the ten largest, before a byte moves), a file that cannot be read,
 is gone or does not stand still (`EnvironmentUnsupported` names it), a name that no restore would accept
 (`EnvironmentUnsupported`), the store is full (`StorageError`) or does not answer (`StoreUnavailable`).
-
-What a person should know about an environment before it is captured: large code, and what of it stays behind. Pure.
-
-Every call with another version of the code stores and unpacks it, so a checkpoint that a training writes beside its
-script costs its size again and again. It is said when the code has grown past another 100 MB, not at every call.
 """
 
 from __future__ import annotations

@@ -1,21 +1,19 @@
-"""Reading the files of a unit, block by block, each checked against its row while it is read.
-
-The common case is quick: open, read, close, and the digest is the row's. If it is not, there are three stories:
-RECORD told something else than what is there (the row is corrected, and with it the unit's address); the file has
-another size than when it was looked at (`FileChanged`: the unit is planned again); it changes at this moment (read
-again a few times, then `EnvironmentUnsupported` names it).
-
-Blocks of a large file are read by several threads at once, and hashed in their order: each waits for its turn, which
-is short, because the one before was started first.
-
-Where the bytes of a unit go, as values: which files share a block, and which old blocks are used again.
+"""The blocks of a unit: which files share one, which old ones are used again, and how their files are read.
 
     small files   in order of their rows, as many as fit into a block
     large files   blocks of their own, one after another
     old content   where the version before has it: an edited file of torch costs kilobytes, not all of torch
 
 Old packs are kept only while at least half of what they hold is used, and while there are not many times more of them
-than anew: so neither the store nor a restore pays for a long history of edits. All of it is pure.
+than a new capture makes: so neither the store nor a restore pays for a long history of edits.
+
+Each file is checked against its row while it is read: open, read, close, and the digest is the row's. If it is not,
+RECORD told something else than what is there (the row is corrected, and with it the unit's address), or the file has
+another size than when it was looked at (`FileChanged`: the unit is planned again), or it changes at this moment (read
+again a few times, then `EnvironmentUnsupported` names it).
+
+Blocks of a large file are read by several threads at once, and hashed in their order: each waits for its turn, which
+is short, because the one before was started first.
 """
 
 from __future__ import annotations

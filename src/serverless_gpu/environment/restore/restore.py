@@ -1,20 +1,17 @@
 """A snapshot becomes a tree that Python can be started in: by mounts where the machine can, else by links.
 
     restore ─ hold the environment ─ made before, and all of it still there? that is it (a few ms)
-            ├ snapshot · interpreter of the same ABI on this machine · units into the cache
+            ├ snapshot · interpreter of the same ABI on this machine · units into the cache                  (`prepare`)
             ├ bytecode of what the caller had loaded
             └ overlay: layers with generated files, to be mounted at the view by its user
               links:   a tree of hard links to the units
 
 What is made is kept in `trees/<address>` and found again. It is made beside its place and comes there by a rename, by
-one process at a time; when something replaces it, who uses the old one keeps it.
-
-Lives here: the order of things. `assembly.py` says what goes where, `link_tree.py` and `unit_cache.py` do it.
+one process at a time; when something replaces it, a process that uses the old one keeps it. `assembly.py` says what
+goes where, `link_tree.py` and `unit_cache.py` do it.
 
 Failure cases: no such interpreter (EnvironmentUnsupported), what the cache raises (disk full, store altered), a killed
 process (its `.new-` directory is removed by the next).
-
-What comes before any tree: the snapshot, an interpreter for it, its units in the cache, first bytecode.
 """
 
 from __future__ import annotations

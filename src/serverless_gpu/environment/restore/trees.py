@@ -5,24 +5,18 @@
     trees/<address>/tree/ · tree.ready · tree.watched                        the same with links; what it was then
 
 Overlays are mounted at the view, one place for all environments: every process has its own mounts, and paths in
-tracebacks are the same for all.
-
-What was made is used again in the same boot of the machine, as long as its interpreter has not changed and its units
-are there; a tree of links also only while nobody has changed it (`tree_change`).
-
-A tree of links, as it was made: the time of every directory, and what the file system says of its own files.
-
-A file that is replaced, removed or added moves its directory's time; a file that is written to in place is a unit's
-(`exposure.py` finds it), or one of the tree's own, generated or copied. Python puts bytecode beside the sources: a
-directory whose time has moved is compared name by name, and only a new `__pycache__` is no change.
-
-Before a start: what ranks have changed in a restored environment is found, thrown away and made again.
+tracebacks are the same for all. What was made is used again in the same boot of the machine, as long as its interpreter
+has not changed and its units are there. Before each start, what ranks have changed is found, thrown away and made
+again:
 
     units that were ever linked ─ every file looked at ─ suspicious? read; wrong: fetched again, trees made again
-    units that are mounted      ─ the same, once in a boot and then every ten minutes (`cache.look`)
+    units that are mounted      ─ the same, once in a boot and then every ten minutes (`Cache.look`)
     a tree of links             ─ every directory's time, every generated file ─ changed? the tree is made again
 
-Lives here: the order, and the words for what was found. `exposure.py` and `tree_stamp.py` look.
+A tree of links is compared with its `TreeStamp`. A file that is replaced, removed or added moves its directory's time;
+a file that is written to in place is a unit's (`unit_integrity.py` finds it), or one of the tree's own, generated or
+copied. Python puts bytecode beside the sources: a directory whose time has moved is compared name by name, and only a
+new `__pycache__` is no change.
 
 Failure cases: the store does not have a changed unit any more, or cannot be reached (what it raises; the unit is not
 used then).

@@ -1,14 +1,12 @@
-"""What differs between two snapshots of an environment, as sentences. Pure.
+"""What differs between two snapshots of an environment, as sentences, down to the files.
 
-compare        interpreters, distributions by name, the rest by root
-compare_rows   which files of two versions of a unit
-with_files     a changed unit as what happened to its files: added, removed, edited, back as they were installed
+    compare ─ units that differ ─ their rows: from the scan, or from the store ─▶ with_files     (`differences`)
 
-What is different from one snapshot to another, down to the files, as far as both versions of a unit are at hand.
+    compare        interpreters, distributions by name, the rest by root
+    compare_rows   which files of two versions of a unit
+    with_files     a changed unit as what happened to its files: added, removed, edited, back as they were installed
 
-    compare (scan/changes.py) ─ units that differ ─ their rows: from the scan, or from the store ─▶ with_files
-
-A file of a distribution that is what its RECORD says now was put back, not edited.
+A file of a distribution that is what its RECORD says now was put back, not edited. All but `differences` is pure.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""The distributions of a directory: what their `.dist-info` says was installed, and how far it can be believed.
+"""Distributions of a directory: what their `.dist-info` says was installed, how far it can be believed, and their rows.
 
 Only small files are opened: RECORD, INSTALLER, entry_points.txt and notes. An `.egg-info`, and a `.dist-info` without
 RECORD (Debian has both), owns nothing that could be known: their files belong to the unowned unit.
 
-The canonical rows of a distribution: what is left of RECORD when all that installers do differently is taken away.
-
-Pure. The same wheel gives the same rows for pip and uv, in any prefix, in `--target` directories, on any machine:
+Rows are canonical: what is left of RECORD when all that installers do differently is taken away. The same wheel gives
+the same rows for pip and uv, in any prefix, in `--target` directories, on any machine:
 
     RECORD's path                        row
     numpy/__init__.py                    site/numpy/__init__.py

@@ -1,19 +1,16 @@
-"""What git would ignore: the nesting of `.gitignore` files, with the patterns themselves read by `pathspec`.
+"""What git ignores and what it tracks in a directory; git itself is never run.
 
 Git asks of each entry by itself, from the top down: the last pattern that matches *this* path decides, the deepest
 `.gitignore` first, and what lies in an ignored directory is never asked. `pathspec` answers for a path and all above it
 at once, which differs when a directory is ignored and taken back; so its expressions are cut down to the path itself.
 `.sgpuignore` has the same syntax and goes before all `.gitignore`: with `!name` it takes back what git ignores.
 
-Where git finds the patterns that hold for all repositories of a user: `core.excludesFile`, or else its own place.
+Patterns for all repositories of a user are in `core.excludesFile`, or else git's own place. The settings of the system
+and of the user are read; a repository's own settings, files that they include and `GIT_CONFIG_*` variables are not.
 
-Read here: the settings of the system and of the user. A repository's own settings, files that they include and
-`GIT_CONFIG_*` variables are not: git itself is never run.
-
-Which files git tracks: those it never ignores, whatever its patterns say (`git add -f`).
-
-They are read from `.git/index`, versions 2 to 4: git may not be installed, or refuse a repository of another user. What
-cannot be read that way (another version, SHA-256 names, an index in parts) is said, and patterns alone decide.
+Files that git tracks are never ignored, whatever its patterns say (`git add -f`). They are read from `.git/index`,
+versions 2 to 4. What cannot be read that way (another version, SHA-256 names, an index in parts) is said, and patterns
+alone decide.
 """
 
 from __future__ import annotations

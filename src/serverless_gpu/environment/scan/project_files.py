@@ -1,4 +1,4 @@
-"""The project's code: what of a directory travels, as git would have it.
+"""Decides which files of the user's project travel, as git would have it.
 
 Left out: what git ignores (`.gitignore`, `.git/info/exclude`, the user's own file) or `.sgpuignore` names; always
 `.git .hg .svn __pycache__ *.pyc .ipynb_checkpoints`, virtual environments, directories of distributions (they are roots
@@ -13,21 +13,14 @@ of their own) and our home. Kept although ignored, unless `.sgpuignore` names it
 A directory that is nobody's project (the home directory, `/`, `/tmp`: a script may lie there) is not walked: only
 Python files in it, and packages in it, count.
 
-Left out, too, and said: what no restore would accept (`portability.py`).
+Left out, too, and said: what no restore would accept. A project may hold a data set with `a.png` and `A.png`, and its
+code must run nevertheless: of two names that differ only in case or Unicode form the one that was imported travels,
+else the first in order. In a library such names are refused at the capture: nobody installed them.
+
+What git ignores is counted during the walk and told in one sentence. Ignored directories are not looked into, so their
+size is unknown; they are named first, as they hold the most, hidden ones (caches of tools) last.
 
 Failures, `EnvironmentTooLarge`: more than 1 GiB or 100,000 files, naming the ten largest.
-
-Code that cannot travel: two names that are one on some machines, names that are too long, and control characters.
-
-A restore refuses such trees, wherever they come from. In a library they are refused at the capture, too: nobody
-installed them. A project may hold a data set with `a.png` and `A.png`, and its code must run nevertheless: of two names
-that differ only in case or Unicode form the one that was imported travels, else the first in order, and the other is
-left out and said.
-
-What of a directory of code stays behind because git ignores it: counted during the walk, told in one sentence.
-
-Ignored directories are not looked into, so their size is unknown; they are named first, as they hold the most. Caches
-of tools, which are hidden, come after what a person made.
 """
 
 from __future__ import annotations

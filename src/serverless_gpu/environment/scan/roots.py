@@ -1,4 +1,4 @@
-"""Which directories an interpreter imports from, and what each of them is.
+"""Which directories an interpreter imports from, and what each of them holds: its files and distributions.
 
     sys.path                                      root
     /proj                       (script, cwd)     code, before the standard library
@@ -11,17 +11,14 @@
     /src/pkg/src       (.pth of an editable)      code
     –                  (finder of an editable)    code, not on the path: only generated files name it
 
-The file system is asked what is a directory, small `.pth` files and editable finders are read, nothing is walked.
+    find_spots ─ libraries first, the outermost first ─ then code ─▶ survey: parts, in the order of `sys.path`
 
-Failure: `EnvironmentUnsupported` for conda, which rewrites installed files so that nobody can tell what they were.
-
-Everything that counts in an environment, looked at once: roots, their files, their distributions.
-
-    spots (roots.py) ─ libraries first, the outermost first ─ then code ─▶ parts, in the order of `sys.path`
-
+To find the spots, the file system is asked what is a directory, and small `.pth` files and editable finders are read.
 A spot that lies in a part already looked at is no part of its own: `pywin32.pth` adds directories of site-packages,
 and a project's `src` may lie in the directory its scripts are started from. A library below a directory of code is a
-part, and left out of the code.
+part, and left out of the code (`project_files.py`).
+
+Failure: `EnvironmentUnsupported` for conda, which rewrites installed files so that nobody can tell what they were.
 """
 
 from __future__ import annotations

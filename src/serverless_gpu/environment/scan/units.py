@@ -1,14 +1,12 @@
-"""Who owns what in a root: its files, divided into units.
+"""Divides the files of a root into units, and takes out those that name directories of their machine.
 
-Pure but for `settle_links`. A file that several distributions claim is in each of them as long as they claim the same;
-else its content is looked at, and it belongs to those that are right. What nobody claims is the root's unowned unit,
-apart from what a virtual environment makes for itself.
+A file that several distributions claim is in each of them as long as they claim the same; else its content is looked
+at, and it belongs to those that are right. What nobody claims is the root's unowned unit, apart from what a virtual
+environment makes for itself.
 
-Files that name directories of their machine: `.pth`, `.egg-link`, finders of editable installs.
-
-Their text is kept with `{{sgpu:2}}` in place of the directory of root 2, and written again on restore. A line of a
-`.pth` that adds a directory of no root is left out: it would add nothing there. Those that name nothing of this
-machine stay ordinary files of their units.
+`.pth`, `.egg-link` and finders of editable installs name directories. Their text is kept with `{{sgpu:2}}` in place of
+the directory of root 2, and written again on restore. A line of a `.pth` that adds a directory of no root is left out:
+it would add nothing there. Those that name nothing of this machine stay ordinary files of their units.
 """
 
 from __future__ import annotations

@@ -1,19 +1,15 @@
-"""Units, snapshots and the list of the condemned as bytes: msgpack in one zstd frame with a checksum.
+"""Objects of a store as bytes and back: documents are msgpack in one zstd frame with a checksum, packs are named bytes.
+
+    bytes ─▶ decoded strictly, bounded ─▶ its own rules ─▶ its address ─▶ Snapshot, Unit, pack
 
 Decoding is strict: what comes out, encoded again, must be the same bytes, so a document has no field that no version
 looks at, and no two forms. Sizes are checked before anything is made of them: 100 MB of nothing compress to 10 kB, and
 30 million empty lists are 2 GB of memory. What is refused when it is read is refused when it is written, too.
 
-Failure: `EnvironmentRejected`, also for a version of the format that this program does not know.
-
-From the bytes of an object to what its name says they are, or not at all; pure.
-
-    bytes ─▶ decoded strictly, bounded ─▶ its own rules ─▶ its address ─▶ Snapshot, Unit, pack
-
-Whoever reads from a store looks through here, and so does a server that stores what others send.
+Readers of a store go through here, and so does a server that stores what others send.
 
 Failure cases: `Altered` when the bytes are not what their name says, so another copy of them may be;
-EnvironmentRejected when they are, and break a rule or are of a version that is not known here: then every copy is so.
+`EnvironmentRejected` when they are, and break a rule or are of a version that is not known here: then every copy is so.
 """
 
 from __future__ import annotations

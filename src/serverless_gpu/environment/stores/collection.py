@@ -1,30 +1,28 @@
 """Garbage collection: what no snapshot needs is condemned, and deleted by a later collection.
 
     announce ─▶ anybody else? ─▶ list, read what stays ─▶ plan ─▶ delete ─▶ the list: undated, then dated ─▶ withdraw
-                    │ yes                          (pure: reachability.py)
+                    │ yes                               (pure)
                     └─▶ nothing is done
 
-Snapshots are deleted before units, and units before packs: whatever is there is whole at every moment, and whoever is
-killed leaves nothing behind that a later collection does not find. New entries of the list get their date only when
-the list is known to be there, so nobody can have missed them for as long as they say. `condemned_objects.py` tells why
-captures need not stop meanwhile; all of it holds while a capture takes less than the grace.
-
-Failure cases: a document that is needed and cannot be read (nothing below it is deleted or condemned, and it is
-named); another collection (`busy`); a collection that does not get on with its work (StoreUnavailable; the next one
-goes on); clocks of machines that differ by more than minutes (an object may stay longer).
-
-Which objects of a store are needed, and the fate of the others; pure.
-
     snapshots that are young or in use ─▶ their units ─▶ their packs        needed
-    anything put less than a grace ago                                      needed: somebody may be about to point at it
+    anything put less than a grace ago                                      needed: a capture may be about to point at it
     the rest                    not on the list ─▶ condemned                goes on the list now
                                 on the list for less than the grace         waits
                                 something that is still there points at it  waits
                                 neither, and not put again since            deleted
 
-A unit that is kept because it is young keeps its packs: whoever comes to use it will not look at them again. And
-nothing goes before what points at it, whatever the list says: a snapshot may have come to need a unit that was on the
-list already, and have grown old before any collection saw that.
+A unit that is kept because it is young keeps its packs: a capture that uses it will not look at them again. And nothing
+goes before what points at it, whatever the list says: a snapshot may have come to need a unit that was on the list
+already, and have grown old before any collection saw that.
+
+Snapshots are deleted before units, and units before packs: whatever is there is whole at every moment, and a killed
+collection leaves nothing behind that a later one does not find. New entries of the list get their date only when the
+list is known to be there, so nobody can have missed them for as long as they say. `condemned_objects.py` tells why
+captures need not stop meanwhile; all of it holds while a capture takes less than the grace.
+
+Failure cases: a document that is needed and cannot be read (nothing below it is deleted or condemned, and it is
+named); another collection (`busy`); a collection that does not get on with its work (StoreUnavailable; the next one
+goes on); clocks of machines that differ by more than minutes (an object may stay longer).
 """
 
 from __future__ import annotations

@@ -4,33 +4,22 @@
     <root>/gc/condemned
     <root>/incoming/…          what is being written, under names that no reader asks for
 
-An object is written under `incoming/`, made durable, and then renamed to its name (`durable_writes.py`): it is there
-whole or not at all, also after a power cut, and two writers of one key both succeed, in some order. A writer that is
-killed leaves a file under `incoming/`; a day later `delete`, which only garbage collection calls, removes it.
-
-Failure cases: a full disk (StorageError, before the first byte where free space is known to be too small), a
-directory that cannot be read or written, or a link where an object should be (StoreUnavailable).
-
-Making files durable, several at a time: a disk is asked to finish a few times for all of them, not for each.
-
     write all under names nobody asks for, the disk begins ─▶ wait for each ─▶ rename all ─▶ wait for their directories
                                                               the first waits for the journal, the others find
                                                               theirs written with it
 
-Nothing has its name before its bytes are on the disk, and whoever returns from here has lost nothing to a power cut.
-As many calls as one by one, but most of them find their work done.
+An object has its name only when its bytes are on the disk: it is there whole or not at all, also after a power cut, and
+two writers of one key both succeed, in some order. A disk is asked to finish a few times for several objects, not for
+each. A writer that is killed leaves a file under `incoming/`; a day later `delete`, which only garbage collection
+calls, removes it.
 
-Failure: the `OSError` of the step; what has its name already is whole, the rest leaves nothing.
+Large objects go past the page cache where the file system lets us (`write_direct`). They are made durable at once, so
+the cache would only be one more copy: it costs more time than the disk (measured: 0.9 s of a core for 390 MB, against
+0.02 s), and would drive out what the user's programs have there. What does not fit the rules of direct writing (whole
+blocks of the disk, from aligned memory; not on tmpfs, some network and FUSE file systems) is written as usual.
 
-Writing large objects past the page cache, where the file system lets us.
-
-A pack is made durable at once, so the kernel's cache would only be one more copy of it: that copy costs more time than
-the disk (measured: 0.9 s of a core for 390 MB, against 0.02 s), and it would drive out what the user's programs have
-there. What does not fit the rules of direct writing (whole blocks of the disk, from aligned memory) is written as
-usual.
-
-Failure cases: a file system without direct writing (tmpfs, some network and FUSE ones) refuses it at the first step or
-at the first write; both mean 0 bytes here, and the caller goes on as usual. A full disk is an `OSError` as always.
+Failure cases: a full disk (StorageError, before the first byte where free space is known to be too small), a
+directory that cannot be read or written, or a link where an object should be (StoreUnavailable).
 """
 
 from __future__ import annotations

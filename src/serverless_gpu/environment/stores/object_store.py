@@ -6,6 +6,12 @@
 What was put is compared with what the server says it got (its entity tag, where that is an MD5; else by reading it
 back once to learn that it is not), so bytes that a line altered on their way up are sent again, not kept.
 
+Credentials come from the variables that the tools of each cloud read (`CLOUDS`), or from the machine itself when it
+belongs to the cloud; they are handed to obstore and kept nowhere else. An error's text holds urls, headers and the
+server's words, and with some clouds a signature or a key is among them. So `judge` takes only three things from it: the
+number of the answer, the server's own code (``NoSuchBucket``), and which step failed. Nothing else reaches a person or
+a log.
+
 A process that has used such a store must not fork afterwards: obstore runs threads that a child does not have, and a
 call in the child would wait for ever. Here it is refused instead. Agent, zygotes and supervisors never come here.
 
@@ -13,17 +19,6 @@ Failure cases: wrong or missing credentials, no such bucket (StoreUnavailable at
 connection, 5xx, 429, an answer that is too slow or breaks off (again, then StoreUnavailable with the last answer);
 404 for what has just been put (again, for a second); no space on the server (StorageError); a server that answers
 a range with everything (the rest is dropped).
-
-What the answers of an object store mean, read from the error a request ended with; pure.
-
-An error's text holds urls, headers and the server's words, and with some clouds a signature or a key is among them. So
-only three things are ever taken from it: the number of the answer, the server's own code (``NoSuchBucket``), and
-which step failed. Nothing else of it reaches a person or a log.
-
-How S3, Google Cloud Storage and Azure are reached: which variables count, and what to check when they refuse.
-
-Credentials come from the variables that the tools of each cloud read, or from the machine itself when it belongs to the
-cloud; they are handed to obstore and kept nowhere else.
 """
 
 from __future__ import annotations

@@ -1,23 +1,20 @@
-"""What a store holds altered is removed from it: then it counts as missing, and the next capture sends it again.
+"""Removes from a store what it holds altered: then it counts as missing, and the next capture sends it again.
 
     a snapshot, unit or pack is not what its name says, also when it was read again: deleted
     a unit points at a pack that is not there, or not right: the unit is deleted, before the pack
     a unit points at packs that hold something else than its rows say: the unit is deleted
 
 A server does all of this itself (`Store.repair`): its clients may remove nothing, and it believes only what it finds.
-
-Only what no restore could ever use is deleted: the name of an object is the digest of its content, so whoever has the
-content can put it there again. The snapshot that lists such a unit stays: it is whole again once the unit is.
-
-Failure case: the store does not let itself be changed (said in the hint, the objects are named).
-
-Verifies that packs hold the bytes that a unit's rows promise, one pack in memory at a time.
+Only what no restore could ever use is deleted: the name of an object is the digest of its content, so a client that has
+the content can put it there again. The snapshot that lists such a unit stays: it is whole again once the unit is.
 
 A unit's address covers its rows and says nothing about the packs that it points into. So a unit whose address is right
 may point at packs that hold something else: each pack is what its name says, and no restore can use the unit. Only a
-look at the content tells. It reads each pack once, in the order in which a capture fills them.
+look at the content tells (`check_content`). It reads each pack once, in the order in which a capture fills them, with
+one pack in memory at a time.
 
-Failure: `Unequal` names the first row whose bytes are others. What `read` raises goes through.
+Failure cases: the store does not let itself be changed (said in the hint, the objects are named); `Unequal` names the
+first row whose bytes are others.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 
 A restarted uplink has the directory and `remote.json`: it connects to the supervisor's socket and goes on. Without a
 supervisor's socket, the attempt's lock shows whether one lives; if none does, the uplink writes what a supervisor would
-have written (`settle`). So each attempt gets an ending and a receipt.
+have written (`settle_orphan`). So each attempt gets an ending and a receipt.
 
 Failure cases: the node cannot start the attempt (an ending `refused`, nothing of the user's ran); the agent dies with
 the launch in its queue (launched again, three times at most: no facts, so nothing has run); the supervisor is killed

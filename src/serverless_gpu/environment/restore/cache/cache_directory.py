@@ -1,4 +1,4 @@
-"""Where everything lies below `<home>/environments`, the small files that lie there, and how directories come and go.
+"""The cache's directory `<home>/environments`: paths, documents, locks, and the disk that it is on.
 
     units/<aa>/<address>/   site/ prefix/  the unit, read-only · unit, outline: its documents · note: how it came, and
                             its seal · bytecode: identities of what was compiled
@@ -8,26 +8,20 @@
     */.old-*                replaced or evicted, not deleted yet because a reader may use it
     locks/<address>         shared by all who use the environment · <address>.making · units/<address> · evicting
     interpreters            what those of this machine have said they are
-    layers/                 short names of units' directories, for mounts (sharing.py)
-    linked                  there if somebody may have links to files of units (exposure.py)
+    layers/                 short names of units' directories, for mounts (`unit_metadata.py`)
+    linked                  there if somebody may have links to files of units (`unit_integrity.py`)
     view                    where overlays are mounted, in the namespaces of those who use them
 
 What has no dot at its front is whole: it came there by a rename. Nothing in a cache is written to the disk before it is
 used (30,000 files would take seconds), so what an earlier boot of this machine left is read again before it is
 believed.
 
-Locks of the cache: files whose flock says who makes, or uses, what; the kernel lets go of it when its holder dies.
+Locks are files with a flock, which the kernel releases when their holder dies. A lock file may be removed by the
+process that holds it exclusively, so a process that gets a lock looks whether the file is still the one that has the
+name, and tries again if not. Programs that are executed inherit no descriptor, unless it is handed on.
 
-A lock file may be removed by whoever holds it exclusively, so whoever gets a lock looks whether the file is still the
-one that has the name, and tries again if not. Descriptors are not inherited by programs that are executed, unless
-handed on.
-
-Lives here: taking, trying, waiting with a bound. Must not: know what a lock stands for.
-
-Failure cases: a holder that keeps it for longer than the bound (StorageError naming the file); a directory that cannot
-be written (StorageError).
-
-The disk under a directory: its free space, its name for people, and the error that says it is full.
+Failure cases, all `StorageError`: a holder that keeps a lock for longer than the bound, a directory that cannot be
+written, a full disk (`DiskFull`).
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
-"""Removing from the cache what `eviction.plan` says, and what the dead and the replaced left behind.
+"""Removes units from the cache when it is too large or the disk too full, and what killed processes left behind.
 
     evicting (exclusive) ─ look at everything · for each unit: lock and move aside the environments made of it, then it
     released             ─ delete what was moved aside
 
-Who restores writes down which units it is going to use while it holds `evicting` shared, and the lock of its
-environment: so either it is seen here, or it starts when this is done and finds what is missing missing.
-
-Which units of a node's cache go when it is too large, or the disk too full: pure, from what was seen to a list.
-
 A unit was last used when the last environment that holds it was restored, or when it was fetched. The unit that has not
-been used for longest goes first, together with the environments made of it; what somebody uses now never goes.
+been used for longest goes first, together with the environments made of it; a unit in use never goes.
+
+A restore writes down which units it is going to use while it holds `evicting` shared, and the lock of its environment:
+so either it is seen here, or it starts when this is done and finds what is missing missing.
 """
 
 from __future__ import annotations

@@ -1,43 +1,29 @@
-"""Seals of units: what the file system said of every file when its bytes were last known to be right.
+"""Has somebody written to a unit? Seals of mounted units, link times of linked ones, and a look at every file.
 
     unit unpacked, every byte verified ─ seal ─▶ note
     later: one sweep over the unit ─▶ the same seal? nothing was written to
-                                    └ another one ─▶ every byte is read
-
-A mounted unit cannot be written through its mount, but its owner can reach the files by their path below the cache. A
-write that keeps the size and puts the modification time back still moves the inode's change time, which cannot be set;
-a file or directory that is moved in from elsewhere has another inode. So a sweep finds both without reading a byte.
-
-Bytecode comes later and has times of its own: each file is written down when it has been compiled.
-
-Must not: decide what happens to a unit that was changed (`unit_cache.py`).
-
-Failure case: a process of the cache's owner that also rewrites what is noted here is not found; separate users need
-separate uids.
-
-Units that trees of links share their files with, and whether somebody has written to those files since.
+                                    └ another one ─▶ every byte is read (`damage`)
 
     unit ─ linked into a tree: `linked` is touched ─ a rank writes through the tree, as root or after chmod
                                                      └▶ the file has another time, or changed after `linked`
 
-A mount is read-only and shows no file of a unit under a path that can be written. A link is the file itself: its owner
-can change it, for every environment that has the unit. So a unit that was ever linked is looked at before each use,
-file by file. An ordinary write moves a file's time, which is the same for all files of units. A change that puts the
-time back moves the kernel's own time of the inode; so does every link made or removed, which is why `linked` is
-touched again after ours. What changed after it is read.
+A seal is what the file system said of every file when its bytes were last known to be right. A mounted unit cannot be
+written through its mount, but its owner can reach the files by their path below the cache. A write that keeps the size
+and puts the modification time back still moves the inode's change time, which cannot be set; a file or directory that
+is moved in from elsewhere has another inode. So a sweep finds both without reading a byte.
 
-Bytecode has times of its own, and comes later: it is suspicious when it was written to after it was linked.
+A link is the file itself: its owner can change it, for every environment that has the unit. So a unit that was ever
+linked is looked at before each use, file by file (`suspects`). An ordinary write moves a file's time, which is the same
+for all files of units. A change that puts the time back moves the change time; so does every link made or removed,
+which is why `linked` is touched again after ours. What changed after it is read. `link_tree.py` looks at each file
+right before it links it: the directories are listed once for both.
 
-Who makes links looks at each file right before (`link_tree.py`): the directories are listed once for both.
+Bytecode comes later and has times of its own: each file is written down when it has been compiled, and of a linked unit
+it is suspicious when it was written to after it was linked. What `unit_metadata.py` adds may have come since, too.
+`unit_cache.py` decides what happens to a unit that was changed.
 
-Failure cases: a clock that is set back hides a change that also puts the file's time back; a unit that vanishes
-meanwhile (whoever asks for it finds it missing).
-
-Whether a unit on the disk is what its rows say: by what the file system says of each file, or by reading them all.
-
-An ordinary write changes a file's time, and the time of every file of a unit is the same; a failing disk, or somebody
-who sets the time back, is found by reading. Only bytecode beside the sources, and what `shared_metadata.py` adds, may
-have come since.
+Failure cases: a process of the cache's owner that also rewrites what is noted here is not found (separate users need
+separate uids); a clock that is set back hides a change of a linked unit that also puts the file's time back.
 """
 
 from __future__ import annotations

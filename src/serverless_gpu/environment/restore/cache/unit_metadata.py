@@ -1,31 +1,25 @@
-"""What assembling an environment has to know of a unit, worked out once when it is unpacked; no row is read again.
+"""Metadata of units: the outline that assembling needs, scripts in `bin`, and what is added to units for later trees.
 
-RECORD is made of rows, so that `importlib.metadata` and pip see the files; its lines for scripts differ on each tree
-and are added when a tree is assembled.
-
-What assembling adds to units themselves, so that the next environment that has them need not: metadata, short names.
-
-    units/<aa>/<address>/site/<name>.dist-info/{RECORD,INSTALLER}   as the first environment wanted them
-    units/<aa>/<address>/added                                      path → digest of what was added
-    layers/<7 characters> → ../units/<aa>/<address>/<area>          the name of a layer, see mounts.py
-
-A new file costs more than anything else in preparing mounts, most of all on a disk where many were deleted lately. With
-these an environment of 200 distributions needs a hundred, most of them scripts, and not a thousand. Where an
-environment wants something else than a unit has, its own generated file lies above the unit's.
-
-Failure cases: a disk that is full, a unit that somebody else is at (its files are generated beside it, as if it could
-have none); two units whose names begin alike (the second has a name from further on in its address).
-
-Scripts in `bin`: what installers make of entry points, and first lines that name an interpreter. Pure.
+    unpacked ─▶ outline: RECORD from rows, entry points, scripts of any Python   no row is read again
+    assembled ─▶ units/<aa>/<address>/site/<name>.dist-info/{RECORD,INSTALLER}   as the first environment wanted them
+                 units/<aa>/<address>/added                                      path → digest of what was added
+                 layers/<7 characters> → ../units/<aa>/<address>/<area>          the name of a layer, see mounts.py
 
     [console_scripts] in entry_points.txt → bin/<name>, the text that pip writes
     #!python in a script of a wheel       → #!<interpreter of this tree>
 
+RECORD is made of rows, so that `importlib.metadata` and pip see the files; its lines for scripts differ on each tree
+and are added when a tree is assembled. A new file costs more than anything else in preparing mounts, most of all on a
+disk where many were deleted lately. With what was added an environment of 200 distributions needs a hundred, most of
+them scripts, and not a thousand. Where an environment wants something else than a unit has, its own generated file lies
+above the unit's.
+
 The kernel takes 127 bytes of a first line and splits at spaces. Where the interpreter's path does not fit, the script
 starts as one of /bin/sh that Python reads as a string, as pip does it.
 
-Failure cases: entry points that are no text, or whose names are no file names, are left out; nothing is written where
-the interpreter lies.
+Failure cases: a disk that is full, a unit that another process works on (its files are generated beside it, as if it
+could have none); two units whose names begin alike (the second has a name from further on in its address); entry points
+that are no text, or whose names are no file names, are left out; nothing is written where the interpreter lies.
 """
 
 from __future__ import annotations

@@ -6,17 +6,16 @@
 
 Nothing is ever opened through a link: a directory is reached from the fresh root name by name (`openat` with
 O_NOFOLLOW), a file is made where nothing is (O_EXCL), and while files are written there is not one link in the tree.
+Each thread goes through the `WrittenTree` with a `Walk` of its own, which keeps the directories open on the way to
+where it is; rows are in order of their paths, so the next file is nearly always near.
+
 Modes are 0444 and 0555, given when a file is made; there is no way to say another. Files have one modification time, so
 that bytecode made from them is valid wherever they are linked to. Until everything is there and right the directory is
-0700; on any failure it is removed. Nothing is synced: whoever publishes the directory syncs its file system before.
+0700; on any failure it is removed. Nothing is synced: the caller syncs the file system before it publishes the
+directory.
 
 Failure cases: bytes that are not what their address says (`EnvironmentCorrupt`: pack, block or file named), a full or
 read-only disk (`StorageError`), what the store raises.
-
-Files of a unit onto a disk: reached without following a link, made where nothing is, checked while written.
-
-A `WrittenTree` is a fresh directory of ours; each thread walks it with a `Walk` of its own, which keeps the directories
-open on the way to where it is. Rows are in order of their paths, so the next file is nearly always near.
 """
 
 from __future__ import annotations
