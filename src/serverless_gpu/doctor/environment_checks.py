@@ -55,30 +55,15 @@ def _imports(facts: MachineFacts, imports: ImportFacts) -> list[Finding]:
         elif imported.outcome in _TROUBLE and not any(pattern.search(_text(imported)) for pattern in _KNOWN):
             last = imported.written.strip().rpartition("\n")[2] if imported.outcome == "crashed" else ""
             wrote = f"; it wrote: {_short(last)}" if last else ""
-            found += failed(f"import {name}: {_short(imported.error)}{wrote}", _reinstall(facts, name))
+            mend = f"{facts.python_command} -m pip install --force-reinstall {_package(name)}"
+            found += failed(f"import {name}: {_short(imported.error)}{wrote}", mend)
     untried = {name: imported.error for name, imported in imports.modules.items() if imported.outcome == "untried"}
     if untried:
         found += unknown(f"not tried: {', '.join(untried)} ({next(iter(untried.values()))})", _MORE_TIME)
+    versions = facts.interpreter.packages if isinstance(facts.interpreter, InterpreterFacts) else {}
     there = [name for name, imported in imports.modules.items() if imported.outcome == "ok"]
-    return found or ok(
-        ", ".join(_versioned(facts, name) for name in there) or "none of the usual packages is installed"
-    )
-
-
-def _numpy_abi(facts: MachineFacts) -> list[Finding]:
-    return _matching(facts, _NUMPY_ABI, "NumPy and what is compiled against it fit", _mend_numpy)
-
-
-def _torchvision(facts: MachineFacts) -> list[Finding]:
-    return _matching(facts, _TORCHVISION, "torchvision fits torch", _mend_torchvision, only="torchvision")
-
-
-def _cuda_libraries(facts: MachineFacts) -> list[Finding]:
-    return _matching(facts, _CUDA_LIBRARY, "torch finds its libraries", _mend_cuda_libraries, only="torch")
-
-
-def _libstdcxx(facts: MachineFacts) -> list[Finding]:
-    return _matching(facts, _LIBSTDCXX, "", _mend_libstdcxx)
+    named = ", ".join(f"{name} {versions.get(_package(name), '')}".strip() for name in there)
+    return found or ok(named or "none of the usual packages is installed")
 
 
 @about(lambda facts: facts.interpreter)
@@ -163,7 +148,8 @@ def _matching(facts: MachineFacts, pattern: re.Pattern[str], fine: str, mend: _M
         if imported.outcome in _TROUBLE:
             found += failed(f"import {name}: {_short(imported.error)}", mend(facts, name))
         else:
-            found += warning(f"import {name} complains: {_short(_line_of(imported.written, match))}", mend(facts, name))
+            line = next((line for line in imported.written.splitlines() if match[0] in line), match[0])
+            found += warning(f"import {name} complains: {_short(line)}", mend(facts, name))
     if found or not fine:
         return found
     asked = [imports.modules[only]] if only in imports.modules else list(imports.modules.values())
@@ -198,25 +184,12 @@ def _mend_libstdcxx(facts: MachineFacts, name: str) -> str:
     return f"{command}   (or unset LD_LIBRARY_PATH; with conda: conda install -c conda-forge libstdcxx-ng)"
 
 
-def _reinstall(facts: MachineFacts, name: str) -> str:
-    return f"{facts.python_command} -m pip install --force-reinstall {_package(name)}"
-
-
 def _package(name: str) -> str:
     return {"sklearn": "scikit-learn", "cv2": "opencv-python"}.get(name, name)
 
 
-def _versioned(facts: MachineFacts, name: str) -> str:
-    packages = facts.interpreter.packages if isinstance(facts.interpreter, InterpreterFacts) else {}
-    return f"{name} {packages.get(_package(name), '')}".strip()
-
-
 def _text(imported: Imported) -> str:
     return f"{imported.error}\n{imported.written}"
-
-
-def _line_of(text: str, match: re.Match[str]) -> str:
-    return next((line for line in text.splitlines() if match[0] in line), match[0])
 
 
 def _short(text: str) -> str:
@@ -257,7 +230,7 @@ CHECKS = (
         ),
         cause="Installing a package changed NumPy's version, and others were compiled against the one before.",
         mend="python -m pip install --upgrade --force-reinstall numpy <package>",
-        probe=_numpy_abi,
+        probe=lambda facts: _matching(facts, _NUMPY_ABI, "NumPy and what is compiled against it fit", _mend_numpy),
     ),
     Check(
         code="torchvision",
@@ -266,7 +239,9 @@ CHECKS = (
         symptoms=("RuntimeError: operator torchvision::nms does not exist",),
         cause="torch was upgraded and torchvision was not, or they come from different indexes (CPU and CUDA).",
         mend="python -m pip install --upgrade --force-reinstall torch torchvision   (both, from the same index)",
-        probe=_torchvision,
+        probe=lambda facts: _matching(
+            facts, _TORCHVISION, "torchvision fits torch", _mend_torchvision, only="torchvision"
+        ),
     ),
     Check(
         code="cuda-libraries",
@@ -275,7 +250,9 @@ CHECKS = (
         symptoms=("ImportError: libcudnn.so.9: cannot open shared object file: No such file or directory",),
         cause="torch looks for cuDNN, NCCL and the like beside itself; another installation replaced or removed them.",
         mend="python -m pip install --force-reinstall torch",
-        probe=_cuda_libraries,
+        probe=lambda facts: _matching(
+            facts, _CUDA_LIBRARY, "torch finds its libraries", _mend_cuda_libraries, only="torch"
+        ),
     ),
     Check(
         code="libstdcxx",
@@ -284,7 +261,7 @@ CHECKS = (
         symptoms=("ImportError: …/libstdc++.so.6: version `GLIBCXX_3.4.29' not found",),
         cause="LD_LIBRARY_PATH or an old distribution brings a C++ runtime that is older than the package needs.",
         mend="unset LD_LIBRARY_PATH; with conda: conda install -c conda-forge libstdcxx-ng",
-        probe=_libstdcxx,
+        probe=lambda facts: _matching(facts, _LIBSTDCXX, "", _mend_libstdcxx),
     ),
     Check(
         code="requirements",

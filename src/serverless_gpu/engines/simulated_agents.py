@@ -417,7 +417,7 @@ _TURN_S = 170  # one swing of the made-up curves
 class SimulatedTelemetry:
     """The telemetry of one simulated node: made-up figures, samples and MLflow, on the way of real nodes.
 
-        SimulatedAgent ──began, seen, ended──▶ Recording (a file of samples per gang) ─▶ Delivery ─▶ tracker
+        SimulatedAgent ──began, seen, ended──▶ TelemetryFile (a file of samples per gang) ─▶ Delivery ─▶ tracker
 
     Samples come at the simulated cluster's seconds. Delivery has its threads as on a node, and the tracker is
     `testing.mlflow.FakeMlflow`, or a real MLflow server.

@@ -41,9 +41,7 @@ def look_at_gpus(environ: Mapping[str, str], limit_s: float) -> GpuFacts | Unkno
     with contextlib.suppress(StorageError):
         home = str(find_home(environ).root)
     ended = look(
-        lambda fd, log: clean_process(
-            "serverless_gpu.doctor.probes.gpus", (fd, home), fds=(fd,), log=log, environ=environ
-        ),
+        lambda fd, log: clean_process(__name__, (fd, home), fds=(fd,), log=log, environ=environ),
         limit_s,
     )
     try:
@@ -58,7 +56,9 @@ def look_at_gpus(environ: Mapping[str, str], limit_s: float) -> GpuFacts | Unkno
             quarantined=_quarantined(directory),
             suspects=_suspects(directory, [device.uuid for device in facts.devices]),
         )
-    return msgspec.structs.replace(facts, on_bus=_on_bus(), device_files=_device_files(), kernel_log=_kernel_log())
+    log = KernelLog(KERNEL, SystemClock())
+    log.close()
+    return msgspec.structs.replace(facts, on_bus=_on_bus(), device_files=_device_files(), kernel_log=log.problem)
 
 
 def _held(directory: Path) -> dict[str, str]:
@@ -89,13 +89,6 @@ def _suspects(directory: Path, uuids: Sequence[str]) -> tuple[str, ...]:
     with contextlib.suppress(StorageError):
         return tuple(suspects(directory, uuids, SystemClock().wall_ns()))
     return ()
-
-
-def _kernel_log() -> str:
-    """Return why the kernel's log cannot be read, or ""."""
-    log = KernelLog(KERNEL, SystemClock())
-    log.close()
-    return log.problem
 
 
 def _on_bus() -> int:

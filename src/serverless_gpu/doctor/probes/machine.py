@@ -37,7 +37,7 @@ from serverless_gpu.node.base.configuration import read_configuration
 from serverless_gpu.node.base.home import Home, find_home, storage_error
 from serverless_gpu.node.base.lock_files import held_note
 from serverless_gpu.node.base.network import NoPort, reserve_port
-from serverless_gpu.node.base.protocol import Status, agent_socket
+from serverless_gpu.node.base.protocol import agent_socket
 from serverless_gpu.node.base.requirements import flock_refusal, is_noexec, pidfd_refusal, record_lock_refusal
 from serverless_gpu.node.inside import namespaces
 from serverless_gpu.node.processes.process_tree import controllers, find_cgroup_root
@@ -72,7 +72,7 @@ def look_at_home(environ: Mapping[str, str]) -> HomeFacts:
         problem=problem.message if problem else "",
         hint=problem.hint if problem else "",
         note=home.note,
-        filesystem=filesystem_of(os.path.realpath(home.root), _mounts()),
+        filesystem=filesystem_of(os.path.realpath(home.root), _text("/proc/self/mountinfo")),
         is_noexec=is_noexec(home.root),
         flock_refusal=flock,
         record_lock_refusal=records,
@@ -172,7 +172,8 @@ def look_at_agent(environ: Mapping[str, str]) -> tuple[AgentFacts, CgroupFacts |
         queued=len(answer.queued),
         others=others,
     )
-    return agent, _cgroups_of(answer)
+    path = Path(answer.cgroups) if answer.cgroups else None
+    return agent, CgroupFacts(path=answer.cgroups, problem=answer.cgroups_problem, controllers=controllers(path))
 
 
 def look_at_mounts(environ: Mapping[str, str], limit_s: float) -> MountFacts | UnknownFact:
@@ -291,20 +292,11 @@ def count_sockets(text: str) -> int:
     return 0
 
 
-def _mounts() -> str:
-    return _text("/proc/self/mountinfo")
-
-
 def _text(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-
-
-def _cgroups_of(status: Status) -> CgroupFacts:
-    path = Path(status.cgroups) if status.cgroups else None
-    return CgroupFacts(path=status.cgroups, problem=status.cgroups_problem, controllers=controllers(path))
 
 
 def _cgroups_from_here(environ: Mapping[str, str]) -> CgroupFacts:

@@ -64,7 +64,11 @@ def _version(name: str) -> str:
 
 def _shadows() -> list[dict[str, object]]:
     """Return files in the working directory and in PYTHONPATH that are found before another module of their name."""
-    own = [os.path.realpath(entry) for entry in _own_places()]
+    places = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    with contextlib.suppress(OSError):
+        places.insert(0, os.getcwd())
+    installed = ("site-packages", "dist-packages")
+    own = [os.path.realpath(place) for place in places if not any(name in place for name in installed)]
     rest = [entry for entry in sys.path if entry and os.path.realpath(entry) not in own]
     found: list[dict[str, object]] = []
     for place in dict.fromkeys(own):
@@ -80,13 +84,6 @@ def _shadows() -> list[dict[str, object]]:
             if spec is not None and spec.origin and os.path.realpath(spec.origin) != os.path.realpath(file):
                 found.append({"name": name, "file": file, "other": spec.origin})
     return found
-
-
-def _own_places() -> list[str]:
-    places = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    with contextlib.suppress(OSError):
-        places.insert(0, os.getcwd())
-    return [place for place in places if "site-packages" not in place and "dist-packages" not in place]
 
 
 def _modules_in(place: str) -> list[tuple[str, str]]:

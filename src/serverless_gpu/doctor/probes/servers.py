@@ -65,11 +65,12 @@ def look_at_server(environ: Mapping[str, str]) -> ServerFacts:
         return ServerFacts() if is_lacking else ServerFacts(problem=error.message, hint=error.hint, profile=file)
     except ServerlessGpuError as error:
         return ServerFacts(problem=error.message, hint=error.hint, profile=file)
+    status = path.stat() if file else None
     facts = ServerFacts(
         url=profile.url,
         profile=file,
         embedded=profile.embedded,
-        is_private=not file or _is_private(path),
+        is_private=status is None or (status.st_uid == os.geteuid() and status.st_mode & 0o077 == 0),
         certificate_left_s=_written(home) if profile.embedded else _shown(profile),
     )
     return _asked(facts, profile)
@@ -182,11 +183,6 @@ def _ahead_s(date: str) -> int | None:
     return round(theirs - SystemClock().wall_ns() / 1e9)
 
 
-def _is_private(path: Path) -> bool:
-    status = path.stat()
-    return status.st_uid == os.geteuid() and status.st_mode & 0o077 == 0
-
-
 # --- the Ray of a pool ------------------------------------------------------------------------------------------------
 
 
@@ -208,22 +204,18 @@ def look_at_pool(environ: Mapping[str, str]) -> PoolFacts:
     directory = found[0]
     roots = marked_pids(ray_machine.directory_of(directory))
     pids = sorted({*roots, *(each for pid in roots for each in descendants(pid))})
+    with_token = f"RAY_AUTH_MODE={start_arguments.variables('')['RAY_AUTH_MODE']}".encode()
     return PoolFacts(
         directory=str(directory),
         address=_address(roots),
         version=_version(pids),
-        without_token=tuple(_called(pid) for pid in roots if not _asks_for_token(pid)),
+        without_token=tuple(_called(pid) for pid in roots if with_token not in _bytes(pid, "environ").split(b"\0")),
         token_problem=_token_problem(directory / ray_machine.TOKEN),
         listeners=tuple(sorted(_listeners(pids))),
         addresses=_addresses(),
         unfenced=linux.landlock_refusal(),
         processes=len(pids),
     )
-
-
-def _asks_for_token(pid: int) -> bool:
-    wanted = start_arguments.variables("")["RAY_AUTH_MODE"]
-    return f"RAY_AUTH_MODE={wanted}".encode() in _bytes(pid, "environ").split(b"\0")
 
 
 def _address(pids: list[int]) -> str:

@@ -45,6 +45,9 @@ from serverless_gpu.node.processes.process_tree import ProcessIdentity, look_at
 from serverless_gpu.node.processes.spawn import clean_process
 
 _LOCK_TRIES = 5  # 10 ms apart: the supervisor's descriptors are closed one after another
+_STEM = "sgpu-stem"
+_STEMS_MAX = 4_096
+_DEPTH_MAX = 4_096
 
 
 class SupervisorLink:
@@ -271,11 +274,6 @@ class Attempts:
             supervised.pid = received[0].pid
         elif isinstance(received[0], protocol.Refused):
             supervised.directory = None  # its launch had come twice, and what it says is not the attempt's
-
-
-_STEM = "sgpu-stem"
-_STEMS_MAX = 4_096
-_DEPTH_MAX = 4_096
 
 
 class _Stem(NamedTuple):

@@ -40,6 +40,11 @@ from serverless_gpu.node.inside import linux
 
 ALIVE_S = 60.0
 """Between two signs of life among the facts, where nothing else happens."""
+RESERVE = ".reserve"
+RESERVE_SIZES = (256 << 10, 64 << 10, 64 << 10, 64 << 10)
+"""An ending with the last output of some ranks; a receipt; what a rank raised, in words and pickled."""
+FACTS_BYTES = 64 << 10
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class AttemptAccount:
@@ -241,13 +246,6 @@ def write_json(path: Path, value: msgspec.Struct) -> None:
 def write_text(path: Path, text: str) -> None:
     """Write a whole file or none (OSError); an attempt's file goes into its reserve when the disk is full."""
     write_bytes(path, text.encode(), path.parent)
-
-
-RESERVE = ".reserve"
-RESERVE_SIZES = (256 << 10, 64 << 10, 64 << 10, 64 << 10)
-"""An ending with the last output of some ranks; a receipt; what a rank raised, in words and pickled."""
-FACTS_BYTES = 64 << 10
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 def prepare_reserve(directory: Path) -> None:

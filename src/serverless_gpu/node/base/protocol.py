@@ -36,58 +36,15 @@ from serverless_gpu.node.base.stop_message import Stopped as Stopped
 from serverless_gpu.node.inside.channel import Channel, close_all
 from serverless_gpu.version import __version__
 
-Kind = Literal["function", "session"]
-"""Kind of an attempt's directory."""
-Mode = Literal["", "overlay", "links"]
-"""Way to restore an environment; "" leaves that to the node."""
-
-
-class ZygoteStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """An interpreter that is kept warm, or that cannot be."""
-
-    python: str
-    state: Literal["starting", "ready", "cold"]  # ``"cold"``: without a zygote, and the next run gets none
-    pid: int | None = None  # of the zygote, if any
-    reason: str = ""
-    environment: str = ""  # snapshot address; "" for the caller's files
-    owner: str = ""  # "" for the user of this node
-
-
-class EnvironmentStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot that this node has restored, or is restoring."""
-
-    snapshot: str
-    state: Literal["restoring", "ready"]
-    mode: Mode = ""  # how it was restored; "" while unknown
-    sentence: str = ""  # its progress
-
-
-class AttemptStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A running run or session."""
-
-    run_id: str
-    pid: int  # of its supervisor; 0 while unknown
-    kind: Kind
-    adopted: bool = False  # started by an earlier agent
-    environment: str = ""  # snapshot address of its ranks, or ""
-
-
-T = TypeVar("T")
-
-
-def decoded(decoder: msgspec.json.Decoder[T], received: tuple[bytes, tuple[int, ...]]) -> T:
-    """Return the message in a packet; on MsgspecError its descriptors are closed."""
-    try:
-        return decoder.decode(received[0])
-    except (msgspec.MsgspecError, RecursionError) as error:
-        close_all(received[1])
-        raise msgspec.DecodeError(str(error)) from None
-
-
 PROTOCOL = 8
 UNKNOWN_OWNER = "?"
 """Owner of a run whose owner is unknown."""
 SESSION_DEVICES_MAX = 240  # a loan is one packet with a descriptor for each, and a packet carries 253
+Kind = Literal["function", "session"]
+"""Kind of an attempt's directory."""
+Mode = Literal["", "overlay", "links"]
+"""Way to restore an environment; "" leaves that to the node."""
+T = TypeVar("T")
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
@@ -185,6 +142,36 @@ class Launch(Message, frozen=True, kw_only=True, tag="launch"):
 
 class StatusRequest(Message, frozen=True, kw_only=True, tag="status_request"):
     """Ask the agent what it looks after."""
+
+
+class ZygoteStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """An interpreter that is kept warm, or that cannot be."""
+
+    python: str
+    state: Literal["starting", "ready", "cold"]  # ``"cold"``: without a zygote, and the next run gets none
+    pid: int | None = None  # of the zygote, if any
+    reason: str = ""
+    environment: str = ""  # snapshot address; "" for the caller's files
+    owner: str = ""  # "" for the user of this node
+
+
+class EnvironmentStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot that this node has restored, or is restoring."""
+
+    snapshot: str
+    state: Literal["restoring", "ready"]
+    mode: Mode = ""  # how it was restored; "" while unknown
+    sentence: str = ""  # its progress
+
+
+class AttemptStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A running run or session."""
+
+    run_id: str
+    pid: int  # of its supervisor; 0 while unknown
+    kind: Kind
+    adopted: bool = False  # started by an earlier agent
+    environment: str = ""  # snapshot address of its ranks, or ""
 
 
 class Status(Message, frozen=True, kw_only=True, tag="status"):
@@ -405,7 +392,6 @@ AnyMessage = (
     | Stopped
     | Finished
 )
-
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[AnyMessage] = msgspec.json.Decoder(AnyMessage)
 
@@ -438,3 +424,12 @@ def receive(channel: Channel) -> tuple[AnyMessage, tuple[int, ...]] | None:
     """Return the next message and its descriptors, or None when the peer is gone; raises MsgspecError."""
     received = channel.receive()
     return None if received is None else (decoded(_decoder, received), received[1])
+
+
+def decoded(decoder: msgspec.json.Decoder[T], received: tuple[bytes, tuple[int, ...]]) -> T:
+    """Return the message in a packet; on MsgspecError its descriptors are closed."""
+    try:
+        return decoder.decode(received[0])
+    except (msgspec.MsgspecError, RecursionError) as error:
+        close_all(received[1])
+        raise msgspec.DecodeError(str(error)) from None

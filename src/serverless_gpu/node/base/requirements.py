@@ -29,11 +29,22 @@ from serverless_gpu.node.base.home import Home, storage_error
 
 OLDEST = "5.3"
 """The first Linux on which everything that has to work does."""
+REFUSED = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+"""Errors of a file system without locks."""
+LOCAL_DISK = "set SERVERLESS_GPU_HOME to a directory on a local disk"
+_MEND = f"{LOCAL_DISK} (Lustre grants file locks when it is mounted with -o flock, NFS when its lock service runs)"
 _NEWER_KERNEL = (
     f"Linux {OLDEST} or newer is needed; in a container, a runtime whose seccomp profile allows pidfd_open "
     "(Docker 20.10 or newer, or --security-opt seccomp=unconfined)"
 )
 _NEWER_BUILD = "use a Python that was built on a newer system: your distribution's, or a new one of conda-forge or uv"
+
+
+def require_for_runs(home: Home) -> None:
+    """Refuse a machine or a home that cannot control runs; raises HardwareError or StorageError."""
+    require_pidfd()
+    for directory in (home.root, home.sockets()):
+        require_flock(directory)
 
 
 def pidfd_refusal() -> tuple[str, str]:
@@ -54,12 +65,6 @@ def require_pidfd() -> None:
     refusal, hint = pidfd_refusal()
     if refusal:
         raise HardwareError(f"this machine cannot run ranks: {refusal}", hint=hint)
-
-
-REFUSED = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
-"""Errors of a file system without locks."""
-LOCAL_DISK = "set SERVERLESS_GPU_HOME to a directory on a local disk"
-_MEND = f"{LOCAL_DISK} (Lustre grants file locks when it is mounted with -o flock, NFS when its lock service runs)"
 
 
 def flock_refusal(directory: Path) -> str:
@@ -146,10 +151,3 @@ def _new_file(directory: Path) -> Iterator[int]:
         os.close(fd)
         with contextlib.suppress(OSError):
             path.unlink()
-
-
-def require_for_runs(home: Home) -> None:
-    """Refuse a machine or a home that cannot control runs; raises HardwareError or StorageError."""
-    require_pidfd()
-    for directory in (home.root, home.sockets()):
-        require_flock(directory)

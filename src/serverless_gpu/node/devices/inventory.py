@@ -51,10 +51,93 @@ from serverless_gpu.node.devices.nvml import (
 NVML_LIMIT_S = 5.0
 FAKE_VARIABLE = "SERVERLESS_GPU_FAKE"
 FAKE_STATE_FILE = "fake_gpus.json"
-
 _FAKE_STATE_BYTES_MAX = MIB
 _DRIVER = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg")
 """Path that exists where there is a driver; without one NVML is not asked."""
+_FRESH_S = 60.0
+
+
+class Inventory:
+    """The node's devices and the user's configuration."""
+
+    def __init__(self, home: Home) -> None:
+        self._home = home
+        self._clock = SystemClock()
+        self._machine = NvmlProvider()
+        self._cpu = CpuProvider()
+        self._seen_ns: int | None = None
+        self._seen_written = 0
+        self._devices: tuple[Device, ...] = ()
+        self._types: tuple[GpuType, ...] = ()
+        self._prices: dict[str, Tariff] = {}
+        self._problem = ""
+        self._unavailable: tuple[str, ...] = ()
+        self._checkpoints = ""
+
+    def greeting(self, version: str) -> protocol.Greeting:
+        """Return the greeting for every client."""
+        return protocol.Greeting(
+            protocol=protocol.PROTOCOL,
+            version=version,
+            pid=os.getpid(),
+            devices=self._devices,
+            own_types=self._types,
+            prices=self._prices,
+            problem=self._problem,
+            unavailable=self._unavailable,
+        )
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """Return what this node has, as of the last look."""
+        return self._devices
+
+    @property
+    def silence(self) -> str:
+        """Return why the driver gave no answer at the last look, or ""."""
+        return self._machine.silence
+
+    @property
+    def checkpoints(self) -> Path:
+        """Return the directory of checkpoints."""
+        return Path(self._checkpoints) if self._checkpoints else self._home.checkpoints
+
+    def refresh(self) -> None:
+        """Look again, if the last look is old or the configuration was written to; NVML may take its time."""
+        now_ns = self._clock.boottime_ns()
+        written = 0
+        with contextlib.suppress(OSError):
+            written = (self._home.root / "config.toml").stat().st_mtime_ns
+        if self._seen_ns is None or now_ns - self._seen_ns > _FRESH_S * 1e9 or written != self._seen_written:
+            self._look()
+            self._seen_ns, self._seen_written = self._clock.boottime_ns(), written
+
+    def _look(self) -> None:
+        self._problem = ""
+        try:
+            configuration = read_configuration(self._home)
+        except InvalidValue as error:
+            self._problem, configuration = str(error), Configuration(prices=self._prices, checkpoints=self._checkpoints)
+        types, self._prices = configuration.types, configuration.prices
+        self._checkpoints = configuration.checkpoints
+        if types != self._types:
+            self._types, self._machine = types, NvmlProvider(own=types)
+        found = self._machine.devices()
+        if self._machine.silence:  # the GPUs are still there, but not lent while they cannot be verified
+            found = tuple(device for device in self._devices if device.kind is DeviceKind.GPU)
+        self._unavailable = tuple(f"{gpu.name}: {gpu.reason}" for gpu in self._machine.unavailable())
+        self._devices = (*found, *self._cpu.devices())
+
+
+def offered(greeting: protocol.Greeting, environ: Mapping[str, str]) -> tuple[Device, ...]:
+    """Return what a node has; devices declared in `environ` replace real ones. Raises InvalidValue."""
+    if greeting.problem:
+        raise InvalidValue(greeting.problem)
+    fakes = environ.get("SERVERLESS_GPU_FAKE")
+    if not fakes:
+        return greeting.devices
+    cpus = [device for device in greeting.devices if device.kind is DeviceKind.CPU]
+    return (*parse_fake(fakes, greeting.own_types), *cpus)
 
 
 class Provider(Protocol):
@@ -247,89 +330,3 @@ class NvmlProvider:
 
     def _has_driver(self) -> bool:
         return self._is_direct or any(map(os.path.exists, _DRIVER))
-
-
-_FRESH_S = 60.0
-
-
-class Inventory:
-    """The node's devices and the user's configuration."""
-
-    def __init__(self, home: Home) -> None:
-        self._home = home
-        self._clock = SystemClock()
-        self._machine = NvmlProvider()
-        self._cpu = CpuProvider()
-        self._seen_ns: int | None = None
-        self._seen_written = 0
-        self._devices: tuple[Device, ...] = ()
-        self._types: tuple[GpuType, ...] = ()
-        self._prices: dict[str, Tariff] = {}
-        self._problem = ""
-        self._unavailable: tuple[str, ...] = ()
-        self._checkpoints = ""
-
-    def greeting(self, version: str) -> protocol.Greeting:
-        """Return the greeting for every client."""
-        return protocol.Greeting(
-            protocol=protocol.PROTOCOL,
-            version=version,
-            pid=os.getpid(),
-            devices=self._devices,
-            own_types=self._types,
-            prices=self._prices,
-            problem=self._problem,
-            unavailable=self._unavailable,
-        )
-
-    @property
-    def devices(self) -> tuple[Device, ...]:
-        """Return what this node has, as of the last look."""
-        return self._devices
-
-    @property
-    def silence(self) -> str:
-        """Return why the driver gave no answer at the last look, or ""."""
-        return self._machine.silence
-
-    @property
-    def checkpoints(self) -> Path:
-        """Return the directory of checkpoints."""
-        return Path(self._checkpoints) if self._checkpoints else self._home.checkpoints
-
-    def refresh(self) -> None:
-        """Look again, if the last look is old or the configuration was written to; NVML may take its time."""
-        now_ns = self._clock.boottime_ns()
-        written = 0
-        with contextlib.suppress(OSError):
-            written = (self._home.root / "config.toml").stat().st_mtime_ns
-        if self._seen_ns is None or now_ns - self._seen_ns > _FRESH_S * 1e9 or written != self._seen_written:
-            self._look()
-            self._seen_ns, self._seen_written = self._clock.boottime_ns(), written
-
-    def _look(self) -> None:
-        self._problem = ""
-        try:
-            configuration = read_configuration(self._home)
-        except InvalidValue as error:
-            self._problem, configuration = str(error), Configuration(prices=self._prices, checkpoints=self._checkpoints)
-        types, self._prices = configuration.types, configuration.prices
-        self._checkpoints = configuration.checkpoints
-        if types != self._types:
-            self._types, self._machine = types, NvmlProvider(own=types)
-        found = self._machine.devices()
-        if self._machine.silence:  # the GPUs are still there, but not lent while they cannot be verified
-            found = tuple(device for device in self._devices if device.kind is DeviceKind.GPU)
-        self._unavailable = tuple(f"{gpu.name}: {gpu.reason}" for gpu in self._machine.unavailable())
-        self._devices = (*found, *self._cpu.devices())
-
-
-def offered(greeting: protocol.Greeting, environ: Mapping[str, str]) -> tuple[Device, ...]:
-    """Return what a node has; devices declared in `environ` replace real ones. Raises InvalidValue."""
-    if greeting.problem:
-        raise InvalidValue(greeting.problem)
-    fakes = environ.get("SERVERLESS_GPU_FAKE")
-    if not fakes:
-        return greeting.devices
-    cpus = [device for device in greeting.devices if device.kind is DeviceKind.CPU]
-    return (*parse_fake(fakes, greeting.own_types), *cpus)

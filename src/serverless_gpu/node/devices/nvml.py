@@ -35,11 +35,18 @@ from serverless_gpu.node.inside.channel import Channel, pair
 from serverless_gpu.node.processes.spawn import clean_process
 
 MIB = 1024 * 1024
-
 IDLE_MEMORY_BYTES = 256 * MIB
 """Memory an idle GPU may show. NVML's version 2 figure leaves out the driver's own reserve (0.9 GB on an
 A100), so an idle card of any size shows some MiB (8 MB on that A100). This leaves room for resident services, and stays
 below the bare CUDA context of a data-centre card."""
+NO_DRIVER = "there is no NVIDIA driver to ask"
+_PROCESS_NAME_MAX = 64
+# The kernel's fixed inode number of the first pid namespace; in any other one NVML may hide processes.
+_FIRST_PID_NAMESPACE = "pid:[4026531836]"
+_ANOTHER_S = 30.0
+_STUCK_MAX = 3
+_END_S = 0.2
+_STUCK_PAUSE_S = 0.05
 
 
 class GpuProcess(Struct, frozen=True):
@@ -80,12 +87,6 @@ class VisibleGpu(Struct, frozen=True):
 def unknown_usage(problem: str, *, silent: bool = False) -> Usage:
     """Return the usage of a device that could not be asked; `silent` if the driver does not answer."""
     return Usage(processes=(), memory_used_bytes=None, pids_visible=False, problem=problem, silent=silent)
-
-
-_PROCESS_NAME_MAX = 64
-# The kernel's fixed inode number of the first pid namespace; in any other one NVML may hide processes.
-_FIRST_PID_NAMESPACE = "pid:[4026531836]"
-NO_DRIVER = "there is no NVIDIA driver to ask"
 
 
 class NvmlQuestion(Struct, frozen=True):
@@ -333,11 +334,6 @@ def _settle(answer: Future[NvmlAnswer], work: Callable[[], NvmlAnswer]) -> None:
     except Exception as error:  # noqa: BLE001 - handed to the thread that waits, which raises it
         answer.set_exception(error)
 
-
-_ANOTHER_S = 30.0
-_STUCK_MAX = 3
-_END_S = 0.2
-_STUCK_PAUSE_S = 0.05
 
 _decoder = msgspec.json.Decoder(NvmlAnswer)
 

@@ -2,20 +2,16 @@
 
     kernel_log ─▶ model/xid ─▶ Fault ─┬─ ends the attempt that has the GPU     AttemptFaults, in its supervisor
                                       ├─ quarantine, kept over a restart of ours, not lifted before the next boot
-                                      └─ a hit, where it is the user's own code: principals are counted
+                                      └─ a hit in `<uuid>.xids` beside the GPU's lock, where it is the user's own
+                                         code: principals are counted, on the whole machine
     NodeFaults, in agent and uplink, reads the whole log: an unused GPU that fails is not lent either.
 
 Both may see the same line; the second finds the note written and leaves it. A note that was lifted after the line was
 written (a GPU that was reset) stays lifted.
 
 Failure cases: the log cannot be read (nothing is known: `problem`, reported by the doctor); the lock directory cannot
-be written (the attempt ends all the same, and the next look at the GPU refuses it, if it does not answer).
-
-Failures of users' code by GPU, for the whole machine: `<uuid>.xids` beside the GPU's lock.
-
-The files only; `model/xid.py` says what follows.
-
-Failure cases: as those of locks (`lock_files.py`); what is not written by us counts as nothing.
+be written (the attempt ends all the same, and the next look at the GPU refuses it, if it does not answer); a file of
+hits that is not written by us counts as nothing.
 """
 
 from __future__ import annotations
@@ -45,49 +41,11 @@ from serverless_gpu.node.devices.kernel_log import AGAIN_S, KernelLog, KernelLog
 from serverless_gpu.node.devices.locks import DeviceLocks, lock_directory
 from serverless_gpu.node.devices.reservation import user_name
 
-_HITS_MAX = 16
-_PRINCIPAL_MAX = 100  # so many of so long names fit into what is read of a note
-
-
-def note_hit(directory: Path, uuid: str, hit: Hit) -> None:
-    """Note that a principal's own code failed on a GPU, keeping each one's last; raises StorageError."""
-    own = msgspec.structs.replace(hit, principal=_plain(hit.principal))
-    with opened_directory(directory) as opened_at, opened(opened_at, f"{uuid}.xids") as fd:
-        others = [other for other in _read(fd) if other.principal != own.principal]
-        text = msgspec.json.encode((*others[1 - _HITS_MAX :], own))
-        os.pwrite(fd, text, 0)
-        os.ftruncate(fd, len(text))
-
-
-def read_hits(directory: Path, uuids: Iterable[str]) -> dict[str, tuple[Hit, ...]]:
-    """Return whose own code failed on GPUs lately, by uuid; raises StorageError."""
-    found: dict[str, tuple[Hit, ...]] = {}
-    with opened_directory(directory) as opened_at:
-        for uuid in uuids:
-            with contextlib.suppress(OSError):
-                fd = os.open(f"{uuid}.xids", os.O_RDONLY | OPEN, dir_fd=opened_at)
-                try:
-                    found[uuid] = _read(fd)
-                finally:
-                    os.close(fd)
-    return found
-
-
-def _read(fd: int) -> tuple[Hit, ...]:
-    try:
-        hits = from_json(read_note(fd), tuple[Hit, ...])
-    except msgspec.MsgspecError:
-        return ()
-    return tuple(msgspec.structs.replace(hit, principal=_plain(hit.principal)) for hit in hits)
-
-
-def _plain(text: str) -> str:
-    return "".join(letter if letter.isprintable() else "?" for letter in text)[:_PRINCIPAL_MAX]
-
-
 _USERS_OWN = frozenset(
     {Reason.RANK_RAISED, Reason.RANK_SIGNAL, Reason.NO_RESULT, Reason.COMMAND_FAILED, Reason.GPU_OOM}
 )
+_HITS_MAX = 16
+_PRINCIPAL_MAX = 100  # so many of so long names fit into what is read of a note
 
 
 class AttemptFaults:
@@ -219,3 +177,39 @@ def quarantine(kind: DeviceKind, home: Home, fault: Fault, line: KernelLogLine, 
         locks = DeviceLocks(lock_directory(kind, home.root), clock=clock)
         if locks.noted_ns(fault.uuid) < line.at_ns:
             locks.quarantine(fault.uuid, fault.what, fault=fault.kind)
+
+
+def note_hit(directory: Path, uuid: str, hit: Hit) -> None:
+    """Note that a principal's own code failed on a GPU, keeping each one's last; raises StorageError."""
+    own = msgspec.structs.replace(hit, principal=_plain(hit.principal))
+    with opened_directory(directory) as opened_at, opened(opened_at, f"{uuid}.xids") as fd:
+        others = [other for other in _read(fd) if other.principal != own.principal]
+        text = msgspec.json.encode((*others[1 - _HITS_MAX :], own))
+        os.pwrite(fd, text, 0)
+        os.ftruncate(fd, len(text))
+
+
+def read_hits(directory: Path, uuids: Iterable[str]) -> dict[str, tuple[Hit, ...]]:
+    """Return whose own code failed on GPUs lately, by uuid; raises StorageError."""
+    found: dict[str, tuple[Hit, ...]] = {}
+    with opened_directory(directory) as opened_at:
+        for uuid in uuids:
+            with contextlib.suppress(OSError):
+                fd = os.open(f"{uuid}.xids", os.O_RDONLY | OPEN, dir_fd=opened_at)
+                try:
+                    found[uuid] = _read(fd)
+                finally:
+                    os.close(fd)
+    return found
+
+
+def _read(fd: int) -> tuple[Hit, ...]:
+    try:
+        hits = from_json(read_note(fd), tuple[Hit, ...])
+    except msgspec.MsgspecError:
+        return ()
+    return tuple(msgspec.structs.replace(hit, principal=_plain(hit.principal)) for hit in hits)
+
+
+def _plain(text: str) -> str:
+    return "".join(letter if letter.isprintable() else "?" for letter in text)[:_PRINCIPAL_MAX]
