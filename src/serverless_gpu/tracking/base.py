@@ -4,8 +4,6 @@
 
 A tracker is used by one thread at a time, blocks for a bounded time, and raises one of two things: `TrackerAway`, after
 which the same call may be made again later, or `TrackerRefused`, after which it may not.
-
-Addresses of tracking servers, in a module that loads nothing else.
 """
 
 from __future__ import annotations

@@ -14,14 +14,8 @@ beyond 64 MB of it the oldest points are dropped, counted, with one notice. A re
 value, a run that was deleted) is left out; a parameter becomes a tag. Nothing but points is given up before 24 h after
 the end. Another process continues a killed one. No thread ever waits for this one.
 
-State of a delivery across processes: a file beside the logs of its attempt, written atomically.
-
-    <attempt>/tracking-<node rank>.state     which MLflow run, up to where points were sent, which steps are done
-
-Failure cases: with a full disk, a deleted directory or an unreadable file the delivery continues in memory, and a later
-one repeats the steps in doubt, which changes nothing in MLflow.
-
-State shared by deliveries of one run in one process: several of its attempts may be on their way.
+Failure cases: with a full disk, a deleted directory or an unreadable state file the delivery continues in memory, and a
+later one repeats the steps in doubt, which changes nothing in MLflow.
 """
 
 from __future__ import annotations

@@ -10,10 +10,10 @@
     PUT    /prices/{resource}       PriceRequest      → PriceSet      from a time on; the one before ends there
     DELETE /prices/{resource}?pool&at_ns              → PriceSet      from then on it has no price
 
-    GET    /usage?by=&from_day=&until_day=&where=&limit=                 → UsageView    sums by user, team, tag, month …
-    GET    /usage/prices                                                 → ListPrices   the price book, to join those with
-    GET    /usage/records?after=&from_day=&until_day=&limit=             → RecordPage   rows, as billing tables have them
-    GET    /usage/demand?from_ns&to_ns&team&pool&gpu_type&limit&cursor   → DemandPage   rows, as `sgpu advise` reads them
+    GET    /usage?by&from_day&until_day&where&limit   → UsageView     sums by user, team, tag, month …
+    GET    /usage/prices                              → ListPrices    the price book, to join those with
+    GET    /usage/records?after&from_day&until_day&limit              → RecordPage   rows, as billing tables have them
+    GET    /usage/demand?from_ns&to_ns&team&pool&gpu_type&limit&cursor → DemandPage  rows, as `sgpu advise` reads them
 
 A resource is a GPU type, "core" or "memory"; its price is for one hour of a device, a core or a GiB. Amounts are
 micros: millionths of the currency unit, or of a DBU. Days are of UTC, numbered from 1970-01-01; `until_day` is the

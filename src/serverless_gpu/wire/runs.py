@@ -13,12 +13,7 @@ GET    /runs/{run}/files?fence                           → FileList
 GET    /runs/{run}/files/{name}?fence                    → bytes, with Range
 GET    /runs/{run}/receipt?fence&crew                    → the receipt; of several nodes, one for all, or of one
 GET    /runs/{run}/attempts                              → AttemptList
-GET    /runs/{run}/cost                                  → CostView, of `wire/runs.py`
-
-What runs cost.
-
 GET    /runs/{run}/cost                                  → CostView
-GET    /runs?costs=true                                  → RunPage, with the costs of its runs
 """
 
 from __future__ import annotations

@@ -27,11 +27,8 @@ full look finds such a write only where it is the first to its page since the ke
 
 Bytecode does not count, as everywhere. Project code is not watched: the gate compares every file of it anyway.
 
-The kernel's inotify queue: watches on files and directories, and what happened to them. Linux only.
-
-The kernel appends an event before the system call that caused it returns. So a reader that finds the queue empty knows
-that no such call has returned since the queue was read last. Two kinds of writes raise no event: writes through a
-memory mapping, and writes of other machines to a network file system. `watcher.py` handles both.
+Watches are inotify's (Linux only). The kernel appends an event before the system call that caused it returns. So a
+reader that finds the queue empty knows that no such call has returned since the queue was read last.
 """
 
 from __future__ import annotations

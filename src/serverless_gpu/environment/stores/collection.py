@@ -5,7 +5,7 @@
                     └─▶ nothing is done
 
     snapshots that are young or in use ─▶ their units ─▶ their packs        needed
-    anything put less than a grace ago                                      needed: a capture may be about to point at it
+    anything put less than a grace ago                                      needed: a capture may soon point at it
     the rest                    not on the list ─▶ condemned                goes on the list now
                                 on the list for less than the grace         waits
                                 something that is still there points at it  waits
