@@ -8,7 +8,7 @@ Nothing is in memory that is not somewhere else, too, so a server that was kille
 clients and nodes come again, and the loops look at what is written down. A second signal does not wait for requests.
 
 Failure cases: another server of this home runs (it is named); the port is taken (it is named, when it was asked for);
-the database does not answer (waited for, `database_startup.py`) or is of a newer version (said, and nothing was
+the database does not answer (waited for, `startup.py`) or is of a newer version (said, and nothing was
 started); it is another server's (`leader_lock.py`), at the start or later; requests that do not finish when it is to
 stop (cut off).
 """

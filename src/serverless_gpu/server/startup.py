@@ -1,15 +1,13 @@
-"""How the server is put together: its parts in the order in which they need each other, taken apart the other way.
+"""Startup: builds the server's parts in the order in which they need each other, and takes them apart in reverse.
 
-    settings ─▶ database, nobody else's, migrated ─▶ key, first tokens ─▶ storage, hub ─▶ services ─▶ engine ─▶ loops
+    settings ─▶ database, locked, migrated ─▶ key, first tokens ─▶ storage, hub ─▶ services ─▶ engine ─▶ loops
 
-What is taken apart last was put together first, so nothing is used after its end: the loops finish their tick, then the
-engine lets go, then the database closes. Nothing has to be taken apart: a server that is killed leaves the same.
+Nothing is used after its end: the loops finish their tick, then the engine lets go, then the database closes. A server
+that is killed leaves the same state.
 
-Waits for a PostgreSQL that is still starting when the server starts.
-
-After a reboot both start at once, and PostgreSQL may still replay its log. So a start tries again for `START_S` where
-PostgreSQL does not answer yet, and says what it waits for. An answer that time does not change ends the start at once:
-a wrong password, a database that does not exist.
+After a reboot the server and PostgreSQL start at once, and PostgreSQL may still replay its log. So the start tries
+again for `START_S` while PostgreSQL does not answer, and says what it waits for. An answer that time does not change
+ends the start at once: a wrong password, a database that does not exist.
 """
 
 from __future__ import annotations

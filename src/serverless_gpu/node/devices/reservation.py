@@ -49,6 +49,7 @@ from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.processes.process_tree import ProcessIdentity
 
 _NAMED_MAX = 4
+_ANSWER_S = 0.05  # usually a few hundred microseconds; then the supervisor has other things to do, and asks again
 
 
 class DeviceReservation:
@@ -150,83 +151,6 @@ class DeviceReservation:
         return f"{wanted}: " + "; ".join(part for part in [cause, *parts] if part)
 
 
-def retest_quarantined(locks: DeviceLocks, provider: Provider, uuids: Collection[str]) -> dict[str, Quarantine]:
-    """Lift quarantines whose cause is gone; return the others. Raises StorageError."""
-    notes = {uuid: note for uuid, note in locks.quarantined().items() if uuid in uuids}
-    if not notes:
-        return {}
-    usage = provider.usage(list(notes))
-    for uuid, note in list(notes.items()):
-        used = usage.get(uuid, unknown_usage("it did not answer"))
-        if locks.is_settled(note):
-            continue
-        if not any(left.is_there() for left in note.left) and judge(None, used, kind=provider.kind).ok:
-            locks.lift(uuid)
-            del notes[uuid]
-    return notes
-
-
-def quarantine(
-    locks: DeviceLocks, verdicts: Mapping[str, Verdict], run_id: str, left: tuple[ProcessIdentity, ...] = ()
-) -> tuple[str, ...]:
-    """Note which devices a run did not leave free, while their locks are held; return their uuids."""
-    bad = tuple(uuid for uuid, verdict in verdicts.items() if not verdict.ok)
-    noted: Mapping[str, Quarantine] = {}
-    with contextlib.suppress(StorageError):
-        noted = locks.quarantined() if bad else {}
-    for uuid in bad:
-        fault = noted[uuid].fault if uuid in noted and locks.is_settled(noted[uuid]) else ""
-        if fault and not left:
-            continue  # what the driver said is more than this look does
-        # Without a note, the next look at the device still refuses it, and this receipt names it.
-        with contextlib.suppress(StorageError):
-            locks.quarantine(uuid, f"after run {run_id}: {verdicts[uuid].evidence}", left, fault=fault)
-    return bad
-
-
-def _held_text(held: Sequence[LockHolder]) -> str:
-    """Return who holds these devices, which are all in the same hands."""
-    first = held[0]
-    names = ", ".join(holder.uuid for holder in held[:_NAMED_MAX])
-    if len(held) > _NAMED_MAX:
-        names += f" and {len(held) - _NAMED_MAX} more"
-    are = f"{names} {'is' if len(held) == 1 else 'are'} held"
-    if not first.run_id:
-        return are
-    # A moment, not a duration: the sentence is sent again when it changes.
-    since = format_clock(first.since_wall_ns)
-    what = "session" if first.session else "run"
-    return f"{are} by {what} {first.run_id} of {first.user} (pid {first.pid}, since {since})"
-
-
-def user_name() -> str:
-    """Return the name of this process's user, or its number."""
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a container's user without an entry anywhere
-        return f"uid {os.getuid()}"
-
-
-def find_provider(kind: DeviceKind, environ: Mapping[str, str], home: Home, machine: Provider | None) -> Provider:
-    """Return where devices of a kind come from."""
-    if kind is DeviceKind.GPU and machine is not None:
-        return machine
-    for provider in providers(home.root, environ, read_configuration(home).types):
-        if provider.kind is kind:
-            return provider
-    return FakeProvider("", home.root)
-
-
-def _foreign_text(busy: Mapping[str, str]) -> str:
-    named = [f"{uuid}: {why}" for uuid, why in list(busy.items())[:_NAMED_MAX]]
-    if len(busy) > _NAMED_MAX:
-        named.append(f"and {len(busy) - _NAMED_MAX} more")
-    return "; ".join(named)
-
-
-_ANSWER_S = 0.05  # usually a few hundred microseconds; then the supervisor has other things to do, and asks again
-
-
 class BorrowedDevices:
     """The devices of one attempt of a session: wanted, then lent, then given back."""
 
@@ -304,3 +228,77 @@ class BorrowedDevices:
             f"session {self._launch.session} has ended, so run {self._launch.run_id} cannot use its devices",
             hint="open another with serverless_gpu.session(...)",
         )
+
+
+def retest_quarantined(locks: DeviceLocks, provider: Provider, uuids: Collection[str]) -> dict[str, Quarantine]:
+    """Lift quarantines whose cause is gone; return the others. Raises StorageError."""
+    notes = {uuid: note for uuid, note in locks.quarantined().items() if uuid in uuids}
+    if not notes:
+        return {}
+    usage = provider.usage(list(notes))
+    for uuid, note in list(notes.items()):
+        used = usage.get(uuid, unknown_usage("it did not answer"))
+        if locks.is_settled(note):
+            continue
+        if not any(left.is_there() for left in note.left) and judge(None, used, kind=provider.kind).ok:
+            locks.lift(uuid)
+            del notes[uuid]
+    return notes
+
+
+def quarantine(
+    locks: DeviceLocks, verdicts: Mapping[str, Verdict], run_id: str, left: tuple[ProcessIdentity, ...] = ()
+) -> tuple[str, ...]:
+    """Note which devices a run did not leave free, while their locks are held; return their uuids."""
+    bad = tuple(uuid for uuid, verdict in verdicts.items() if not verdict.ok)
+    noted: Mapping[str, Quarantine] = {}
+    with contextlib.suppress(StorageError):
+        noted = locks.quarantined() if bad else {}
+    for uuid in bad:
+        fault = noted[uuid].fault if uuid in noted and locks.is_settled(noted[uuid]) else ""
+        if fault and not left:
+            continue  # what the driver said is more than this look does
+        # Without a note, the next look at the device still refuses it, and this receipt names it.
+        with contextlib.suppress(StorageError):
+            locks.quarantine(uuid, f"after run {run_id}: {verdicts[uuid].evidence}", left, fault=fault)
+    return bad
+
+
+def _held_text(held: Sequence[LockHolder]) -> str:
+    """Return who holds these devices, which are all in the same hands."""
+    first = held[0]
+    names = ", ".join(holder.uuid for holder in held[:_NAMED_MAX])
+    if len(held) > _NAMED_MAX:
+        names += f" and {len(held) - _NAMED_MAX} more"
+    are = f"{names} {'is' if len(held) == 1 else 'are'} held"
+    if not first.run_id:
+        return are
+    # A moment, not a duration: the sentence is sent again when it changes.
+    since = format_clock(first.since_wall_ns)
+    what = "session" if first.session else "run"
+    return f"{are} by {what} {first.run_id} of {first.user} (pid {first.pid}, since {since})"
+
+
+def user_name() -> str:
+    """Return the name of this process's user, or its number."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user without an entry anywhere
+        return f"uid {os.getuid()}"
+
+
+def find_provider(kind: DeviceKind, environ: Mapping[str, str], home: Home, machine: Provider | None) -> Provider:
+    """Return where devices of a kind come from."""
+    if kind is DeviceKind.GPU and machine is not None:
+        return machine
+    for provider in providers(home.root, environ, read_configuration(home).types):
+        if provider.kind is kind:
+            return provider
+    return FakeProvider("", home.root)
+
+
+def _foreign_text(busy: Mapping[str, str]) -> str:
+    named = [f"{uuid}: {why}" for uuid, why in list(busy.items())[:_NAMED_MAX]]
+    if len(busy) > _NAMED_MAX:
+        named.append(f"and {len(busy) - _NAMED_MAX} more")
+    return "; ".join(named)

@@ -28,6 +28,22 @@ from serverless_gpu.node.base.protocol import PROTOCOL, decoded
 from serverless_gpu.node.inside.channel import Channel, close_all
 from serverless_gpu.version import __version__
 
+_PENDING_MAX = 64
+_REACHING = frozenset(
+    {
+        "http_proxy",
+        "https_proxy",
+        "all_proxy",
+        "no_proxy",
+        "ssl_cert_file",
+        "ssl_cert_dir",
+        "requests_ca_bundle",
+        "curl_ca_bundle",
+        "pythonpath",
+        "pythonhome",
+    }
+)
+
 
 class MonitorMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
     """Base of all messages."""
@@ -152,22 +168,6 @@ AnyMonitorMessage = (
     | RetireMonitor
     | NodeFrame
 )
-
-_REACHING = frozenset(
-    {
-        "http_proxy",
-        "https_proxy",
-        "all_proxy",
-        "no_proxy",
-        "ssl_cert_file",
-        "ssl_cert_dir",
-        "requests_ca_bundle",
-        "curl_ca_bundle",
-        "pythonpath",
-        "pythonhome",
-    }
-)
-
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[AnyMonitorMessage] = msgspec.json.Decoder(AnyMonitorMessage)
 
@@ -202,9 +202,6 @@ def hear(channel: Channel) -> AnyMonitorMessage | None:
     word = decoded(_decoder, received)
     close_all(received[1])  # a monitor takes no descriptors
     return word
-
-
-_PENDING_MAX = 64
 
 
 class Peer:

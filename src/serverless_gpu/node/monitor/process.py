@@ -59,125 +59,14 @@ from serverless_gpu.node.monitor.sampler import MachineSampler, NodeSample, Samp
 from serverless_gpu.node.processes.spawn import bound_log
 from serverless_gpu.tracking.rest import make_ready
 
-ENDED_MAX = 32
-_LOOK_NS = 15 * 10**9
-_SECRETS_MAX = 64
-
-
-class MlflowDeliveries:
-    """Running and waiting deliveries."""
-
-    def __init__(self, home: Home, clock: Clock, wake: Callable[[], None]) -> None:
-        self._home = home
-        self._clock = clock
-        self._wake = wake
-        self._backlog = Backlog(home.tracking, clock)
-        self._away: dict[str, messages.Untracked] = {}
-        self._secrets: dict[str, Mapping[str, str]] = {}
-        self._waiting: dict[str, str] = {}  # for credentials of a tracker, by attempt
-        self._looked_ns: int | None = None
-
-    def prepare(self, word: messages.Prepare) -> None:
-        """Have the home's server ready where a run is going to need it."""
-        if not word.tracker.uri:
-            ensure_server(self._home, word.python, word.tracker.store, environ=word.environ)
-        self._remember(word.tracker.uri, word.environ)
-
-    def begin(self, recorder: Recorder) -> None:
-        """Deliver an attempt that is observed, if it is to be tracked."""
-        observe = recorder.observe
-        if observe.spec.tracker is None:
-            return
-        self._remember(observe.spec.tracker.uri, observe.environ)
-        kept = BacklogAttempt(observe=observe, origin_ns=recorder.origin_ns)
-        held = self._backlog.keep(observe, recorder.origin_ns)
-        delivering = recorder.delivering = AttemptDelivery(self._home, kept, observe.environ, held, self._wake)
-        # Known already: ranks need not wait to hear it. Their file says it when it has been tried again.
-        delivering.word = self._away.get(delivering.target)
-        delivering.start()
-
-    def tend(self, recorders: Mapping[str, Recorder]) -> Iterator[Recorder]:
-        """Look after those that have ended; yield recorders of attempts that an earlier monitor left."""
-        ended = 0
-        for recorder in recorders.values():
-            delivering = recorder.delivering
-            if delivering is None:
-                continue
-            if self._note(delivering):
-                self._recover(delivering.target, recorders)
-            if delivering.is_done:
-                self._bury(delivering)
-            elif not recorder.is_observed:
-                ended += 1
-                if ended > ENDED_MAX:
-                    delivering.stop()
-        now_ns = self._clock.boottime_ns()
-        if ended < ENDED_MAX and (self._looked_ns is None or now_ns - self._looked_ns > _LOOK_NS):
-            self._looked_ns = now_ns
-            waiting = {key for key, target in self._waiting.items() if target not in self._secrets}
-            yield from self._taken(waiting.union(recorders), ENDED_MAX - ended)
-
-    def _taken(self, known: Collection[str], limit: int) -> Iterator[Recorder]:
-        for kept, held in self._backlog.take(known, limit, self._is_ready):
-            target = target_of(kept.observe)
-            environ = {**kept.observe.environ, **self._secrets.get(target, {})}
-            recorder = Recorder(kept.observe, kept.origin_ns, self._clock)
-            recorder.delivering = AttemptDelivery(self._home, kept, environ, held, self._wake)
-            recorder.delivering.start()
-            yield recorder
-
-    def _is_ready(self, kept: BacklogAttempt) -> bool:
-        """Return whether an attempt can be delivered; one without its credentials waits for them."""
-        key, target = key_of(kept.observe), target_of(kept.observe)
-        self._waiting.pop(key, None)
-        if kept.has_secrets and target not in self._secrets:
-            if len(self._waiting) >= KEPT_MAX:
-                self._waiting.clear()
-            self._waiting[key] = target
-            return False
-        return not is_live(Path(kept.observe.directory))
-
-    def _note(self, delivering: AttemptDelivery) -> bool:
-        """Remember whether a tracker answers; return whether it does again."""
-        match delivering.take_answer():
-            case messages.TrackedNote():
-                return self._away.pop(delivering.target, None) is not None
-            case messages.Untracked(final=False) as away:
-                self._away[delivering.target] = away
-            case _:
-                pass
-        return False
-
-    def _recover(self, target: str, recorders: Mapping[str, Recorder]) -> None:
-        """Have everything go on that waits for a tracker, now that it answers again."""
-        self._looked_ns = None
-        for recorder in recorders.values():
-            if recorder.delivering is not None and recorder.delivering.target == target:
-                recorder.delivering.wake()
-
-    def _bury(self, delivering: AttemptDelivery) -> None:
-        if delivering.held is None:
-            return
-        if delivering.over:
-            delivering.held.drop()
-        else:
-            delivering.held.leave()
-        delivering.held = None
-
-    def _remember(self, target: str, environ: Mapping[str, str]) -> None:
-        if target and has_secrets(environ):
-            if self._secrets.pop(target, None) is None:
-                self._looked_ns = None
-            self._secrets[target] = environ
-            while len(self._secrets) > _SECRETS_MAX:
-                del self._secrets[next(iter(self._secrets))]
-
-
 PEERS_MAX = 1_024
+ENDED_MAX = 32
 IDLE_S = 5.0
 GRACE_S = 3.0
 _EVERY_NS = 10**9
 _FIRST_NS = _EVERY_NS // 4  # ranks that just started need the cores
+_LOOK_NS = 15 * 10**9
+_SECRETS_MAX = 64
 _TURN_S = 5.0
 _LOOK_S = 0.25  # while something is on its way
 _BREATH_S = 0.05
@@ -382,3 +271,112 @@ class Monitor:
         if self._is_observing():
             self._retiring_ns = now_ns
         return not self._recorders or now_ns - self._retiring_ns > GRACE_S * 1e9
+
+
+class MlflowDeliveries:
+    """Running and waiting deliveries."""
+
+    def __init__(self, home: Home, clock: Clock, wake: Callable[[], None]) -> None:
+        self._home = home
+        self._clock = clock
+        self._wake = wake
+        self._backlog = Backlog(home.tracking, clock)
+        self._away: dict[str, messages.Untracked] = {}
+        self._secrets: dict[str, Mapping[str, str]] = {}
+        self._waiting: dict[str, str] = {}  # for credentials of a tracker, by attempt
+        self._looked_ns: int | None = None
+
+    def prepare(self, word: messages.Prepare) -> None:
+        """Have the home's server ready where a run is going to need it."""
+        if not word.tracker.uri:
+            ensure_server(self._home, word.python, word.tracker.store, environ=word.environ)
+        self._remember(word.tracker.uri, word.environ)
+
+    def begin(self, recorder: Recorder) -> None:
+        """Deliver an attempt that is observed, if it is to be tracked."""
+        observe = recorder.observe
+        if observe.spec.tracker is None:
+            return
+        self._remember(observe.spec.tracker.uri, observe.environ)
+        kept = BacklogAttempt(observe=observe, origin_ns=recorder.origin_ns)
+        held = self._backlog.keep(observe, recorder.origin_ns)
+        delivering = recorder.delivering = AttemptDelivery(self._home, kept, observe.environ, held, self._wake)
+        # Known already: ranks need not wait to hear it. Their file says it when it has been tried again.
+        delivering.word = self._away.get(delivering.target)
+        delivering.start()
+
+    def tend(self, recorders: Mapping[str, Recorder]) -> Iterator[Recorder]:
+        """Look after those that have ended; yield recorders of attempts that an earlier monitor left."""
+        ended = 0
+        for recorder in recorders.values():
+            delivering = recorder.delivering
+            if delivering is None:
+                continue
+            if self._note(delivering):
+                self._recover(delivering.target, recorders)
+            if delivering.is_done:
+                self._bury(delivering)
+            elif not recorder.is_observed:
+                ended += 1
+                if ended > ENDED_MAX:
+                    delivering.stop()
+        now_ns = self._clock.boottime_ns()
+        if ended < ENDED_MAX and (self._looked_ns is None or now_ns - self._looked_ns > _LOOK_NS):
+            self._looked_ns = now_ns
+            waiting = {key for key, target in self._waiting.items() if target not in self._secrets}
+            yield from self._taken(waiting.union(recorders), ENDED_MAX - ended)
+
+    def _taken(self, known: Collection[str], limit: int) -> Iterator[Recorder]:
+        for kept, held in self._backlog.take(known, limit, self._is_ready):
+            target = target_of(kept.observe)
+            environ = {**kept.observe.environ, **self._secrets.get(target, {})}
+            recorder = Recorder(kept.observe, kept.origin_ns, self._clock)
+            recorder.delivering = AttemptDelivery(self._home, kept, environ, held, self._wake)
+            recorder.delivering.start()
+            yield recorder
+
+    def _is_ready(self, kept: BacklogAttempt) -> bool:
+        """Return whether an attempt can be delivered; one without its credentials waits for them."""
+        key, target = key_of(kept.observe), target_of(kept.observe)
+        self._waiting.pop(key, None)
+        if kept.has_secrets and target not in self._secrets:
+            if len(self._waiting) >= KEPT_MAX:
+                self._waiting.clear()
+            self._waiting[key] = target
+            return False
+        return not is_live(Path(kept.observe.directory))
+
+    def _note(self, delivering: AttemptDelivery) -> bool:
+        """Remember whether a tracker answers; return whether it does again."""
+        match delivering.take_answer():
+            case messages.TrackedNote():
+                return self._away.pop(delivering.target, None) is not None
+            case messages.Untracked(final=False) as away:
+                self._away[delivering.target] = away
+            case _:
+                pass
+        return False
+
+    def _recover(self, target: str, recorders: Mapping[str, Recorder]) -> None:
+        """Have everything go on that waits for a tracker, now that it answers again."""
+        self._looked_ns = None
+        for recorder in recorders.values():
+            if recorder.delivering is not None and recorder.delivering.target == target:
+                recorder.delivering.wake()
+
+    def _bury(self, delivering: AttemptDelivery) -> None:
+        if delivering.held is None:
+            return
+        if delivering.over:
+            delivering.held.drop()
+        else:
+            delivering.held.leave()
+        delivering.held = None
+
+    def _remember(self, target: str, environ: Mapping[str, str]) -> None:
+        if target and has_secrets(environ):
+            if self._secrets.pop(target, None) is None:
+                self._looked_ns = None
+            self._secrets[target] = environ
+            while len(self._secrets) > _SECRETS_MAX:
+                del self._secrets[next(iter(self._secrets))]

@@ -41,37 +41,6 @@ from serverless_gpu.node.monitor.messages import Peer
 from serverless_gpu.node.monitor.sampler import NodeSample
 from serverless_gpu.node.monitor.telemetry_file import TelemetryFile
 
-
-class RayFile:
-    """Reads the metrics of a Ray cluster on this node, written by `inside/raycluster/metrics.py`.
-
-    The file is opened again only when it was written again. No metrics: no file; an old file, because Ray hangs or is
-    gone; a file that is none of ours (a pipe, a directory, a gigabyte).
-    """
-
-    def __init__(self, directory: Path, node_rank: int) -> None:
-        self._path = Path(metrics_file(str(directory), node_rank))
-        self._seen: tuple[int, int] | None = None
-        self._data = b""
-
-    def latest(self, now_ns: int) -> RaySample | None:
-        """Return the latest metrics; None if they are missing or too old. `now_ns` is boottime."""
-        try:
-            found = os.stat(self._path)
-            seen = (found.st_ino, found.st_mtime_ns)
-            if seen != self._seen:
-                # A pipe has nothing and does not block. A byte above the limit shows that the file is too large.
-                fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
-                try:
-                    self._data = os.read(fd, RAY_BYTES_MAX + 1)
-                finally:
-                    os.close(fd)
-                self._seen = seen
-        except OSError:
-            return None
-        return read_ray(self._data, now_ns)
-
-
 _SAID_MAX = 8
 _LOST_NS = 10 * 10**9
 
@@ -273,3 +242,33 @@ def sample_of(look: NodeSample, devices: tuple[Device, ...], *keys: str) -> Samp
         ranks += look.ranks.get(key, ())
     gpus = tuple(look.gpus.get(device.uuid, GpuSample()) for device in devices)
     return Sample(at_ns=look.at_ns, host=look.host, gpus=gpus, ranks=tuple(ranks))
+
+
+class RayFile:
+    """Reads the metrics of a Ray cluster on this node, written by `inside/raycluster/metrics.py`.
+
+    The file is opened again only when it was written again. No metrics: no file; an old file, because Ray hangs or is
+    gone; a file that is none of ours (a pipe, a directory, a gigabyte).
+    """
+
+    def __init__(self, directory: Path, node_rank: int) -> None:
+        self._path = Path(metrics_file(str(directory), node_rank))
+        self._seen: tuple[int, int] | None = None
+        self._data = b""
+
+    def latest(self, now_ns: int) -> RaySample | None:
+        """Return the latest metrics; None if they are missing or too old. `now_ns` is boottime."""
+        try:
+            found = os.stat(self._path)
+            seen = (found.st_ino, found.st_mtime_ns)
+            if seen != self._seen:
+                # A pipe has nothing and does not block. A byte above the limit shows that the file is too large.
+                fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+                try:
+                    self._data = os.read(fd, RAY_BYTES_MAX + 1)
+                finally:
+                    os.close(fd)
+                self._seen = seen
+        except OSError:
+            return None
+        return read_ray(self._data, now_ns)

@@ -40,6 +40,14 @@ from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.devices.inventory import FAKE_VARIABLE, Provider, providers
 from serverless_gpu.node.monitor.gpu_sampler import FakeGpu, GpuReading, NvmlSampler, fake_state, from_rank
 
+_DISK_EVERY_NS = 10 * SECOND_NS
+_LIST_EVERY_NS = 30 * SECOND_NS
+_NETWORKS = Path("/sys/class/net")
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+RankKey = tuple[str, int]
+"""An attempt, and a global rank of it."""
+
 
 class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Devices and ranks to sample."""
@@ -134,8 +142,86 @@ class WakeupEvent:
         os.eventfd_read(self.fd)
 
 
-_DISK_EVERY_NS = 10 * SECOND_NS
-_NETWORKS = Path("/sys/class/net")
+class MachineSampler:
+    """Samples this machine; used by one thread. `nvml` of None makes a sampler."""
+
+    def __init__(self, home: Path, *, nvml: NvmlSampler | None = None, clock: Clock | None = None) -> None:
+        self._home = home
+        self._host = HostSampler(home)
+        self._processes = RankSampler()
+        self._clock = clock or SystemClock()
+        self._nvml = nvml or NvmlSampler(clock=self._clock)
+        self._listed: tuple[str, int, tuple[Device, ...], str] | None = None
+        self._sources: tuple[str, tuple[GpuType, ...], tuple[Provider, ...]] | None = None
+
+    def look(self, wanted: SampleRequest, at_ns: int) -> NodeSample:
+        """Return a sample (nanoseconds since 1970); an unused made-up device is idle."""
+        boottime_ns = self._clock.boottime_ns()
+        own, problem = ((), "") if wanted.fakes is None else self._list(wanted.fakes, boottime_ns)
+        devices = {device.uuid: device for device in (*own, *wanted.devices)}
+        real = [uuid for uuid, device in devices.items() if device.kind is DeviceKind.GPU]
+        roots = {pid: (key, rank) for key, pids in wanted.ranks.items() for rank, pid in pids.items()}
+        looks = self._processes.look(boottime_ns, roots)
+        reading = self._nvml.sample(real) if real else GpuReading({}, None)
+        on_gpus = {key for uuid, (key, _) in wanted.used_by.items() if uuid in real}
+        ranks = {
+            key: _ranks(key, pids, looks, reading if key in on_gpus else GpuReading({}, None))
+            for key, pids in wanted.ranks.items()
+        }
+        return NodeSample(
+            at_ns=at_ns,
+            devices=tuple(devices.values()),
+            host=self._host.sample(boottime_ns),
+            gpus={**reading.gpus, **self._made_up(devices, wanted, ranks)},
+            ranks=ranks,
+            problems=tuple(text for text in (problem, reading.problem) if text),
+        )
+
+    def _list(self, fakes: str, now_ns: int) -> tuple[tuple[Device, ...], str]:
+        """Return the devices of this node, and what is wrong with the list; CPU slots where there is no GPU."""
+        if self._listed is None or self._listed[0] != fakes or now_ns - self._listed[1] >= _LIST_EVERY_NS:
+            devices: tuple[Device, ...] = ()
+            problem = ""
+            try:
+                own = read_configuration(Home(self._home)).types
+                if self._sources is None or self._sources[:2] != (fakes, own):
+                    self._sources = (fakes, own, providers(self._home, {FAKE_VARIABLE: fakes}, own))
+                devices = next(filter(None, (source.devices() for source in self._sources[2])), ())
+            except ServerlessGpuError as error:
+                problem = str(error)
+            self._listed = (fakes, now_ns, devices, problem)
+        return self._listed[2:]
+
+    def _made_up(
+        self, devices: Mapping[str, Device], wanted: SampleRequest, ranks: Mapping[str, Sequence[RankSample]]
+    ) -> dict[str, GpuSample]:
+        """Return the samples of fakes and CPU slots: what their ranks use."""
+        made_up = {uuid: device for uuid, device in devices.items() if device.kind is not DeviceKind.GPU}
+        fakes = any(device.kind is DeviceKind.FAKE for device in made_up.values())
+        state: dict[str, FakeGpu] = fake_state(self._home) if fakes else {}
+        by_key = {(key, rank.rank): rank for key, samples in ranks.items() for rank in samples}
+        shares = Counter(wanted.used_by.values())
+        gpus: dict[str, GpuSample] = {}
+        for uuid, device in made_up.items():
+            user = wanted.used_by.get(uuid)
+            rank = None if user is None else by_key.get(user, RankSample(user[1]))
+            gpus[uuid] = from_rank(device, rank, 1 if user is None else shares[user], state)
+        return gpus
+
+
+def _ranks(
+    key: str, pids: Mapping[int, int], looks: Mapping[RankKey, RankUsage], reading: GpuReading
+) -> tuple[RankSample, ...]:
+    samples: list[RankSample] = []
+    for rank in sorted(pids):
+        look = looks.get((key, rank))
+        if look is None:
+            samples.append(RankSample(rank))
+            continue
+        used = reading.memory_by_pid
+        memory = None if used is None else sum(used.get(pid, 0) for pid in look.pids)
+        samples.append(RankSample(rank, look.cpu_percent, look.memory_bytes, memory))
+    return tuple(samples)
 
 
 class HostSampler:
@@ -200,13 +286,6 @@ def _disk(path: Path) -> tuple[int | None, int | None]:
         used = (disk.f_blocks - disk.f_bfree) * disk.f_frsize
         return used, used + disk.f_bavail * disk.f_frsize  # what root keeps for itself is not there
     return None, None
-
-
-_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-
-RankKey = tuple[str, int]
-"""An attempt, and a global rank of it."""
 
 
 class RankUsage(NamedTuple):
@@ -295,88 +374,3 @@ def read_stat(pid: int) -> ProcessStat | None:
         ticks = sum(int(field) for field in fields[11:15])
         return ProcessStat(int(fields[1]), ticks * _TICK_S, int(fields[21]) * _PAGE_BYTES)
     return None
-
-
-_LIST_EVERY_NS = 30 * SECOND_NS
-
-
-class MachineSampler:
-    """Samples this machine; used by one thread. `nvml` of None makes a sampler."""
-
-    def __init__(self, home: Path, *, nvml: NvmlSampler | None = None, clock: Clock | None = None) -> None:
-        self._home = home
-        self._host = HostSampler(home)
-        self._processes = RankSampler()
-        self._clock = clock or SystemClock()
-        self._nvml = nvml or NvmlSampler(clock=self._clock)
-        self._listed: tuple[str, int, tuple[Device, ...], str] | None = None
-        self._sources: tuple[str, tuple[GpuType, ...], tuple[Provider, ...]] | None = None
-
-    def look(self, wanted: SampleRequest, at_ns: int) -> NodeSample:
-        """Return a sample (nanoseconds since 1970); an unused made-up device is idle."""
-        boottime_ns = self._clock.boottime_ns()
-        own, problem = ((), "") if wanted.fakes is None else self._list(wanted.fakes, boottime_ns)
-        devices = {device.uuid: device for device in (*own, *wanted.devices)}
-        real = [uuid for uuid, device in devices.items() if device.kind is DeviceKind.GPU]
-        roots = {pid: (key, rank) for key, pids in wanted.ranks.items() for rank, pid in pids.items()}
-        looks = self._processes.look(boottime_ns, roots)
-        reading = self._nvml.sample(real) if real else GpuReading({}, None)
-        on_gpus = {key for uuid, (key, _) in wanted.used_by.items() if uuid in real}
-        ranks = {
-            key: _ranks(key, pids, looks, reading if key in on_gpus else GpuReading({}, None))
-            for key, pids in wanted.ranks.items()
-        }
-        return NodeSample(
-            at_ns=at_ns,
-            devices=tuple(devices.values()),
-            host=self._host.sample(boottime_ns),
-            gpus={**reading.gpus, **self._made_up(devices, wanted, ranks)},
-            ranks=ranks,
-            problems=tuple(text for text in (problem, reading.problem) if text),
-        )
-
-    def _list(self, fakes: str, now_ns: int) -> tuple[tuple[Device, ...], str]:
-        """Return the devices of this node, and what is wrong with the list; CPU slots where there is no GPU."""
-        if self._listed is None or self._listed[0] != fakes or now_ns - self._listed[1] >= _LIST_EVERY_NS:
-            devices: tuple[Device, ...] = ()
-            problem = ""
-            try:
-                own = read_configuration(Home(self._home)).types
-                if self._sources is None or self._sources[:2] != (fakes, own):
-                    self._sources = (fakes, own, providers(self._home, {FAKE_VARIABLE: fakes}, own))
-                devices = next(filter(None, (source.devices() for source in self._sources[2])), ())
-            except ServerlessGpuError as error:
-                problem = str(error)
-            self._listed = (fakes, now_ns, devices, problem)
-        return self._listed[2:]
-
-    def _made_up(
-        self, devices: Mapping[str, Device], wanted: SampleRequest, ranks: Mapping[str, Sequence[RankSample]]
-    ) -> dict[str, GpuSample]:
-        """Return the samples of fakes and CPU slots: what their ranks use."""
-        made_up = {uuid: device for uuid, device in devices.items() if device.kind is not DeviceKind.GPU}
-        fakes = any(device.kind is DeviceKind.FAKE for device in made_up.values())
-        state: dict[str, FakeGpu] = fake_state(self._home) if fakes else {}
-        by_key = {(key, rank.rank): rank for key, samples in ranks.items() for rank in samples}
-        shares = Counter(wanted.used_by.values())
-        gpus: dict[str, GpuSample] = {}
-        for uuid, device in made_up.items():
-            user = wanted.used_by.get(uuid)
-            rank = None if user is None else by_key.get(user, RankSample(user[1]))
-            gpus[uuid] = from_rank(device, rank, 1 if user is None else shares[user], state)
-        return gpus
-
-
-def _ranks(
-    key: str, pids: Mapping[int, int], looks: Mapping[RankKey, RankUsage], reading: GpuReading
-) -> tuple[RankSample, ...]:
-    samples: list[RankSample] = []
-    for rank in sorted(pids):
-        look = looks.get((key, rank))
-        if look is None:
-            samples.append(RankSample(rank))
-            continue
-        used = reading.memory_by_pid
-        memory = None if used is None else sum(used.get(pid, 0) for pid in look.pids)
-        samples.append(RankSample(rank, look.cpu_percent, look.memory_bytes, memory))
-    return tuple(samples)

@@ -36,207 +36,6 @@ from serverless_gpu.ambient import Clock, format_clock
 from serverless_gpu.node.base.token_bucket import TokenBucket
 from serverless_gpu.units import format_bytes
 
-KEPT_BYTES = 256 << 10
-_PIECES_MAX = 512
-_SMALL_BYTES = 4096  # a piece below this grows instead of getting neighbours
-
-
-class OutputTail:
-    """The last bytes a rank wrote, kept as they came and decoded on demand.
-
-        stdout  [chunk 1]      [chunk 4][chunk 5]     each stream has its own bound, so that a flood on one does not
-        stderr        [chunk 2][chunk 3]              push the other's last words out; numbers: order of arrival
-
-    Chunks are kept by reference: keeping them costs no copy, and memory is bounded by bytes and by pieces.
-    """
-
-    def __init__(self, streams: Sequence[str]) -> None:
-        self._pieces = {stream: _Pieces() for stream in streams}
-        self._number = 0
-
-    def add(self, stream: str, data: bytes) -> None:
-        """Take what a stream wrote."""
-        pieces = self._pieces[stream]
-        if pieces.newest == self._number and len(data) < _SMALL_BYTES:
-            pieces.grow(data)
-            return
-        self._number += 1
-        pieces.add(self._number, data)
-
-    def last(self, stream: str, size: int) -> bytes:
-        """Return the last bytes of one stream, fewer where fewer are kept."""
-        return b"".join(data for _, data in self._pieces[stream].kept)[-size:] if size > 0 else b""
-
-    def text(self, lines: int, characters: int) -> str:
-        """Return the last lines of all streams in order of completion, then unfinished ones.
-
-        One unfinished line per stream comes on top of `lines`; a longer line is cut to its last `characters`.
-        """
-        whole: deque[str] = deque(maxlen=lines)
-        unfinished = dict.fromkeys(self._pieces, "")
-        decoders = {stream: codecs.getincrementaldecoder("utf-8")("replace") for stream in self._pieces}
-        numbered = ((number, stream, data) for stream, pieces in self._pieces.items() for number, data in pieces.kept)
-        for _, stream, data in sorted(numbered, key=lambda piece: piece[0]):
-            *ended, unfinished[stream] = (unfinished[stream] + decoders[stream].decode(data)).split("\n")
-            whole.extend(ended[-lines:])
-        found = [*whole, *(line for line in unfinished.values() if line)]
-        # What is left to see of a line that was rewritten with carriage returns, as progress bars do.
-        return "\n".join(line.rstrip("\r").rpartition("\r")[2][-characters:] for line in found)
-
-
-class _Pieces:
-    """One stream's chunks, oldest first, each with its place in the order of arrival."""
-
-    def __init__(self) -> None:
-        self.kept: deque[tuple[int, bytes]] = deque()
-        self._size = 0
-
-    @property
-    def newest(self) -> int:
-        """Return the number of a last piece that may grow, or -1."""
-        return self.kept[-1][0] if self.kept and len(self.kept[-1][1]) < _SMALL_BYTES else -1
-
-    def grow(self, data: bytes) -> None:
-        number, before = self.kept.pop()
-        self._size -= len(before)
-        self.add(number, before + data)
-
-    def add(self, number: int, data: bytes) -> None:
-        self.kept.append((number, data))
-        self._size += len(data)
-        # The last one stays, whatever its size; its reader bounds that.
-        while len(self.kept) > 1 and (len(self.kept) > _PIECES_MAX or self._size - len(self.kept[0][1]) >= KEPT_BYTES):
-            self._size -= len(self.kept.popleft()[1])
-
-
-SHOWN_BYTES_PER_S = 1_000_000
-SHOWN_BURST_BYTES = 2_000_000
-_LINE_COST_BYTES = 64  # what a line takes beside its bytes: a tag, a row of the screen, the time to print it
-_PIECE_BYTES = 8 << 10  # whatever it is, as JSON it fits into one packet
-_LAST_LINES_BYTES = 4 << 10
-
-
-class Viewer(Protocol):
-    """Receiver of live output."""
-
-    @property
-    def watching(self) -> bool:
-        """Return whether anybody does."""
-        ...
-
-    def output(self, rank: int, stream: str, text: str, *, size: int, lost: bool) -> None:
-        """Take text; `size` in bytes, `lost`: it is not in the rank's file."""
-        ...
-
-    def skipped(self, rank: int, stream: str, size: int, *, lost: bool) -> None:
-        """Take that so many bytes are missing here."""
-        ...
-
-
-class LiveOutput:
-    """The live view of one rank; `last` returns the last bytes of a stream, up to a number."""
-
-    def __init__(
-        self, rank: int, streams: Sequence[str], viewer: Viewer, last: Callable[[str, int], bytes], now_ns: int
-    ) -> None:
-        self.skipped_bytes = 0  # what was left out so far
-        self._rank = rank
-        self._viewer = viewer
-        self._last = last
-        self._views = {stream: _View() for stream in streams}
-        self._bucket = TokenBucket(
-            per_s=SHOWN_BYTES_PER_S, burst=SHOWN_BURST_BYTES, resume=SHOWN_BYTES_PER_S, now_ns=now_ns
-        )
-
-    @property
-    def behind(self) -> bool:
-        """Return whether something was left out and not said yet."""
-        return any(view.size for view in self._views.values())
-
-    def take(self, stream: str, data: bytes, kept: int, now_ns: int) -> None:
-        """Show a chunk, or a part of it; the rank's file has the first `kept` bytes."""
-        view = self._views[stream]
-        if not self._viewer.watching:
-            view.forget()
-            return
-        given = self._given(data, now_ns)
-        start = 0
-        if given and view.size:
-            before = self._last(stream, len(data) + _LAST_LINES_BYTES)[: -len(data)]
-            if b"\n" in before:
-                self._resume(stream, view, before, now_ns)
-            else:
-                start = data.find(b"\n", 0, given) + 1  # from the beginning of a line
-                view.miss(start, min(kept, start))
-                self._own_up(stream, view)
-        self._show(stream, view, data[start:given], lost=kept < given)
-        view.miss(len(data) - given, max(0, kept - given))
-
-    def tend(self, now_ns: int, *, closing: bool = False) -> None:
-        """Report what was left out if the flood is over or the stream is `closing`, and show how it ended."""
-        for stream, view in self._views.items():
-            if not view.size or not (closing or self._bucket.is_open(now_ns)):
-                continue
-            self._resume(stream, view, self._last(stream, _LAST_LINES_BYTES), now_ns)
-
-    def _resume(self, stream: str, view: _View, last: bytes, now_ns: int) -> None:
-        """Say what was left out, and show the last lines of it."""
-        lost = view.lost > 0
-        end = last[-min(view.size, _LAST_LINES_BYTES) :]
-        end = end[end.find(b"\n") + 1 :] if len(end) < view.size else end
-        view.found(len(end))
-        self._own_up(stream, view)
-        self._given(end, now_ns)
-        self._show(stream, view, end, lost=lost)
-
-    def _given(self, data: bytes, now_ns: int) -> int:
-        """Return how much of a chunk may be shown now; a flood's is not even looked at."""
-        if not self._bucket.is_open(now_ns):
-            return 0
-        cost = len(data) + _LINE_COST_BYTES * data.count(b"\n")
-        return len(data) * self._bucket.take(cost, now_ns) // max(1, cost)
-
-    def _own_up(self, stream: str, view: _View) -> None:
-        for size, lost in ((view.size - view.lost, False), (view.lost, True)):
-            if size:
-                self._viewer.skipped(self._rank, stream, size, lost=lost)
-        self.skipped_bytes += view.size
-        view.forget()
-
-    def _show(self, stream: str, view: _View, data: bytes, *, lost: bool) -> None:
-        for start in range(0, len(data), _PIECE_BYTES):
-            piece = data[start : start + _PIECE_BYTES]
-            text = view.decoder.decode(piece)
-            if text:
-                self._viewer.output(self._rank, stream, text, size=len(piece), lost=lost)
-
-
-class _View:
-    """One stream's view: its decoder, and what was left out since it last was said."""
-
-    def __init__(self) -> None:
-        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self.size = 0
-        self.lost = 0
-
-    def miss(self, size: int, kept: int) -> None:
-        """Leave bytes out; the file has `kept` of them."""
-        if size:
-            self.size += size
-            self.lost += size - kept
-            self.decoder.reset()
-
-    def found(self, size: int) -> None:
-        """Count so many of the bytes left out as shown after all."""
-        self.lost = max(0, self.lost - size)
-        self.size -= size
-        self.lost = min(self.lost, self.size)
-
-    def forget(self) -> None:
-        self.size = self.lost = 0
-        self.decoder.reset()
-
-
 STREAMS = ("stdout", "stderr")
 STORED_BYTES_MAX = 1 << 30
 STORED_BYTES_PER_S = 10_000_000
@@ -252,6 +51,14 @@ _TAIL_LINE_CHARACTERS_MAX = 2_000
 _HIDDEN_RANKS_MAX = 8
 _HIDDEN_LINES = 20
 _HIDDEN_LINE_CHARACTERS_MAX = 500
+KEPT_BYTES = 256 << 10
+_PIECES_MAX = 512
+_SMALL_BYTES = 4096  # a piece below this grows instead of getting neighbours
+SHOWN_BYTES_PER_S = 1_000_000
+SHOWN_BURST_BYTES = 2_000_000
+_LINE_COST_BYTES = 64  # what a line takes beside its bytes: a tag, a row of the screen, the time to print it
+_PIECE_BYTES = 8 << 10  # whatever it is, as JSON it fits into one packet
+_LAST_LINES_BYTES = 4 << 10
 
 
 class RankLog:
@@ -471,3 +278,192 @@ class _Stream:
         self.close_write_end()
         os.close(self.read_fd)
         self.file.close()
+
+
+class Viewer(Protocol):
+    """Receiver of live output."""
+
+    @property
+    def watching(self) -> bool:
+        """Return whether anybody does."""
+        ...
+
+    def output(self, rank: int, stream: str, text: str, *, size: int, lost: bool) -> None:
+        """Take text; `size` in bytes, `lost`: it is not in the rank's file."""
+        ...
+
+    def skipped(self, rank: int, stream: str, size: int, *, lost: bool) -> None:
+        """Take that so many bytes are missing here."""
+        ...
+
+
+class LiveOutput:
+    """The live view of one rank; `last` returns the last bytes of a stream, up to a number."""
+
+    def __init__(
+        self, rank: int, streams: Sequence[str], viewer: Viewer, last: Callable[[str, int], bytes], now_ns: int
+    ) -> None:
+        self.skipped_bytes = 0  # what was left out so far
+        self._rank = rank
+        self._viewer = viewer
+        self._last = last
+        self._views = {stream: _View() for stream in streams}
+        self._bucket = TokenBucket(
+            per_s=SHOWN_BYTES_PER_S, burst=SHOWN_BURST_BYTES, resume=SHOWN_BYTES_PER_S, now_ns=now_ns
+        )
+
+    @property
+    def behind(self) -> bool:
+        """Return whether something was left out and not said yet."""
+        return any(view.size for view in self._views.values())
+
+    def take(self, stream: str, data: bytes, kept: int, now_ns: int) -> None:
+        """Show a chunk, or a part of it; the rank's file has the first `kept` bytes."""
+        view = self._views[stream]
+        if not self._viewer.watching:
+            view.forget()
+            return
+        given = self._given(data, now_ns)
+        start = 0
+        if given and view.size:
+            before = self._last(stream, len(data) + _LAST_LINES_BYTES)[: -len(data)]
+            if b"\n" in before:
+                self._resume(stream, view, before, now_ns)
+            else:
+                start = data.find(b"\n", 0, given) + 1  # from the beginning of a line
+                view.miss(start, min(kept, start))
+                self._own_up(stream, view)
+        self._show(stream, view, data[start:given], lost=kept < given)
+        view.miss(len(data) - given, max(0, kept - given))
+
+    def tend(self, now_ns: int, *, closing: bool = False) -> None:
+        """Report what was left out if the flood is over or the stream is `closing`, and show how it ended."""
+        for stream, view in self._views.items():
+            if not view.size or not (closing or self._bucket.is_open(now_ns)):
+                continue
+            self._resume(stream, view, self._last(stream, _LAST_LINES_BYTES), now_ns)
+
+    def _resume(self, stream: str, view: _View, last: bytes, now_ns: int) -> None:
+        """Say what was left out, and show the last lines of it."""
+        lost = view.lost > 0
+        end = last[-min(view.size, _LAST_LINES_BYTES) :]
+        end = end[end.find(b"\n") + 1 :] if len(end) < view.size else end
+        view.found(len(end))
+        self._own_up(stream, view)
+        self._given(end, now_ns)
+        self._show(stream, view, end, lost=lost)
+
+    def _given(self, data: bytes, now_ns: int) -> int:
+        """Return how much of a chunk may be shown now; a flood's is not even looked at."""
+        if not self._bucket.is_open(now_ns):
+            return 0
+        cost = len(data) + _LINE_COST_BYTES * data.count(b"\n")
+        return len(data) * self._bucket.take(cost, now_ns) // max(1, cost)
+
+    def _own_up(self, stream: str, view: _View) -> None:
+        for size, lost in ((view.size - view.lost, False), (view.lost, True)):
+            if size:
+                self._viewer.skipped(self._rank, stream, size, lost=lost)
+        self.skipped_bytes += view.size
+        view.forget()
+
+    def _show(self, stream: str, view: _View, data: bytes, *, lost: bool) -> None:
+        for start in range(0, len(data), _PIECE_BYTES):
+            piece = data[start : start + _PIECE_BYTES]
+            text = view.decoder.decode(piece)
+            if text:
+                self._viewer.output(self._rank, stream, text, size=len(piece), lost=lost)
+
+
+class _View:
+    """One stream's view: its decoder, and what was left out since it last was said."""
+
+    def __init__(self) -> None:
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.size = 0
+        self.lost = 0
+
+    def miss(self, size: int, kept: int) -> None:
+        """Leave bytes out; the file has `kept` of them."""
+        if size:
+            self.size += size
+            self.lost += size - kept
+            self.decoder.reset()
+
+    def found(self, size: int) -> None:
+        """Count so many of the bytes left out as shown after all."""
+        self.lost = max(0, self.lost - size)
+        self.size -= size
+        self.lost = min(self.lost, self.size)
+
+    def forget(self) -> None:
+        self.size = self.lost = 0
+        self.decoder.reset()
+
+
+class OutputTail:
+    """The last bytes a rank wrote, kept as they came and decoded on demand.
+
+        stdout  [chunk 1]      [chunk 4][chunk 5]     each stream has its own bound, so that a flood on one does not
+        stderr        [chunk 2][chunk 3]              push the other's last words out; numbers: order of arrival
+
+    Chunks are kept by reference: keeping them costs no copy, and memory is bounded by bytes and by pieces.
+    """
+
+    def __init__(self, streams: Sequence[str]) -> None:
+        self._pieces = {stream: _Pieces() for stream in streams}
+        self._number = 0
+
+    def add(self, stream: str, data: bytes) -> None:
+        """Take what a stream wrote."""
+        pieces = self._pieces[stream]
+        if pieces.newest == self._number and len(data) < _SMALL_BYTES:
+            pieces.grow(data)
+            return
+        self._number += 1
+        pieces.add(self._number, data)
+
+    def last(self, stream: str, size: int) -> bytes:
+        """Return the last bytes of one stream, fewer where fewer are kept."""
+        return b"".join(data for _, data in self._pieces[stream].kept)[-size:] if size > 0 else b""
+
+    def text(self, lines: int, characters: int) -> str:
+        """Return the last lines of all streams in order of completion, then unfinished ones.
+
+        One unfinished line per stream comes on top of `lines`; a longer line is cut to its last `characters`.
+        """
+        whole: deque[str] = deque(maxlen=lines)
+        unfinished = dict.fromkeys(self._pieces, "")
+        decoders = {stream: codecs.getincrementaldecoder("utf-8")("replace") for stream in self._pieces}
+        numbered = ((number, stream, data) for stream, pieces in self._pieces.items() for number, data in pieces.kept)
+        for _, stream, data in sorted(numbered, key=lambda piece: piece[0]):
+            *ended, unfinished[stream] = (unfinished[stream] + decoders[stream].decode(data)).split("\n")
+            whole.extend(ended[-lines:])
+        found = [*whole, *(line for line in unfinished.values() if line)]
+        # What is left to see of a line that was rewritten with carriage returns, as progress bars do.
+        return "\n".join(line.rstrip("\r").rpartition("\r")[2][-characters:] for line in found)
+
+
+class _Pieces:
+    """One stream's chunks, oldest first, each with its place in the order of arrival."""
+
+    def __init__(self) -> None:
+        self.kept: deque[tuple[int, bytes]] = deque()
+        self._size = 0
+
+    @property
+    def newest(self) -> int:
+        """Return the number of a last piece that may grow, or -1."""
+        return self.kept[-1][0] if self.kept and len(self.kept[-1][1]) < _SMALL_BYTES else -1
+
+    def grow(self, data: bytes) -> None:
+        number, before = self.kept.pop()
+        self._size -= len(before)
+        self.add(number, before + data)
+
+    def add(self, number: int, data: bytes) -> None:
+        self.kept.append((number, data))
+        self._size += len(data)
+        # The last one stays, whatever its size; its reader bounds that.
+        while len(self.kept) > 1 and (len(self.kept) > _PIECES_MAX or self._size - len(self.kept[0][1]) >= KEPT_BYTES):
+            self._size -= len(self.kept.popleft()[1])

@@ -36,226 +36,16 @@ from serverless_gpu.errors import AgentUnavailable
 from serverless_gpu.node.base import protocol
 from serverless_gpu.node.inside.channel import Channel, close_all
 
+WATCHERS_MAX = 64
 QUEUED_CHARACTERS_MAX = 16 << 20
 RANK_CHARACTERS_MAX = 4 << 20  # a pager, a stopped terminal, a slow line: minutes of an ordinary program
 WAITING_MAX = 8_192  # messages, before the reasons for waiting are left out
 _MERGED_CHARACTERS_MAX = 8 << 10  # as JSON it still fits into one packet
 _MESSAGE_CHARACTERS = 512  # what a message takes beside its text
 _END_CHARACTERS = 4 << 10
-
-
-@dataclass
-class _Piece:
-    """Output in the queue, which may grow until it is sent."""
-
-    rank: int
-    stream: str
-    text: str
-
-
-@dataclass
-class _Gap:
-    """Missing output of one stream at this point, and how that ended."""
-
-    size: int = 0
-    lost: int = 0
-    end: str = ""
-
-    def leave_out(self, text: str, size: int, lost: bool) -> None:
-        self.size += size
-        self.lost += size if lost else 0
-        self.end = (self.end + text)[-_END_CHARACTERS:]
-
-    def found(self) -> str:
-        """Return the last whole lines of what was left out, which is that much less now."""
-        whole = self.end if len(self.end) < _END_CHARACTERS else self.end[self.end.find("\n") + 1 :]
-        self.end = ""
-        size = min(self.size, len(whole.encode(errors="replace")))
-        self.size -= size
-        self.lost = min(max(0, self.lost - size), self.size)
-        return whole
-
-
-class Outbox:
-    """The queue of one watcher that reads more slowly than ranks write. Pure."""
-
-    def __init__(self) -> None:
-        self.dropped_bytes = 0  # output that was left out for good
-        self._queue: deque[protocol.Sendable | _Piece] = deque()
-        self._growing: dict[int, _Piece] = {}  # the last piece of each rank, if more may be added to it
-        self._used: Counter[int] = Counter()  # characters, by rank
-        self._full: set[int] = set()
-        self._gaps: dict[tuple[int, str], _Gap] = {}
-
-    def __len__(self) -> int:
-        return len(self._queue)
-
-    def clear(self) -> None:
-        """Forget everything that was to be said."""
-        self._queue.clear()
-        self._growing.clear()
-        self._used.clear()
-        self._full.clear()
-        self._gaps.clear()
-
-    def say(self, message: protocol.Sendable) -> None:
-        """Queue a message that is no output, after every notice about output before it."""
-        if isinstance(message, protocol.Waiting) and len(self._queue) >= WAITING_MAX:
-            return
-        for rank in dict.fromkeys(rank for rank, _ in self._gaps):
-            self._own_up(rank)
-        self._growing.clear()
-        self._queue.append(message)
-
-    def show(self, message: protocol.Output, size: int, lost: bool) -> None:
-        """Queue output of `size` bytes, or leave it out; `lost` means that it is not in the rank's file."""
-        if self._has_room(message.rank):
-            self._add(message.rank, message.stream, message.text)
-        else:
-            self._gap(message.rank, message.stream).leave_out(message.text, size, lost)
-            self.dropped_bytes += size
-
-    def skip(self, rank: int, stream: str, size: int, lost: bool) -> None:
-        """Say that output is missing here, now or later."""
-        gap = self._gap(rank, stream)
-        gap.leave_out("", size, lost)
-        gap.end = ""  # what was kept is not how it ended
-        if self._has_room(rank):
-            self._own_up(rank)
-
-    def first(self) -> protocol.Sendable | None:
-        """Return what is to be sent next, or None."""
-        if not self._queue:
-            return None
-        head = self._queue[0]
-        return protocol.Output(rank=head.rank, stream=head.stream, text=head.text) if isinstance(head, _Piece) else head
-
-    def sent(self) -> None:
-        """Take what was first out of the queue."""
-        head = self._queue.popleft()
-        if not isinstance(head, (_Piece, protocol.Skipped)):
-            return
-        rank = head.rank
-        self._used[rank] -= _MESSAGE_CHARACTERS + (len(head.text) if isinstance(head, _Piece) else 0)
-        if self._growing.get(rank) is head:
-            del self._growing[rank]
-        if rank in self._full and self._used[rank] <= self._share() // 2:
-            self._full.discard(rank)
-            self._own_up(rank)
-
-    def _share(self) -> int:
-        return min(RANK_CHARACTERS_MAX, QUEUED_CHARACTERS_MAX // max(1, len(self._used)))
-
-    def _has_room(self, rank: int) -> bool:
-        self._used[rank] += 0  # a rank that is known counts among those that share
-        if self._used[rank] >= self._share():
-            self._full.add(rank)
-        return rank not in self._full
-
-    def _add(self, rank: int, stream: str, text: str) -> None:
-        piece = self._growing.get(rank)
-        if piece is None or piece.stream != stream or len(piece.text) + len(text) > _MERGED_CHARACTERS_MAX:
-            piece = self._growing[rank] = _Piece(rank, stream, "")
-            self._queue.append(piece)
-            self._used[rank] += _MESSAGE_CHARACTERS
-        piece.text += text
-        self._used[rank] += len(text)
-
-    def _gap(self, rank: int, stream: str) -> _Gap:
-        return self._gaps.setdefault((rank, stream), _Gap())
-
-    def _own_up(self, rank: int) -> None:
-        """Queue what is missing of a rank, and how that ended."""
-        for key in [key for key in self._gaps if key[0] == rank]:
-            gap = self._gaps.pop(key)
-            before = gap.size
-            end = gap.found()
-            self.dropped_bytes -= before - gap.size
-            for size, lost in ((gap.size - gap.lost, False), (gap.lost, True)):
-                if size:
-                    self._growing.pop(rank, None)
-                    self._queue.append(protocol.Skipped(rank=rank, stream=key[1], bytes=size, lost=lost))
-                    self._used[rank] += _MESSAGE_CHARACTERS
-            if end:
-                self._add(rank, key[1], end)
-
-
-WATCHERS_MAX = 64
 _FULL_HINT = "try again when one of them has gone"
 _BREATH_S = 0.05
 _LAST_WORDS_S = 5.0
-
-
-class Watcher:
-    """One connection and what still has to be sent on it."""
-
-    def __init__(self, channel: Channel) -> None:
-        channel.sock.setblocking(False)
-        self.channel = channel
-        self.gone = False
-        self._deaf = False
-        self._outbox = Outbox()
-
-    @property
-    def waiting(self) -> bool:
-        """Return whether something is queued for when the peer reads again."""
-        return len(self._outbox) > 0
-
-    @property
-    def dropped_bytes(self) -> int:
-        """Return how much output was left out because the peer did not read."""
-        return self._outbox.dropped_bytes
-
-    def say(self, message: protocol.Sendable) -> None:
-        """Send a message, or queue it."""
-        if not self._deaf:
-            self._outbox.say(message)
-            self.flush()
-
-    def show(self, message: protocol.Output, size: int, lost: bool) -> None:
-        """Send output, queue it, or leave it out; `lost` means that it is not in the rank's file."""
-        if not self._deaf:
-            self._outbox.show(message, size, lost)
-            self.flush()
-
-    def skip(self, rank: int, stream: str, size: int, lost: bool) -> None:
-        """Say that output is missing here, now or later."""
-        if not self._deaf:
-            self._outbox.skip(rank, stream, size, lost)
-            self.flush()
-
-    def flush(self) -> None:
-        """Send what the peer will take."""
-        while not self.gone and (message := self._outbox.first()) is not None:
-            try:
-                protocol.send(self.channel, message)
-            except BlockingIOError:
-                return
-            except OSError:
-                # It does not listen any more; its last word, a cancel perhaps, may still be there to read.
-                self._deaf = True
-                self._outbox.clear()
-                return
-            self._outbox.sent()
-
-    def drain(self, timeout_s: float) -> None:
-        """Send what is queued, waiting for the peer up to a limit for each message."""
-        self.channel.sock.settimeout(timeout_s)
-        self.flush()
-
-    def hear(self, obey: Callable[[protocol.AnyMessage], None]) -> bool:
-        """Take one message and pass it on; return False when the peer is gone or talks nonsense."""
-        try:
-            received = protocol.receive(self.channel)
-        except BlockingIOError:
-            return True
-        except (OSError, msgspec.MsgspecError):
-            return False
-        if received is None:
-            return False
-        close_all(received[1])  # a supervisor takes no descriptors
-        obey(received[0])
-        return True
 
 
 class Watchers:
@@ -369,3 +159,211 @@ class Watchers:
     def _hear(self, watcher: Watcher) -> None:
         if not watcher.hear(lambda message: self._obey(message, watcher)):
             watcher.gone = True
+
+
+class Watcher:
+    """One connection and what still has to be sent on it."""
+
+    def __init__(self, channel: Channel) -> None:
+        channel.sock.setblocking(False)
+        self.channel = channel
+        self.gone = False
+        self._deaf = False
+        self._outbox = Outbox()
+
+    @property
+    def waiting(self) -> bool:
+        """Return whether something is queued for when the peer reads again."""
+        return len(self._outbox) > 0
+
+    @property
+    def dropped_bytes(self) -> int:
+        """Return how much output was left out because the peer did not read."""
+        return self._outbox.dropped_bytes
+
+    def say(self, message: protocol.Sendable) -> None:
+        """Send a message, or queue it."""
+        if not self._deaf:
+            self._outbox.say(message)
+            self.flush()
+
+    def show(self, message: protocol.Output, size: int, lost: bool) -> None:
+        """Send output, queue it, or leave it out; `lost` means that it is not in the rank's file."""
+        if not self._deaf:
+            self._outbox.show(message, size, lost)
+            self.flush()
+
+    def skip(self, rank: int, stream: str, size: int, lost: bool) -> None:
+        """Say that output is missing here, now or later."""
+        if not self._deaf:
+            self._outbox.skip(rank, stream, size, lost)
+            self.flush()
+
+    def flush(self) -> None:
+        """Send what the peer will take."""
+        while not self.gone and (message := self._outbox.first()) is not None:
+            try:
+                protocol.send(self.channel, message)
+            except BlockingIOError:
+                return
+            except OSError:
+                # It does not listen any more; its last word, a cancel perhaps, may still be there to read.
+                self._deaf = True
+                self._outbox.clear()
+                return
+            self._outbox.sent()
+
+    def drain(self, timeout_s: float) -> None:
+        """Send what is queued, waiting for the peer up to a limit for each message."""
+        self.channel.sock.settimeout(timeout_s)
+        self.flush()
+
+    def hear(self, obey: Callable[[protocol.AnyMessage], None]) -> bool:
+        """Take one message and pass it on; return False when the peer is gone or talks nonsense."""
+        try:
+            received = protocol.receive(self.channel)
+        except BlockingIOError:
+            return True
+        except (OSError, msgspec.MsgspecError):
+            return False
+        if received is None:
+            return False
+        close_all(received[1])  # a supervisor takes no descriptors
+        obey(received[0])
+        return True
+
+
+class Outbox:
+    """The queue of one watcher that reads more slowly than ranks write. Pure."""
+
+    def __init__(self) -> None:
+        self.dropped_bytes = 0  # output that was left out for good
+        self._queue: deque[protocol.Sendable | _Piece] = deque()
+        self._growing: dict[int, _Piece] = {}  # the last piece of each rank, if more may be added to it
+        self._used: Counter[int] = Counter()  # characters, by rank
+        self._full: set[int] = set()
+        self._gaps: dict[tuple[int, str], _Gap] = {}
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def clear(self) -> None:
+        """Forget everything that was to be said."""
+        self._queue.clear()
+        self._growing.clear()
+        self._used.clear()
+        self._full.clear()
+        self._gaps.clear()
+
+    def say(self, message: protocol.Sendable) -> None:
+        """Queue a message that is no output, after every notice about output before it."""
+        if isinstance(message, protocol.Waiting) and len(self._queue) >= WAITING_MAX:
+            return
+        for rank in dict.fromkeys(rank for rank, _ in self._gaps):
+            self._own_up(rank)
+        self._growing.clear()
+        self._queue.append(message)
+
+    def show(self, message: protocol.Output, size: int, lost: bool) -> None:
+        """Queue output of `size` bytes, or leave it out; `lost` means that it is not in the rank's file."""
+        if self._has_room(message.rank):
+            self._add(message.rank, message.stream, message.text)
+        else:
+            self._gap(message.rank, message.stream).leave_out(message.text, size, lost)
+            self.dropped_bytes += size
+
+    def skip(self, rank: int, stream: str, size: int, lost: bool) -> None:
+        """Say that output is missing here, now or later."""
+        gap = self._gap(rank, stream)
+        gap.leave_out("", size, lost)
+        gap.end = ""  # what was kept is not how it ended
+        if self._has_room(rank):
+            self._own_up(rank)
+
+    def first(self) -> protocol.Sendable | None:
+        """Return what is to be sent next, or None."""
+        if not self._queue:
+            return None
+        head = self._queue[0]
+        return protocol.Output(rank=head.rank, stream=head.stream, text=head.text) if isinstance(head, _Piece) else head
+
+    def sent(self) -> None:
+        """Take what was first out of the queue."""
+        head = self._queue.popleft()
+        if not isinstance(head, (_Piece, protocol.Skipped)):
+            return
+        rank = head.rank
+        self._used[rank] -= _MESSAGE_CHARACTERS + (len(head.text) if isinstance(head, _Piece) else 0)
+        if self._growing.get(rank) is head:
+            del self._growing[rank]
+        if rank in self._full and self._used[rank] <= self._share() // 2:
+            self._full.discard(rank)
+            self._own_up(rank)
+
+    def _share(self) -> int:
+        return min(RANK_CHARACTERS_MAX, QUEUED_CHARACTERS_MAX // max(1, len(self._used)))
+
+    def _has_room(self, rank: int) -> bool:
+        self._used[rank] += 0  # a rank that is known counts among those that share
+        if self._used[rank] >= self._share():
+            self._full.add(rank)
+        return rank not in self._full
+
+    def _add(self, rank: int, stream: str, text: str) -> None:
+        piece = self._growing.get(rank)
+        if piece is None or piece.stream != stream or len(piece.text) + len(text) > _MERGED_CHARACTERS_MAX:
+            piece = self._growing[rank] = _Piece(rank, stream, "")
+            self._queue.append(piece)
+            self._used[rank] += _MESSAGE_CHARACTERS
+        piece.text += text
+        self._used[rank] += len(text)
+
+    def _gap(self, rank: int, stream: str) -> _Gap:
+        return self._gaps.setdefault((rank, stream), _Gap())
+
+    def _own_up(self, rank: int) -> None:
+        """Queue what is missing of a rank, and how that ended."""
+        for key in [key for key in self._gaps if key[0] == rank]:
+            gap = self._gaps.pop(key)
+            before = gap.size
+            end = gap.found()
+            self.dropped_bytes -= before - gap.size
+            for size, lost in ((gap.size - gap.lost, False), (gap.lost, True)):
+                if size:
+                    self._growing.pop(rank, None)
+                    self._queue.append(protocol.Skipped(rank=rank, stream=key[1], bytes=size, lost=lost))
+                    self._used[rank] += _MESSAGE_CHARACTERS
+            if end:
+                self._add(rank, key[1], end)
+
+
+@dataclass
+class _Piece:
+    """Output in the queue, which may grow until it is sent."""
+
+    rank: int
+    stream: str
+    text: str
+
+
+@dataclass
+class _Gap:
+    """Missing output of one stream at this point, and how that ended."""
+
+    size: int = 0
+    lost: int = 0
+    end: str = ""
+
+    def leave_out(self, text: str, size: int, lost: bool) -> None:
+        self.size += size
+        self.lost += size if lost else 0
+        self.end = (self.end + text)[-_END_CHARACTERS:]
+
+    def found(self) -> str:
+        """Return the last whole lines of what was left out, which is that much less now."""
+        whole = self.end if len(self.end) < _END_CHARACTERS else self.end[self.end.find("\n") + 1 :]
+        self.end = ""
+        size = min(self.size, len(whole.encode(errors="replace")))
+        self.size -= size
+        self.lost = min(max(0, self.lost - size), self.size)
+        return whole

@@ -1,4 +1,4 @@
-"""Whether the server can do its work: each part of it asked by itself, none of them waited for longer than a bound.
+"""Health: asks each part of the server for problems, and waits for none of them longer than a bound.
 
     GET /health ─▶ database            one read, and one write after 10 s without any  probe, 2 s
                    store, environments a small object put, read back, deleted    probe, 5 s, kept for 10 s
@@ -8,18 +8,16 @@
                    claim               the database is this server's             memory
                    scheduler, …        each loop: a good tick not too long ago   memory
 
-Anybody may ask, so what is said names no host, path, user or run: fixed names, fixed words, milliseconds. The server's
-log has the rest, once for each change, not for each visit.
+    Probe.answer() ─▶ a good answer that is young enough? ─▶ it
+                      └─ else one thread asks; later callers wait for the same answer
+                           └─ until the question is `bound_s` old ─▶ "has not answered for 7 s", at once from then on
 
-Asking what may hang: one question at a time, in a thread of its own, and nobody waits longer than a bound.
+A disk that is gone or a bucket behind a broken network does not answer at all. If requests asked it themselves, a few
+visits to `/health` would take every thread of the server. So each part has one thread, which ends with the process at
+the latest. A bad answer is not kept: the next caller asks again.
 
-    answer() ─▶ a good answer that is young enough? ─▶ it
-                 └─ else one thread asks; whoever comes meanwhile waits for the same answer
-                      └─ until the question is `bound_s` old ─▶ "has not answered for 7 s", at once from then on
-
-A disk that is gone or a bucket behind a broken network does not answer at all. Were it asked by the request itself, a
-few visits to `/health` would take every thread the server has. So there is one thread for each thing, however often it
-is asked for, and it is given up with the process. A bad answer is not kept: it is asked again.
+`/health` is public, so an answer names no host, path, user or run: fixed names, fixed words, milliseconds. The server's
+log has the rest, once for each change.
 """
 
 from __future__ import annotations

@@ -1,8 +1,13 @@
-"""The server's key: 32 random bytes in a file that only its user can read, and what is derived from them.
+"""The server's key: 32 random bytes in a private file, and what is derived from them.
 
-    key ─┬─ "sealing"  ─▶ encrypts what lies in the database (`encryption.py`)
+    key ─┬─ "sealing"  ─▶ `Sealer`: encrypts callers' variables and secrets in the database
          ├─ "attempts" ─▶ tokens of attempts, one for each of their crews
          └─ "requests" ─▶ fingerprints, by which a request that comes again is known
+
+    sealed = form (1 byte) · identifier of the key (8) · nonce (12, random) · ciphertext and tag (AES-256-GCM)
+
+What sealed data belongs to (a run's identifier) is authenticated with it: the variables of one run, copied into the row
+of another, do not open. The key's identifier tells a wrong key from damaged data.
 
 A token of an attempt is computed, not remembered, so that an order can be delivered again after a restart, and a lease
 be renewed without a write. It ends: its last second is a part of it.
@@ -11,16 +16,8 @@ be renewed without a write. It ends: its last second is a part of it.
     sgpa_<run>_<fence>_<43 characters>             of nodes that take no renewal; the database has its hash. No end
     sgpa_<run>_<fence>-<crew>_…                    of another crew than the first, of a gang on several nodes
 
-Whoever has a copy of the database but not of this file can neither read the callers' variables nor speak for an
-attempt. Without the file, what was sealed is lost, so `sgpu server backup` takes both: a backup is as secret as the
-server. Who dumps a database by other means keeps the file elsewhere.
-
-Encryption of what must not be readable in a copy of the database: the callers' variables.
-
-    sealed = form (1 byte) · identifier of the key (8) · nonce (12, random) · ciphertext and tag (AES-256-GCM)
-
-What it belongs to (a run's identifier) is authenticated with it: the variables of one run, copied into the row of
-another, do not open. The key's identifier is there so that a wrong key is told from damaged data.
+A reader of the database who lacks this file can neither read the callers' variables nor speak for an attempt. Without
+the file, what was sealed is lost, so `sgpu server backup` takes both: a backup is as secret as the server.
 """
 
 from __future__ import annotations

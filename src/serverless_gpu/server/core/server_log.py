@@ -1,31 +1,23 @@
-"""The log of the server.
-
-The server's own log: `server.log`, one JSON object a line, bounded, with times in UTC, and without secrets.
+"""The server's own log: `server.log`, one JSON object a line, bounded, with times in UTC, and without secrets.
 
     {"ts":"2026-11-22T10:04:11.052Z","level":"WARNING","logger":"scheduler","msg":"…","run":"01k…","attempt":2}
 
-    who logs ─▶ fields of `log_context` ─▶ queue of 10,000 records ─▶ a thread ─▶ redacted ─▶ file, 16 MiB, and the
-                                                                                             three before it
+    bound(request_id="…", method="GET")              context of a request, in its task and every thread it starts
+      └─ note(route="/runs/{run}", principal="ada")  what is found out later
+           └─ _log.warning("…") ─▶ queue of 10,000 records ─▶ a thread ─▶ redacted ─▶ file, 16 MiB, and the three
+                                                                                     before it
 
-Nothing of a request is logged but the fields of `log_context.FIELDS`; a message is one of ours, a traceback has lines
-of source and what an exception says. What looks like a token of ours, a password in an address, or one of the secrets
-that the server was started with is taken out of both, wherever it came from: a net below the rule, not instead of it.
+Only the fields of `FIELDS` can be there, so a line cannot hold a request's contents, a token or a caller's variable by
+mistake. A message is one of ours; a traceback has lines of source and what an exception says. What looks like a token of
+ours, a password in an address, or a secret that the server was started with is taken out of both. Threads that anyio
+starts have the context of their caller; loops bind their own.
 
-The thread is the only one that touches the file, and nobody takes a lock that it holds: neither the event loop nor the
-end of the process waits for the disk.
+One thread writes the file, and callers take no lock that it holds: neither the event loop nor the end of the process
+waits for the disk.
 
-What can go wrong: the disk stands still (nothing else does: records wait in the queue, and beyond it they are counted
-and left out, which a later line says; at the end they are waited for `CLOSING_S`); it is full (lines are lost; the
-server goes on); the process is killed (what was logged within the last moments may be missing).
-
-What a line of the server's log is about, known to whoever logs without being told: run, attempt, node, request.
-
-    with bound(request_id="…", method="GET"):        the request, in its task and in every thread it goes to
-        note(route="/runs/{run}", principal="ada")   what is found out later
-        _log.warning("…")                            the line has all of that
-
-Only the fields of `FIELDS` can be there, so nobody puts a request's contents, a token or a variable of a caller's into
-the log by naming one more thing. Threads that anyio starts have the context of who started them; loops bind their own.
+What can go wrong: the disk stands still (records wait in the queue; beyond it they are counted and left out, which a
+later line says; the end waits `CLOSING_S` for them); it is full (lines are lost, the server goes on); the process is
+killed (the last moments may be missing).
 """
 
 from __future__ import annotations

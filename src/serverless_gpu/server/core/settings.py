@@ -1,6 +1,6 @@
-"""What a server was told: options of `sgpu up`, over variables, over `server.toml` in its home, over what holds else.
+"""Settings of the server: options of `sgpu up`, over variables, over `server.toml` in its home, over defaults.
 
-    sgpu up --partition-grace 1h    >    SGPU_PARTITION_GRACE=1h    >    server.toml    >    what holds without
+    sgpu up --partition-grace 1h    >    SGPU_PARTITION_GRACE=1h    >    server.toml    >    default
 
     # $SERVERLESS_GPU_HOME/server.toml; each key is an option of `sgpu up`, with "_" for "-"
     database = "postgresql://sgpu@db.internal/sgpu"
@@ -11,6 +11,7 @@
     hosts = ["gpu.internal"]
     partition_grace = "15m"
     retention = "30d"
+    engine = "ray"  # a Ray head of our own at `ray_port`; with ray_address and ray_token_file: a cluster that is there
     [queue]  # the settings whose names begin with "queue_"
     half_life = "7d"
 
@@ -18,14 +19,8 @@ Files of the server lie in `$SERVERLESS_GPU_HOME/server/`:
 
     server.db  key  token  node.token  port  server.log  logs/<run>/<fence>/<rank>.<stream>  store/  blobs/
 
-`_Options` is the one table: a field there is a key of the file, a variable and an option. Whatever is wrong with one is
-said with the place where it was said. A variable that is there and empty says nothing.
-
-What a server was told of Ray: whether it makes one pool of several machines, and where.
-
-engine = "ray"                            a head of our own on this machine, at `ray_port` and the ports after it
-ray_address + ray_token_file              a cluster that is there already; this machine and others join it
-node_address                              of this machine, for the others
+`_Options` is the one table: a field there is a key of the file, a variable and an option. An error names the place
+where the wrong value was given. An empty variable counts as not given.
 """
 
 from __future__ import annotations

@@ -1,38 +1,33 @@
-"""That one server uses a database: what is in a server's memory (who was heard of, which orders left) is all there is.
+"""Ensures that one server owns a database: a lock, and a generation by which older servers are fenced off.
+
+A server keeps leases and deliveries in memory, so two servers of one database would contradict each other.
 
     SQLite        a lock on a file beside the database, held as long as the process lives
-    PostgreSQL    an advisory lock of a session of its own, looked at every second; PostgreSQL ends that session when
-                  nobody has looked for half a minute (`TTL_S`)
+    PostgreSQL    an advisory lock of a session of its own, looked at every second; PostgreSQL ends that session after
+                  half a minute without a look (`TTL_S`)
 
     take ─▶ held ──session broke──▶ not held: nothing is written ──taken again──▶ held
                                         └── another generation, or refused for a minute ─▶ gone: the server ends
 
 A session breaks when PostgreSQL restarts; then its lock is free at once and is taken again. When a network broke, or
 the server stood still (its machine was paused), the old session keeps the lock until PostgreSQL notices (half a
-minute), so a minute of refusals is what proves that another server has it. A server that lost it to another one never
+minute), so a minute of refusals proves that another server has it. A server that lost the lock to another one never
 writes again:
 
-    whoever takes the lock ends all sessions of other servers first, with what they were in the middle of;
-    whoever makes a new session looks whether the lock is still theirs before anything is written in it (`doubt`);
-    each claim is numbered in the database (`generations.py`), and a server that finds another holder there is gone,
-    also where the lock is free again; no transaction of an older generation commits.
+- the next owner ends all sessions of other servers first, with what they were in the middle of;
+- a new session looks whether the lock is still its server's before it writes (`doubt`);
+- each owner increments the generation in the database and names itself the holder. A server that finds another holder
+  is gone, also where the lock is free again: its leases and deliveries are no longer true.
+
+The generation fences writes:
+
+    PostgreSQL    each write transaction takes a shared lock on the table before its snapshot, and a new owner takes an
+                  exclusive one: a write sees the new holder, or the new owner waits for the write
+    SQLite        each commit that changed something also counts itself in the row, and fails where the row has another
+                  holder; `high_water_mark_file.py` detects a rollback by that count
 
 So a server that stood still in the middle of a transaction and goes on an hour later finds that it never happened. One
-that has not looked for `STALE_S` looks before it reads, too: what it has in memory may be another server's by now.
-
-Generations of servers: each server that claims a database numbers itself, and an older one commits nothing more.
-
-    start   ── claim (`leader_lock.py`) ─▶ generation + 1, holder = this process
-    write   ── is the row still mine? ─▶ work ─▶ commit
-                └─ no: `Superseded`; nothing is committed, and the server ends
-
-A lock alone does not stop a server that stood still: when its successor is gone, the lock is free and the old server
-gets it back, with leases and deliveries in its memory that are no longer true. The row remembers the successor.
-
-    PostgreSQL    each write transaction takes a shared lock on the table before its snapshot, and a claim takes an
-                  exclusive one: a write sees the claim, or the claim waits for the write. The lock is in memory only
-    SQLite        each commit that changed something also counts itself in the row, and fails where the row has
-                  another holder; the count is what `high_water_mark.py` recognises a rollback by
+that has not looked for `STALE_S` looks before it reads, too: its memory may be outdated.
 """
 
 from __future__ import annotations

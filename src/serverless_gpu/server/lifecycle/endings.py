@@ -1,18 +1,15 @@
-"""What attempts ended with, as people and programs are told: an attempt on several nodes tells one story.
+"""Endings: what an attempt ended with, for people and programs; an attempt on several nodes has one ending.
 
     one crew        what its node said, as it came
-    several crews   endings ─▶ `gang_endings.together`, receipts and facts ─▶ `model.gang_receipt.together`
+    several crews   endings ─▶ `ending_of_gang`, receipts and facts ─▶ `model.gang_receipt.together`
                     the end is told early where it is known, and nothing is tried again: others still clean up
+
+Each node tells its own story (`node.protocol.Stopped`). The one of the crew that is the cause is the run's. What failed
+on other nodes is a consequence of it, and names its node.
 
 Failure cases: a node of another version says what cannot be read here (it counts as having said nothing; of a receipt
 the money is known from facts all the same); facts that contradict each other (the crew counts as nothing, as in the
-ledger, which says so); a node that is gone (its crew is spoken for by what the server knows).
-
-How a run on several nodes ended, told as one: the words of its supervisors, put together.
-
-Each node tells its own story (`node.protocol.Stopped`). The one of the crew that is the cause is the run's; what failed
-on others is a consequence of it, and everything that is said of a rank says on which node that was. A supervisor that
-said nothing, because its node is gone, is spoken for by what the server knows. Values only.
+ledger, which says so); a node that is gone (the server tells what it knows of that crew).
 """
 
 from __future__ import annotations

@@ -1,16 +1,14 @@
-"""What a crew has used, as the server counts it: its facts, put on the server's calendar, at its attempt's tariff.
+"""Metering: what a crew has used, on the server's calendar, at its attempt's tariff; and how long attempts run.
 
 How long something took is the node's to say (boottime). On which day it was is not: a node whose clock has lost its
 battery would move what it used out of every report and budget. So a crew's facts are moved as a whole, until user code
 begins when the server has written that it began (`crews.started_ns`, which it has checked); without that, until the
 first fact is not older than the attempt, nor newer than the crew's end. Each crew is rounded by itself, once.
 
-When attempts began, were heard of and ended, by the clock that nobody sets: memory, from one look to the next.
-
-Rows say such times by the wall clock as it was when they were written. Set by hours, it would make an attempt of a
-minute one that used hours: a budget would be used up at once, and a stop is final. So each time is put on the boottime
-clock when it is seen for the first time, and stays there. Of an attempt that had ended before anybody looked, its rows
-say how long it took, and not when that was.
+Rows have times by the wall clock as it was when they were written. A clock set by hours would make an attempt of a
+minute one that used hours: a budget would be used up at once, and a stop is final. So a `Lifetime` puts each time on
+the boottime clock when it is seen for the first time, and keeps it there. Of an attempt that had ended before that, its
+rows say how long it took, and not when that was.
 """
 
 from __future__ import annotations

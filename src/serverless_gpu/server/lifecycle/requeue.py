@@ -1,4 +1,11 @@
-"""Taking back an order that has not left this process: its attempt is over before it was anywhere."""
+"""Requeue: takes back orders that have not left this process; the run waits again.
+
+    an order: may leave (`send`) ──▶ sent: never taken back
+       └─ held back until an engine has reserved the gang     └─ taken back (`hold`): never leaves
+
+`OrderDeliveries` is memory that is lost with the process: an order of an earlier process may have left, so it is never
+taken back.
+"""
 
 from __future__ import annotations
 

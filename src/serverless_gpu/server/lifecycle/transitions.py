@@ -1,16 +1,14 @@
-"""What happens to a run, written down: the one place where its state changes.
+"""Transitions: writes what happens to a run. No other module changes the state of a run or an attempt.
 
     what happened to a crew ─▶ gangs.follow ─┐
     what happened to a run ──────────────────┴─▶ model/run_lifecycle.advance
                      ─▶ compare and set ─▶ attempt, its crews, events, orders   (one transaction)
                                              └─ after the commit: `Announcer.announce`
 
-The decision is the table's. Here it becomes rows: the run as it was expected to be (else somebody was faster, nothing
-is changed and `StaleAttempt` is raised), its attempt and that one's crews, one event for each change, and an order for
-each node when the run is to stop. Orders of a crew that is over are not delivered any more (`orders.py`): a node that
-comes back late finds nothing to start.
-
-The request that a run stops, as a transition: written, audited, and sent to its node by the announcement.
+The table in `model/` decides. Here its decision becomes rows: the run as it was expected to be (else another change was
+faster, nothing is written and `StaleAttempt` is raised), its attempt and that one's crews, one event for each change,
+and an order for each node when the run is to stop. Orders of a crew that is over are not delivered any more
+(`orders.py`): a node that comes back late finds nothing to start.
 """
 
 from __future__ import annotations

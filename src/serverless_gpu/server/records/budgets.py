@@ -1,7 +1,7 @@
-"""Budgets: the query room of `model/billing/budget.py`, of what was said of each in a period, and of alarms.
+"""Budgets: repository of budgets, of the warnings of each in a period, and of notices to the webhook.
 
-Notices: the query room of what is to be told to the webhook, and of alarms. An outbox: written with what they tell
-of, sent until that was taken, or has become too old to matter.
+Notices are an outbox: written in the transaction of what they tell, sent until that was taken, or has become too old to
+matter. Alarms about unusual spending are notices, too.
 """
 
 from __future__ import annotations

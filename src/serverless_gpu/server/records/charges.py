@@ -1,14 +1,12 @@
-"""Charges: the query room of the ledger's entries, and of what devices did. Rows are only ever added.
+"""Charges: repository of the ledger's entries, of accounts, of crews that are not charged yet, and of utilisation.
 
-Only the loop that charges (`charging.py`) adds, one transaction after the other: rows become visible in the order of
-their numbers (`seq`), on PostgreSQL too, so whoever has read up to one of them misses nothing before it.
+Only the loop that charges (`charging.py`) adds entries, one transaction after the other: rows become visible in the
+order of their numbers (`seq`), on PostgreSQL too, so a reader up to one of them misses nothing before it. Entries are
+only ever added.
 
-Accounts: the query room of who used something, and as what. Charges that are alike in all of it share a row.
-
-An attempt's account is written with the attempt, when it is placed: what is said later of its node's pool, or of the
-pool's kind, changes nothing about where its use is counted, and what is taken back is taken back where it was counted.
-
-Crews of which the ledger does not say all: which there are, and that it does now. A query room over crews.
+An account says who used something, and as what. Charges that are alike in all of it share a row. An attempt's account
+is written with the attempt, when it is placed: what is said later of its node's pool, or of the pool's kind, changes
+nothing about where its use is counted, and a reversal is counted where its entry was.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
-"""What earlier attempts say about those to come: who used how much, how long it took, how often it made room.
+"""Duration history: what earlier attempts say about those to come: who used how much, how long, how often preempted.
 
 Everything here is asked for seldom (at the start, when a run is new, when one of its name has ended) and is bounded:
-sums are made by the database, and of one name the last few runs are looked at, by an index of those that succeeded.
-
-Remembers the longest that earlier runs of an owner and a name took: budgets hold that for the next one.
-
-A value is read again after `KEPT_S`, and all are forgotten when there are too many. May be called from any thread that
-holds the lock of `Spending`.
+the database adds up, and of one name the last few runs are read, by an index of those that succeeded.
+`LearnedDurations` remembers the longest durations for budgets.
 """
 
 from __future__ import annotations

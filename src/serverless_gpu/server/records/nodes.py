@@ -1,13 +1,12 @@
-"""Nodes: the query room of machines that have joined. Nobody else reads or writes their table.
+"""Nodes: repository of machines that have joined, and of what their tokens are bound to.
 
-What a node said last is kept as it was said (`AgentHello` without its attempts), so that a server that starts again
-knows what there is, and what it waits for, before anybody has said anything. Whether a node is *there* is not here: a
-column would be as old as its last write. `liveness.py` knows.
+    nodes           what a node said last, as it was said (`AgentHello` without its attempts)
+    node_bindings   token ─▶ the node that it is for; not approved: it waits for an administrator
+    invitations     join token ─▶ how many homes may still join with it
 
-Repository of what nodes' tokens are bound to, and of join tokens: `model/access/node_identity.py` decides with it.
-
-node_bindings   token ─▶ the node that it is for; not approved: it waits for an administrator
-invitations     join token ─▶ how many homes may still join with it
+A server that starts again knows from here which nodes there are, and waits for them. Whether a node is present is not
+here: a column would be as old as its last write (`lifecycle/liveness.py` knows). `model/access/node_identity.py`
+decides about bindings.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Usage policies, and whom they are attached to: the query room of `model/access/usage_policy.py`."""
+"""Usage policies, and whom they are attached to: repository of `model/access/usage_policy.py`."""
 
 from __future__ import annotations
 

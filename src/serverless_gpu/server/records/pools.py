@@ -1,4 +1,4 @@
-"""Pools: the query room of nodes under one policy. An on-demand pool serves runs that name none; a reserved one does
+"""Pools: repository of nodes under one policy. An on-demand pool serves runs that name none; a reserved one does
 not, but it may lend what is idle to those that can give it back in time."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The query room of principals: users and services, teams, tokens; and whose token a request has.
+"""Principals: repository of users and services, teams, tokens; and whose token a request has.
 
     sgpu_<identifier>_<43 characters>          a principal's; random, made once, said once
     sgpa_<run>_<fence>_<until>_<43 characters> an attempt's; computed, see `server_key.py`

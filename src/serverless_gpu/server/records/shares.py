@@ -1,4 +1,4 @@
-"""Shares: the query room of how much of the fair share teams and users have. Whoever is not there has 1."""
+"""Shares: repository of the weights of teams and users in the fair share; one without a row has 1."""
 
 from __future__ import annotations
 

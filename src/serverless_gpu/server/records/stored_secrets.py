@@ -1,4 +1,4 @@
-"""The query room of secrets: names, versions, sealed values, and which version an attempt gets.
+"""Secrets: repository of names, versions, sealed values, and which version an attempt gets.
 
     sgpu secret set ─▶ the next version, sealed for (owner, name, version)   those before go once no attempt has them
     submit          ─▶ each name has to be there                             SecretMissing

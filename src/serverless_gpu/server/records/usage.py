@@ -1,6 +1,6 @@
 """Usage: sums of the ledger for reports, and its rows for billing tables.
 
-Sums of the ledger by whatever a report is grouped by: SQL that takes a second for a million charges.
+Sums by any grouping of a report; SQL that takes a second for a million charges:
 
     used_plain_days, by plain account and day   no tag, no environment, no run is asked for
     used_days, by account and day               a tag or an environment, and there are few accounts
@@ -11,8 +11,6 @@ From charges, two narrow sums find the groups that cost most, and all other sums
 read from `account_tags`, an index that both databases join without parsing the JSON of a million accounts. A run is
 counted where it was first charged, so that it is in one group of any report. What telemetry saw is a table of its own,
 with the same groups.
-
-Rows of the ledger with who they are of: the query room of what billing tables are made of.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Parts of large payloads and outputs: put once by their digest, read through whatever refers to them.
+"""Blobs: parts of large payloads and outputs, put once by their digest, read through whatever refers to them.
 
     client, node ── missing(digests) ─▶ those that have to be sent ── put(digest, bytes) ─▶ store, under packs/<digest>
     run, file    ── BlobReference(size, parts) ─▶ read, part by part
@@ -9,16 +9,11 @@ with its name when it comes and when it goes.
 
 Parts that nothing refers to are removed in two steps, a grace apart (`collect`): what is not needed is condemned, and
 what is still condemned a grace later is deleted. Asking whether a part is there, or putting it again, takes it off the
-list: whoever was told that it is there has at least a grace to refer to it. The list is in memory: a server that was
-restarted condemns anew.
+list, so that the caller has at least a grace to refer to it. The list is in memory: a restarted server condemns again.
 
 Failure cases: bytes that are not what their name says (HashMismatch, nothing is kept); no room (ServerStorageFull); a
 store that does not answer (StoreUnavailable, after trying for as long as a store does); a part that is not there, or
 altered where it lies (NotFound: it has to be sent again).
-
-The bytes of a file that an attempt left behind, wherever they are: in its row, or as a blob.
-
-Routes of `wire/blobs.py` about parts, and the one by which an attempt reads its payload.
 """
 
 from __future__ import annotations

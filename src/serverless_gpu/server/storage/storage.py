@@ -1,21 +1,19 @@
-"""Where the server keeps bytes: opened once, from what it was told.
+"""Storage: opens every place where the server keeps bytes, and finds files of runs that the database does not know.
 
-<home>/server/logs/       output of ranks                       always here
-<home>/server/incoming/   large bodies until they are whole     always here
-blobs                     <home>/server/blobs, or <store>/blobs where the store is a bucket
-environments              <home>/server/store, or the store
-<home>/server/nearby/     copies of what nodes read of it       where the store is a bucket
+    <home>/server/logs/       output of ranks                       always here
+    <home>/server/incoming/   large bodies until they are whole     always here
+    blobs                     <home>/server/blobs, or <store>/blobs where the store is a bucket
+    environments              <home>/server/store, or the store
+    <home>/server/nearby/     copies of what nodes read of it       where the store is a bucket
 
-A store that counts: how long each call takes, and which failed; in everything else the store it is made of.
-
-Files of runs that the database does not know: evidence that it, or its disk, lost rows.
+Orphans are evidence that the database, or its disk, lost rows. Each of these is made after its run is durable:
 
     server/logs/<run>/     output of ranks
     server/gangs/<gang>    what the machine's own engine has placed
 
-Each is made after its run is durable, and a run that retention removed leaves a row in the audit. So a run that has
-files here, and neither a row nor that entry, was acknowledged and is gone. The start names such runs in the log before
-any loop forgets a gang, `sgpu server check` names them at any time, and retention keeps their output.
+A run that retention removed leaves a row in the audit. So a run that has files here, and neither a row nor that entry,
+was acknowledged and is gone. The start names such runs in the log before any loop forgets a gang, `sgpu server check`
+names them at any time, and retention keeps their output.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs that have devices, as loops look at them: part of the query room of runs (`runs.py`).
+"""Active runs: those that have devices, as loops read them.
 
 They read thousands, all the time, so this is one query, whatever number of nodes a run is on, and a quarter of the work
 of `runs.active`.

@@ -1,4 +1,4 @@
-"""Events: the query room of what happened to a run, numbered 1, 2, 3 … for each run, only ever added to."""
+"""Events: repository of what happened to a run, numbered 1, 2, 3 … for each run, only ever added to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Facts: the query room of what happened on the devices of crews, only ever added to.
+"""Facts: repository of what happened on the devices of crews, only ever added to.
 
 A fact has a number within its crew and comes until it is acknowledged. One that is there is not written again; one
 that is there and says something else is a contradiction, and the first one stays.

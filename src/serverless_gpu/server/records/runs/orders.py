@@ -1,4 +1,4 @@
-"""Orders: the query room of what nodes are told to do, the outbox.
+"""Orders: repository of what nodes are told to do, the outbox.
 
     decision ─▶ one transaction: attempt + order ─▶ (committed) ─▶ stream of the node ─▶ taken
 

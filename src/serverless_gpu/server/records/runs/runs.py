@@ -1,13 +1,9 @@
-"""Runs: the query room of what was asked for and what has become of it. Nobody else reads or writes their table.
+"""Runs: repository of what was asked for and its state. Nobody else reads or writes their table.
 
 A run is read together with its current attempt and that one's crews. Its state is changed by `transitions.py` only,
-with `change`: compare and set.
-
-Runs of which nothing more comes: ended, all crews of their attempts settled, and all that those used in the ledger.
-
-Part of the query room of runs (`runs.py`), for whoever removes them.
-
-Query room of what must not be collected: parts and snapshots that runs and their outputs refer to.
+with `change`: compare and set. Retention removes a run of which nothing more comes: it has ended, all crews of its
+attempts are settled, and the ledger has all that those used. Garbage collection asks which parts and snapshots runs
+still refer to.
 """
 
 from __future__ import annotations
