@@ -78,66 +78,42 @@ class AgentFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerNode(msgspec.Struct, frozen=True, kw_only=True):
-    """One machine of the server.
-
-    Attributes:
-        silent_s: how long ago it was heard of, in seconds of the server's clock; None where that is not known.
-        clock: how far its clock is off, in words that follow its name; "" where it is not.
-        drained: whether an operator drained it: it gets nothing new.
-    """
+    """One machine of the server."""
 
     name: str
     state: str
     sentence: str = ""
+    # How long ago it was heard of, in seconds of the server's clock; None where that is not known.
     silent_s: float | None = None
-    clock: str = ""
-    drained: bool = False
+    clock: str = ""  # how far its clock is off, in words that follow its name; "" where it is not
+    drained: bool = False  # whether an operator drained it: it gets nothing new
 
 
 class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The server that remote calls go to.
+    """The server that remote calls go to."""
 
-    Attributes:
-        url: where it is; "" where none is configured.
-        profile: the file that says so; "" where variables do.
-        embedded: whether `sgpu up` of this home wrote it.
-        problem: why what is configured cannot be used.
-        hint: what helps.
-        is_private: whether only this user can read the token.
-        away: why it does not answer.
-        unwell: what its `/health` says is wrong.
-        version: its version of this package.
-        protocol: what it speaks; `protocols` are all that it takes, `own_protocol` is what we speak.
-        clock_ahead_s: how much its clock is ahead of ours, in whole seconds; None where it did not say.
-        principal: whose the token is.
-        token_problem: why the token is not taken.
-        nodes: its machines; None where one may not look at them.
-        closed_pools: those that run the code of its first administrator only; None where one may not look at pools.
-        shared_pools: those where several principals share one operating-system user.
-        principals: how many principals may start runs; None where one may not look at them.
-        certificate_left_s: how long its certificate is good, in seconds; negative once it has ended; None where it has
-            none, or that could not be seen.
-    """
-
-    url: str = ""
-    profile: str = ""
-    embedded: bool = False
-    problem: str = ""
-    hint: str = ""
-    is_private: bool = True
-    away: str = ""
-    unwell: tuple[str, ...] = ()
-    version: str = ""
-    protocol: int = 0
+    url: str = ""  # where it is; "" where none is configured
+    profile: str = ""  # the file that says so; "" where variables do
+    embedded: bool = False  # whether `sgpu up` of this home wrote it
+    problem: str = ""  # why what is configured cannot be used
+    hint: str = ""  # what helps
+    is_private: bool = True  # whether only this user can read the token
+    away: str = ""  # why it does not answer
+    unwell: tuple[str, ...] = ()  # what its `/health` says is wrong
+    version: str = ""  # its version of this package
+    protocol: int = 0  # what it speaks; `protocols` are all that it takes, `own_protocol` is what we speak
     protocols: tuple[int, ...] = ()
     own_protocol: int = 0
-    clock_ahead_s: int | None = None
-    principal: str = ""
-    token_problem: str = ""
-    nodes: tuple[ServerNode, ...] | None = None
+    clock_ahead_s: int | None = None  # how much its clock is ahead of ours, in whole seconds; None where it did not say
+    principal: str = ""  # whose the token is
+    token_problem: str = ""  # why the token is not taken
+    nodes: tuple[ServerNode, ...] | None = None  # its machines; None where one may not look at them
+    # Those that run the code of its first administrator only; None where one may not look at pools.
     closed_pools: tuple[str, ...] | None = None
-    shared_pools: tuple[str, ...] = ()
-    principals: int | None = None
+    shared_pools: tuple[str, ...] = ()  # those where several principals share one operating-system user
+    principals: int | None = None  # how many principals may start runs; None where one may not look at them
+    # How long its certificate is good, in seconds; negative once it has ended; None where it has none, or that could
+    # not be seen.
     certificate_left_s: float | None = None
 
 
@@ -195,33 +171,22 @@ class GpuHealth(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GpuFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The GPUs of this machine.
+    """The GPUs of this machine."""
 
-    Attributes:
-        on_bus: NVIDIA display controllers on the PCI bus.
-        device_files: how many `/dev/nvidia<n>` there are.
-        binding_problem: why NVML cannot even be loaded.
-        driver: its version; "" if missing.
-        cuda: the newest CUDA the driver can run.
-        held: who holds which device: run by uuid.
-        quarantined: why, by uuid, and the note's file.
-        kernel_log: why the kernel's log cannot be read, where the driver tells of GPUs that fail; "" where it can.
-        suspects: GPUs that are suspected of being broken, a sentence each.
-    """
-
-    on_bus: int = 0
-    device_files: int = 0
-    binding_problem: str = ""
-    driver: str = ""
-    cuda: tuple[int, int] | None = None
+    on_bus: int = 0  # NVIDIA display controllers on the PCI bus
+    device_files: int = 0  # how many `/dev/nvidia<n>` there are
+    binding_problem: str = ""  # why NVML cannot even be loaded
+    driver: str = ""  # its version; "" if missing
+    cuda: tuple[int, int] | None = None  # the newest CUDA the driver can run
     devices: tuple[Device, ...] = ()
     unavailable: tuple[Unavailable, ...] = ()
     usage: dict[str, Usage] = {}
     health: dict[str, GpuHealth] = {}
-    held: dict[str, str] = {}
-    quarantined: dict[str, tuple[str, str]] = {}
+    held: dict[str, str] = {}  # who holds which device: run by uuid
+    quarantined: dict[str, tuple[str, str]] = {}  # why, by uuid, and the note's file
+    # Why the kernel's log cannot be read, where the driver tells of GPUs that fail; "" where it can.
     kernel_log: str = ""
-    suspects: tuple[str, ...] = ()
+    suspects: tuple[str, ...] = ()  # GPUs that are suspected of being broken, a sentence each
 
 
 class Shadow(msgspec.Struct, frozen=True, kw_only=True):

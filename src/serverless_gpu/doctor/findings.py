@@ -46,24 +46,15 @@ A = TypeVar("A")
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """One row: a trouble people have, why, and what mends it.
+    """One row: a trouble people have, why, and what mends it."""
 
-    Attributes:
-        code: stable name.
-        group: where it looks.
-        title: what it is about, in a few words.
-        symptoms: what a person sees, verbatim where there is a text.
-        cause: why, in a sentence.
-        mend: what to do, a command or a sentence.
-        probe: judges the facts; None for what only a run can show. No finding means that it does not apply here.
-    """
-
-    code: str
-    group: CheckGroup
-    title: str
-    symptoms: tuple[str, ...]
-    cause: str
-    mend: str
+    code: str  # stable name
+    group: CheckGroup  # where it looks
+    title: str  # what it is about, in a few words
+    symptoms: tuple[str, ...]  # what a person sees, verbatim where there is a text
+    cause: str  # why, in a sentence
+    mend: str  # what to do, a command or a sentence
+    # Judges the facts; None for what only a run can show. No finding means that it does not apply here.
     probe: Probe | None = None
 
 

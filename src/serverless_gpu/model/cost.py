@@ -119,21 +119,13 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AttemptUse(msgspec.Struct, frozen=True, kw_only=True):
-    """What one attempt used.
+    """What one attempt used."""
 
-    Attributes:
-        lines: of its days.
-        currency: of their costs.
-        gpu_type: of its devices.
-        queued_ms: for how long the run waited for it.
-        is_final: whether nothing more of it will come.
-    """
-
-    lines: tuple[LedgerLine, ...]
-    currency: str = "USD"
-    gpu_type: str = ""
-    queued_ms: int = 0
-    is_final: bool = True
+    lines: tuple[LedgerLine, ...]  # of its days
+    currency: str = "USD"  # of their costs
+    gpu_type: str = ""  # of its devices
+    queued_ms: int = 0  # for how long the run waited for it
+    is_final: bool = True  # whether nothing more of it will come
 
 
 def together(attempts: Iterable[AttemptUse], *, waits_ms: int = 0, is_final: bool = True) -> Cost:
@@ -170,21 +162,13 @@ def together(attempts: Iterable[AttemptUse], *, waits_ms: int = 0, is_final: boo
 
 
 class Devices(msgspec.Struct, frozen=True, kw_only=True):
-    """What an attempt would have, and what that costs.
+    """What an attempt would have, and what that costs."""
 
-    Attributes:
-        gpu_type: of all its devices.
-        count: how many.
-        cpus: cores that it asks for, 0 where it asks for no number of them.
-        memory_bytes: host memory that it asks for, 0 where it asks for no amount.
-        tariff: as it is in force now.
-    """
-
-    gpu_type: str
-    count: int
-    cpus: int = 0
-    memory_bytes: int = 0
-    tariff: Tariff = UNPRICED
+    gpu_type: str  # of all its devices
+    count: int  # how many
+    cpus: int = 0  # cores that it asks for, 0 where it asks for no number of them
+    memory_bytes: int = 0  # host memory that it asks for, 0 where it asks for no amount
+    tariff: Tariff = UNPRICED  # as it is in force now
 
     def text(self) -> str:
         """Return how many of what: ``"8 H100"``, ``"1 CPU slot"``."""
@@ -194,21 +178,14 @@ class Devices(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lasting(msgspec.Struct, frozen=True, kw_only=True):
-    """How long an attempt would take, in seconds; None where that is not known.
+    """How long an attempt would take, in seconds; None where that is not known."""
 
-    Attributes:
-        limit_s: at most, from its first line on: it is stopped before, so that its grace is over by then.
-        limit: what limits it: ``"timeout"``, ``"the policy's longest time"``.
-        expected_s: how long 4 of 5 earlier runs of its name had their devices, or less.
-        tries: how many attempts it asks for at most, where something of its own fails.
-        resumes: whether it goes on as another attempt, as often as it has to make room.
-    """
-
+    # At most, from its first line on: it is stopped before, so that its grace is over by then.
     limit_s: float | None = None
-    limit: str = "timeout"
-    expected_s: float | None = None
-    tries: int = 1
-    resumes: bool = False
+    limit: str = "timeout"  # what limits it: ``"timeout"``, ``"the policy's longest time"``
+    expected_s: float | None = None  # how long 4 of 5 earlier runs of its name had their devices, or less
+    tries: int = 1  # how many attempts it asks for at most, where something of its own fails
+    resumes: bool = False  # whether it goes on as another attempt, as often as it has to make room
 
 
 class CostEstimate(msgspec.Struct, frozen=True, kw_only=True):

@@ -89,16 +89,11 @@ class SampledDevice(Protocol):
 
 
 class Observed(msgspec.Struct, frozen=True, kw_only=True):
-    """What telemetry saw of all devices of an attempt.
+    """What telemetry saw of all devices of an attempt."""
 
-    Attributes:
-        observed_ms: device-milliseconds that were looked at; `busy_ms` those in which a device worked.
-        peak_memory_bytes: the most of one device; None where that is not known.
-    """
-
-    observed_ms: int = 0
+    observed_ms: int = 0  # device-milliseconds that were looked at; `busy_ms` those in which a device worked
     busy_ms: int = 0
-    peak_memory_bytes: int | None = None
+    peak_memory_bytes: int | None = None  # the most of one device; None where that is not known
 
 
 def observed(uses: Iterable[SampledDevice]) -> Observed:

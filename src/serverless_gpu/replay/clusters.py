@@ -45,23 +45,14 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
-    """Nodes, and how they are shared.
+    """Nodes, and how they are shared."""
 
-    Attributes:
-        machines: its nodes, in the order in which they are looked at.
-        pools: those that are reserved or lend.
-        teams: weights of teams, by name.
-        users: weights of users, by name.
-        gang_gpus: a job of so many GPUs is a gang: it takes a whole node.
-        counted: whether it is looked at as one sum of GPUs, as if every GPU were beside every other.
-    """
-
-    machines: tuple[Machine, ...]
-    pools: tuple[Pool, ...] = ()
-    teams: Mapping[str, float] = {}
-    users: Mapping[str, float] = {}
-    gang_gpus: int = GANG_GPUS
-    counted: bool = False
+    machines: tuple[Machine, ...]  # its nodes, in the order in which they are looked at
+    pools: tuple[Pool, ...] = ()  # those that are reserved or lend
+    teams: Mapping[str, float] = {}  # weights of teams, by name
+    users: Mapping[str, float] = {}  # weights of users, by name
+    gang_gpus: int = GANG_GPUS  # a job of so many GPUs is a gang: it takes a whole node
+    counted: bool = False  # whether it is looked at as one sum of GPUs, as if every GPU were beside every other
 
     @property
     def gpus(self) -> int:

@@ -58,39 +58,25 @@ POLICIES = ("fifo", "first-fit", *KEYS, "ours")
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of `ours` beyond the jobs.
+    """Settings of `ours` beyond the jobs."""
 
-    Attributes:
-        durations: of how long jobs take it is told the truth (``"known"``), what earlier jobs of the same user and name
-            took (``"learned"``), or nothing (``"unknown"``).
-        preemption: whether every job may be stopped and go on later; else those that the trace marks.
-        scheduling: what the operator decides.
-    """
-
+    # Of how long jobs take it is told the truth (``"known"``), what earlier jobs of the same user and name took
+    # (``"learned"``), or nothing (``"unknown"``).
     durations: Durations = "unknown"
-    preemption: bool = False
-    scheduling: QueuePolicy = QueuePolicy()
+    preemption: bool = False  # whether every job may be stopped and go on later; else those that the trace marks
+    scheduling: QueuePolicy = QueuePolicy()  # what the operator decides
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of a replay.
+    """The outcome of a replay."""
 
-    Attributes:
-        policy: whose decisions these are.
-        cluster: where.
-        figures: the numbers.
-        jobs: those that ran, in the order of their arrival; `spans` has when each had its GPUs.
-        impossible: how many jobs the empty cluster has nothing for, by reason; they are left out.
-        unserved: jobs that were never placed.
-    """
-
-    policy: str
-    cluster: Cluster
-    figures: Figures
-    jobs: tuple[Job, ...]
+    policy: str  # whose decisions these are
+    cluster: Cluster  # where
+    figures: Figures  # the numbers
+    jobs: tuple[Job, ...]  # those that ran, in the order of their arrival; `spans` has when each had its GPUs
     spans: Spans
-    impossible: Mapping[str, int] = {}
-    unserved: int = 0
+    impossible: Mapping[str, int] = {}  # how many jobs the empty cluster has nothing for, by reason; they are left out
+    unserved: int = 0  # jobs that were never placed
 
 
 def simulate(

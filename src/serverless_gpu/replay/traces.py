@@ -44,43 +44,27 @@ Row = Mapping[str, Any]
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One job of a trace.
+    """One job of a trace."""
 
-    Attributes:
-        job_id: what the trace calls it.
-        submit_s: when it came, in seconds of the trace's own clock.
-        duration_s: how long it had its GPUs.
-        gpus: how many it had at once.
-        team: "" where the trace does not say; so are `user`, `name`, `pool` and `gpu_type`.
-        priority: class, as `model.scheduling.values` numbers them.
-        preemptible: whether it may be stopped and go on later.
-    """
-
-    job_id: str
-    submit_s: float
-    duration_s: float
-    gpus: int
-    team: str = ""
+    job_id: str  # what the trace calls it
+    submit_s: float  # when it came, in seconds of the trace's own clock
+    duration_s: float  # how long it had its GPUs
+    gpus: int  # how many it had at once
+    team: str = ""  # "" where the trace does not say; so are `user`, `name`, `pool` and `gpu_type`
     user: str = ""
     name: str = ""
     pool: str = ""
     gpu_type: str = ""
-    priority: int = NORMAL
-    preemptible: bool = False
+    priority: int = NORMAL  # class, as `model.scheduling.values` numbers them
+    preemptible: bool = False  # whether it may be stopped and go on later
 
 
 class Trace(msgspec.Struct, frozen=True, kw_only=True):
-    """Jobs in the order in which they came.
+    """Jobs in the order in which they came."""
 
-    Attributes:
-        jobs: sorted by time; those of one moment as the trace has them.
-        source: where they are from, in words.
-        left_out: how many rows are no jobs, by reason.
-    """
-
-    jobs: tuple[Job, ...]
-    source: str = ""
-    left_out: Mapping[str, int] = {}
+    jobs: tuple[Job, ...]  # sorted by time; those of one moment as the trace has them
+    source: str = ""  # where they are from, in words
+    left_out: Mapping[str, int] = {}  # how many rows are no jobs, by reason
 
     def gpu_seconds(self) -> float:
         """Return what all jobs take together."""

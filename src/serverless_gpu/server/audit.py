@@ -59,11 +59,7 @@ class AuditChainWriter:
         self._back_ns = 0
 
     def tick(self, now_ns: int) -> int | None:
-        """Chain what is not chained yet; return when to look again.
-
-        Args:
-            now_ns: boottime, nanoseconds.
-        """
+        """Chain what is not chained yet; return when to look again."""
         if not self._database.read(lambda connection: self._is_pending(connection, now_ns)):
             return now_ns + round(EVERY_S * 1e9)
         after_seq = self._after_seq
@@ -94,27 +90,18 @@ Read = Callable[[Callable[[sa.Connection], Any]], Any]
 
 
 class ChainCheck:
-    """Follows the chain.
-
-    Attributes:
-        done: whether all that there was has been followed.
-    """
+    """Follows the chain."""
 
     def __init__(self) -> None:
         self._at = self._last = ChainHead()
-        self.done = False
+        self.done = False  # whether all that there was has been followed
 
     def begin_again(self) -> None:
         """Follow it from its first entry on."""
         self._at, self.done = ChainHead(), False
 
     def look(self, read: Read, *, limit: int = PAGE_LINKS) -> list[Broken]:
-        """Follow the next page; return what is wrong with it.
-
-        Args:
-            read: reads the database.
-            limit: entries of a page.
-        """
+        """Follow the next page; return what is wrong with it."""
         try:
             page: list[ChainedEntry] = read(
                 partial(audit.links, wanted=AuditFilter(after=self._at.number, limit=limit))

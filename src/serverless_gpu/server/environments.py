@@ -54,11 +54,7 @@ class GarbageCollector:
         self._due_ns = clock.boottime_ns() + round(FIRST_S * 1e9)
 
     def tick(self, now_ns: int) -> int | None:
-        """Collect when it is time; return when it is again.
-
-        Args:
-            now_ns: boottime, nanoseconds.
-        """
+        """Collect when it is time; return when it is again."""
         if now_ns >= self._due_ns:
             self._due_ns = now_ns + round(EVERY_S * 1e9)
             for name, collect in (("parts", self._collect_parts), ("environments", self._collect_environments)):

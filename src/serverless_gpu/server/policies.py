@@ -73,10 +73,8 @@ class PolicyService:
     def view_all(self, who: Caller, *, mine: bool = False) -> tuple[PolicyView, ...]:
         """Return usage policies by name.
 
-        Args:
-            who: asks.
-            mine: only those that their own runs can be under: what is attached to them or their teams, else what is
-                attached to nobody.
+        With `mine`, only those that the caller's runs can be under: attached to them or their teams, else attached to
+        nobody.
         """
 
         def work(connection: sa.Connection) -> tuple[PolicyView, ...]:
@@ -91,11 +89,7 @@ class PolicyService:
         return self._database.read(work)
 
     def view(self, who: Caller, name: str) -> PolicyView:
-        """Return a usage policy.
-
-        Raises:
-            NotFound: there is none of that name.
-        """
+        """Return a usage policy."""
 
         def work(connection: sa.Connection) -> PolicyView:
             return _view(_find(connection, name), policies.holders(connection, name).get(name, ()), who)
@@ -103,12 +97,7 @@ class PolicyService:
         return self._database.read(work)
 
     def put(self, who: Caller, name: str, asked: UsagePolicy) -> PolicyView:
-        """Make a usage policy, or put another one in its place; runs that were submitted keep what they got.
-
-        Raises:
-            InvalidValue: the name or the document is not possible, a pool or environment is unknown, or there are too
-                many policies.
-        """
+        """Make a usage policy, or put another one in its place; runs that were submitted keep what they got."""
         check_name("a policy", name)
         _check(asked)
         self._check_environments(asked.environments)
@@ -135,12 +124,7 @@ class PolicyService:
         return view
 
     def delete(self, who: Caller, name: str) -> PolicyView:
-        """Delete a usage policy; runs that name it from now on are refused, those that did keep what they got.
-
-        Raises:
-            InvalidValue: it is attached to somebody, whose runs would be under none all at once.
-            NotFound: there is none of that name.
-        """
+        """Delete a usage policy; runs that name it from now on are refused, those that did keep what they got."""
         at_ns = self._clock.wall_ns()
 
         def work(connection: sa.Connection) -> StoredPolicy:
@@ -163,21 +147,11 @@ class PolicyService:
         return _view(before, (), who)
 
     def attach(self, who: Caller, name: str, kind: str, holder: str) -> PolicyView:
-        """Attach a usage policy to a user, service or team: runs that are asked for from now on are under it.
-
-        Raises:
-            InvalidValue: there is no such kind, what has that name is of another kind, or there are too many.
-            NotFound: there is no such policy, or nobody of that name.
-        """
+        """Attach a usage policy to a user, service or team: runs that are asked for from now on are under it."""
         return self._change(who, name, _holder(kind, holder), attached=True)
 
     def detach(self, who: Caller, name: str, kind: str, holder: str) -> PolicyView:
-        """Detach a usage policy from somebody; their runs that were submitted keep what they got.
-
-        Raises:
-            InvalidValue: there is no such kind.
-            NotFound: there is no such policy, or it is not attached to them.
-        """
+        """Detach a usage policy from somebody; their runs that were submitted keep what they got."""
         return self._change(who, name, _holder(kind, holder), attached=False)
 
     def _change(self, who: Caller, name: str, holder: PolicySubject, *, attached: bool) -> PolicyView:
@@ -324,41 +298,27 @@ def _check_types(connection: sa.Connection, types: tuple[str, ...]) -> None:
 
 
 class Allowed(msgspec.Struct, frozen=True, kw_only=True):
-    """A run that its policies accept.
+    """A run that its policies accept."""
 
-    Attributes:
-        spec: as it is written down: with the policy's name, default tags, limits.
-        policies: what it is under, the one that was chosen first.
-        pool: where it goes, "" for any on-demand pool.
-    """
-
-    spec: RunSpec
-    policies: tuple[NamedPolicy, ...]
-    pool: str
+    spec: RunSpec  # as it is written down: with the policy's name, default tags, limits
+    policies: tuple[NamedPolicy, ...]  # what it is under, the one that was chosen first
+    pool: str  # where it goes, "" for any on-demand pool
 
 
 class PackagesNotLoaded(Exception):
-    """A policy names environments, and what is installed in these has not been read.
-
-    Attributes:
-        addresses: of snapshots; `read_packages` reads them, outside of the transaction.
-    """
+    """A policy names environments, and what is installed in these has not been read."""
 
     def __init__(self, addresses: frozenset[str]) -> None:
-        self.addresses = addresses
+        self.addresses = addresses  # of snapshots; `read_packages` reads them, outside of the transaction
         super().__init__(f"{len(addresses)} environments were not read")
 
 
 class PolicyInputs(msgspec.Struct, frozen=True, kw_only=True):
-    """What comes with a run, and is known of it.
+    """What comes with a run, and is known of it."""
 
-    Attributes:
-        snapshot: address of its environment; "" where it has none, or that is not asked.
-        packages: what is installed in environments that were read; None for one that is not there any more.
-    """
-
-    snapshot: str = ""
+    snapshot: str = ""  # address of its environment; "" where it has none, or that is not asked
     packages: Mapping[str, Packages | None] = {}
+    """What is installed in environments that were read; None for one that is not there any more."""
 
 
 class PolicyAdmission:
@@ -374,17 +334,7 @@ class PolicyAdmission:
     ) -> Allowed:
         """Return a run as it is under its policies.
 
-        Args:
-            connection: of the transaction that writes it down, or of one that reads.
-            spec: what was asked for; it can be (`submitting.check_spec`).
-            who: asks for it, and will own it.
-            brought: what comes with it; None where that is not looked at.
-
-        Raises:
-            InvalidValue: there is no such policy, or pool.
-            PolicyViolation: it is not within its policies, or does not say which of several it is under.
-            SecretMissing: there is no such secret.
-            Unread: its environment is to be compared, and what is installed there was not read.
+        Raises `PackagesNotLoaded` where its environment is to be compared and was not read.
         """
         under = _choose(connection, spec, who)
         spec = with_defaults([(each.name, each.policy) for each in under], spec, who.teams)
@@ -404,11 +354,7 @@ class PolicyAdmission:
         return Allowed(spec=effective, policies=under, pool=pool)
 
     def read_packages(self, addresses: Collection[str]) -> dict[str, Packages | None]:
-        """Return what is installed in environments; None for one that is not there any more. In no transaction.
-
-        Raises:
-            EnvironmentProblem: the store does not answer, or what it has cannot be read.
-        """
+        """Return what is installed in environments; None for one that is not there any more. In no transaction."""
         found: dict[str, Packages | None] = {}
         for address in addresses:
             try:

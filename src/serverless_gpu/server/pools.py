@@ -41,14 +41,7 @@ class PoolService:
     def put(self, who: Caller, name: str, asked: PoolRequest) -> PoolView:
         """Make or change a pool, and move nodes into it; what runs there goes on.
 
-        Args:
-            who: asks.
-            name: of the pool.
-            asked: what is said of it; None leaves a thing as it is.
-
-        Raises:
-            InvalidValue: the name, kind, isolation or time is not possible, or an on-demand pool is to lend.
-            NotFound: there is no such node.
+        What is None in `asked` stays as it is.
         """
         check_name("a pool", name)
         if asked.kind is not None and asked.kind not in _POOL_KINDS:
@@ -76,12 +69,7 @@ class PoolService:
         return next(pool for pool in self._nodes.view_pools() if pool.name == name)
 
     def put_share(self, who: Caller, kind: str, name: str, weight: float) -> ShareView:
-        """Set how much a team, or a user within their team, gets while others want devices, too.
-
-        Raises:
-            InvalidValue: the weight is not possible, or there is no such kind.
-            NotFound: there is nobody of that name.
-        """
+        """Set how much a team, or a user within their team, gets while others want devices, too."""
         if not WEIGHT_MIN <= weight <= WEIGHT_MAX:  # NaN is neither
             raise InvalidValue(f"a share cannot be {weight}", hint=f"a number from {WEIGHT_MIN} to {WEIGHT_MAX:.0f}")
         known = _kind(kind)
@@ -98,12 +86,7 @@ class PoolService:
         return ShareView(kind=known, name=name, weight=weight)
 
     def remove_share(self, who: Caller, kind: str, name: str) -> ShareView:
-        """Take a share away: it is 1 again.
-
-        Raises:
-            InvalidValue: there is no such kind.
-            NotFound: nobody of that name has one.
-        """
+        """Take a share away: it is 1 again."""
         known = _kind(kind)
         at_ns = self._clock.wall_ns()
 
@@ -120,11 +103,7 @@ class PoolService:
 
 
 def find_pool(connection: sa.Connection, name: str) -> StoredPool:
-    """Return a pool.
-
-    Raises:
-        InvalidValue: there is none of that name; the hint has those there are.
-    """
+    """Return a pool."""
     found = pools.find(connection, name)
     if found is None:
         raise unknown_name("pool", name, [pool.name for pool in pools.every(connection)])

@@ -30,12 +30,7 @@ class SecretService:
         self._sealer = sealer
 
     def set(self, who: Caller, name: str, request: SecretRequest, *, reach: str) -> SecretView:
-        """Set a secret of the caller's, or of a team in reach.
-
-        Raises:
-            InvalidValue: the name, or the value's length, is not possible.
-            NotFound: there is no such team in reach.
-        """
+        """Set a secret of the caller's, or of a team in reach."""
         check_value(check_name(name), request.value)
         now_ns = self._clock.wall_ns()
 
@@ -51,11 +46,7 @@ class SecretService:
         return self._database.write(work)
 
     def delete(self, who: Caller, name: str, team: str, *, reach: str) -> SecretView:
-        """Take away every value of a secret.
-
-        Raises:
-            NotFound: there is none in reach.
-        """
+        """Take away every value of a secret."""
         now_ns = self._clock.wall_ns()
 
         def work(connection: sa.Connection) -> SecretView:

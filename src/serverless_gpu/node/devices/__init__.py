@@ -1,4 +1,4 @@
-"""Devices of a node: GPUs through NVML, locks, the gate for free memory, Xid history, quarantine.
+"""Devices of a node: GPUs through NVML, locks and quarantine, the gate for free memory, the kernel's log.
 
-The supervisor reserves (`reservation.py`) and gives back (`gpu_gate.py`). Start with `gpus.py`.
+The supervisor reserves (`reservation.py`) and gives back (`gpu_gate.py`). Start with `inventory.py`.
 """

@@ -79,15 +79,10 @@ class _Seen(msgspec.Struct, frozen=True):
 
 
 class ChargeOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of a transaction.
+    """What came of a transaction."""
 
-    Attributes:
-        entries: how many were written.
-        failed: crews that could not be charged, and why.
-    """
-
-    entries: int = 0
-    failed: Mapping[CrewId, str] = {}
+    entries: int = 0  # how many were written
+    failed: Mapping[CrewId, str] = {}  # crews that could not be charged, and why
 
 
 class Charging:
@@ -107,11 +102,7 @@ class Charging:
         self._turn_ns = 0
 
     def tick(self, now_ns: int) -> int | None:
-        """Charge some of what is due; return when to look again.
-
-        Args:
-            now_ns: boottime, nanoseconds.
-        """
+        """Charge some of what is due; return when to look again."""
         self._aside = {crew: until_ns for crew, until_ns in self._aside.items() if until_ns > now_ns}
         due = self._due()
         if due:
@@ -181,20 +172,15 @@ class Charging:
 
 
 class Due(msgspec.Struct, frozen=True, kw_only=True):
-    """A crew, and all that its charges depend on.
-
-    Attributes:
-        queued_ms: how long the run waited for the attempt; nothing for others than its first crew.
-        seen: of its receipt; None where there is none.
-    """
+    """A crew, and all that its charges depend on."""
 
     attempt: StoredAttempt
     crew: StoredCrew
     account_id: int
-    queued_ms: int
+    queued_ms: int  # how long the run waited for the attempt; nothing for others than its first crew
     facts: Sequence[Fact]
     posted: Sequence[Posted]
-    seen: _Seen | None
+    seen: _Seen | None  # of its receipt; None where there is none
 
     @property
     def is_over(self) -> bool:
@@ -218,14 +204,7 @@ class Due(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def charge(connection: sa.Connection, due: Mapping[CrewId, Due], *, at_ns: int, final_before_ns: int) -> ChargeOutcome:
-    """Write what the ledger does not say yet of crews.
-
-    Args:
-        connection: of a transaction that may write.
-        due: as it was read in this transaction.
-        at_ns: now, nanoseconds since 1970.
-        final_before_ns: what ended before this says no more.
-    """
+    """Write what the ledger does not say yet of crews."""
     new: list[New] = []
     failed: dict[CrewId, str] = {}
     seen: dict[CrewId, tuple[int, Utilisation]] = {}
@@ -281,11 +260,7 @@ def _missing(one: Due, lines: Sequence[LedgerLine], *, final_before_ns: int) -> 
 
 
 def _check(lines: Sequence[LedgerLine], entries: Sequence[LedgerEntry]) -> None:
-    """Refuse what no database takes.
-
-    Raises:
-        InvalidValue: a number is too large.
-    """
+    """Refuse what no database takes."""
     if len(lines) > DAYS_MAX:
         raise InvalidValue(f"it is said to have used devices on {len(lines)} days")
     for entry in entries:

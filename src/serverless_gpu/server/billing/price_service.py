@@ -48,11 +48,7 @@ class PriceService:
         self._database = database
 
     def view(self, *, past: bool = False) -> PriceList:
-        """Return the price book.
-
-        Args:
-            past: whether prices that have ended are to be there, too.
-        """
+        """Return the price book."""
         at_ns = self._clock.wall_ns()
         found = self._database.read(lambda connection: prices.every(connection, from_ns=0 if past else at_ns))
         return PriceList(prices=_views(found, at_ns), currency=self._settings.currency)
@@ -60,14 +56,8 @@ class PriceService:
     def set(self, who: Caller, resource: str, asked: PriceRequest) -> PriceSet:
         """Set a price from a time on; attempts that were placed before keep theirs.
 
-        Args:
-            who: asks.
-            resource: a GPU type in any spelling, "core" or "memory".
-            asked: how much, where, and since when.
-
-        Raises:
-            InvalidValue: the name, the amounts or the pool are not possible, or it would be in force in a past in which
-                something was placed that could have paid it, or there are too many prices.
+        `resource` is a GPU type in any spelling, "core" or "memory". The past can be set only where nothing was placed
+        since.
         """
         at_ns = self._clock.wall_ns()
         name = _name(resource)
@@ -114,18 +104,7 @@ class PriceService:
         return self._database.write(work)
 
     def end(self, who: Caller, resource: str, *, pool: str = "", until_ns: int | None = None) -> PriceSet:
-        """End a price: from then on, attempts that are placed pay that of every pool, or are unpriced.
-
-        Args:
-            who: asks.
-            resource: as in `set_price`.
-            pool: whose price; "" for that of every pool.
-            until_ns: when; None for now.
-
-        Raises:
-            InvalidValue: something was placed since then that has paid it.
-            NotFound: nothing of that name has a price there, then or later.
-        """
+        """End a price: from then on, attempts that are placed pay that of every pool, or are unpriced."""
         at_ns = self._clock.wall_ns()
         name = _name(resource)
         when_ns = at_ns if until_ns is None else until_ns

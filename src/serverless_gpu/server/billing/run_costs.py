@@ -40,10 +40,7 @@ ADVICE = "`sgpu price set {name} …` sets one"
 def cost_of(connection: sa.Connection, run: StoredRun, at: Now) -> Cost:
     """Return what a run used so far, over all of its attempts, and what that costs.
 
-    Args:
-        connection: of a transaction that reads: ledger and facts are to be of one moment.
-        run: the run.
-        at: now.
+    The transaction has to see ledger and facts of one moment.
     """
     return costs_of(connection, [run], at)[run.id]
 
@@ -112,34 +109,18 @@ def _lines(
 
 
 class Wish(msgspec.Struct, frozen=True, kw_only=True):
-    """A run that is not there.
+    """A run that is not there."""
 
-    Attributes:
-        spec: what it asks for, with what its policy adds.
-        pool: where it goes; "" for any on-demand one.
-        node: where it would start, by name, or ""; of several the first.
-        several_nodes: whether it may have several, where none is large enough.
-        expected_s: how long it is likely to have its devices.
-        limit: what limits how long it takes at a time.
-    """
-
-    spec: RunSpec
-    pool: str
-    node: str = ""
-    several_nodes: bool = False
-    expected_s: float | None = None
-    limit: str = "timeout"
+    spec: RunSpec  # what it asks for, with what its policy adds
+    pool: str  # where it goes; "" for any on-demand one
+    node: str = ""  # where it would start, by name, or ""; of several the first
+    several_nodes: bool = False  # whether it may have several, where none is large enough
+    expected_s: float | None = None  # how long it is likely to have its devices
+    limit: str = "timeout"  # what limits how long it takes at a time
 
 
 def estimate(connection: sa.Connection, wish: Wish, *, now_ns: int, currency: str) -> CostEstimate:
-    """Return what a run would cost.
-
-    Args:
-        connection: of a transaction that reads.
-        wish: the run.
-        now_ns: nanoseconds since 1970.
-        currency: of the server.
-    """
+    """Return what a run would cost."""
     spec = wish.spec
     lasting = Lasting(
         limit_s=spec.limit_s,

@@ -73,13 +73,7 @@ class UsageReports:
         self._leases = leases
 
     def view(self, who: Caller, reach: str, wanted: ReportRequest) -> UsageView:
-        """Return a report.
-
-        Args:
-            who: asks.
-            reach: how far they may see.
-            wanted: what it is to be; whom it shows is said by `reach` alone.
-        """
+        """Return a report."""
         seen_by, teams = _limits(who, reach)
         wanted = msgspec.structs.replace(wanted, seen_by=seen_by, teams=teams)
         at = metering.now(self._clock, self._leases)
@@ -107,12 +101,7 @@ class UsageReports:
     def view_records(self, who: Caller, reach: str, window: DayRange, *, after: int, limit: int) -> RecordPage:
         """Return rows of the ledger as billing tables have them.
 
-        Args:
-            who: asks.
-            reach: how far they may see.
-            window: of which days.
-            after: the last one that they have.
-            limit: how many, at most; an entry has up to three rows.
+        An entry of the ledger has up to three rows; `after` is the last entry that the caller has.
         """
         may_see = usage.visible(*_limits(who, reach))
         entries = max(1, limit // 3)
@@ -145,15 +134,7 @@ class UsageReports:
         return ListPrices(prices=tuple(found), is_cut=len(used) > SKUS_MAX)
 
     def view_demand(self, who: Caller, reach: str, asked: DemandFilter, *, after: int, limit: int) -> DemandPage:
-        """Return when devices were had, as far as somebody may see; what goes on now is on the last page.
-
-        Args:
-            who: asks.
-            reach: how far they may see.
-            asked: whose use, and of when.
-            after: the last one that they have.
-            limit: how many, at most.
-        """
+        """Return when devices were had, as far as somebody may see; what goes on now is on the last page."""
         may_see = usage.visible(*_limits(who, reach))
         at = metering.now(self._clock, self._leases)
 
@@ -169,11 +150,7 @@ class UsageReports:
         return DemandPage(rows=(*(row for _, row in rows), *now))
 
     def window(self, from_day: int | None, until_day: int | None) -> DayRange:
-        """Return the days that somebody asks about; the last 30 without saying.
-
-        Raises:
-            InvalidValue: they are none.
-        """
+        """Return the days that somebody asks about; the last 30 without saying."""
         today = self._clock.wall_ns() // DAY_NS
         until = today + 1 if until_day is None else until_day
         return usage_report.checked(DayRange(max(0, until - DAYS) if from_day is None else from_day, until))
@@ -182,11 +159,7 @@ class UsageReports:
 def where_of(text: str) -> Mapping[str, str]:
     """Return which charges somebody asks about.
 
-    Args:
-        text: a JSON object of fields and the values that they have to have, or "".
-
-    Raises:
-        InvalidValue: it is none.
+    `text` is a JSON object of fields and their values, or "".
     """
     try:
         where = _decode(text) if text else {}
@@ -257,43 +230,26 @@ _NUMBERS = (*SEGMENTS, "gpu_ms", "billed_ms", "core_ms", "memory_mib_ms", "dbu_m
 
 
 class UnpostedDay(msgspec.Struct, frozen=True, kw_only=True):
-    """What a crew used on a day, as far as the ledger does not say so.
-
-    Attributes:
-        line: the day as it is by now; `amounts` what of it is not in the ledger.
-        is_posted: whether the ledger says something of that day.
-    """
+    """What a crew used on a day, as far as the ledger does not say so."""
 
     run_id: str
     fence: int
     account: Account
-    line: LedgerLine
+    line: LedgerLine  # the day as it is by now; `amounts` what of it is not in the ledger
     amounts: Amounts
-    is_posted: bool
+    is_posted: bool  # whether the ledger says something of that day
 
 
 class UnpostedDays(msgspec.Struct, frozen=True, kw_only=True):
-    """All that is not in the ledger yet.
-
-    Attributes:
-        attempts: how many there are of them here, each crew of its own.
-        is_cut: whether there are more.
-    """
+    """All that is not in the ledger yet."""
 
     lines: tuple[UnpostedDay, ...] = ()
-    attempts: int = 0
-    is_cut: bool = False
+    attempts: int = 0  # how many there are of them here, each crew of its own
+    is_cut: bool = False  # whether there are more
 
 
 def find_unposted(connection: sa.Connection, at: Now, *, currency: str, limit: int = UNPOSTED_MAX) -> UnpostedDays:
-    """Return what the ledger does not say yet.
-
-    Args:
-        connection: of the transaction that reads the ledger.
-        at: now.
-        currency: of the server, for attempts of an older one.
-        limit: how many attempts, at most.
-    """
+    """Return what the ledger does not say yet."""
     ids = sorted(
         {*charges.crews_going_on(connection, before_ns=_EVER_NS), *charges.due_crews(connection, limit=limit + 1)}
     )

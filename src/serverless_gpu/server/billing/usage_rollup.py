@@ -34,11 +34,7 @@ class UsageRollup:
         self._database = database
 
     def tick(self, now_ns: int) -> int | None:
-        """Add up some charges; return when to look again.
-
-        Args:
-            now_ns: boottime, nanoseconds.
-        """
+        """Add up some charges; return when to look again."""
         if self._database.read(_is_done):
             return now_ns + round(EVERY_S * 1e9)
         is_more = self._database.write(fold)
@@ -46,12 +42,7 @@ class UsageRollup:
 
 
 def fold(connection: sa.Connection, *, limit: int = AT_ONCE) -> bool:
-    """Add some entries to the sums; return whether there may be more.
-
-    Args:
-        connection: of a transaction that may write.
-        limit: how many, at most.
-    """
+    """Add some entries to the sums; return whether there may be more."""
     after = folded_seq(connection)
     some = sa.select(charges.c.seq).where(charges.c.seq > after).order_by(charges.c.seq).limit(limit)
     seqs = list(connection.scalars(some))

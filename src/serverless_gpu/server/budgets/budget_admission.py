@@ -52,16 +52,7 @@ class BudgetAdmission:
         )
 
     def refuse(self, connection: sa.Connection, allowed: Allowed, who: Caller) -> None:
-        """Refuse a run that a budget has nothing left for in this period; what others only hold, it waits for.
-
-        Args:
-            connection: of the transaction that writes it down, or of one that reads.
-            allowed: the run, under its usage policy.
-            who: asks for it, and will own it.
-
-        Raises:
-            BudgetExhausted: a budget that it counts for is used up.
-        """
+        """Refuse a run that a budget has nothing left for in this period; what others only hold, it waits for."""
         if not self._spending.standings():
             return
         spec, currency = allowed.spec, self._settings.currency
@@ -75,12 +66,7 @@ class BudgetAdmission:
         self._spending.refuse(_subject(allowed, who), hold, currency=currency)
 
     def left(self, allowed: Allowed, who: Caller) -> tuple[str, ...]:
-        """Return in words what is left of the budgets that count a run; amounts only of those that its owner may see.
-
-        Args:
-            allowed: the run, under its usage policy.
-            who: asks, and would own it.
-        """
+        """Return in words what is left of the budgets that count a run; amounts only of those that its owner may see."""
         sees_all = roles.reach(who.role, Resource.BUDGETS, write=False, scopes=who.scopes) is AccessReach.ALL
         subject, currency = (
             _subject(allowed, who),
@@ -89,12 +75,7 @@ class BudgetAdmission:
         return self._spending.left(subject, currency=currency, sees_all=sees_all)[:LEFT_MAX]
 
     def rooms(self, connection: sa.Connection, there: Floor) -> BudgetsLeft | None:
-        """Return what budgets had left at the last look, to be counted down for one tick; None without budgets.
-
-        Args:
-            connection: of the transaction that reads the queue.
-            there: what there is to give.
-        """
+        """Return what budgets had left at the last look, to be counted down for one tick; None without budgets."""
         if not self._spending.standings():
             return None
         at_ns, currency = self._clock.wall_ns(), self._settings.currency

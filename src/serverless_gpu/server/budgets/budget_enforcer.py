@@ -76,11 +76,7 @@ class BudgetEnforcer:
         self._budget_admission = budget_admission
 
     def tick(self, now_ns: int) -> int | None:
-        """Look at all budgets, stop who has to, and say what is reached; return when to look again.
-
-        Args:
-            now_ns: boottime, nanoseconds.
-        """
+        """Look at all budgets, stop who has to, and say what is reached; return when to look again."""
         now = self._budget_admission.as_of()
         since_ns = first_day_of(now.wall_ns) * DAY_NS
 

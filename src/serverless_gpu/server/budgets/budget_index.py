@@ -19,9 +19,7 @@ from serverless_gpu.server.records.runs.runs import StoredRun
 class BudgetIndex:
     """The budgets, and which of them count a run.
 
-    Args:
-        there: all budgets.
-        pools_there: all pools: a run that names none may come to any that is not reserved.
+    It needs the pools, too: a run that names none may come to any that is not reserved.
     """
 
     def __init__(self, there: Iterable[StoredBudget], pools_there: Iterable[StoredPool] = ()) -> None:

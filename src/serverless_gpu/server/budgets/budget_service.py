@@ -79,11 +79,7 @@ class BudgetService:
         return BudgetList(budgets=tuple(self._views(seen)), alarms=tuple(alarms))
 
     def view(self, who: Caller, reach: str, name: str) -> BudgetView:
-        """Return one budget.
-
-        Raises:
-            NotFound: there is none of that name, or it is out of reach.
-        """
+        """Return one budget."""
         standings = self._database.read(lambda connection: self._standings(connection))
         if name not in standings or not _may_see(standings[name].budget, who, reach):
             raise _unknown(name)
@@ -91,18 +87,7 @@ class BudgetService:
         return view
 
     def put(self, who: Caller, name: str, asked: BudgetRequest) -> BudgetView:
-        """Make or replace a budget; use since the beginning of its period counts.
-
-        Args:
-            who: asks.
-            name: of the budget.
-            asked: what it is to be.
-
-        Raises:
-            InvalidValue: the name, the scope or the limit is not possible.
-            NotFound: there is nobody, or no team, of that name.
-            TooLarge: there are too many budgets.
-        """
+        """Make or replace a budget; use since the beginning of its period counts."""
         check_name("a budget", name)
         said = self._budget(asked)
         at_ns = self._clock.wall_ns()
@@ -132,12 +117,7 @@ class BudgetService:
         return self.view(who, AccessReach.ALL, name)
 
     def reopen(self, who: Caller, name: str) -> BudgetView:
-        """Open a hard budget again that has stopped runs: runs start while what is left pays for them.
-
-        Raises:
-            InvalidValue: it is not closed, or all of it is used.
-            NotFound: there is none of that name.
-        """
+        """Open a hard budget again that has stopped runs: runs start while what is left pays for them."""
         at_ns = self._clock.wall_ns()
 
         now = self._budget_admission.as_of()
@@ -163,11 +143,7 @@ class BudgetService:
         return self.view(who, AccessReach.ALL, name)
 
     def delete(self, who: Caller, name: str) -> BudgetView:
-        """Delete a budget: nothing is stopped or held back for it any more. A run that was asked to stop stops.
-
-        Raises:
-            NotFound: there is none of that name.
-        """
+        """Delete a budget: nothing is stopped or held back for it any more. A run that was asked to stop stops."""
         at_ns = self._clock.wall_ns()
         view = self.view(who, AccessReach.ALL, name)
 

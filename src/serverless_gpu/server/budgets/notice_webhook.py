@@ -53,11 +53,7 @@ class NoticeWebhook:
         self._not_before_ns: dict[int, int] = {}
 
     def tick(self, now_ns: int) -> int | None:
-        """Post one notice that is due; return when to look again.
-
-        Args:
-            now_ns: boottime, nanoseconds.
-        """
+        """Post one notice that is due; return when to look again."""
         waiting = self._database.read(lambda connection: budgets.open_notices(connection, limit=LOOKED_AT))
         pauses = {one.seq: self._not_before_ns.get(one.seq, 0) for one in waiting}
         self._not_before_ns = pauses

@@ -76,11 +76,7 @@ class SpendAlarms:
         self._seen: set[tuple[str, int]] = set()
 
     def tick(self, now_ns: int) -> int:
-        """Say what is unusual of what goes on, as budgets were looked at last; return when to look again.
-
-        Args:
-            now_ns: boottime, nanoseconds.
-        """
+        """Say what is unusual of what goes on, as budgets were looked at last; return when to look again."""
         going = self._spending.going_on()
         there = [one for one in going if not one.spender.is_over and one.spender.started_ns is not None]
         self._database.read(self._read)

@@ -105,13 +105,7 @@ def use_until(line: LedgerLine, use: BudgetUse, at_ns: int) -> BudgetUse:
 
 
 class Sums:
-    """What the ledger has, by budget and day; read on from where it was read to.
-
-    Args:
-        first_day: days before it count for nothing any more.
-        index: the budgets.
-        currency: of them.
-    """
+    """What the ledger has, by budget and day; read on from where it was read to."""
 
     def __init__(self, first_day: int = -1, index: BudgetIndex | None = None, currency: str = "") -> None:
         self.first_day = first_day
@@ -148,11 +142,8 @@ class Sums:
     ) -> None:
         """Read what was posted since, and what is posted of attempts that go on.
 
-        Args:
-            connection: of a transaction that sees one state of the database.
-            there: attempts that go on, or whose charges have not been written.
-            wall_ns: now, nanoseconds since 1970.
-            cuts: moments within a day of UTC at which periods of budgets began.
+        The transaction has to see one state of the database. `cuts` are moments within a day of UTC at which periods of
+        budgets began.
         """
         if not self._index.budgets:  # nobody asks what is posted, only who goes on
             going = {one.attempt.account_id for one in there.values() if one.attempt.account_id is not None}
@@ -218,34 +209,22 @@ class Sums:
 
 
 class AsOf(msgspec.Struct, frozen=True, kw_only=True):
-    """What a look needs to know beside the database.
+    """What a look needs to know beside the database."""
 
-    Attributes:
-        wall_ns: now, nanoseconds since 1970.
-        boot_ns: the same moment by the clock that leases are kept by.
-        moment: `Spending.moment` before the transaction that looks read anything.
-        currency: of budgets; what is charged in another one has no price here.
-    """
-
-    wall_ns: int
-    boot_ns: int
-    moment: int
+    wall_ns: int  # now, nanoseconds since 1970
+    boot_ns: int  # the same moment by the clock that leases are kept by
+    moment: int  # `Spending.moment` before the transaction that looks read anything
     leases: Leases
-    currency: str
+    currency: str  # of budgets; what is charged in another one has no price here
 
 
 class GoingOn(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt that counts for budgets, now.
-
-    Attributes:
-        names: budgets that count it.
-        name: of its run.
-    """
+    """An attempt that counts for budgets, now."""
 
     spender: Spender
     subject: Subject
-    names: tuple[str, ...]
-    name: str = ""
+    names: tuple[str, ...]  # budgets that count it
+    name: str = ""  # of its run
 
 
 class _Known(msgspec.Struct):
@@ -292,10 +271,8 @@ class Spending:
     def look(self, connection: sa.Connection, as_of: AsOf, *, at_all: bool = False) -> dict[str, Standing]:
         """Look at the database, and return how each budget stands, by name.
 
-        Args:
-            connection: of a transaction that sees one state of the database.
-            as_of: what else is known, from before it read anything.
-            at_all: whether to look at what goes on where there are no budgets, too.
+        The transaction has to see one state of the database. With `at_all`, attempts are read where there are no
+        budgets, too.
         """
         with self._lock:
             first_day = first_day_of(as_of.wall_ns)
@@ -359,16 +336,7 @@ class Spending:
     # --- what follows for one run -----------------------------------------------------------------------------------
 
     def refuse(self, subject: Subject, hold: BudgetUse, *, currency: str) -> None:
-        """Refuse a run that cannot start in this period.
-
-        Args:
-            subject: of the run; its pool is "" where it names none.
-            hold: what it would hold; nothing where that is not known.
-            currency: of the server.
-
-        Raises:
-            BudgetExhausted: a budget that it counts for is used up.
-        """
+        """Refuse a run that cannot start in this period."""
         with self._lock:
             for name in self._index.names(subject):
                 standing = self._standings.get(name)
@@ -379,13 +347,7 @@ class Spending:
                     )
 
     def left(self, subject: Subject, *, currency: str, sees_all: bool = False) -> tuple[str, ...]:
-        """Return in words what is left of the budgets that a run would count for.
-
-        Args:
-            subject: of the run.
-            currency: of the server.
-            sees_all: whether who is told may see every budget, and not only those that are their own.
-        """
+        """Return in words what is left of the budgets that a run would count for."""
         with self._lock:
             there = [(name, self._standings.get(name)) for name in sorted(self._index.names(subject))]
             return tuple(
@@ -404,25 +366,14 @@ class Spending:
         return ""
 
     def rooms(self, holds: Callable[[Candidate], BudgetUse]) -> BudgetsLeft | None:
-        """Return what budgets have left, to be counted down for one tick; None where there are no budgets.
-
-        Args:
-            holds: returns what a run would hold at first.
-        """
+        """Return what budgets have left, to be counted down for one tick; None where there are no budgets."""
         with self._lock:
             if not self._standings:
                 return None
             return BudgetsLeft(self._index, dict(self._standings), holds)
 
     def longest_s(self, connection: sa.Connection, owner: str, name: str, now_ns: int) -> float | None:
-        """Return the longest that the last runs of an owner and a name had their devices; None: that is not known.
-
-        Args:
-            connection: reading is enough.
-            owner: of the runs.
-            name: of the runs.
-            now_ns: nanoseconds since 1970.
-        """
+        """Return the longest that the last runs of an owner and a name had their devices; None: that is not known."""
         with self._lock:
             return self._learned.longest_s(connection, owner, name, now_ns)
 
@@ -432,14 +383,6 @@ class Spending:
         """Count an attempt that is about to be placed; return why it cannot be: others were placed before it.
 
         Called again for the same attempt, it is counted once. Call `entered` once the transaction is over.
-
-        Args:
-            connection: of the transaction that places it.
-            run: as it waits.
-            account: as what it will be counted.
-            tariff: what it will pay.
-            gpus: devices that it gets.
-            now_ns: nanoseconds since 1970.
         """
         gang = (run.id, run.fence + 1)
         with self._lock:
@@ -568,14 +511,7 @@ def first_day_of(now_ns: int) -> int:
 
 
 def rate_of(tariff: Tariff, gpu_type: str, gpus: int, spec: RunSpec | None) -> int | None:
-    """Return what an attempt costs in an hour; None where its devices have no price.
-
-    Args:
-        tariff: what it pays.
-        gpu_type: of its devices.
-        gpus: how many.
-        spec: of its run, for cores and memory; None where nobody knows it any more.
-    """
+    """Return what an attempt costs in an hour; None where its devices have no price."""
     cpus = memory_bytes = 0
     if spec is not None:
         cpus, memory_bytes = spec.resources.cpus or 0, spec.resources.memory_bytes or 0

@@ -53,17 +53,11 @@ _ANY = Identity(name="", machine="")
 
 
 class FirstTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """What the files hold.
+    """What the files hold."""
 
-    Attributes:
-        principal: the administrator's name.
-        token: theirs.
-        node_token: of this machine's agent.
-    """
-
-    principal: str
-    token: str
-    node_token: str
+    principal: str  # the administrator's name
+    token: str  # theirs
+    node_token: str  # of this machine's agent
 
 
 def first_tokens(
@@ -71,12 +65,8 @@ def first_tokens(
 ) -> FirstTokens:
     """Return the tokens of the server's files; makes what is missing.
 
-    Args:
-        database: migrated.
-        directory: the server's.
-        login: what the operating system calls the person who starts the server; the administrator gets this name.
-        now_ns: nanoseconds since 1970.
-        node: this machine's, which the node's token is bound to; None where the server has none.
+    The administrator is named after `login`, the operating system's name of the person who starts the server. The
+    node's token is bound to `node`.
     """
     database.write(lambda connection: principals.bound_lifetimes(connection, now_ns=now_ns))
     token = _admin_token(database, directory, login=login, now_ns=now_ns)
@@ -88,12 +78,7 @@ def first_tokens(
 
 
 class FileTokens:
-    """Replaces the administrator's token in its file before it ends, while the server runs. For one thread.
-
-    Args:
-        login: as for `first_tokens`.
-        renewed: called when the file has another token.
-    """
+    """Replaces the administrator's token in its file before it ends, while the server runs. For one thread."""
 
     def __init__(
         self, *, settings: Settings, clock: Clock, database: Transactions, login: str, renewed: Callable[[], None]
@@ -105,11 +90,7 @@ class FileTokens:
         self._known = self._look()
 
     def tick(self, now_ns: int) -> int:
-        """Replace it where it ends soon; return when to look again.
-
-        Args:
-            now_ns: boottime, nanoseconds.
-        """
+        """Replace it where it ends soon; return when to look again."""
         found = self._look()
         if found != self._known:
             self._known = found

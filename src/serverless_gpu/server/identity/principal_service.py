@@ -57,13 +57,7 @@ class PrincipalService:
         self._budgets_changed = budgets_changed
 
     def make(self, who: Caller, request: PrincipalRequest) -> TokenMade:
-        """Make a user or service, and its first token.
-
-        Raises:
-            NotAllowed: the caller's token has scopes.
-            InvalidValue: the name cannot be one, or is taken.
-            NotFound: a team is not there.
-        """
+        """Make a user or service, and its first token."""
         _check_unscoped(who)
         secret, now_ns = principals.new_secret(), self._clock.wall_ns()
 
@@ -79,14 +73,7 @@ class PrincipalService:
         return self._database.write(work)
 
     def change(self, who: Caller, name: str, change: PrincipalChange) -> PrincipalView:
-        """Change somebody's role, disable or enable them; what becomes of their runs is `owner_suspension.py`.
-
-        Raises:
-            NotAllowed: the caller's token has scopes.
-            NotFound: there is nobody of that name.
-            InvalidValue: the last administrator would be gone, or the change decides about the runs of a principal who
-                may still start some.
-        """
+        """Change somebody's role, disable or enable them; what becomes of their runs is `owner_suspension.py`."""
         _check_unscoped(who)
         now_ns, otherwise = self._clock.wall_ns(), self._settings.on_owner_disabled
 
@@ -116,11 +103,7 @@ class PrincipalService:
         return changed
 
     def make_team(self, who: Caller, name: str) -> TeamView:
-        """Make a team.
-
-        Raises:
-            InvalidValue: the name cannot be one, or is taken.
-        """
+        """Make a team."""
         _check_unscoped(who)
         now_ns = self._clock.wall_ns()
 
@@ -132,12 +115,7 @@ class PrincipalService:
         return self._database.write(work)
 
     def change_team(self, who: Caller, name: str, asked: TeamChange) -> TeamView:
-        """Change the time zone of a team: its budgets without one of their own have days, weeks and months of it.
-
-        Raises:
-            InvalidValue: there is no such time zone.
-            NotFound: there is no such team.
-        """
+        """Change the time zone of a team: its budgets without one of their own have days, weeks and months of it."""
         _check_unscoped(who)
         check_time_zone(asked.time_zone)
         now_ns = self._clock.wall_ns()
@@ -157,11 +135,7 @@ class PrincipalService:
         return changed
 
     def set_member(self, who: Caller, *, team: str, principal: str, member: bool) -> TeamView:
-        """Put somebody into a team, or take them out of it.
-
-        Raises:
-            NotFound: there is no such team, or nobody of that name.
-        """
+        """Put somebody into a team, or take them out of it."""
         _check_unscoped(who)
         now_ns = self._clock.wall_ns()
         action = Action.TEAM_ADD if member else Action.TEAM_REMOVE
@@ -177,18 +151,7 @@ class PrincipalService:
         return self._database.write(work)
 
     def make_token(self, who: Caller, request: TokenRequest, *, reach: str) -> TokenMade:
-        """Make a token for the caller, or for somebody in reach.
-
-        Args:
-            who: asks.
-            request: what for.
-            reach: of the caller on tokens.
-
-        Raises:
-            NotFound: it is for somebody out of reach.
-            NotAllowed: it would be good for more than the caller's own.
-            InvalidValue: a scope, label or duration that cannot be.
-        """
+        """Make a token for the caller, or for somebody in reach."""
         owner = request.principal or who.name
         if not covers(reach, name=who.name, teams=(), owner=owner):
             raise NotFound(f"there is no user or service {owner[:64]!r}")
@@ -203,11 +166,7 @@ class PrincipalService:
         return self._database.write(lambda connection: _make_token(connection, who, new, secret=secret, now_ns=now_ns))
 
     def revoke_token(self, who: Caller, identifier: str, *, reach: str) -> TokenView:
-        """Make a token good for nothing.
-
-        Raises:
-            NotFound: there is no such token, or it is out of reach.
-        """
+        """Make a token good for nothing."""
         now_ns = self._clock.wall_ns()
 
         def work(connection: sa.Connection) -> TokenView:

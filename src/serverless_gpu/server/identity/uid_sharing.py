@@ -28,17 +28,11 @@ from serverless_gpu.server.records.pools import NO_ISOLATION, UNSET, StoredPool
 
 
 class Isolation(msgspec.Struct, frozen=True, kw_only=True):
-    """Whom pools serve, as decisions take it.
+    """Whom pools serve, as decisions take it."""
 
-    Attributes:
-        first: the first administrator, or "" where there is none any more.
-        closed: pools that serve only that one.
-        opened: pools that serve everybody.
-    """
-
-    first: str
-    closed: frozenset[str]
-    opened: frozenset[str]
+    first: str  # the first administrator, or "" where there is none any more
+    closed: frozenset[str]  # pools that serve only that one
+    opened: frozenset[str]  # pools that serve everybody
 
     @classmethod
     def of(cls, there: Iterable[StoredPool], first: str) -> Isolation:
@@ -60,21 +54,13 @@ EVERYBODY = Isolation(first="", closed=frozenset(), opened=frozenset())
 
 
 class Exposure(msgspec.Struct, frozen=True, kw_only=True):
-    """Who shares, or would share, a uid with the first administrator.
+    """Who shares, or would share, a uid with the first administrator."""
 
-    Attributes:
-        principals: second principals that may start runs or own some, by name.
-        had_runs: those of them that own runs: their code may have run here.
-        undecided: pools about which nobody has decided.
-        closed: pools in which their runs wait, the undecided ones among them.
-        shared: pools in which their runs share a uid with everybody's.
-    """
-
-    principals: tuple[str, ...]
-    had_runs: tuple[str, ...]
-    undecided: tuple[str, ...]
-    closed: tuple[str, ...]
-    shared: tuple[str, ...]
+    principals: tuple[str, ...]  # second principals that may start runs or own some, by name
+    had_runs: tuple[str, ...]  # those of them that own runs: their code may have run here
+    undecided: tuple[str, ...]  # pools about which nobody has decided
+    closed: tuple[str, ...]  # pools in which their runs wait, the undecided ones among them
+    shared: tuple[str, ...]  # pools in which their runs share a uid with everybody's
 
 
 def first_administrator(connection: sa.Connection) -> str:
@@ -108,11 +94,8 @@ def exposure(connection: sa.Connection) -> Exposure:
 def settle(database: Transactions, ask: Callable[[Exposure], bool | None], *, now_ns: int) -> None:
     """Show the operator which principals share a uid; they decide once about pools that are undecided.
 
-    Args:
-        database: migrated.
-        ask: returns whether several principals may share a uid in undecided pools, or None to leave that open; called
-            where there are several principals, outside of any transaction.
-        now_ns: nanoseconds since 1970.
+    `ask` returns whether several principals may share a uid in undecided pools, or None to leave that open. It is
+    called outside of any transaction.
     """
     found = database.read(exposure)
     if not found.principals:

@@ -64,70 +64,44 @@ class BookedOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Results(msgspec.Struct, frozen=True, kw_only=True):
-    """The results of one attempt.
+    """The results of one attempt."""
 
-    Attributes:
-        count: how many there are.
-        cut: those that have another number of bytes than they are said to have.
-        parts: digests of those that are in the store, some of them when they are very many.
-    """
-
-    count: int = 0
-    cut: int = 0
-    parts: tuple[str, ...] = ()
+    count: int = 0  # how many there are
+    cut: int = 0  # those that have another number of bytes than they are said to have
+    parts: tuple[str, ...] = ()  # digests of those that are in the store, some of them when they are very many
 
 
 class Booked(msgspec.Struct, frozen=True, kw_only=True):
-    """One run, and all that is written about it.
-
-    Attributes:
-        attempts: in the order of their fences.
-        events: in the order of their numbers; none when there are too many.
-        facts: by crew, in the order of their numbers.
-        unread: crews that have too many facts to be read here.
-        receipts: by crew, of those that have one.
-        charges: by crew, its entries of the ledger, in the order of their numbers.
-        results: by fence.
-        actions: how often the audit has each action with this run as its subject.
-    """
+    """One run, and all that is written about it."""
 
     run: StoredRun
-    attempts: tuple[StoredAttempt, ...] = ()
-    events: tuple[StoredEvent, ...] = ()
+    attempts: tuple[StoredAttempt, ...] = ()  # in the order of their fences
+    events: tuple[StoredEvent, ...] = ()  # in the order of their numbers; none when there are too many
     orders: tuple[BookedOrder, ...] = ()
-    facts: Mapping[OfCrew, tuple[Fact, ...]] = {}
-    unread: frozenset[OfCrew] = frozenset()
-    receipts: Mapping[OfCrew, SeenReceipt] = {}
+    facts: Mapping[OfCrew, tuple[Fact, ...]] = {}  # by crew, in the order of their numbers
+    unread: frozenset[OfCrew] = frozenset()  # crews that have too many facts to be read here
+    receipts: Mapping[OfCrew, SeenReceipt] = {}  # by crew, of those that have one
     charges: Mapping[OfCrew, tuple[Posted, ...]] = {}
-    results: Mapping[int, Results] = {}
-    actions: Mapping[str, int] = {}
+    """By crew, its entries of the ledger, in the order of their numbers."""
+    results: Mapping[int, Results] = {}  # by fence
+    actions: Mapping[str, int] = {}  # how often the audit has each action with this run as its subject
 
 
 class Books(msgspec.Struct, frozen=True, kw_only=True):
-    """Some runs at one moment of the database.
+    """Some runs at one moment of the database."""
 
-    Attributes:
-        runs: in the order of their identifiers.
-        absent: runs that were asked for by name and are not there: how often the audit has each action about them.
-        details: what the audit has written beside its rows about these runs.
-        following: where the next page begins; "" when there is none.
-        skipped: what was left out because it is too much.
-    """
-
-    runs: tuple[Booked, ...] = ()
+    runs: tuple[Booked, ...] = ()  # in the order of their identifiers
     absent: Mapping[str, Mapping[str, int]] = {}
-    details: tuple[str, ...] = ()
-    following: str = ""
-    skipped: tuple[str, ...] = ()
+    """Runs that were asked for by name and are not there: how often the audit has each action about them."""
+    details: tuple[str, ...] = ()  # what the audit has written beside its rows about these runs
+    following: str = ""  # where the next page begins; "" when there is none
+    skipped: tuple[str, ...] = ()  # what was left out because it is too much
 
 
 def load(connection: sa.Connection, *, after: str = "", limit: int = PAGE_RUNS) -> Books:
     """Return a page of runs.
 
-    Args:
-        connection: the database.
-        after: what the page before says is `following`; "" for the first.
-        limit: how many runs.
+    `after` is `following` of the page before, "" for the first page.
     """
     query = sa.select(runs.c.id).where(runs.c.id > after).order_by(runs.c.id).limit(limit)
     ids = list(connection.scalars(query))
@@ -282,12 +256,7 @@ def _audit(connection: sa.Connection, ids: Sequence[str]) -> tuple[dict[str, Cou
 
 
 def pages(read: Callable[[Callable[[sa.Connection], Books]], Books], *, limit: int = PAGE_RUNS) -> Iterable[Books]:
-    """Yield all runs page by page, each as of its own moment.
-
-    Args:
-        read: `Database.read`.
-        limit: runs of a page.
-    """
+    """Yield all runs page by page, each as of its own moment."""
     after = ""
     while True:
         books = read(partial(load, after=after, limit=limit))
@@ -298,17 +267,11 @@ def pages(read: Callable[[Callable[[sa.Connection], Books]], Books], *, limit: i
 
 
 class Violation(msgspec.Struct, frozen=True, kw_only=True, order=True):
-    """Something that is never true, and is.
+    """Something that is never true, and is."""
 
-    Attributes:
-        invariant: ``"I3"``.
-        subject: what it is about: ``"run <id>"``, ``"device <uuid>"``.
-        sentence: what is wrong.
-    """
-
-    invariant: str
-    subject: str
-    sentence: str
+    invariant: str  # ``"I3"``
+    subject: str  # what it is about: ``"run <id>"``, ``"device <uuid>"``
+    sentence: str  # what is wrong
 
     def __str__(self) -> str:
         return f"{self.invariant} {self.subject}: {self.sentence}"

@@ -88,13 +88,7 @@ def crew_name(gang: str, number: int) -> str:
 
 
 def of_facts(gang: str, node_id: str, own: Sequence[Fact]) -> Iterator[tuple[Place, LentDevice]]:
-    """Yield which devices a crew of an attempt had, and when: the same times that it is charged for.
-
-    Args:
-        gang: the attempt, as ``run:fence``, and which crew of it (`crew_name`).
-        node_id: where it was.
-        own: its facts, in their order.
-    """
+    """Yield which devices a crew of an attempt had, and when: the same times that it is charged for."""
     for one in metering.lendings(own):
         for device in one.gpus:
             # What is declared is declared for each home; what the machine has is the machine's.
@@ -103,11 +97,7 @@ def of_facts(gang: str, node_id: str, own: Sequence[Fact]) -> Iterator[tuple[Pla
 
 
 class Lendings:
-    """Who had which device, of all books looked at so far: two runs that had one at once may be pages apart.
-
-    Args:
-        most: lendings that are remembered; the oldest are forgotten first.
-    """
+    """Who had which device, of all books looked at so far: two runs that had one at once may be pages apart."""
 
     def __init__(self, most: int = LENDINGS_MAX) -> None:
         self._most = most
@@ -267,71 +257,45 @@ MOVES: Mapping[State, frozenset[State]] = {
 
 
 class Stretch(msgspec.Struct, frozen=True, kw_only=True):
-    """User code of one crew, as whoever looked at the node saw it, by one clock for all of them.
-
-    Attributes:
-        crew: its number within its attempt.
-        devices: identifiers, unique over all nodes.
-        began_ns: the first exec.
-        ended_ns: when no process of it was left; None while one is.
-        freed_ns: when its devices were given back; None while they are not.
-    """
+    """User code of one crew, as whoever looked at the node saw it, by one clock for all of them."""
 
     run_id: str
     fence: int
     node: str
-    devices: tuple[str, ...]
-    began_ns: int
-    ended_ns: int | None = None
-    freed_ns: int | None = None
-    crew: int = 0
+    devices: tuple[str, ...]  # identifiers, unique over all nodes
+    began_ns: int  # the first exec
+    ended_ns: int | None = None  # when no process of it was left; None while one is
+    freed_ns: int | None = None  # when its devices were given back; None while they are not
+    crew: int = 0  # its number within its attempt
 
 
 class History(msgspec.Struct, frozen=True, kw_only=True):
-    """What people and nodes saw, where somebody kept it.
+    """What people and nodes saw, where somebody kept it."""
 
-    Attributes:
-        acknowledged: runs whose submit was answered.
-        ends: the end that somebody was told of, by run.
-        stretches: of user code.
-        changed: how many requests about a subject were answered with success and changed something:
-            (action, subject) → how many; each has a row in the audit, as have those whose answer was lost.
-        secrets: texts that the audit must not have.
-    """
-
-    acknowledged: frozenset[str] = frozenset()
-    ends: Mapping[str, tuple[State, Reason]] = {}
-    stretches: Sequence[Stretch] = ()
+    acknowledged: frozenset[str] = frozenset()  # runs whose submit was answered
+    ends: Mapping[str, tuple[State, Reason]] = {}  # the end that somebody was told of, by run
+    stretches: Sequence[Stretch] = ()  # of user code
     changed: Mapping[tuple[str, str], int] = {}
-    secrets: tuple[str, ...] = ()
+    """How many requests about a subject were answered with success and changed something: (action, subject) → how many;
+    each has a row in the audit, as have those whose answer was lost.
+    """
+    secrets: tuple[str, ...] = ()  # texts that the audit must not have
 
 
 class LiveState(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server at work thinks, beside its database.
-
-    Attributes:
-        untold_s: runs that wait and are told nothing, and for how long that has been so, seconds.
-        unplaced_s: runs that could be placed now, and for how long that has been so, seconds.
-        unstopped_s: runs that a hard budget has nothing left for, and that are not asked to stop, likewise.
-        sizes: what grows, in words → (how much there is, how much there may be).
-        missing_parts: digests of results that the store does not have.
-    """
+    """What a server at work thinks, beside its database."""
 
     untold_s: Mapping[str, float] = {}
-    unplaced_s: Mapping[str, float] = {}
+    """Runs that wait and are told nothing, and for how long that has been so, seconds."""
+    unplaced_s: Mapping[str, float] = {}  # runs that could be placed now, and for how long that has been so, seconds
     unstopped_s: Mapping[str, float] = {}
-    sizes: Mapping[str, tuple[int, int]] = {}
-    missing_parts: frozenset[str] = frozenset()
+    """Runs that a hard budget has nothing left for, and that are not asked to stop, likewise."""
+    sizes: Mapping[str, tuple[int, int]] = {}  # what grows, in words → (how much there is, how much there may be)
+    missing_parts: frozenset[str] = frozenset()  # digests of results that the store does not have
 
 
 def violations(books: Books, history: History | None = None, moment: LiveState | None = None) -> list[Violation]:
-    """Return everything that is wrong.
-
-    Args:
-        books: some runs.
-        history: of the same runs, or more; None where nobody kept any.
-        moment: what the server thinks; None when there is none.
-    """
+    """Return everything that is wrong."""
     history, moment = history or History(), moment or LiveState()
     found = [violation for booked in books.runs for rule in RULES for violation in rule(booked)]
     for booked in books.runs:

@@ -134,28 +134,17 @@ _log = logging.getLogger(__name__)
 
 
 class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of looking at everything.
+    """What came of looking at everything."""
 
-    Attributes:
-        runs: how many were looked at.
-        violations: what is wrong, sorted.
-        skipped: what is too much to be looked at.
-        lost: how the database was rolled back, and of which runs there are files and no rows (`rollback_detection.py`).
-    """
-
-    runs: int = 0
-    violations: tuple[Violation, ...] = ()
-    skipped: tuple[str, ...] = ()
+    runs: int = 0  # how many were looked at
+    violations: tuple[Violation, ...] = ()  # what is wrong, sorted
+    skipped: tuple[str, ...] = ()  # what is too much to be looked at
     lost: tuple[str, ...] = ()
+    """How the database was rolled back, and of which runs there are files and no rows (`rollback_detection.py`)."""
 
 
 class SelfCheck:
-    """Looks at some runs at a time, for as long as the server works.
-
-    Attributes:
-        seen: how many runs were looked at.
-        found: how often something was wrong, each thing once as long as it is remembered.
-    """
+    """Looks at some runs at a time, for as long as the server works."""
 
     def __init__(
         self,
@@ -185,14 +174,11 @@ class SelfCheck:
         self._lendings = Lendings()
         self._told: set[tuple[str, str, str]] = set()
         self._is_full_said = False
-        self.seen = self.found = 0
+        self.seen = 0  # how many runs were looked at
+        self.found = 0  # how often something was wrong, each thing once as long as it is remembered
 
     def tick(self, now_ns: int) -> int | None:
-        """Look at the next page, and at what the server thinks; return when to look again.
-
-        Args:
-            now_ns: boottime, nanoseconds.
-        """
+        """Look at the next page, and at what the server thinks; return when to look again."""
         page = self._database.read(partial(invariant_inputs.load, after=self._after))
         moment = msgspec.structs.replace(self._moment(now_ns), missing_parts=self._missing(page))
         found = violations(page, History(ends=self._ends), moment)
@@ -265,10 +251,7 @@ class SelfCheck:
 def check(read: Read, *, history: History | None = None, limit: int = PAGE_RUNS) -> CheckResult:
     """Look at every run of a database and at the chain of its audit, page by page.
 
-    Args:
-        read: reads one page.
-        history: what people and nodes saw; runs that it names and that are gone are looked for by name.
-        limit: runs of a page.
+    Runs that `history` names and that are gone are looked for by name.
     """
     found: set[Violation] = set()
     skipped: list[str] = []

@@ -117,14 +117,7 @@ class AgentService:
         self._requeue = requeue
 
     def hello(self, who: Caller, said: AgentHello) -> AgentWelcome:
-        """Let a node join, or come back.
-
-        Raises:
-            InvalidValue: it speaks another protocol, or something in it cannot be.
-            NotAllowed: the name belongs to somebody else's node, or to another machine or home that is there now, or
-                has runs that may be going on; the token is another node's, or waits for an administrator; another
-                process of the node is connected; or an operator has to say first that it may be in the pool.
-        """
+        """Let a node join, or come back."""
         _check(said)
         try:
             answer = self._database.read(lambda connection: node_admission.check(connection, who, said))
@@ -165,11 +158,7 @@ class AgentService:
         )
 
     def heartbeat(self, who: Caller, node_id: str, said: Heartbeat) -> HeartbeatAnswer:
-        """Note that a node is there.
-
-        Raises:
-            NotFound: there is no such node of this principal; it says hello again.
-        """
+        """Note that a node is there."""
         _check_devices(said)
         at_ns = self._clock.wall_ns()
         node, stale, tokens = self._database.read(
@@ -190,11 +179,7 @@ class AgentService:
         return HeartbeatAnswer(stale=stale, tokens=tokens, at_ns=self._clock.wall_ns())
 
     def check(self, who: Caller, node_id: str, instance: str = "", process: str = "") -> None:
-        """Return if orders of a node are for whoever asks.
-
-        Raises:
-            NotFound: there is no such node of this principal.
-        """
+        """Return if orders of a node are for whoever asks."""
         self._database.read(lambda connection: _own(connection, who, node_id, instance, process))
 
     def waiting(
@@ -202,15 +187,7 @@ class AgentService:
     ) -> list[Order]:
         """Return the orders that a node has not taken; they count as sent.
 
-        Args:
-            who: asks.
-            node_id: the node.
-            instance: of its home.
-            process: of its uplink.
-            told: numbers of orders that need not come now; what they carry is not read.
-
-        Raises:
-            NotFound: there is no such node of this principal.
+        Orders whose numbers are in `told` are left out.
         """
 
         broken: list[tuple[StoredOrder, str]] = []
@@ -239,9 +216,6 @@ class AgentService:
         """Return which crews on a node are to report now, with what each is to hear at once.
 
         There are none where the node does not know of crews.
-
-        Raises:
-            NotFound: there is no such node of this principal.
         """
         asked = self._looks.of(node_id)
         if not asked:
@@ -265,11 +239,7 @@ class AgentService:
         )
 
     def take(self, who: Caller, node_id: str, seqs: Sequence[int]) -> None:
-        """Note that a node has taken orders.
-
-        Raises:
-            NotFound: there is no such node of this principal.
-        """
+        """Note that a node has taken orders."""
         at_ns = self._clock.wall_ns()
 
         def work(connection: sa.Connection) -> None:
@@ -391,11 +361,7 @@ def _understood(spec: RunSpec, node: StoredNode) -> RunSpec:
 
 
 def _refuse_another(connection: sa.Connection, before: StoredNode, said: AgentHello, *, there: bool) -> None:
-    """Refuse a node that has the name of another one, unless that is away and nothing of it can be going on.
-
-    Raises:
-        NotAllowed: so it is.
-    """
+    """Refuse a node that has the name of another one, unless that is away and nothing of it can be going on."""
     other_machine = before.machine != said.machine
     # A container that was started again is another machine and still the same home.
     known = bool(before.hello.instance and said.instance)
@@ -417,11 +383,7 @@ def _refuse_another(connection: sa.Connection, before: StoredNode, said: AgentHe
 
 
 def _pool(connection: sa.Connection, before: StoredNode | None, said: AgentHello, *, at_ns: int) -> str:
-    """Return the pool of a node: where it is, or where it asks to be when it joins.
-
-    Raises:
-        NotAllowed: there is no such pool, or it is a reserved one: an operator puts nodes there.
-    """
+    """Return the pool of a node: where it is, or where it asks to be when it joins."""
     if before is not None and before.forgotten_ns is None:
         return before.pool
     if said.pool in ("", pools.DEFAULT):

@@ -29,17 +29,13 @@ STATES = UP, DRAINING, DEGRADED, SILENT, GONE = "UP", "DRAINING", "DEGRADED", "S
 
 
 class Floor(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that has joined, at one moment of the database.
-
-    Attributes:
-        active: runs that have an attempt which has not ended.
-        freed: those of their crews that have given their devices back, and only send results.
-    """
+    """Everything that has joined, at one moment of the database."""
 
     nodes: tuple[StoredNode, ...]
     pools: tuple[StoredPool, ...]
-    active: tuple[Active, ...]
+    active: tuple[Active, ...]  # runs that have an attempt which has not ended
     freed: frozenset[CrewId] = frozenset()
+    """Those of their crews that have given their devices back, and only send results."""
 
     def having(self, run: Active) -> tuple[ActiveCrew, ...]:
         """Return the crews of a run that have devices."""
@@ -125,11 +121,7 @@ def view_nodes(floor: Floor, presence: Presence, times: Times) -> list[NodeView]
 def view_pools(floor: Floor, presence: Presence, times: Times, *, queued: Mapping[str, int]) -> list[PoolView]:
     """Return the pools as people see them.
 
-    Args:
-        floor: what there is.
-        presence: what was heard.
-        times: now.
-        queued: how many runs wait, by the pool they name; those that name none wait for every on-demand pool.
+    `queued` counts waiting runs by the pool they name; those under "" wait for every on-demand pool.
     """
     offered, held = offers(floor, presence, times), floor.by_node()
     anywhere = queued.get("", 0)

@@ -72,11 +72,7 @@ class DrainService:
         )
 
     def put(self, who: Caller, asked: DrainRequest) -> DrainView:
-        """Begin to drain, or end it; what is so already stays as it is.
-
-        Raises:
-            InvalidValue: the note is too long, or has control characters.
-        """
+        """Begin to drain, or end it; what is so already stays as it is."""
         if len(asked.note) > LABEL_CHARACTERS_MAX or not (asked.note.isprintable() or not asked.note):
             raise InvalidValue(f"a note has at most {LABEL_CHARACTERS_MAX} printable characters")
         at_ns = self._clock.wall_ns()

@@ -57,11 +57,7 @@ def identity_of(said: AgentHello) -> Identity:
 
 
 def check(connection: sa.Connection, who: Caller, said: AgentHello) -> HelloDecision:
-    """Return what becomes of a hello.
-
-    Raises:
-        NotAllowed: its token is another node's.
-    """
+    """Return what becomes of a hello."""
     if not who.token_id:
         return HelloDecision.ADMITTED
     found = nodes.find(connection, who.token_id)
@@ -122,12 +118,7 @@ class NodeAdmission:
         return [_view(one) for one in found]
 
     def approve(self, who: Caller, request: ApproveRequest) -> NodeView:
-        """Let in a node that waits.
-
-        Raises:
-            NotFound: none of that name waits.
-            InvalidValue: several do.
-        """
+        """Let in a node that waits."""
         at_ns = self._clock.wall_ns()
 
         def work(connection: sa.Connection) -> StoredBinding:
@@ -151,12 +142,7 @@ class NodeAdmission:
         return msgspec.structs.replace(view, state=APPROVED, sentence="is approved, and joins within some seconds")
 
     def invite(self, who: Caller, request: InviteRequest) -> InviteAnswer:
-        """Make a join token.
-
-        Raises:
-            InvalidValue: a number of uses or a duration that cannot be.
-            NotAllowed: the caller's token has scopes.
-        """
+        """Make a join token."""
         if who.scopes:
             raise NotAllowed("a token with scopes cannot invite machines", hint="use one without scopes")
         if not 1 <= request.uses <= USES_MAX:
@@ -185,11 +171,7 @@ class NodeAdmission:
         return InviteAnswer(id=self._database.write(work), token=secret, uses=request.uses, expires_ns=expires_ns)
 
     def refuse_second_process(self, before: nodes.StoredNode, said: AgentHello) -> None:
-        """Refuse a second process of a home while the first is connected.
-
-        Raises:
-            NotAllowed: so it is.
-        """
+        """Refuse a second process of a home while the first is connected."""
         presence, now_ns = self._presence, self._clock.boottime_ns()
         connected = presence.is_there(before.id, now_ns=now_ns) and presence.is_streaming(before.id)
         same_boot = before.boot_id == said.boot_id
@@ -201,11 +183,7 @@ class NodeAdmission:
 
 
 def settle(connection: sa.Connection, who: Caller, said: AgentHello, answer: HelloDecision, *, at_ns: int) -> None:
-    """Write down what a hello that is let in changes about its token.
-
-    Raises:
-        NotAllowed: another hello was faster.
-    """
+    """Write down what a hello that is let in changes about its token."""
     if answer is HelloDecision.ADMITTED:
         return
     found, node = nodes.find(connection, who.token_id), identity_of(said)
@@ -256,13 +234,7 @@ class JoinService:
         self._find_pool = ray_pool
 
     def join(self, who: Caller, request: JoinRequest) -> JoinAnswer:
-        """Let a machine join.
-
-        Raises:
-            NotAllowed: this server makes no pool of several machines, the token is not for joining or is used up, or
-                the name belongs to a machine that is there.
-            InvalidValue: a name that cannot be.
-        """
+        """Let a machine join."""
         if Resource.JOINING not in who.scopes:
             raise NotAllowed("a machine joins with a join token, not with a node's own", hint=_INVITE)
         pool = self._ray_pool() if request.ray else None
@@ -291,12 +263,7 @@ class JoinService:
         return JoinAnswer(token=secret, ray=pool)
 
     def ray_pool(self, who: Caller) -> RayPool:
-        """Return how a node that has joined before joins the Ray cluster.
-
-        Raises:
-            NotFound: the token belongs to no node that was let in.
-            NotAllowed: this server makes no pool of several machines.
-        """
+        """Return how a node that has joined before joins the Ray cluster."""
         found = self._database.read(lambda connection: nodes.find(connection, who.token_id))
         if found is None or found.approved_ns is None or not found.node.name:
             raise NotFound("the token belongs to no node of this server", hint=_INVITE)
@@ -324,11 +291,7 @@ class JoinService:
 
 
 def _use_join_token(connection: sa.Connection, who: Caller, request: JoinRequest) -> None:
-    """Use the join token once.
-
-    Raises:
-        NotAllowed: it is used up, or for another name.
-    """
+    """Use the join token once."""
     invitation = nodes.invitation(connection, who.token_id)
     if invitation is not None and invitation.node not in ("", request.name):
         raise NotAllowed(

@@ -99,15 +99,10 @@ agent_routes = Routes("agents")
 
 
 class OrdersQuery(Query, frozen=True, kw_only=True):
-    """Whose stream it is.
+    """Whose stream it is."""
 
-    Attributes:
-        instance: of the node's home.
-        process: of the node's uplink, as it said in its hello.
-    """
-
-    instance: Annotated[str, msgspec.Meta(max_length=64)] = ""
-    process: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    instance: Annotated[str, msgspec.Meta(max_length=64)] = ""  # of the node's home
+    process: Annotated[str, msgspec.Meta(max_length=64)] = ""  # of the node's uplink, as it said in its hello
 
 
 @agent_routes.post("/agents", needs=writing("agents"))

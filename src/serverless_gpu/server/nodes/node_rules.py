@@ -54,29 +54,18 @@ _MINUTE_NS = 60_000_000_000
 
 
 class Sharing(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether others than its owner may use a node.
+    """Whether others than its owner may use a node."""
 
-    Attributes:
-        shared: now.
-        turns_ns: when it is the other way round, nanoseconds since 1970; None for never.
-        problem: why the calendar cannot be read, in words that follow the node's name, or "".
-    """
-
-    shared: bool = True
-    turns_ns: int | None = None
-    problem: str = ""
+    shared: bool = True  # now
+    turns_ns: int | None = None  # when it is the other way round, nanoseconds since 1970; None for never
+    problem: str = ""  # why the calendar cannot be read, in words that follow the node's name, or ""
 
 
 class Leave(msgspec.Struct, frozen=True, kw_only=True):
-    """That a run has to leave its node.
+    """That a run has to leave its node."""
 
-    Attributes:
-        at_ns: when, nanoseconds since 1970; None for at once and without a warning.
-        because: in words.
-    """
-
-    at_ns: int | None
-    because: str
+    at_ns: int | None  # when, nanoseconds since 1970; None for at once and without a warning
+    because: str  # in words
 
 
 _ALWAYS = Sharing()
@@ -88,14 +77,7 @@ def sharing(rules: NodeRules, at_ns: int) -> Sharing:
 
 
 def leaves(rules: NodeRules, *, node: str, owner: str, at_ns: int) -> Leave | None:
-    """Return whether a run has to leave its node, or will in a moment.
-
-    Args:
-        rules: of the node.
-        node: its name.
-        owner: of the run.
-        at_ns: now, nanoseconds since 1970.
-    """
+    """Return whether a run has to leave its node, or will in a moment."""
     if rules.drain is not None and rules.drain.stop:
         return Leave(at_ns=None, because=f"{rules.drain.by} drains {node}{_noted(rules.drain)}")
     if not may_concern(rules, at_ns) or owner == rules.calendar.owner:
@@ -132,11 +114,7 @@ def _by(rules: NodeRules) -> str:
 
 
 def check_calendar(asked: NodeCalendar) -> None:
-    """Return if a calendar can be read.
-
-    Raises:
-        InvalidValue: a window is none, or nobody knows the zone.
-    """
+    """Return if a calendar can be read."""
     if asked.owner_first and not asked.owner:
         raise InvalidValue("nobody can be first on a node that is nobody's", hint="name its owner, too")
     calendars.parse_calendar(asked.shared, _zone(asked.zone))

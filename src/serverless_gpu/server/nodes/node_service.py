@@ -83,17 +83,7 @@ class NodeService:
         return capacity.view_pools(there, self._presence, capacity.now(self._settings, self._clock), queued=queued)
 
     def forget(self, who: Caller, name: str, *, known_dead: bool) -> NodeView:
-        """Give up a node that an operator knows to be dead: its attempts are over at once.
-
-        Args:
-            who: asks.
-            name: of the node, or its identifier.
-            known_dead: whether they said so; without that nothing is done.
-
-        Raises:
-            InvalidValue: it was not said that the node is dead.
-            NotFound: there is no such node.
-        """
+        """Give up a node that an operator knows to be dead: its attempts are over at once."""
         if not known_dead:
             raise InvalidValue(
                 f"node {name!r} is given up only when it is known to be dead: what still ran there would run twice",
@@ -135,11 +125,7 @@ class NodeService:
 
 
 def find_node(connection: sa.Connection, name: str) -> StoredNode:
-    """Return a node by its name or identifier.
-
-    Raises:
-        NotFound: there is none, or it was forgotten.
-    """
+    """Return a node by its name or identifier."""
     node = nodes.named(connection, name) or nodes.get(connection, name)
     if node is None or node.forgotten_ns is not None:
         raise NotFound(f"there is no node {name[:64]!r}", hint="sgpu nodes lists them")
@@ -157,16 +143,11 @@ class _Change(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeCommand(msgspec.Struct, frozen=True, kw_only=True):
-    """Who decides about which node.
-
-    Attributes:
-        reach: how far they may change rules.
-        node: its name or identifier.
-    """
+    """Who decides about which node."""
 
     who: Caller
-    reach: str
-    node: str
+    reach: str  # how far they may change rules
+    node: str  # its name or identifier
 
 
 class NodeRuleService:
@@ -179,13 +160,7 @@ class NodeRuleService:
         self._nodes = nodes
 
     def drain(self, asked: NodeCommand, said: NodeDrainRequest) -> NodeView:
-        """Give a node nothing new, or end that; what is so already stays, and `stop` can be said later.
-
-        Raises:
-            NotFound: there is no such node.
-            NotAllowed: it is not theirs, or somebody else drains it.
-            InvalidValue: the note is too long, or has control characters.
-        """
+        """Give a node nothing new, or end that; what is so already stays, and `stop` can be said later."""
         _check_note(said.note)
         at_ns = self._clock.wall_ns()
 
@@ -207,13 +182,7 @@ class NodeRuleService:
         return self._decided(asked, decide, at_ns=at_ns)
 
     def put_calendar(self, asked: NodeCommand, said: CalendarRequest) -> NodeView:
-        """Say whose a node is and when others may use it, in place of what was said before.
-
-        Raises:
-            NotFound: there is no such node, or nobody of the owner's name.
-            NotAllowed: it is not theirs; only an operator says whose it is.
-            InvalidValue: a window is none, or nobody knows the zone.
-        """
+        """Say whose a node is and when others may use it, in place of what was said before."""
         calendar = NodeCalendar(**msgspec.structs.asdict(said))
         if len(calendar.owner) > NAME_CHARACTERS_MAX or len(calendar.zone) > NAME_CHARACTERS_MAX:
             raise InvalidValue(f"an owner and a zone have {NAME_CHARACTERS_MAX} characters at most")
@@ -230,13 +199,7 @@ class NodeRuleService:
         return self._decided(asked, decide, at_ns=self._clock.wall_ns())
 
     def quarantine(self, asked: NodeCommand, said: QuarantineRequest) -> NodeView:
-        """Leave a device out of what runs of the server get, or take that back; what has it goes on.
-
-        Raises:
-            NotFound: there is no such node, or it has no such device.
-            NotAllowed: it is not theirs, or somebody else has left the device out.
-            InvalidValue: the node is of a version that leaves none out; or the note is none.
-        """
+        """Leave a device out of what runs of the server get, or take that back; what has it goes on."""
         _check_note(said.note)
         at_ns = self._clock.wall_ns()
 

@@ -60,50 +60,25 @@ class BackupFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What is in a backup.
+    """What is in a backup."""
 
-    Attributes:
-        version: of this description.
-        made_ns: nanoseconds since 1970, before the database was copied.
-        program: version of serverless-gpu.
-        database: sqlite or postgresql.
-        files: by their path in the backup.
-    """
-
-    version: int
-    made_ns: int
-    program: str
-    database: str
-    files: Mapping[str, BackupFile]
+    version: int  # of this description
+    made_ns: int  # nanoseconds since 1970, before the database was copied
+    program: str  # version of serverless-gpu
+    database: str  # sqlite or postgresql
+    files: Mapping[str, BackupFile]  # by their path in the backup
 
 
 class Made(msgspec.Struct, frozen=True, kw_only=True):
-    """A backup that was made.
+    """A backup that was made."""
 
-    Attributes:
-        path: of it.
-        manifest: what is in it.
-        linked: how many of its files are those of the backup before.
-    """
-
-    path: Path
-    manifest: Manifest
-    linked: int
+    path: Path  # of it
+    manifest: Manifest  # what is in it
+    linked: int  # how many of its files are those of the backup before
 
 
 def back_up(settings: Settings, directory: Path, *, clock: Clock) -> Made:
-    """Make a backup, beside a server that runs or without one.
-
-    Args:
-        settings: the server's.
-        directory: of all its backups; made if needed. No other backup is made in it meanwhile.
-        clock: what time it is.
-
-    Raises:
-        ServerProblem: there is no server in this home, the directory is within it, another backup is being made, or
-            the database's copy is not whole.
-        StorageError: there is no room, or the directory cannot be used.
-    """
+    """Make a backup, beside a server that runs or without one."""
     if not (settings.directory / "key").exists():
         raise ServerProblem(f"{settings.home} has no server", hint="SERVERLESS_GPU_HOME says which home")
     if directory.resolve().is_relative_to(settings.directory.resolve()):
@@ -118,11 +93,7 @@ def back_up(settings: Settings, directory: Path, *, clock: Clock) -> Made:
 
 
 def verify(backup: Path) -> Manifest:
-    """Read a backup again, all of it; return what is in it.
-
-    Raises:
-        InvalidValue: it is none, or not what it was.
-    """
+    """Read a backup again, all of it; return what is in it."""
     manifest = read_manifest(backup)
     for name, entry in manifest.files.items():
         check(backup / name, entry)
@@ -132,11 +103,7 @@ def verify(backup: Path) -> Manifest:
 
 
 def read_manifest(backup: Path) -> Manifest:
-    """Return what is in a backup.
-
-    Raises:
-        InvalidValue: it is none, or one of a newer version.
-    """
+    """Return what is in a backup."""
     try:
         manifest = from_json((backup / MANIFEST).read_bytes(), Manifest)
     except (OSError, msgspec.MsgspecError) as error:
@@ -150,11 +117,7 @@ def read_manifest(backup: Path) -> Manifest:
 
 
 def check(path: Path, entry: BackupFile) -> None:
-    """Refuse a file that is not what was written down.
-
-    Raises:
-        InvalidValue: so it is, or it is not there.
-    """
+    """Refuse a file that is not what was written down."""
     try:
         with path.open("rb") as file:
             digest = blake3()
@@ -167,11 +130,7 @@ def check(path: Path, entry: BackupFile) -> None:
 
 
 def copy(source: Path, target: Path) -> BackupFile:
-    """Copy a file as it is now, with its mode and time; return what it is.
-
-    Raises:
-        OSError: it cannot be read or written.
-    """
+    """Copy a file as it is now, with its mode and time; return what it is."""
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     digest, size = blake3(), 0
     with source.open("rb") as reading, target.open("xb") as writing:

@@ -68,31 +68,16 @@ _BESIDE = ("-wal", "-shm", "-journal")
 
 
 class RestoreMark(msgspec.Struct, frozen=True, kw_only=True):
-    """What `restored.json` says.
+    """What `restored.json` says."""
 
-    Attributes:
-        made_ns: when the backup was made, nanoseconds since 1970.
-        nothing_ran_since: whether the server did not run after it.
-        rolled_back: whether there was no backup: the database itself had lost its end, and the operator accepts that.
-    """
-
-    made_ns: int
-    nothing_ran_since: bool
+    made_ns: int  # when the backup was made, nanoseconds since 1970
+    nothing_ran_since: bool  # whether the server did not run after it
     rolled_back: bool = False
+    """Whether there was no backup: the database itself had lost its end, and the operator accepts that."""
 
 
 def restore(home: Home, backup: Path, *, nothing_ran_since: bool) -> Manifest:
-    """Make a home's server out of a backup; the home must have none.
-
-    Args:
-        home: whose server it becomes.
-        backup: one that `back_up` made.
-        nothing_ran_since: whether whoever restores knows that the server did not run after the backup.
-
-    Raises:
-        InvalidValue: it is no backup, or not what it was.
-        ServerProblem: the home has a server, or one runs whose directory was moved away.
-    """
+    """Make a home's server out of a backup; the home must have none."""
     manifest = read_manifest(backup)
     directory = home.root / "server"
     with alone_in_home(directory, hint="stop it first: Ctrl-C where `sgpu up` runs, or its service"):
@@ -107,14 +92,7 @@ def restore(home: Home, backup: Path, *, nothing_ran_since: bool) -> Manifest:
 
 
 def settle(database: Transactions, directory: Path, *, measures: ServerMetrics, now_ns: int) -> None:
-    """After a restore, decide what becomes of the runs that had not ended; nothing else in a start.
-
-    Args:
-        database: nobody else's.
-        directory: the server's.
-        measures: where runs that end are counted.
-        now_ns: nanoseconds since 1970.
-    """
+    """After a restore, decide what becomes of the runs that had not ended; nothing else in a start."""
     path = directory / FILE
     try:
         mark = from_json(path.read_bytes(), RestoreMark)
@@ -232,11 +210,7 @@ def place_of(settings: Settings) -> str:
 
 
 def rollback_sentence(settings: Settings, read: Read) -> str:
-    """Return how the database was rolled back, or "" where it was not as far as anyone can know.
-
-    Raises:
-        ServerUnavailable: the database does not answer.
-    """
+    """Return how the database was rolled back, or "" where it was not as far as anyone can know."""
     path = mark_path(settings)
     if path is None or (settings.directory / FILE).exists():  # a restore goes back on purpose
         return ""
@@ -251,18 +225,8 @@ def rollback_sentence(settings: Settings, read: Read) -> str:
 def refuse_rollback(settings: Settings, read: Read, *, now_ns: int, other: str = "") -> str:
     """Refuse to start on a database that was rolled back, unless the operator accepts that.
 
-    Args:
-        settings: the server's.
-        read: reads the database.
-        now_ns: nanoseconds since 1970.
-        other: which process shares the server's directory, or "".
-
-    Returns:
-        How it was rolled back, where that is accepted; else "".
-
-    Raises:
-        ServerProblem: it was rolled back; or that is accepted, and the database is damaged besides; or another server
-            shares the directory and has another database.
+    Return how it was rolled back where that is accepted, else "". `other` names a process that shares the server's
+    directory.
     """
     if other and not _is_same_database(settings, read):
         hint = "servers share a directory only where they have the same database; give this one its own home"
@@ -284,12 +248,7 @@ def refuse_rollback(settings: Settings, read: Read, *, now_ns: int, other: str =
 
 
 def rollback_evidence(settings: Settings, read: Read) -> tuple[str, ...]:
-    """Return everything that says that a database lost what it had.
-
-    Args:
-        settings: the server's.
-        read: reads the database.
-    """
+    """Return everything that says that a database lost what it had."""
     why = rollback_sentence(settings, read)
     unknown = storage.orphan_runs(settings.directory, read)
     return (

@@ -49,41 +49,24 @@ _TOKEN_FILES = ("token", "node.token", "join.token")
 
 
 class RotationMark(msgspec.Struct, frozen=True, kw_only=True):
-    """A rotation that was begun.
+    """A rotation that was begun."""
 
-    Attributes:
-        old_key: digest of the key that is replaced.
-        are_revoked: whether every token of before is revoked; those that are good now are new.
-    """
-
-    old_key: str
-    are_revoked: bool = False
+    old_key: str  # digest of the key that is replaced
+    are_revoked: bool = False  # whether every token of before is revoked; those that are good now are new
 
 
 class Rotated(msgspec.Struct, frozen=True, kw_only=True):
-    """What was replaced, and what remains to be done by people.
+    """What was replaced, and what remains to be done by people."""
 
-    Attributes:
-        contexts: unended runs whose variables were sealed again.
-        revoked: principals that need a token, and how many of theirs were revoked.
-        nodes: other machines, which have to join again.
-        secrets: whose values are to be changed at their source.
-        is_ray_given: whether Ray's token is not this server's to replace.
-    """
-
-    contexts: int
-    revoked: tuple[tuple[str, int], ...]
-    nodes: tuple[str, ...]
-    secrets: tuple[SecretView, ...]
-    is_ray_given: bool
+    contexts: int  # unended runs whose variables were sealed again
+    revoked: tuple[tuple[str, int], ...]  # principals that need a token, and how many of theirs were revoked
+    nodes: tuple[str, ...]  # other machines, which have to join again
+    secrets: tuple[SecretView, ...]  # whose values are to be changed at their source
+    is_ray_given: bool  # whether Ray's token is not this server's to replace
 
 
 def refuse_unfinished(directory: Path) -> None:
-    """Refuse to use a server of which only a part was rotated.
-
-    Raises:
-        ServerProblem: so it is.
-    """
+    """Refuse to use a server of which only a part was rotated."""
     if (directory / MARK).exists():
         raise ServerProblem(
             "a rotation of this server's key and tokens was interrupted", hint="finish it: sgpu server rotate"
@@ -91,17 +74,7 @@ def refuse_unfinished(directory: Path) -> None:
 
 
 def rotate(settings: Settings, *, clock: Clock, login: str) -> Rotated:
-    """Replace key and tokens of a server that does not run, or finish a rotation that was interrupted.
-
-    Args:
-        settings: the server's.
-        clock: what time it is.
-        login: what the operating system calls the administrator, as for `first_tokens`.
-
-    Raises:
-        ServerProblem: the home has no server; it, another server of its database, or its Ray runs.
-        ServerUnavailable: the database does not answer.
-    """
+    """Replace key and tokens of a server that does not run, or finish a rotation that was interrupted."""
     directory = settings.directory
     if not (directory / "key").exists():
         raise ServerProblem(f"{settings.home} has no server", hint="SERVERLESS_GPU_HOME says which home")

@@ -51,35 +51,20 @@ DEVICE_STATES = (FREE, LEASED, UNAVAILABLE, AWAY)
 
 
 class StateSample(msgspec.Struct, frozen=True, kw_only=True):
-    """What there was at one moment.
+    """What there was at one moment."""
 
-    Attributes:
-        at_ns: when, boottime.
-        runs: by state; of those that have not ended.
-        oldest_wait_s: how long the run has waited that has waited longest.
-        nodes: by state.
-        devices: by type and state.
-        lease_age_s: how long the attempt has not been heard of that has been silent longest.
-        orders: that were not acknowledged, and the age of the oldest.
-        free: bytes on the disk of the server's files; None where that is not known.
-        drained: whether the server starts nothing new.
-        unchained: rows of the audit that are not in its chain yet.
-        uncharged: attempts that have ended, and of which the ledger does not say all.
-        clock_off_s: how far the clock is off of the node whose clock is off most.
-    """
-
-    at_ns: int
-    runs: Mapping[str, int]
-    oldest_wait_s: float
-    nodes: Mapping[str, int]
-    devices: Mapping[tuple[str, str], int]
-    lease_age_s: float
-    orders: tuple[int, float]
-    free: int | None
-    drained: bool
-    unchained: int
-    uncharged: int
-    clock_off_s: float
+    at_ns: int  # when, boottime
+    runs: Mapping[str, int]  # by state; of those that have not ended
+    oldest_wait_s: float  # how long the run has waited that has waited longest
+    nodes: Mapping[str, int]  # by state
+    devices: Mapping[tuple[str, str], int]  # by type and state
+    lease_age_s: float  # how long the attempt has not been heard of that has been silent longest
+    orders: tuple[int, float]  # that were not acknowledged, and the age of the oldest
+    free: int | None  # bytes on the disk of the server's files; None where that is not known
+    drained: bool  # whether the server starts nothing new
+    unchained: int  # rows of the audit that are not in its chain yet
+    uncharged: int  # attempts that have ended, and of which the ledger does not say all
+    clock_off_s: float  # how far the clock is off of the node whose clock is off most
 
 
 class _Rows(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,11 +123,7 @@ class StateMetrics(Source):
         return True
 
     def look(self) -> StateSample:
-        """Return what there is now.
-
-        Raises:
-            ServerUnavailable: the database does not answer.
-        """
+        """Return what there is now."""
         rows = self._database.read(_load)
         times = capacity.now(self._settings, self._clock)
         freed = self._leases.freed()

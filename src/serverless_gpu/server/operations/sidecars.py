@@ -66,12 +66,7 @@ _log = logging.getLogger(__name__)
 
 
 def refuse(settings: Settings) -> None:
-    """Refuse to start what could not work.
-
-    Raises:
-        ServerProblem: there is no Ray here, or one of its ports is taken.
-        InvalidValue: an address is not this machine's, or a token cannot be used.
-    """
+    """Refuse to start what could not work."""
     if settings.ray is None:
         return
     ray_machine.check_ray()
@@ -95,11 +90,7 @@ def refuse(settings: Settings) -> None:
 
 
 def node_address(settings: Settings, ray: RaySettings) -> str:
-    """Return the address of this machine for the others: as said, or where the server listens, or as it can be told.
-
-    Raises:
-        InvalidValue: it cannot be told.
-    """
+    """Return the address of this machine for the others: as said, or where the server listens, or as it can be told."""
     if ray.node_address:
         return ray.node_address
     if ray.address:
@@ -111,33 +102,19 @@ def node_address(settings: Settings, ray: RaySettings) -> str:
 
 
 class RayBeside:
-    """The Ray of this machine.
-
-    Args:
-        settings: what the server was told; `ray` is there.
-        url: under which this machine reaches the server.
-        node_token: of this machine's agent.
-
-    Attributes:
-        directory: of its files.
-        was_there: whether Ray ran here before the server did.
-
-    Raises:
-        ServerlessGpuError: what is said by `refuse`, or no process can be started.
-        OSError: a file could not be written.
-    """
+    """The Ray of this machine."""
 
     def __init__(self, settings: Settings, *, url: str, node_token: str) -> None:
         assert settings.ray is not None
         self._settings, self._ray = settings, settings.ray
-        self.directory = _directory(settings)
+        self.directory = _directory(settings)  # of its files
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._address = node_address(settings, self._ray)
         self._token = _given_token(self._ray) if self._ray.address else _own_token(self.directory)
         self._version = ray_machine.check_ray()
         self._plan = self._prepared(url, node_token)
         self._problem = ""
-        self.was_there = ray_keeper.running(self.directory) is not None
+        self.was_there = ray_keeper.running(self.directory) is not None  # whether Ray ran here before the server did
         self._ensure()
 
     @property
@@ -202,11 +179,7 @@ class RayBeside:
 def offer_joining(settings: Settings, *, url: str, port: int, certified: Sequence[str] = ()) -> list[str]:
     """Write the join file; return what a person is to be told: nothing where there is no Ray.
 
-    Args:
-        settings: what the server was told.
-        url: under which this machine reaches the server.
-        port: under which others do.
-        certified: names in its certificate.
+    This machine reaches the server under `url`, others under `port` and by the names in `certified`.
     """
     if settings.ray is None:
         return []
@@ -238,15 +211,7 @@ def offer_joining(settings: Settings, *, url: str, port: int, certified: Sequenc
 
 
 def server_url(settings: Settings, *, url: str, port: int, address: str, certified: Sequence[str]) -> str:
-    """Return where other machines find this server: by a name in its certificate, or the proxy's.
-
-    Args:
-        settings: what the server was told.
-        url: under which this machine reaches it.
-        port: under which others do.
-        address: of this machine.
-        certified: names in its certificate.
-    """
+    """Return where other machines find this server: by a name in its certificate, or the proxy's."""
     if settings.tls_cert:
         usable = [
             name for name in certified if not name.startswith("*") and name not in ("localhost", "127.0.0.1", "::1")
@@ -303,15 +268,7 @@ _PAUSE_S = 1.0
 
 @contextlib.contextmanager
 def mlflow_beside(settings: Settings) -> Iterator[Settings]:
-    """Have an MLflow server for as long as the server runs; yield the settings with its address.
-
-    Args:
-        settings: what the server was told.
-
-    Raises:
-        ServerProblem: MLflow is not installed, or no process can be started.
-        InvalidValue: other machines could not reach it.
-    """
+    """Have an MLflow server for as long as the server runs; yield the settings with its address."""
     if not settings.mlflow:
         yield settings
         return
@@ -328,11 +285,7 @@ def mlflow_beside(settings: Settings) -> Iterator[Settings]:
 
 
 def mlflow_checks(settings: Settings) -> tuple[Callable[[], str], ...]:
-    """Return what says why MLflow's server beside this one does not answer: one check, or none.
-
-    Args:
-        settings: what the server was told.
-    """
+    """Return what says why MLflow's server beside this one does not answer: one check, or none."""
     if not settings.mlflow:
         return ()
     place = _mlflow_files(settings)
@@ -365,9 +318,7 @@ def _refuse_mlflow(settings: Settings) -> None:
 class _MlflowKeeper:
     """The keeper, and a thread that starts another one should it be killed.
 
-    Args:
-        place: the files of MLflow's server.
-        hosts: further names it answers to, with commas.
+    `hosts` are further names that MLflow's server answers to, with commas.
     """
 
     def __init__(self, place: ServerFiles, hosts: str) -> None:
@@ -379,11 +330,7 @@ class _MlflowKeeper:
         self._keeper: subprocess.Popen[bytes] | None = None
 
     def start(self) -> str:
-        """Start the keeper and return where its server will be.
-
-        Raises:
-            ServerProblem: it does not come up.
-        """
+        """Start the keeper and return where its server will be."""
         self._keeper, uri = self._started()
         self._thread.start()
         return uri

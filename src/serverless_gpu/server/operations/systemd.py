@@ -37,9 +37,7 @@ ENDING_S = 30
 def notify(place: str, *lines: str) -> None:
     """Tell systemd something, if it listens.
 
-    Args:
-        place: what it set as `NOTIFY_SOCKET`; "" for nobody.
-        lines: such as ``"READY=1"``.
+    `place` is what systemd set as `NOTIFY_SOCKET`; nothing is sent where it is "".
     """
     if not place:
         return
@@ -49,23 +47,14 @@ def notify(place: str, *lines: str) -> None:
 
 
 class Installation(msgspec.Struct, frozen=True, kw_only=True):
-    """Where what a unit names lies.
+    """Where what a unit names lies."""
 
-    Attributes:
-        command: what starts the server.
-        user: whom it runs as, and with it every run of its machine.
-        home: `$SERVERLESS_GPU_HOME`.
-        node: whether its machine is a node, too.
-        tls: whether it has a certificate of its own, which can be renewed.
-        stopping_s: how long requests may take when it is to stop.
-    """
-
-    command: Sequence[str]
-    user: str
-    home: Path
-    node: bool
-    tls: bool
-    stopping_s: float
+    command: Sequence[str]  # what starts the server
+    user: str  # whom it runs as, and with it every run of its machine
+    home: Path  # `$SERVERLESS_GPU_HOME`
+    node: bool  # whether its machine is a node, too
+    tls: bool  # whether it has a certificate of its own, which can be renewed
+    stopping_s: float  # how long requests may take when it is to stop
 
 
 def unit(there: Installation) -> str:
@@ -111,13 +100,7 @@ def unit(there: Installation) -> str:
 
 
 def join_unit(command: Sequence[str], *, user: str, home: Path) -> str:
-    """Return the unit with which a machine is a node of a pool.
-
-    Args:
-        command: `sgpu join …`, with full paths.
-        user: whom it runs as, and with it every run of the machine.
-        home: `$SERVERLESS_GPU_HOME`.
-    """
+    """Return the unit with which a machine is a node of a pool."""
     lines = [
         "# Made by `sgpu join … --unit`. Install:",
         "#   sgpu join … --unit | sudo tee /etc/systemd/system/serverless-gpu-join.service",

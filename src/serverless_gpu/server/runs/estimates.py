@@ -63,19 +63,7 @@ class EstimateService:
         self._policy_admission = policy_admission
 
     def make(self, who: Caller, request: EstimateRequest) -> EstimateView:
-        """Return when a run would start if it were asked for now, and what it would cost; nothing of it is kept.
-
-        Args:
-            who: asks, and would own it.
-            request: what would be run.
-
-        Raises:
-            InvalidValue: such a run is not possible.
-            PolicyViolation: it is not within its usage policy.
-            BudgetExhausted: a budget that it counts for is used up.
-            SecretMissing: a secret that it names is not there.
-            TooLarge: it is over a limit.
-        """
+        """Return when a run would start if it were asked for now, and what it would cost; nothing of it is kept."""
         submission.check_spec(request.spec, who)
         submission.check_target(request.target)
         match request.spec.payload:

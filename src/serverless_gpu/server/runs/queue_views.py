@@ -53,14 +53,7 @@ class QueueViews:
         self._sentences = sentences
 
     def view(self, who: Caller, reach: str, *, limit: int, mine: bool) -> QueueView:
-        """Return those that wait, in the order in which they are looked at.
-
-        Args:
-            who: asks.
-            reach: how far they may see.
-            limit: how many entries, at most.
-            mine: only their own.
-        """
+        """Return those that wait, in the order in which they are looked at."""
         order = () if mine else self._sentences.order(limit)
         owner = who.name if mine else None
 
@@ -91,12 +84,7 @@ class QueueViews:
         return QueueView(entries=tuple(entries), waiting=waiting)
 
     def view_shares(self, who: Caller, reach: str) -> ShareList:
-        """Return shares and use: of everybody, or of one's teams and one's own.
-
-        Args:
-            who: asks.
-            reach: how far they may see.
-        """
+        """Return shares and use: of everybody, or of one's teams and one's own."""
         found = share_views(self._database.read(shares.every), self._sentences.usage())
         mine = {("team", team) for team in who.teams} | {("user", who.name)}
         seen = [each for each in found if reach == AccessReach.ALL or (each.kind, each.name) in mine]
@@ -106,9 +94,7 @@ class QueueViews:
 def share_views(there: Sequence[StoredShare], usage: Mapping[str, TeamUse]) -> list[ShareView]:
     """Return who has how much of all, and how much they have used, those with most to come by their share first.
 
-    Args:
-        there: what was set.
-        usage: by team, and by ``"~name"`` of users without one.
+    `usage` is by team, and by "~name" for users without one.
     """
     weights = {(share.kind, share.name): share.weight for share in there}
     used: dict[tuple[Kind, str], TeamUse] = {

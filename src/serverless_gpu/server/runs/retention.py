@@ -62,11 +62,7 @@ class Retention:
         self._ahead_ns = self._ahead()
 
     def tick(self, now_ns: int) -> int | None:
-        """Remove some of what is due; return when to look again.
-
-        Args:
-            now_ns: boottime, nanoseconds.
-        """
+        """Remove some of what is due; return when to look again."""
         if self._was_set_forward():
             _log.warning("the clock was set forward by more than a day; nothing is removed for an hour")
             self._due_ns = now_ns + round(FIRST_S * 1e9)

@@ -56,11 +56,7 @@ class RunQueries:
         self._reports = reports
 
     def read(self, run_id: str, who: Caller, reach: str) -> RunView:
-        """Return the view of a run.
-
-        Raises:
-            NotFound: there is no such run, or it is out of reach.
-        """
+        """Return the view of a run."""
         run = self._database.read(lambda connection: run_views.visible(connection, run_id, who=who, reach=reach))
         return self.view(run, who)
 
@@ -104,19 +100,7 @@ class StopService:
         self._announcer = announcer
 
     def request(self, who: Caller, reach: str, *, run_id: str, why: StopReason) -> RunView:
-        """Ask a run to stop.
-
-        Args:
-            who: asks.
-            reach: how far they may change runs.
-            run_id: the run.
-            why: what its ranks are told.
-
-        Raises:
-            NotFound: there is no such run, or they may not see it.
-            NotAllowed: they may see it, and not stop it.
-            AlreadyFinished: it has ended, and not because of such a request.
-        """
+        """Ask a run to stop."""
         if why not in ASKED_BY_PEOPLE:
             raise InvalidValue(f"nobody can ask for {why.value!r}", hint=f"possible: {', '.join(ASKED_BY_PEOPLE)}")
         at_ns = self._clock.wall_ns()

@@ -79,48 +79,28 @@ class Files(Protocol):
 
 
 class Look(msgspec.Struct, frozen=True, kw_only=True):
-    """What the database says of a run, read in one transaction.
+    """What the database says of a run, read in one transaction."""
 
-    Attributes:
-        run: as it is.
-        events: those the reader has not got, in order; the ending is not among them.
-        ended: the ending, once the run's state is final.
-        early: how it will end, where that is known before all of its nodes have ended.
-        may_be_early: whether that may come to be known by nothing but time.
-        settled: the last message, once nothing more will come.
-    """
-
-    run: RunView
-    events: tuple[StateMessage, ...] = ()
-    ended: EndedMessage | None = None
-    early: EndedMessage | None = None
-    may_be_early: bool = False
-    settled: SettledMessage | None = None
+    run: RunView  # as it is
+    events: tuple[StateMessage, ...] = ()  # those the reader has not got, in order; the ending is not among them
+    ended: EndedMessage | None = None  # the ending, once the run's state is final
+    early: EndedMessage | None = None  # how it will end, where that is known before all of its nodes have ended
+    may_be_early: bool = False  # whether that may come to be known by nothing but time
+    settled: SettledMessage | None = None  # the last message, once nothing more will come
 
 
 class Position(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a reader is.
+    """Where a reader is."""
 
-    Attributes:
-        after: `seq` of the last event it has.
-        offsets: the next byte of each stream it has something of.
-        ranks: those it wants output of; None for those the run shows live.
-    """
-
-    after: int = 0
-    offsets: dict[Place, int] = msgspec.field(default_factory=dict)
-    ranks: tuple[int, ...] | Literal["all"] | None = None
+    after: int = 0  # `seq` of the last event it has
+    offsets: dict[Place, int] = msgspec.field(default_factory=dict)  # the next byte of each stream it has something of
+    ranks: tuple[int, ...] | Literal["all"] | None = None  # those it wants output of; None for those the run shows live
 
 
 class Watch:
     """One reader.
 
-    Args:
-        run_id: the run.
-        position: where the reader is.
-        look: reads what is new after an event; called in a thread.
-        files: the output.
-        clock: for the buckets.
+    `look` reads what is new after an event, and is called in a thread.
     """
 
     def __init__(
@@ -139,12 +119,7 @@ class Watch:
     async def messages(
         self, hub: Hub, in_thread: Callable[[Callable[[], list[StreamMessage]]], Awaitable[list[StreamMessage]]]
     ) -> AsyncIterator[StreamMessage | None]:
-        """Yield what there is to say until the run is settled or the hub is closed; None after a silence.
-
-        Args:
-            hub: wakes the reader.
-            in_thread: calls a function in a thread.
-        """
+        """Yield what there is to say until the run is settled or the hub is closed; None after a silence."""
         key, silent = run_key(self._run_id), False
         while not hub.closed:
             seen = hub.version(key)
@@ -230,10 +205,7 @@ class _Output:
     def more(self, fence: int, shown: Sequence[int] | None, *, over: bool) -> list[StreamMessage]:
         """Return what is new of an attempt, and not too much of it.
 
-        Args:
-            fence: the attempt; 0 for none.
-            shown: ranks that the run shows live; None for all.
-            over: whether nothing more will come, so that floods are cut short.
+        `shown` are the ranks that the run shows live, None for all. Once it is `over`, floods are cut short.
         """
         self.more_to_read = self.flooded = False
         found: list[StreamMessage] = []
@@ -343,11 +315,7 @@ def _aside(run: RunView) -> StateMessage:
 
 
 def parse_offsets(text: str) -> dict[Place, int]:
-    """Return the offsets a reader gives as ``"<fence>.<rank>.<stream>:<next byte>,…"``.
-
-    Raises:
-        InvalidValue: it does not read like that, or names too many streams.
-    """
+    """Return the offsets a reader gives as ``"<fence>.<rank>.<stream>:<next byte>,…"``."""
     found: dict[Place, int] = {}
     for item in filter(None, text.split(",")):
         place, _, offset = item.partition(":")
@@ -363,11 +331,7 @@ def parse_offsets(text: str) -> dict[Place, int]:
 
 
 def parse_ranks(text: str) -> tuple[int, ...] | Literal["all"] | None:
-    """Return the ranks a reader wants output of: ``"all"``, ``"0,3"``, or "" for those the run shows.
-
-    Raises:
-        InvalidValue: it does not read like that.
-    """
+    """Return the ranks a reader wants output of: ``"all"``, ``"0,3"``, or "" for those the run shows."""
     if text in ("", "all"):
         return "all" if text else None
     items = text.split(",")

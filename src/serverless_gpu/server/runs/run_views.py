@@ -42,16 +42,7 @@ from serverless_gpu.wire.runs import (
 
 
 def visible(connection: sa.Connection, run_id: str, *, who: Caller, reach: str) -> StoredRun:
-    """Return a run that somebody may see, or may change; `reach` says how far they may.
-
-    Args:
-        run_id: the run.
-        who: who asks.
-        reach: of `model.access.reach`.
-
-    Raises:
-        NotFound: there is none, or it is out of reach.
-    """
+    """Return a run that somebody may see, or may change; `reach` says how far they may."""
     run = runs.find(connection, run_id)
     if run is None or not in_reach(run, who=who, reach=reach):
         raise NotFound(
@@ -75,12 +66,7 @@ def in_reach(run: StoredRun, *, who: Caller, reach: str) -> bool:
 def run_view(run: StoredRun, *, told: WaitNotice = NOTHING, deduplicated: bool = False, reader: str = "") -> RunView:
     """Return a run as everybody who may see it sees it.
 
-    Args:
-        run: as it is stored.
-        told: what the scheduler says about it while it waits.
-        deduplicated: whether this answers a request that had come before.
-        reader: name of the principal who reads it. Only the owner is shown the snapshot's address, by which the code
-            in it can be read.
+    Only the owner is shown the snapshot's address, by which its code can be read.
     """
     attempt = run.attempt
     return RunView(
@@ -237,17 +223,7 @@ def settled_message(outcome: CrewOutcome) -> SettledMessage:
 def look(
     connection: sa.Connection, run_id: str, after: int, *, told: WaitNotice = NOTHING, quiet: Quiet = lambda crew: None
 ) -> Look:
-    """Return what is new of a run for a reader of its stream.
-
-    Args:
-        run_id: the run.
-        after: number of the last event the reader has.
-        told: what the scheduler says about it while it waits.
-        quiet: says of which crews nothing is heard.
-
-    Raises:
-        NotFound: there is no such run any more.
-    """
+    """Return what is new of a run for a reader of its stream."""
     run = runs.find(connection, run_id)
     if run is None:
         raise NotFound(f"there is no run {run_id[:40]!r}")

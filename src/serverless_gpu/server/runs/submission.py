@@ -140,23 +140,7 @@ class SubmissionService:
     def submit(self, who: Caller, request: RunRequest) -> RunView:
         """Accept a run; it is durable when this returns.
 
-        Args:
-            who: asks for it, and will own it.
-            request: what was asked.
-
-        Returns:
-            The run; `deduplicated` when the same request had come before.
-
-        Raises:
-            InvalidValue: it is not possible.
-            PolicyViolation: it is not within its usage policy.
-            NoSuitableNode: no node could ever serve it, and it does not ask to wait for one.
-            NotFound: parts of its call were not sent.
-            EnvironmentMissing: its environment was not sent.
-            SecretMissing: a secret that it names is not there.
-            TooLarge: it is over a limit.
-            IdempotencyConflict: there is another run of this identifier.
-            ServerStorageFull: the database's disk is full, or nearly so.
+        The answer is `deduplicated` when the same request had come before.
         """
         check(request, who)
         digest = self._keys.fingerprint(msgspec.json.encode(request, order="deterministic"))
@@ -254,12 +238,7 @@ class SubmissionService:
 
 
 def check(request: RunRequest, who: Caller) -> None:
-    """Refuse what cannot be, whatever the state of the server.
-
-    Raises:
-        InvalidValue: something of it is not possible.
-        TooLarge: something of it is over a limit.
-    """
+    """Refuse what cannot be, whatever the state of the server."""
     if created_wall_ns(request.id) is None:
         raise InvalidValue(f"{request.id[:40]!r} is no identifier of a run", hint="26 characters, made by the client")
     check_spec(request.spec, who)
@@ -274,12 +253,7 @@ def _names_bytes(request: RunRequest) -> bool:
 
 
 def check_spec(spec: RunSpec, who: Caller) -> None:
-    """Refuse a description of a run that cannot be, whatever it is to call.
-
-    Raises:
-        InvalidValue: something of it is not possible.
-        TooLarge: something of it is over a limit.
-    """
+    """Refuse a description of a run that cannot be, whatever it is to call."""
     if spec.spec_version != SPEC_VERSION:
         raise InvalidValue(
             f"the run is described in version {spec.spec_version}, and this server knows {SPEC_VERSION}",
@@ -361,10 +335,6 @@ def _check_origin(request: RunRequest) -> None:
 
 
 def check_target(target: Target) -> None:
-    """Refuse what no node can be like.
-
-    Raises:
-        InvalidValue: something of it is too long, or no text.
-    """
+    """Refuse what no node can be like."""
     for name in ("python", "platform", "machine", "caller"):
         check_text(name, getattr(target, name), NAME_CHARACTERS_MAX)

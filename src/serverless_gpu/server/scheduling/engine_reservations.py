@@ -35,24 +35,18 @@ _UNKNOWN = "\0"  # what an earlier process wrote may still stand there
 
 
 class _Asked(msgspec.Struct, frozen=True):
-    """A gang that the engine is asked for.
-
-    Attributes:
-        request: for those of its nodes that are the engine's.
-        node_ids: all of its nodes.
-    """
+    """A gang that the engine is asked for."""
 
     run_id: str
     fence: int
-    request: Request
-    node_ids: tuple[str, ...]
+    request: Request  # for those of its nodes that are the engine's
+    node_ids: tuple[str, ...]  # all of its nodes
 
 
 class EngineReservations:
     """Has gangs reserved. For one thread, but for `give_back`.
 
-    Args:
-        engine: nodes that it does not know have joined by themselves; None: all have.
+    Nodes that the engine does not know have joined by themselves; without an engine, all have.
     """
 
     def __init__(
@@ -75,13 +69,7 @@ class EngineReservations:
         return bool(self._asked)
 
     def ask(self, placement: Placement, fence: int, stored: Mapping[str, StoredNode]) -> None:
-        """Have a gang reserved whose intent was written just now.
-
-        Args:
-            placement: where it is.
-            fence: number of the attempt.
-            stored: the nodes there are, by identifier.
-        """
+        """Have a gang reserved whose intent was written just now."""
         shares = [(share.node_id, _share(stored[share.node_id].name, share)) for share in placement.shares]
         asked = self._wanted(placement.run_id, fence, shares)
         if asked is not None:
@@ -92,9 +80,6 @@ class EngineReservations:
         """Ask for every gang that is to start and that the engine does not have, whichever server placed it.
 
         What runs has its agent, and what has ended meanwhile needs none.
-
-        Args:
-            active: all runs that have devices.
         """
         if self._engine is None:
             return
@@ -121,13 +106,7 @@ class EngineReservations:
             self._ask(asked)
 
     def give_back(self, run_id: str, fence: int, why: str) -> bool:
-        """Put a run back into the queue whose order has not left this process; return whether that was so.
-
-        Args:
-            run_id: the run.
-            fence: number of the attempt.
-            why: for people.
-        """
+        """Put a run back into the queue whose order has not left this process; return whether that was so."""
         is_over = self._requeue.give_back(run_id, fence, why)
         if is_over and self._engine is not None:
             self._engine.release(f"{run_id}:{fence}")

@@ -115,15 +115,7 @@ class Feasibility:
     def refuse(self, connection: sa.Connection, run: StoredRun) -> bool:
         """Refuse a run that no known node could ever serve.
 
-        Args:
-            connection: reading is enough.
-            run: as it would be written down.
-
-        Returns:
-            Whether the nodes that are known were enough to decide; otherwise `FeasibilityCache.defer` takes the run.
-
-        Raises:
-            NoSuitableNode: no node could serve it.
+        Return whether the known nodes were enough to decide; otherwise `FeasibilityCache.defer` takes the run.
         """
         if run.spec.wait:
             return True
@@ -199,12 +191,7 @@ class UnsatisfiableRuns:
         sentences.end_by(self.ends_ns)
 
     def look(self, waiting: Mapping[str, QueuedRun], now_ns: int) -> int:
-        """End some of those that have waited long enough; return how many there were.
-
-        Args:
-            waiting: everybody who waits.
-            now_ns: boottime, nanoseconds.
-        """
+        """End some of those that have waited long enough; return how many there were."""
         self._decide_deferred(waiting)
         after_s = self._settings.unsatisfiable_after_s
         is_due = self._looked_ns is None or now_ns - self._looked_ns >= EVERY_S * 1e9

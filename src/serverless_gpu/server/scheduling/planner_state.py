@@ -119,11 +119,7 @@ class Planning:
         )
 
     def tell(self, reading: Reading) -> None:
-        """Tell the planner what is different from what it was told; what is under way counts as done.
-
-        Args:
-            reading: what there is.
-        """
+        """Tell the planner what is different from what it was told; what is under way counts as done."""
         self._underway = {run_id: one for run_id, one in self._underway.items() if run_id in reading.waiting}
         offered = self._offers.of(reading.floor, self._presence, capacity.now(self._settings, self._clock))
         nodes = {node.id: node for node in offered}

@@ -56,34 +56,21 @@ from serverless_gpu.server.records.runs.runs import StoredRun
 
 
 class Past(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a run beside its row.
+    """What is known of a run beside its row."""
 
-    Attributes:
-        failed: nodes on which an attempt of it was lost, or did not begin.
-        preemptions: how often it had to make room.
-        expected_s: how long it is likely to have devices, by earlier runs of its name.
-        apart: pairs of nodes whose crews did not reach each other.
-        second_principal: whether its owner is another principal than the one that pools without isolation serve.
-    """
-
-    failed: frozenset[str] = frozenset()
-    apart: frozenset[tuple[str, str]] = frozenset()
-    preemptions: int = 0
-    expected_s: float | None = None
+    failed: frozenset[str] = frozenset()  # nodes on which an attempt of it was lost, or did not begin
+    apart: frozenset[tuple[str, str]] = frozenset()  # pairs of nodes whose crews did not reach each other
+    preemptions: int = 0  # how often it had to make room
+    expected_s: float | None = None  # how long it is likely to have devices, by earlier runs of its name
     second_principal: bool = False
+    """Whether its owner is another principal than the one that pools without isolation serve."""
 
 
 NO_PAST = Past()
 
 
 def queued_run(run: StoredRun, past: Past = NO_PAST, *, now_ns: int) -> QueuedRun:
-    """Return what a run wants.
-
-    Args:
-        run: as it is stored, or as it would be.
-        past: what else is known.
-        now_ns: nanoseconds since 1970.
-    """
+    """Return what a run wants."""
     spec, resources = run.spec, run.spec.resources
     not_before_ns, held = _held(run, now_ns)
     several, alone = _several(run)
@@ -174,20 +161,14 @@ _Name = tuple[str, str]
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
-    """What the database says at one moment.
-
-    Attributes:
-        waiting: by identifier, in order of class and age.
-        running: those that have devices, by identifier.
-        policy: what operators decided.
-        used: use of the past, where that was asked for; `promised`: latest times that were told, likewise.
-    """
+    """What the database says at one moment."""
 
     floor: Floor
-    waiting: Mapping[str, QueuedRun]
-    running: Mapping[str, RunningRun]
-    policy: QueuePolicy
+    waiting: Mapping[str, QueuedRun]  # by identifier, in order of class and age
+    running: Mapping[str, RunningRun]  # those that have devices, by identifier
+    policy: QueuePolicy  # what operators decided
     used: Used | None = None
+    """Use of the past, where that was asked for; `promised`: latest times that were told, likewise."""
     promised: tuple[Reservation, ...] = ()
 
 
@@ -232,11 +213,8 @@ class QueueSnapshot:
     ) -> Reading:
         """Return what there is now.
 
-        Args:
-            connection: reading is enough.
-            now_ns: nanoseconds since 1970.
-            afresh: whether the past is wanted, too.
-            underway: devices of runs that are about to be placed, by identifier: they still wait here.
+        With `afresh`, past runs are read, too. `underway` are devices of runs that are about to be placed and still
+        wait here.
         """
         as_of = self._budget_admission.as_of()  # before anything is read
         there = capacity.load(connection, self._leases)
@@ -436,11 +414,7 @@ def held_back(
 ) -> dict[str, str]:
     """Return who may not start in this tick, and why: sentences by run.
 
-    Args:
-        connection: reading is enough.
-        waiting: in the order of the queue.
-        running: those that have devices, or are about to be given some, and how many.
-        rooms: what budgets have left; None where there are none.
+    `waiting` is in the order of the queue.
     """
     caps = policies.caps(connection)
     if not caps and rooms is None:
@@ -453,27 +427,13 @@ def held_back(
 
 
 def why_not(connection: sa.Connection, run: StoredRun, rooms: Rooms | None, freed: frozenset[CrewId]) -> str:
-    """Return why a run could not start now, whoever else waits, or "".
-
-    Args:
-        connection: reading is enough.
-        run: as it is stored, or as it would be.
-        rooms: what budgets have left; None where there are none.
-        freed: crews that have given their devices back.
-    """
+    """Return why a run could not start now, whoever else waits, or ""."""
     running = [(candidate_of(other), count) for other, count in _having(connection, run.owner, freed)]
     return held_back(connection, [candidate_of(run)], running, rooms).get(run.id, "")
 
 
 def is_full(connection: sa.Connection, run: StoredRun, count: int, freed: frozenset[CrewId]) -> bool:
-    """Return whether a run that is about to be placed would be over a policy's cap: others were placed before it.
-
-    Args:
-        connection: of the transaction that places it.
-        run: it.
-        count: devices that it is to have.
-        freed: crews that have given their devices back.
-    """
+    """Return whether a run that is about to be placed would be over a policy's cap: others were placed before it."""
     caps = policies.caps(connection)
     capped = [policy for policy in candidate_of(run).policies if policy in caps]
     if not capped:

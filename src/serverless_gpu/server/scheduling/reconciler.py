@@ -39,12 +39,7 @@ SELDOM_S = 60.0
 
 
 class Reconciler:
-    """Looks after what goes on.
-
-    Args:
-        scheduler: takes back what can be.
-        engine: whose events are heard.
-    """
+    """Looks after what goes on."""
 
     def __init__(
         self,
@@ -92,14 +87,7 @@ class Reconciler:
         )
 
     def tick(self, now_ns: int) -> int | None:
-        """Do everything that is due.
-
-        Args:
-            now_ns: boottime, nanoseconds.
-
-        Returns:
-            When to look again.
-        """
+        """Do everything that is due."""
         self._hear_engine()
         # Asked before the database: what is reserved has its intent there, so what is not there is over.
         reserved = self._engine.recover() if self._engine is not None else ()

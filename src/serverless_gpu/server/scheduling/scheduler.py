@@ -75,11 +75,7 @@ class Preemptor:
         self._announcer = announcer
 
     def preempt(self, preemptions: Sequence[Preemption]) -> int:
-        """Ask runs to stop for others that wait; return how many were asked.
-
-        Args:
-            preemptions: as they were decided.
-        """
+        """Ask runs to stop for others that wait; return how many were asked."""
         asked = 0
         for first in range(0, len(preemptions), PREEMPTED_TOGETHER):
             some = preemptions[first : first + PREEMPTED_TOGETHER]
@@ -168,14 +164,7 @@ class Scheduler:
         self._reserving = reserving
 
     def tick(self, now_ns: int) -> int | None:
-        """Place what can be placed, and say to those who are asked about what they wait for.
-
-        Args:
-            now_ns: boottime, nanoseconds.
-
-        Returns:
-            When to look again at the latest.
-        """
+        """Place what can be placed, and say to those who are asked about what they wait for."""
         reading = self._planning.read()
         self._reserving.look(reading.floor.active)
         is_done = False

@@ -36,17 +36,11 @@ _NOBODY = "the scheduler has not looked at the queue yet"
 
 
 class WaitNotice(msgspec.Struct, frozen=True, kw_only=True):
-    """What a waiting run is told; nothing of it while nobody has looked, or when it does not wait.
+    """What a waiting run is told; nothing of it while nobody has looked, or when it does not wait."""
 
-    Attributes:
-        sentence: in words.
-        wait: the same, part by part.
-        trouble: why the server can write nothing about any run, or "".
-    """
-
-    sentence: str = ""
-    wait: Wait | None = None
-    trouble: str = ""
+    sentence: str = ""  # in words
+    wait: Wait | None = None  # the same, part by part
+    trouble: str = ""  # why the server can write nothing about any run, or ""
 
 
 NOTHING = WaitNotice()
@@ -66,12 +60,7 @@ class WaitReasons:
 
     @contextlib.contextmanager
     def changing(self, planner: Planner, now: Callable[[], int]) -> Iterator[None]:
-        """Keep everybody out while the planner is told something, or decides.
-
-        Args:
-            planner: that is asked from now on.
-            now: what time it is, by the planner's clock.
-        """
+        """Keep everybody out while the planner is told something, or decides."""
         with self._lock:
             self._planner, self._now = planner, now
             try:
@@ -82,8 +71,7 @@ class WaitReasons:
     def end_by(self, ends: Callable[[str], int | None]) -> None:
         """Tell runs that nothing can ever serve when they end.
 
-        Args:
-            ends: returns that for a run, nanoseconds since 1970; None for never.
+        `ends` returns nanoseconds since 1970; None for never.
         """
         self._ends = ends
 
