@@ -15,7 +15,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from serverless_gpu.client.decorator import ray_launch as ray_launch
+    from serverless_gpu.client.ray_launch import ray_launch as ray_launch
 
 __all__ = ["ray_init", "ray_launch"]
 
@@ -58,7 +58,7 @@ def ray_init(*args: Any, **kwargs: Any) -> Any:
 
 def __getattr__(name: str) -> object:
     if name == "ray_launch":
-        return globals().setdefault(name, load("serverless_gpu.client.decorator").ray_launch)
+        return globals().setdefault(name, load("serverless_gpu.client.ray_launch").ray_launch)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

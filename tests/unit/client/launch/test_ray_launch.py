@@ -13,8 +13,9 @@ import pytest
 
 from serverless_gpu import distributed
 from serverless_gpu import ray as door
-from serverless_gpu.client.decorator import VALID, DistributedFunction, read_options
+from serverless_gpu.client.decorator import DistributedFunction
 from serverless_gpu.client.launch.preflight import RayInstallation, check_ray, find_ray, pack, ray_reference_reducer
+from serverless_gpu.client.ray_launch import VALID, read_options
 from serverless_gpu.errors import InvalidOption, InvalidValue, NotPicklable, RayMissing, UsageError
 from serverless_gpu.model.ray_cluster import RayCluster
 from serverless_gpu.model.spec import Options
