@@ -22,8 +22,6 @@ What `behave` can ask for:
     forbids   401 to everything
     foreign   a page of HTML to everything, as a proxy's login page
     slow      answers after a while
-
-What the fake MLflow server of `mlflow.py` remembers, and the rules by which it takes it.
 """
 
 from __future__ import annotations

@@ -58,74 +58,9 @@ from serverless_gpu.tracking import attempt_files
 from serverless_gpu.tracking.base import Tracker, TrackerAway, TrackerRefused, TrackerRun
 from serverless_gpu.tracking.metric_points import BACKLOG_BYTES_MAX, Points, SampleCursor, telemetry_path
 
-
-class SharedDeliveryState:
-    """Shared state of a run's deliveries."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.asked_ns = 0
-
-
 _guard = threading.Lock()
 _of_runs: weakref.WeakValueDictionary[str, SharedDeliveryState] = weakref.WeakValueDictionary()
-
-
-def shared_delivery_state(run_id: str) -> SharedDeliveryState:
-    """Return the shared state of a run's deliveries; it is dropped with the last of them."""
-    with _guard:
-        shared = _of_runs.get(run_id)
-        if shared is None:
-            shared = _of_runs[run_id] = SharedDeliveryState()
-        return shared
-
-
 _BYTES_MAX = 1 << 20
-
-
-class AttemptEnding(msgspec.Struct, frozen=True, kw_only=True):
-    """How an attempt ended, and when, nanoseconds since 1970."""
-
-    state: State
-    reason: Reason
-    sentence: str = ""
-    at_ns: int
-
-
-class DeliveryState(msgspec.Struct, kw_only=True):
-    """The state of one delivery."""
-
-    tracked: TrackerRun | None = None  # None while unknown
-    asked_ns: int = 0  # last unanswered request to make the run, nanoseconds since 1970, or 0
-    offset: int = 0  # in the file of samples: everything before is sent or dropped
-    sent_ns: int = 0  # last sample sent; earlier samples behind `offset` were sent, too
-    dropped: int = 0  # points
-    done: set[str] = msgspec.field(default_factory=set)  # steps
-    ending: AttemptEnding | None = None  # of the attempt; None before
-    is_settled: bool = False  # whether the receipt exists
-    over: str = ""  # why nothing is left to do, or ""
-
-
-def memory_path(directory: Path, node_rank: int) -> Path:
-    """Return where the delivery of an attempt on a node remembers."""
-    return directory / f"tracking-{node_rank}.state"
-
-
-def load_memory(path: Path) -> DeliveryState:
-    """Return the stored state; an empty one if absent or unreadable."""
-    with contextlib.suppress(OSError, msgspec.MsgspecError), path.open("rb") as file:
-        return from_json(file.read(_BYTES_MAX), DeliveryState)
-    return DeliveryState()
-
-
-def save_memory(path: Path, memory: DeliveryState) -> None:
-    """Write it down; a disk that is full, or a directory that is gone, is not worth ending a delivery for."""
-    temporary = path.with_name(path.name + ".tmp")
-    with contextlib.suppress(OSError):
-        temporary.write_bytes(msgspec.json.encode(memory))
-        temporary.replace(path)
-
-
 _POLL_S = 2.0
 _LOOK_S_MAX = 5.0
 _DOUBT_NS = 10 * 10**9
@@ -539,3 +474,63 @@ class MlflowDelivery:
 
 class _NotYet(TrackerAway):
     """MLflow answers, but the awaited run does not exist yet."""
+
+
+class SharedDeliveryState:
+    """Shared state of a run's deliveries."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.asked_ns = 0
+
+
+def shared_delivery_state(run_id: str) -> SharedDeliveryState:
+    """Return the shared state of a run's deliveries; it is dropped with the last of them."""
+    with _guard:
+        shared = _of_runs.get(run_id)
+        if shared is None:
+            shared = _of_runs[run_id] = SharedDeliveryState()
+        return shared
+
+
+class AttemptEnding(msgspec.Struct, frozen=True, kw_only=True):
+    """How an attempt ended, and when, nanoseconds since 1970."""
+
+    state: State
+    reason: Reason
+    sentence: str = ""
+    at_ns: int
+
+
+class DeliveryState(msgspec.Struct, kw_only=True):
+    """The state of one delivery."""
+
+    tracked: TrackerRun | None = None  # None while unknown
+    asked_ns: int = 0  # last unanswered request to make the run, nanoseconds since 1970, or 0
+    offset: int = 0  # in the file of samples: everything before is sent or dropped
+    sent_ns: int = 0  # last sample sent; earlier samples behind `offset` were sent, too
+    dropped: int = 0  # points
+    done: set[str] = msgspec.field(default_factory=set)  # steps
+    ending: AttemptEnding | None = None  # of the attempt; None before
+    is_settled: bool = False  # whether the receipt exists
+    over: str = ""  # why nothing is left to do, or ""
+
+
+def memory_path(directory: Path, node_rank: int) -> Path:
+    """Return where the delivery of an attempt on a node remembers."""
+    return directory / f"tracking-{node_rank}.state"
+
+
+def load_memory(path: Path) -> DeliveryState:
+    """Return the stored state; an empty one if absent or unreadable."""
+    with contextlib.suppress(OSError, msgspec.MsgspecError), path.open("rb") as file:
+        return from_json(file.read(_BYTES_MAX), DeliveryState)
+    return DeliveryState()
+
+
+def save_memory(path: Path, memory: DeliveryState) -> None:
+    """Write it down; a disk that is full, or a directory that is gone, is not worth ending a delivery for."""
+    temporary = path.with_name(path.name + ".tmp")
+    with contextlib.suppress(OSError):
+        temporary.write_bytes(msgspec.json.encode(memory))
+        temporary.replace(path)

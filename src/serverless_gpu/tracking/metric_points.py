@@ -26,71 +26,6 @@ from serverless_gpu.model.tracking_rules import send_interval_s
 from serverless_gpu.tracking.base import Metric
 
 _READ_BYTES = 1 << 20
-
-
-class Samples:
-    """Reader of one file, from an earlier reader's offset on."""
-
-    def __init__(self, path: Path, offset: int = 0) -> None:
-        self._path = path
-        self._offset = offset
-        self._header = _header_before(path, offset)
-
-    @property
-    def offset(self) -> int:
-        """Return where reading goes on."""
-        return self._offset
-
-    @property
-    def backlog(self) -> int:
-        """Return how many bytes have not been read."""
-        try:
-            return max(0, os.stat(self._path).st_size - self._offset)
-        except OSError:
-            return 0
-
-    def read(self, limit: int = _READ_BYTES) -> list[tuple[Header, Sample]]:
-        """Return the next samples with their headers, from `limit` bytes at most; a longer line is skipped."""
-        data = _bytes(self._path, self._offset, limit)
-        lines, used = decode(data)
-        self._offset += used if used or len(data) < limit else len(data)
-        return self._paired(lines)
-
-    def _paired(self, lines: list[Line]) -> list[tuple[Header, Sample]]:
-        paired: list[tuple[Header, Sample]] = []
-        for line in lines:
-            if isinstance(line, Header):
-                self._header = line
-            elif self._header is not None:
-                paired.append((self._header, line))
-        return paired
-
-
-def _header_before(path: Path, offset: int) -> Header | None:
-    """Return the last header that stands before an offset."""
-    found: Header | None = None
-    at = 0
-    while at < offset:
-        data = _bytes(path, at, min(_READ_BYTES, offset - at))
-        end = data.rfind(b"\n") + 1
-        headers = b"\n".join(line for line in data[:end].splitlines() if line.startswith(b"{"))
-        for line in decode(headers + b"\n")[0]:
-            found = line if isinstance(line, Header) else found
-        if not end:
-            break
-        at += end
-    return found
-
-
-def _bytes(path: Path, offset: int, limit: int) -> bytes:
-    try:
-        with path.open("rb") as file:
-            file.seek(offset)
-            return file.read(limit)
-    except OSError:
-        return b""
-
-
 BACKLOG_BYTES_MAX = 64 << 20
 _CHUNK_BYTES = 256 << 10
 _POINTS_MAX = 1000
@@ -103,12 +38,6 @@ class SampleCursor(NamedTuple):
 
     offset: int = 0
     sent_ns: int = 0
-
-
-class _Row(NamedTuple):
-    header: Header
-    sample: Sample
-    offset: int
 
 
 def telemetry_path(directory: Path, node_rank: int) -> Path:
@@ -215,3 +144,72 @@ class Points:
                 self._batch.append(Metric(key, value, at_ms, at_step))
         self._last_ns = sample.at_ns
         self._window = []
+
+
+class _Row(NamedTuple):
+    header: Header
+    sample: Sample
+    offset: int
+
+
+class Samples:
+    """Reader of one file, from an earlier reader's offset on."""
+
+    def __init__(self, path: Path, offset: int = 0) -> None:
+        self._path = path
+        self._offset = offset
+        self._header = _header_before(path, offset)
+
+    @property
+    def offset(self) -> int:
+        """Return where reading goes on."""
+        return self._offset
+
+    @property
+    def backlog(self) -> int:
+        """Return how many bytes have not been read."""
+        try:
+            return max(0, os.stat(self._path).st_size - self._offset)
+        except OSError:
+            return 0
+
+    def read(self, limit: int = _READ_BYTES) -> list[tuple[Header, Sample]]:
+        """Return the next samples with their headers, from `limit` bytes at most; a longer line is skipped."""
+        data = _bytes(self._path, self._offset, limit)
+        lines, used = decode(data)
+        self._offset += used if used or len(data) < limit else len(data)
+        return self._paired(lines)
+
+    def _paired(self, lines: list[Line]) -> list[tuple[Header, Sample]]:
+        paired: list[tuple[Header, Sample]] = []
+        for line in lines:
+            if isinstance(line, Header):
+                self._header = line
+            elif self._header is not None:
+                paired.append((self._header, line))
+        return paired
+
+
+def _header_before(path: Path, offset: int) -> Header | None:
+    """Return the last header that stands before an offset."""
+    found: Header | None = None
+    at = 0
+    while at < offset:
+        data = _bytes(path, at, min(_READ_BYTES, offset - at))
+        end = data.rfind(b"\n") + 1
+        headers = b"\n".join(line for line in data[:end].splitlines() if line.startswith(b"{"))
+        for line in decode(headers + b"\n")[0]:
+            found = line if isinstance(line, Header) else found
+        if not end:
+            break
+        at += end
+    return found
+
+
+def _bytes(path: Path, offset: int, limit: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            return file.read(limit)
+    except OSError:
+        return b""

@@ -45,7 +45,6 @@ from serverless_gpu.wire.base import API, PROTOCOL, Problem, Request
 from serverless_gpu.wire.state import Health
 
 T = TypeVar("T")
-
 CONNECT_S = 5.0
 ANSWER_S = 60.0
 _PAUSE_S = 0.1
@@ -245,6 +244,38 @@ class Exchange(abc.ABC):
         )
 
 
+class BriefConnection(Exchange):
+    """One server and one token, for a few requests in sequence; the arguments are `Exchange`'s."""
+
+    def _send(
+        self, method: str, path: str, *, content: bytes | None, headers: Mapping[str, str], params: Mapping[str, str]
+    ) -> Reply:
+        url = self.url + API + path
+        target = urlsplit(url).path + (f"?{urlencode(params)}" if params else "")
+        connection = self._made()
+        try:
+            connection.connect()
+            connection.sock.settimeout(ANSWER_S)
+            connection.request(method, target, body=content, headers={**self._headers(), **headers})
+            answer = connection.getresponse()
+            return Reply(answer.status, answer.read(), cast("Mapping[str, str]", answer.headers), url)
+        except (OSError, http.client.HTTPException) as error:
+            raise self._away(error, is_no_http=isinstance(error, http.client.BadStatusLine)) from None
+        finally:
+            connection.close()
+
+    def _made(self) -> http.client.HTTPConnection:
+        parts = urlsplit(self.url)
+        try:
+            host, port = parts.hostname or "", parts.port
+        except ValueError as error:
+            raise InvalidValue(f"{self.url} is not an address: {error}") from None
+        if parts.scheme != "https":
+            return http.client.HTTPConnection(host, port, timeout=CONNECT_S)
+        context = load("serverless_gpu.wire.http_client").trust(self._ca)
+        return http.client.HTTPSConnection(host, port, timeout=CONNECT_S, context=context)
+
+
 def proxy_variable(url: str, environ: Mapping[str, str]) -> str:
     """Return the variable that names a proxy for a remote address, or ""; lower case wins, as in curl.
 
@@ -287,35 +318,3 @@ def trust(ca: str) -> ssl.SSLContext:
             f"{ca or 'the system'} has no certificate that can be read: {error.strerror or error}",
             hint="`sgpu login URL --ca FILE`: the certificate of the server's authority, PEM",
         ) from error
-
-
-class BriefConnection(Exchange):
-    """One server and one token, for a few requests in sequence; the arguments are `Exchange`'s."""
-
-    def _send(
-        self, method: str, path: str, *, content: bytes | None, headers: Mapping[str, str], params: Mapping[str, str]
-    ) -> Reply:
-        url = self.url + API + path
-        target = urlsplit(url).path + (f"?{urlencode(params)}" if params else "")
-        connection = self._made()
-        try:
-            connection.connect()
-            connection.sock.settimeout(ANSWER_S)
-            connection.request(method, target, body=content, headers={**self._headers(), **headers})
-            answer = connection.getresponse()
-            return Reply(answer.status, answer.read(), cast("Mapping[str, str]", answer.headers), url)
-        except (OSError, http.client.HTTPException) as error:
-            raise self._away(error, is_no_http=isinstance(error, http.client.BadStatusLine)) from None
-        finally:
-            connection.close()
-
-    def _made(self) -> http.client.HTTPConnection:
-        parts = urlsplit(self.url)
-        try:
-            host, port = parts.hostname or "", parts.port
-        except ValueError as error:
-            raise InvalidValue(f"{self.url} is not an address: {error}") from None
-        if parts.scheme != "https":
-            return http.client.HTTPConnection(host, port, timeout=CONNECT_S)
-        context = load("serverless_gpu.wire.http_client").trust(self._ca)
-        return http.client.HTTPSConnection(host, port, timeout=CONNECT_S, context=context)

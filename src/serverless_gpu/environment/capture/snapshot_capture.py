@@ -54,6 +54,9 @@ _MORE_SPACE = (
 )
 LARGEST = 10
 REPORT_S = 0.1
+CODE_STEP_BYTES = 100_000_000
+_LARGEST = 3
+_LEFT_OUT_SAID_MAX = 3
 
 
 class Captured(msgspec.Struct, frozen=True, kw_only=True):
@@ -314,11 +317,6 @@ def _name(member: SnapshotMember) -> str:
     if member.kind == "code":
         return f"code in {member.name or 'a directory'}"
     return f"{member.name} {member.version}".strip()
-
-
-CODE_STEP_BYTES = 100_000_000
-_LARGEST = 3
-_LEFT_OUT_SAID_MAX = 3
 
 
 def remarks(last: Snapshot | None, scan: Scan) -> tuple[str, ...]:

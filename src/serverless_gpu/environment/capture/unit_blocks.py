@@ -33,6 +33,12 @@ from serverless_gpu.errors import EnvironmentUnsupported
 
 PACKS_MORE_MAX = 16
 """How many more packs than anew a unit may have before it is packed again."""
+TRIES_MAX = 4
+"""How often a file that changes while it is read is read."""
+_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # not blocking: somebody may have put a FIFO there
+_TURN_S = 0.1
+_one_by_one = threading.Lock()
+"""Whoever reads small files: two at once would only pass the interpreter to and fro, three times for each file."""
 
 
 class BlockPart(NamedTuple):
@@ -151,14 +157,6 @@ def _spread(place: ContentPlace, size: int, blocks: Sequence[PackBlock]) -> list
         parts.append((block, blocks[block].size))
         left, block = left - blocks[block].size, block + 1
     return parts
-
-
-TRIES_MAX = 4
-"""How often a file that changes while it is read is read."""
-_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # not blocking: somebody may have put a FIFO there
-_TURN_S = 0.1
-_one_by_one = threading.Lock()
-"""Whoever reads small files: two at once would only pass the interpreter to and fro, three times for each file."""
 
 
 class FileChanged(Exception):

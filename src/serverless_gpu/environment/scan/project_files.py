@@ -58,125 +58,11 @@ UNASKED = "; which of them it tracks is not known: "
 _NAMED_MAX = 5
 _NAME_CHARACTERS_MAX = 60
 _CANDIDATES_MAX = 1000
-
-
-class Staying:
-    """What git ignores below a directory, as far as the walk met it."""
-
-    def __init__(self) -> None:
-        self._files = 0
-        self._directories = 0
-        self._candidates: list[str] = []
-
-    def add(self, path: str) -> None:
-        """Count an ignored entry; a directory's path ends in ``/``."""
-        if path.endswith("/"):
-            self._directories += 1
-        else:
-            self._files += 1
-        if len(self._candidates) < _CANDIDATES_MAX:
-            self._candidates.append(path)
-
-    def sentence(self, top: str, problem: str = "") -> str:
-        """Return what is to be said, or "" when nothing was ignored.
-
-        `problem` says why it is not known which files git tracks.
-        """
-        if not self._candidates:
-            return ""
-        counts = [(self._files, "file", "files"), (self._directories, "directory", "directories")]
-        said = " and ".join(f"{count:,} {one if count == 1 else many}" for count, one, many in counts if count)
-        largest = sorted(self._candidates, key=lambda path: _weight(top, path))[:_NAMED_MAX]
-        named = ", ".join(show(_cut(path)) for path in largest)
-        more = ", …" if self._files + self._directories > len(largest) else ""
-        unasked = f"{UNASKED}{problem}" if problem else ""
-        return f"{said}{MARK}{named}{more}){unasked}"
-
-
-def same_matter(sentence: str) -> str:
-    """Return what of a sentence under "left out" is the same as long as it need not be said again: not the counts."""
-    head, mark, rest = sentence.partition(MARK)
-    return f"{head.partition(': ')[0]}{mark}{rest.partition(UNASKED)[2]}" if mark else sentence
-
-
-def _weight(top: str, path: str) -> tuple[int, bool, bool, int, str]:
-    is_directory = path.endswith("/")
-    name = path.rstrip("/").rpartition("/")[2]
-    size = 0
-    if not is_directory:
-        with contextlib.suppress(OSError):  # gone meanwhile
-            size = os.lstat(f"{top}/{path}").st_size
-    return path.rstrip("/").count("/"), is_directory and name.startswith("."), not is_directory, -size, path
-
-
-def _cut(path: str) -> str:
-    return path if len(path) <= _NAME_CHARACTERS_MAX else f"…{path[-_NAME_CHARACTERS_MAX:]}"
-
-
 _AREA = "site/"
-
-
-def leave_out_misfits(listing: Listing, imported: Collection[str]) -> None:
-    """Take out of a listing of code what no restore would accept, and say why under `odd`.
-
-    Files that were imported go before others.
-    """
-    misfits = _Misfits()
-    for path in sorted(listing.files, key=lambda path: (path not in imported, path)):
-        found = misfits.find(path)
-        if found is not None:
-            odd, reason = found
-            del listing.files[path]
-            listing.odd[odd] = reason
-
-
-class _Misfits:
-    """Names that were taken so far, as machines see them that do not tell case."""
-
-    def __init__(self) -> None:
-        self._folded: dict[str, str] = {"": ""}  # directory → its form that must be unique
-        self._taken: dict[str, str] = {}  # and back, for files, too
-        self._odd: dict[str, tuple[str, str]] = {}  # directory → the one that is odd, and why
-
-    def find(self, path: str) -> tuple[str, str] | None:
-        """Return which part of a path is odd, and why; None where nothing is."""
-        if not is_plain(path):
-            return path, "its name has control characters, or bytes that are not UTF-8"
-        if path.count("/") + 2 > DEPTH_MAX or len(os.fsencode(_AREA + path)) > PATH_BYTES_MAX:
-            return path, f"its path is too long: at most {PATH_BYTES_MAX} bytes and {DEPTH_MAX} names travel"
-        directory, separator, name = path.rpartition("/")
-        if separator and (found := self._enter(directory)) is not None:
-            return found
-        return self._take(path, f"{self._folded[directory]}/{fold_name(name)}")
-
-    def _enter(self, directory: str) -> tuple[str, str] | None:
-        if directory in self._odd:
-            return self._odd[directory]
-        if directory in self._folded:
-            return None
-        above, separator, name = directory.rpartition("/")
-        found = self._enter(above) if separator else None
-        if found is None:
-            folded = f"{self._folded[above]}/{fold_name(name)}"
-            found = self._take(directory, folded)
-        if found is None:
-            self._folded[directory] = folded
-        else:
-            self._odd[directory] = found
-        return found
-
-    def _take(self, path: str, folded: str) -> tuple[str, str] | None:
-        other = self._taken.setdefault(folded, path)
-        if other == path:
-            return None
-        return path, f"where case or Unicode forms do not count it is the same name as {show(os.path.basename(other))}"
-
-
 CODE_BYTES_MAX = 1024**3
 CODE_FILES_MAX = 100_000
 _COUNTED_FILES_MAX = 4 * CODE_FILES_MAX
 """So far a directory that is too large is walked, to say what is large in it."""
-
 ALWAYS_OUT = frozenset({".git", ".hg", ".svn", "__pycache__", ".ipynb_checkpoints"})
 _IMPORTABLE = (".py", ".so")
 _VENV_NAMES = frozenset({"bin", "lib", "lib64", "include", "share", "etc", "pyvenv.cfg"})
@@ -428,3 +314,112 @@ def _name_largest(files: dict[str, ListedFile], *, by_count: bool) -> str:
 
 def _gigabytes(size: int) -> str:
     return f"{size / 1024**3:.2f} GiB" if size >= 1024**3 // 100 else f"{size / 1024**2:.2f} MiB"
+
+
+def leave_out_misfits(listing: Listing, imported: Collection[str]) -> None:
+    """Take out of a listing of code what no restore would accept, and say why under `odd`.
+
+    Files that were imported go before others.
+    """
+    misfits = _Misfits()
+    for path in sorted(listing.files, key=lambda path: (path not in imported, path)):
+        found = misfits.find(path)
+        if found is not None:
+            odd, reason = found
+            del listing.files[path]
+            listing.odd[odd] = reason
+
+
+class _Misfits:
+    """Names that were taken so far, as machines see them that do not tell case."""
+
+    def __init__(self) -> None:
+        self._folded: dict[str, str] = {"": ""}  # directory → its form that must be unique
+        self._taken: dict[str, str] = {}  # and back, for files, too
+        self._odd: dict[str, tuple[str, str]] = {}  # directory → the one that is odd, and why
+
+    def find(self, path: str) -> tuple[str, str] | None:
+        """Return which part of a path is odd, and why; None where nothing is."""
+        if not is_plain(path):
+            return path, "its name has control characters, or bytes that are not UTF-8"
+        if path.count("/") + 2 > DEPTH_MAX or len(os.fsencode(_AREA + path)) > PATH_BYTES_MAX:
+            return path, f"its path is too long: at most {PATH_BYTES_MAX} bytes and {DEPTH_MAX} names travel"
+        directory, separator, name = path.rpartition("/")
+        if separator and (found := self._enter(directory)) is not None:
+            return found
+        return self._take(path, f"{self._folded[directory]}/{fold_name(name)}")
+
+    def _enter(self, directory: str) -> tuple[str, str] | None:
+        if directory in self._odd:
+            return self._odd[directory]
+        if directory in self._folded:
+            return None
+        above, separator, name = directory.rpartition("/")
+        found = self._enter(above) if separator else None
+        if found is None:
+            folded = f"{self._folded[above]}/{fold_name(name)}"
+            found = self._take(directory, folded)
+        if found is None:
+            self._folded[directory] = folded
+        else:
+            self._odd[directory] = found
+        return found
+
+    def _take(self, path: str, folded: str) -> tuple[str, str] | None:
+        other = self._taken.setdefault(folded, path)
+        if other == path:
+            return None
+        return path, f"where case or Unicode forms do not count it is the same name as {show(os.path.basename(other))}"
+
+
+class Staying:
+    """What git ignores below a directory, as far as the walk met it."""
+
+    def __init__(self) -> None:
+        self._files = 0
+        self._directories = 0
+        self._candidates: list[str] = []
+
+    def add(self, path: str) -> None:
+        """Count an ignored entry; a directory's path ends in ``/``."""
+        if path.endswith("/"):
+            self._directories += 1
+        else:
+            self._files += 1
+        if len(self._candidates) < _CANDIDATES_MAX:
+            self._candidates.append(path)
+
+    def sentence(self, top: str, problem: str = "") -> str:
+        """Return what is to be said, or "" when nothing was ignored.
+
+        `problem` says why it is not known which files git tracks.
+        """
+        if not self._candidates:
+            return ""
+        counts = [(self._files, "file", "files"), (self._directories, "directory", "directories")]
+        said = " and ".join(f"{count:,} {one if count == 1 else many}" for count, one, many in counts if count)
+        largest = sorted(self._candidates, key=lambda path: _weight(top, path))[:_NAMED_MAX]
+        named = ", ".join(show(_cut(path)) for path in largest)
+        more = ", …" if self._files + self._directories > len(largest) else ""
+        unasked = f"{UNASKED}{problem}" if problem else ""
+        return f"{said}{MARK}{named}{more}){unasked}"
+
+
+def same_matter(sentence: str) -> str:
+    """Return what of a sentence under "left out" is the same as long as it need not be said again: not the counts."""
+    head, mark, rest = sentence.partition(MARK)
+    return f"{head.partition(': ')[0]}{mark}{rest.partition(UNASKED)[2]}" if mark else sentence
+
+
+def _weight(top: str, path: str) -> tuple[int, bool, bool, int, str]:
+    is_directory = path.endswith("/")
+    name = path.rstrip("/").rpartition("/")[2]
+    size = 0
+    if not is_directory:
+        with contextlib.suppress(OSError):  # gone meanwhile
+            size = os.lstat(f"{top}/{path}").st_size
+    return path.rstrip("/").count("/"), is_directory and name.startswith("."), not is_directory, -size, path
+
+
+def _cut(path: str) -> str:
+    return path if len(path) <= _NAME_CHARACTERS_MAX else f"…{path[-_NAME_CHARACTERS_MAX:]}"

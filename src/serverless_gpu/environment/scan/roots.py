@@ -59,12 +59,12 @@ from serverless_gpu.environment.unit_rules import ROOTS_MAX
 from serverless_gpu.errors import EnvironmentUnsupported
 
 SpotKind = Literal["own", "library", "archive", "code"]
-
 _LAYOUT = re.compile(r"(?P<prefix>/.*?)/(?P<site>lib(?:64)?/(?:python|pypy)[0-9.]*t?/(?:site|dist)-packages)")
 FINDER = re.compile(r"__editable__.*\.py|_?__editable___.*_finder\.py|_editable_impl_.*\.py")
 _QUOTED_PATH = re.compile(r"""(["'])(/[^"'\n]+)\1""")
 _PROJECT_FILES = (".git", "pyproject.toml", "setup.py", "setup.cfg")
 _SYSTEM_SCRIPTS = frozenset({"/bin", "/sbin", "/usr/bin", "/usr/sbin", "/usr/local/bin", "/usr/local/sbin"})
+_PREFIX_DIRECTORIES = frozenset({"bin", "etc", "include", "lib", "libexec", "man", "sbin", "share"})
 
 
 class Spot(msgspec.Struct, frozen=True, kw_only=True):
@@ -258,9 +258,6 @@ def _names(directory: str, ending: str) -> list[str]:
     except OSError:  # not there: nothing is installed; not readable: said when it is looked at
         return []
     return [os.path.join(directory, name) for name in names]
-
-
-_PREFIX_DIRECTORIES = frozenset({"bin", "etc", "include", "lib", "libexec", "man", "sbin", "share"})
 
 
 class Area(msgspec.Struct, frozen=True, array_like=True):

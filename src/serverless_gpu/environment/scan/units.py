@@ -41,6 +41,7 @@ _VENV_FILE = re.compile(
     r"|(python|pypy|𝜋thon)w?[0-9.]*t?(-config)?)"
     r"|site/_virtualenv\.(py|pth)"
 )
+_ENDS = r"(?![^/\"'\s:;,)\]}\\])"  # a directory's name ends here
 
 
 class Draft(msgspec.Struct, kw_only=True):
@@ -201,9 +202,6 @@ def _resolve(path: str, files: Mapping[str, ListedFile], directories: set[str]) 
             return file._replace(target=posixpath.relpath(inside, posixpath.dirname(path)))
     found = read_file(real)
     return None if found is None else found._replace(file=file.file)
-
-
-_ENDS = r"(?![^/\"'\s:;,)\]}\\])"  # a directory's name ends here
 
 
 class Directories:

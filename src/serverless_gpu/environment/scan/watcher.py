@@ -64,76 +64,6 @@ _DIRECTORY = ATTRIB | MOVED_FROM | MOVED_TO | CREATE | DELETE | DELETE_SELF | MO
 _FILE = MODIFY | ATTRIB | CLOSE_WRITE | OPEN | DELETE_SELF | MOVE_SELF
 _EVENT = struct.Struct("iIII")
 _READ_BYTES = 1 << 16
-
-
-class Event(NamedTuple):
-    """One event: the number of its watch, what happened, and the name in a directory (b"" for the thing itself)."""
-
-    watch: int
-    mask: int
-    name: bytes
-
-
-class Inotify:
-    """One queue with its watches.
-
-    Raises OSError: this system has no inotify, or the user has no queue left.
-    """
-
-    def __init__(self) -> None:
-        libc = ctypes.CDLL(None, use_errno=True)
-        if not hasattr(libc, "inotify_init1"):
-            raise OSError(errno.ENOSYS, "this system has no inotify")
-        self._add = libc.inotify_add_watch
-        self._fd: int = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
-        if self._fd < 0:
-            raise _error("inotify_init1")
-
-    def fileno(self) -> int:
-        """Return the descriptor, which is readable when events are queued."""
-        return self._fd
-
-    def watch_directory(self, path: str) -> int:
-        """Watch the names in a directory and return the number of the watch.
-
-        Raises OSError: it cannot be watched; ENOSPC where the user has no watch left.
-        """
-        return self._watch(path, _DIRECTORY)
-
-    def watch_file(self, path: str) -> int:
-        """Watch a file itself, by whatever name it is written, and return the number of the watch."""
-        return self._watch(path, _FILE)
-
-    def read(self) -> list[Event]:
-        """Return all events that are queued, without waiting."""
-        events: list[Event] = []
-        while True:
-            try:
-                data = os.read(self._fd, _READ_BYTES)
-            except BlockingIOError:
-                return events
-            start = 0
-            while start < len(data):
-                watch, mask, _, length = _EVENT.unpack_from(data, start)
-                start += _EVENT.size + length
-                events.append(Event(watch, mask, data[start - length : start].rstrip(b"\0")))
-
-    def close(self) -> None:
-        """Remove all watches."""
-        os.close(self._fd)
-
-    def _watch(self, path: str, mask: int) -> int:
-        number: int = self._add(self._fd, os.fsencode(path), mask)
-        if number < 0:
-            raise _error(path)
-        return number
-
-
-def _error(what: str) -> OSError:
-    code = ctypes.get_errno()
-    return OSError(code, os.strerror(code), what)
-
-
 COMPARED_MAX = 2_000
 """Files whose stat is compared with each question; with more, a full look is not much slower."""
 WATCHES_SHARE = 0.5
@@ -365,3 +295,71 @@ def _explain(error: OSError) -> str:
     if error.errno == errno.EMFILE:
         return "the user's queues are used up (fs.inotify.max_user_instances)"
     return str(error)
+
+
+class Event(NamedTuple):
+    """One event: the number of its watch, what happened, and the name in a directory (b"" for the thing itself)."""
+
+    watch: int
+    mask: int
+    name: bytes
+
+
+class Inotify:
+    """One queue with its watches.
+
+    Raises OSError: this system has no inotify, or the user has no queue left.
+    """
+
+    def __init__(self) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if not hasattr(libc, "inotify_init1"):
+            raise OSError(errno.ENOSYS, "this system has no inotify")
+        self._add = libc.inotify_add_watch
+        self._fd: int = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+        if self._fd < 0:
+            raise _error("inotify_init1")
+
+    def fileno(self) -> int:
+        """Return the descriptor, which is readable when events are queued."""
+        return self._fd
+
+    def watch_directory(self, path: str) -> int:
+        """Watch the names in a directory and return the number of the watch.
+
+        Raises OSError: it cannot be watched; ENOSPC where the user has no watch left.
+        """
+        return self._watch(path, _DIRECTORY)
+
+    def watch_file(self, path: str) -> int:
+        """Watch a file itself, by whatever name it is written, and return the number of the watch."""
+        return self._watch(path, _FILE)
+
+    def read(self) -> list[Event]:
+        """Return all events that are queued, without waiting."""
+        events: list[Event] = []
+        while True:
+            try:
+                data = os.read(self._fd, _READ_BYTES)
+            except BlockingIOError:
+                return events
+            start = 0
+            while start < len(data):
+                watch, mask, _, length = _EVENT.unpack_from(data, start)
+                start += _EVENT.size + length
+                events.append(Event(watch, mask, data[start - length : start].rstrip(b"\0")))
+
+    def close(self) -> None:
+        """Remove all watches."""
+        os.close(self._fd)
+
+    def _watch(self, path: str, mask: int) -> int:
+        number: int = self._add(self._fd, os.fsencode(path), mask)
+        if number < 0:
+            raise _error(path)
+        return number
+
+
+def _error(what: str) -> OSError:
+    code = ctypes.get_errno()
+    return OSError(code, os.strerror(code), what)

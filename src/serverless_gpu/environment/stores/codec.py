@@ -42,8 +42,11 @@ SNAPSHOT_VALUES_MAX = 1_000_000
 """Most values in a snapshot, at any depth: lists and maps in it are not of one length, so all of them are counted."""
 ITEMS_MAX = 1_000_000
 """Most rows, packs, blocks, places or other items of one kind."""
-
 _Document = TypeVar("_Document", bound=msgspec.Struct)
+_FIXED = {0xCA: 5, 0xCB: 9, 0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, 0xD0: 2, 0xD1: 3, 0xD2: 5, 0xD3: 9}
+_BYTES = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
+_LISTS = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
+_ANOTHER = "it is not what its address says"
 
 
 class _Shape(msgspec.Struct):
@@ -119,11 +122,6 @@ def _check_values(content: bytes, what: str) -> None:
             raise EnvironmentRejected(f"{what} cannot be read: it ends early")
 
 
-_FIXED = {0xCA: 5, 0xCB: 9, 0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, 0xD0: 2, 0xD1: 3, 0xD2: 5, 0xD3: 9}
-_BYTES = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
-_LISTS = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
-
-
 def _value(content: bytes, at: int) -> tuple[int, int]:
     """Return how many bytes of msgpack a value takes without those in it, and how many are directly in it."""
     first = content[at]
@@ -140,9 +138,6 @@ def _value(content: bytes, at: int) -> tuple[int, int]:
         digits, each = _LISTS[first]
         return 1 + digits, each * int.from_bytes(content[at + 1 : at + 1 + digits], "big")
     return _FIXED.get(first, 1), 0  # what is of no kind we write is refused when it is decoded
-
-
-_ANOTHER = "it is not what its address says"
 
 
 class Altered(Exception):

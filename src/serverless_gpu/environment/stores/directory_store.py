@@ -56,149 +56,9 @@ _STEP = 4 * 1024 * 1024
 _BLOCK = 4096
 _DIRECT = getattr(os, "O_DIRECT", 0)  # not on macOS
 _REFUSED = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
-
-
-def write_direct(fd: int, data: memoryview) -> int:
-    """Write the start of an empty file past the page cache.
-
-    `fd` is at the beginning, and `data` is the whole content. Returns how many bytes were written; the rest is for the
-    caller to write, from there on.
-    """
-    if not _DIRECT or len(data) < SIZE_MIN:
-        return 0
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    try:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags | _DIRECT)
-    except OSError:
-        return 0
-    try:
-        return _write(fd, data, len(data) - len(data) % _BLOCK)
-    finally:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
-
-
-def _write(fd: int, data: memoryview, end: int) -> int:
-    done = 0
-    with mmap.mmap(-1, min(_STEP, end)) as aligned:  # memory from mmap starts at a page
-        while done < end:
-            size = min(len(aligned), end - done)
-            aligned[:size] = data[done : done + size]
-            with memoryview(aligned) as whole, whole[:size] as part:
-                try:
-                    written = os.write(fd, part)
-                except OSError as error:
-                    if error.errno in _REFUSED:
-                        return done
-                    raise
-            done += written
-            if written % _BLOCK:
-                return done  # cut short, as before a full disk: the usual way finds out
-    return done
-
-
 OPEN_MAX = 64
 """How many files are open at once."""
 _PRIVATE = 0o700
-
-
-def write_together(incoming: Path, contents: Mapping[Path, memoryview], *, now_ns: int) -> None:
-    """Write files, durably, in place of what may be there.
-
-    `incoming` is a directory of the same disk. The directory of a path may be missing, the one above may not.
-    """
-    left = iter(contents.items())
-    while some := dict(itertools.islice(left, OPEN_MAX)):
-        _write_some(incoming, some, now_ns)
-
-
-def _write_some(incoming: Path, contents: Mapping[Path, memoryview], now_ns: int) -> None:
-    directories = dict.fromkeys(path.parent for path in contents)
-    above = {path.parent for path in directories if _is_new(path)}
-    temporaries: dict[Path, str] = {}
-    try:
-        with contextlib.ExitStack() as opened:
-            fds = []
-            for path, content in contents.items():
-                fd, temporaries[path] = tempfile.mkstemp(dir=incoming)  # 0600
-                opened.enter_context(closed(fd))
-                _fill(fd, content, now_ns)
-                fds.append(fd)
-            for fd in fds:
-                os.fsync(fd)
-        # Nearly free here: with the files, the journal has been written.
-        for path in above:
-            sync_directory(path)
-        faults.reach("before_object_is_named")
-        for path, temporary in temporaries.items():
-            os.rename(temporary, path)
-    except BaseException:
-        for temporary in temporaries.values():
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-        raise
-    for path in directories:
-        sync_directory(path)
-
-
-def make_directory(path: Path) -> None:
-    """Make a directory and those above it, private and durably."""
-    if path.is_dir():
-        return
-    if path.parent != path:
-        make_directory(path.parent)
-    if _is_new(path):
-        sync_directory(path.parent)
-
-
-def make_directories(paths: Iterable[Path]) -> None:
-    """Make several directories, each with those above it."""
-    for path in dict.fromkeys(paths):
-        make_directory(path)
-
-
-def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    with closed(fd):
-        try:
-            os.fsync(fd)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems know no such thing
-                raise
-
-
-@contextlib.contextmanager
-def closed(fd: int) -> Iterator[None]:
-    """Close at the end; what closing says (network file systems write then) counts unless something else failed."""
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.close(fd)
-        raise
-    os.close(fd)
-
-
-def _is_new(path: Path) -> bool:
-    """Make a directory unless it is there."""
-    try:
-        path.mkdir(mode=_PRIVATE)
-    except FileExistsError:
-        return False
-    return True
-
-
-def _fill(fd: int, content: memoryview, now_ns: int) -> None:
-    done = write_direct(fd, content)
-    while done < len(content):
-        done += os.write(fd, content[done:])
-    os.utime(fd, ns=(now_ns, now_ns))
-    os.fchmod(fd, 0o400)
-    if sys.platform == "linux":
-        # The disk begins now, and does not wait for anybody to ask; the cache is not needed either.
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-
-
 INCOMING = "incoming"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 LEFTOVERS_S = 24 * 3600
@@ -384,3 +244,139 @@ def _entries(path: str | Path) -> list[os.DirEntry[str]]:
         return list(os.scandir(path))
     except (FileNotFoundError, NotADirectoryError):
         return []
+
+
+def write_direct(fd: int, data: memoryview) -> int:
+    """Write the start of an empty file past the page cache.
+
+    `fd` is at the beginning, and `data` is the whole content. Returns how many bytes were written; the rest is for the
+    caller to write, from there on.
+    """
+    if not _DIRECT or len(data) < SIZE_MIN:
+        return 0
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | _DIRECT)
+    except OSError:
+        return 0
+    try:
+        return _write(fd, data, len(data) - len(data) % _BLOCK)
+    finally:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+
+
+def _write(fd: int, data: memoryview, end: int) -> int:
+    done = 0
+    with mmap.mmap(-1, min(_STEP, end)) as aligned:  # memory from mmap starts at a page
+        while done < end:
+            size = min(len(aligned), end - done)
+            aligned[:size] = data[done : done + size]
+            with memoryview(aligned) as whole, whole[:size] as part:
+                try:
+                    written = os.write(fd, part)
+                except OSError as error:
+                    if error.errno in _REFUSED:
+                        return done
+                    raise
+            done += written
+            if written % _BLOCK:
+                return done  # cut short, as before a full disk: the usual way finds out
+    return done
+
+
+def write_together(incoming: Path, contents: Mapping[Path, memoryview], *, now_ns: int) -> None:
+    """Write files, durably, in place of what may be there.
+
+    `incoming` is a directory of the same disk. The directory of a path may be missing, the one above may not.
+    """
+    left = iter(contents.items())
+    while some := dict(itertools.islice(left, OPEN_MAX)):
+        _write_some(incoming, some, now_ns)
+
+
+def _write_some(incoming: Path, contents: Mapping[Path, memoryview], now_ns: int) -> None:
+    directories = dict.fromkeys(path.parent for path in contents)
+    above = {path.parent for path in directories if _is_new(path)}
+    temporaries: dict[Path, str] = {}
+    try:
+        with contextlib.ExitStack() as opened:
+            fds = []
+            for path, content in contents.items():
+                fd, temporaries[path] = tempfile.mkstemp(dir=incoming)  # 0600
+                opened.enter_context(closed(fd))
+                _fill(fd, content, now_ns)
+                fds.append(fd)
+            for fd in fds:
+                os.fsync(fd)
+        # Nearly free here: with the files, the journal has been written.
+        for path in above:
+            sync_directory(path)
+        faults.reach("before_object_is_named")
+        for path, temporary in temporaries.items():
+            os.rename(temporary, path)
+    except BaseException:
+        for temporary in temporaries.values():
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+        raise
+    for path in directories:
+        sync_directory(path)
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory and those above it, private and durably."""
+    if path.is_dir():
+        return
+    if path.parent != path:
+        make_directory(path.parent)
+    if _is_new(path):
+        sync_directory(path.parent)
+
+
+def make_directories(paths: Iterable[Path]) -> None:
+    """Make several directories, each with those above it."""
+    for path in dict.fromkeys(paths):
+        make_directory(path)
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    with closed(fd):
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems know no such thing
+                raise
+
+
+@contextlib.contextmanager
+def closed(fd: int) -> Iterator[None]:
+    """Close at the end; what closing says (network file systems write then) counts unless something else failed."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+        raise
+    os.close(fd)
+
+
+def _is_new(path: Path) -> bool:
+    """Make a directory unless it is there."""
+    try:
+        path.mkdir(mode=_PRIVATE)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _fill(fd: int, content: memoryview, now_ns: int) -> None:
+    done = write_direct(fd, content)
+    while done < len(content):
+        done += os.write(fd, content[done:])
+    os.utime(fd, ns=(now_ns, now_ns))
+    os.fchmod(fd, 0o400)
+    if sys.platform == "linux":
+        # The disk begins now, and does not wait for anybody to ask; the cache is not needed either.
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -58,134 +58,8 @@ if TYPE_CHECKING:
 _CONNECT_S = 10.0
 _READ_S = 30.0
 """How long a connection may be silent while something is read."""
-
-
-class Cloud(NamedTuple):
-    """One kind of object store."""
-
-    variables: tuple[str, ...]  # what may say where it is and who we are
-    endpoint: tuple[str, ...]
-    check: str  # what to look at when it refuses
-
-
-CLOUDS: Mapping[str, Cloud] = {
-    "s3": Cloud(
-        variables=(
-            "AWS_ACCESS_KEY_ID",
-            "AWS_SECRET_ACCESS_KEY",
-            "AWS_SESSION_TOKEN",
-            "AWS_REGION",
-            "AWS_DEFAULT_REGION",
-            "AWS_ENDPOINT_URL",
-            "AWS_ENDPOINT_URL_S3",
-            "AWS_ROLE_ARN",
-            "AWS_ROLE_SESSION_NAME",
-            "AWS_WEB_IDENTITY_TOKEN_FILE",
-            "AWS_STS_ENDPOINT",
-            "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
-            "AWS_CONTAINER_CREDENTIALS_FULL_URI",
-            "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE",
-            "AWS_METADATA_ENDPOINT",
-            "AWS_IMDSV1_FALLBACK",
-            "AWS_SKIP_SIGNATURE",
-            "AWS_REQUEST_PAYER",
-            "AWS_SERVER_SIDE_ENCRYPTION",
-            "AWS_SSE_KMS_KEY_ID",
-            "AWS_VIRTUAL_HOSTED_STYLE_REQUEST",
-            "AWS_DISABLE_BULK_DELETE",
-        ),
-        endpoint=("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
-        check="AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_ENDPOINT_URL",
-    ),
-    "gs": Cloud(
-        variables=(
-            "GOOGLE_APPLICATION_CREDENTIALS",
-            "GOOGLE_SERVICE_ACCOUNT",
-            "GOOGLE_SERVICE_ACCOUNT_PATH",
-            "GOOGLE_SERVICE_ACCOUNT_KEY",
-            "GOOGLE_BASE_URL",
-            "GOOGLE_SKIP_SIGNATURE",
-        ),
-        endpoint=("GOOGLE_BASE_URL",),
-        check="GOOGLE_APPLICATION_CREDENTIALS",
-    ),
-    "az": Cloud(
-        variables=(
-            "AZURE_STORAGE_ACCOUNT_NAME",
-            "AZURE_STORAGE_ACCOUNT_KEY",
-            "AZURE_STORAGE_SAS_TOKEN",
-            "AZURE_STORAGE_ENDPOINT",
-            "AZURE_CLIENT_ID",
-            "AZURE_CLIENT_SECRET",
-            "AZURE_TENANT_ID",
-            "AZURE_AUTHORITY_HOST",
-            "AZURE_FEDERATED_TOKEN_FILE",
-            "AZURE_IDENTITY_ENDPOINT",
-            "AZURE_SKIP_SIGNATURE",
-        ),
-        endpoint=("AZURE_STORAGE_ENDPOINT",),
-        check="AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY (or AZURE_STORAGE_SAS_TOKEN)",
-    ),
-}
-
 Connect = Callable[[float, bool], "Client"]
-
-
-def connector(scheme: str, bucket: str, prefix: str, environ: Mapping[str, str]) -> Connect:
-    """Return what makes a client: of the seconds that its requests may take, and whether it only reads.
-
-    Raises StoreUnavailable: obstore is not installed. Raises InvalidValue: a variable has a value that cannot be.
-    """
-    try:
-        import obstore.store as kinds
-        from obstore.exceptions import BaseError
-    except ImportError:
-        raise StoreUnavailable(
-            f"{scheme}://{bucket} cannot be reached: object stores need the package obstore",
-            hint="pip install 'serverless-gpu[store]'",
-        ) from None
-    cloud = CLOUDS[scheme]
-    config = {name.lower(): environ[name] for name in cloud.variables if environ.get(name)}
-    if scheme == "s3":
-        config.setdefault("aws_region", config.pop("aws_default_region", "us-east-1"))
-    plain = any(value.startswith("http://") for name, value in config.items() if name.upper() in cloud.endpoint)
-    kind = {"s3": kinds.S3Store, "gs": kinds.GCSStore, "az": kinds.AzureStore}[scheme]
-
-    def connect(timeout_s: float, reads: bool) -> Client:
-        options: ClientConfig = {
-            "allow_http": plain,
-            "connect_timeout": timedelta(seconds=min(_CONNECT_S, timeout_s)),
-            "timeout": timedelta(seconds=timeout_s),
-        }
-        if reads:  # who sends much hears nothing for long, and rightly so
-            options["read_timeout"] = timedelta(seconds=min(_READ_S, timeout_s))
-        retries: RetryConfig = {"max_retries": 0, "retry_timeout": timedelta(seconds=timeout_s)}
-        client: Client = kind(
-            bucket, prefix=prefix or None, config=config, client_options=options, retry_config=retries
-        )
-        return client
-
-    try:
-        connect(1.0, False)
-    except (BaseError, ValueError, TypeError) as error:  # their texts may show the value
-        raise InvalidValue(
-            f"{scheme}://{bucket} cannot be reached with the variables that are set ({type(error).__name__})",
-            hint=f"look at {', '.join(name for name in cloud.variables if environ.get(name)) or cloud.check}",
-        ) from None
-    return connect
-
-
-def endpoint_of(scheme: str, environ: Mapping[str, str]) -> str:
-    """Return where the store is, without what may be secret in it; "" where the cloud itself knows."""
-    for name in CLOUDS[scheme].endpoint:
-        if value := environ.get(name):
-            parts = urlsplit(value)
-            return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
-    return ""
-
-
 Verdict = Literal["again", "absent", "beyond", "whole", "refused", "no bucket", "no credentials", "full"]
-
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>|\"code\":\s*\"(\w{1,60})\"")
 _NO_BUCKET = frozenset({"NoSuchBucket", "ContainerNotFound", "InvalidBucketName"})
@@ -212,59 +86,6 @@ _STEPS = (
 )
 # Where credentials come from on machines of a cloud, when there are none in variables.
 _METADATA = re.compile(r"169\.254\.169\.254|metadata\.google|/latest/api/token|/latest/meta-data|/metadata/identity")
-
-
-class ErrorMeaning(NamedTuple):
-    """What an answer means, and what may be said of it."""
-
-    verdict: Verdict
-    said: str
-
-
-def judge(text: str, *, not_found: bool = False, denied: bool = False) -> ErrorMeaning:
-    """Return what an error means.
-
-    `not_found` and `denied`: what its class says already.
-    """
-    said = _said(text)
-    code = said.partition(" ")[2]
-    status = int(match[1]) if (match := _STATUS.search(text)) else 0
-    if code in _NO_BUCKET:
-        return ErrorMeaning("no bucket", said)
-    if not_found:
-        return ErrorMeaning("absent", said)
-    if _METADATA.search(text):
-        return ErrorMeaning("no credentials", "no credentials were found")
-    if status == 416:
-        return ErrorMeaning("beyond", said)
-    if "non-partial response" in text:
-        return ErrorMeaning("whole", "it knows no ranges")
-    if _FULL.search(text):
-        return ErrorMeaning("full", said)
-    if denied:
-        return ErrorMeaning("refused", said)
-    transient = not status or status >= 500 or status in _TRANSIENT or code in _TRANSIENT_CODES
-    return ErrorMeaning("again" if transient else "refused", said)
-
-
-def _said(text: str) -> str:
-    status, code = _STATUS.search(text), _CODE.search(text)
-    if status:
-        return f"{status[1]} {(code[1] or code[2]) if code else ''}".strip()
-    for sign, words in _STEPS:
-        if sign in text:
-            return words
-    return "no usable answer"
-
-
-def pause_s(tries: int, chance: float) -> float:
-    """Return how long to wait before asking again: doubling, never more than 15 s, and never all clients at once.
-
-    `chance` is a number between 0 and 1.
-    """
-    return min(15.0, 0.1 * 2.0 ** min(tries, 10)) * (0.5 + chance / 2)
-
-
 BOUND_S = 300.0
 """How long one call may take, repetitions included."""
 AT_ONCE = 16
@@ -272,8 +93,9 @@ _LATE_S = 1.0
 _PAGE = 1000
 _TIMEOUT_S_MIN = 0.05
 _MD5 = re.compile(r'"?([0-9a-f]{32})"?')
-
 _Value = TypeVar("_Value")
+_used_by: list[int] = []
+"""The process that sent the first request, if any did."""
 
 
 class ObjectStore(Store):
@@ -527,10 +349,6 @@ def _judged(error: Exception) -> ErrorMeaning:
     return judge(str(error), not_found=isinstance(error, FileNotFoundError), denied=denied)
 
 
-_used_by: list[int] = []
-"""The process that sent the first request, if any did."""
-
-
 def _refuse_after_fork(url: str) -> None:
     if not _used_by:
         _used_by.append(os.getpid())
@@ -539,3 +357,176 @@ def _refuse_after_fork(url: str) -> None:
             f"the store {url} cannot be used in a process that was forked after another store had been used",
             hint="start a new process instead, for example with subprocess, or multiprocessing's spawn",
         )
+
+
+class Cloud(NamedTuple):
+    """One kind of object store."""
+
+    variables: tuple[str, ...]  # what may say where it is and who we are
+    endpoint: tuple[str, ...]
+    check: str  # what to look at when it refuses
+
+
+CLOUDS: Mapping[str, Cloud] = {
+    "s3": Cloud(
+        variables=(
+            "AWS_ACCESS_KEY_ID",
+            "AWS_SECRET_ACCESS_KEY",
+            "AWS_SESSION_TOKEN",
+            "AWS_REGION",
+            "AWS_DEFAULT_REGION",
+            "AWS_ENDPOINT_URL",
+            "AWS_ENDPOINT_URL_S3",
+            "AWS_ROLE_ARN",
+            "AWS_ROLE_SESSION_NAME",
+            "AWS_WEB_IDENTITY_TOKEN_FILE",
+            "AWS_STS_ENDPOINT",
+            "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+            "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+            "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE",
+            "AWS_METADATA_ENDPOINT",
+            "AWS_IMDSV1_FALLBACK",
+            "AWS_SKIP_SIGNATURE",
+            "AWS_REQUEST_PAYER",
+            "AWS_SERVER_SIDE_ENCRYPTION",
+            "AWS_SSE_KMS_KEY_ID",
+            "AWS_VIRTUAL_HOSTED_STYLE_REQUEST",
+            "AWS_DISABLE_BULK_DELETE",
+        ),
+        endpoint=("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
+        check="AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_ENDPOINT_URL",
+    ),
+    "gs": Cloud(
+        variables=(
+            "GOOGLE_APPLICATION_CREDENTIALS",
+            "GOOGLE_SERVICE_ACCOUNT",
+            "GOOGLE_SERVICE_ACCOUNT_PATH",
+            "GOOGLE_SERVICE_ACCOUNT_KEY",
+            "GOOGLE_BASE_URL",
+            "GOOGLE_SKIP_SIGNATURE",
+        ),
+        endpoint=("GOOGLE_BASE_URL",),
+        check="GOOGLE_APPLICATION_CREDENTIALS",
+    ),
+    "az": Cloud(
+        variables=(
+            "AZURE_STORAGE_ACCOUNT_NAME",
+            "AZURE_STORAGE_ACCOUNT_KEY",
+            "AZURE_STORAGE_SAS_TOKEN",
+            "AZURE_STORAGE_ENDPOINT",
+            "AZURE_CLIENT_ID",
+            "AZURE_CLIENT_SECRET",
+            "AZURE_TENANT_ID",
+            "AZURE_AUTHORITY_HOST",
+            "AZURE_FEDERATED_TOKEN_FILE",
+            "AZURE_IDENTITY_ENDPOINT",
+            "AZURE_SKIP_SIGNATURE",
+        ),
+        endpoint=("AZURE_STORAGE_ENDPOINT",),
+        check="AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY (or AZURE_STORAGE_SAS_TOKEN)",
+    ),
+}
+
+
+def connector(scheme: str, bucket: str, prefix: str, environ: Mapping[str, str]) -> Connect:
+    """Return what makes a client: of the seconds that its requests may take, and whether it only reads.
+
+    Raises StoreUnavailable: obstore is not installed. Raises InvalidValue: a variable has a value that cannot be.
+    """
+    try:
+        import obstore.store as kinds
+        from obstore.exceptions import BaseError
+    except ImportError:
+        raise StoreUnavailable(
+            f"{scheme}://{bucket} cannot be reached: object stores need the package obstore",
+            hint="pip install 'serverless-gpu[store]'",
+        ) from None
+    cloud = CLOUDS[scheme]
+    config = {name.lower(): environ[name] for name in cloud.variables if environ.get(name)}
+    if scheme == "s3":
+        config.setdefault("aws_region", config.pop("aws_default_region", "us-east-1"))
+    plain = any(value.startswith("http://") for name, value in config.items() if name.upper() in cloud.endpoint)
+    kind = {"s3": kinds.S3Store, "gs": kinds.GCSStore, "az": kinds.AzureStore}[scheme]
+
+    def connect(timeout_s: float, reads: bool) -> Client:
+        options: ClientConfig = {
+            "allow_http": plain,
+            "connect_timeout": timedelta(seconds=min(_CONNECT_S, timeout_s)),
+            "timeout": timedelta(seconds=timeout_s),
+        }
+        if reads:  # who sends much hears nothing for long, and rightly so
+            options["read_timeout"] = timedelta(seconds=min(_READ_S, timeout_s))
+        retries: RetryConfig = {"max_retries": 0, "retry_timeout": timedelta(seconds=timeout_s)}
+        client: Client = kind(
+            bucket, prefix=prefix or None, config=config, client_options=options, retry_config=retries
+        )
+        return client
+
+    try:
+        connect(1.0, False)
+    except (BaseError, ValueError, TypeError) as error:  # their texts may show the value
+        raise InvalidValue(
+            f"{scheme}://{bucket} cannot be reached with the variables that are set ({type(error).__name__})",
+            hint=f"look at {', '.join(name for name in cloud.variables if environ.get(name)) or cloud.check}",
+        ) from None
+    return connect
+
+
+def endpoint_of(scheme: str, environ: Mapping[str, str]) -> str:
+    """Return where the store is, without what may be secret in it; "" where the cloud itself knows."""
+    for name in CLOUDS[scheme].endpoint:
+        if value := environ.get(name):
+            parts = urlsplit(value)
+            return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+    return ""
+
+
+class ErrorMeaning(NamedTuple):
+    """What an answer means, and what may be said of it."""
+
+    verdict: Verdict
+    said: str
+
+
+def judge(text: str, *, not_found: bool = False, denied: bool = False) -> ErrorMeaning:
+    """Return what an error means.
+
+    `not_found` and `denied`: what its class says already.
+    """
+    said = _said(text)
+    code = said.partition(" ")[2]
+    status = int(match[1]) if (match := _STATUS.search(text)) else 0
+    if code in _NO_BUCKET:
+        return ErrorMeaning("no bucket", said)
+    if not_found:
+        return ErrorMeaning("absent", said)
+    if _METADATA.search(text):
+        return ErrorMeaning("no credentials", "no credentials were found")
+    if status == 416:
+        return ErrorMeaning("beyond", said)
+    if "non-partial response" in text:
+        return ErrorMeaning("whole", "it knows no ranges")
+    if _FULL.search(text):
+        return ErrorMeaning("full", said)
+    if denied:
+        return ErrorMeaning("refused", said)
+    transient = not status or status >= 500 or status in _TRANSIENT or code in _TRANSIENT_CODES
+    return ErrorMeaning("again" if transient else "refused", said)
+
+
+def _said(text: str) -> str:
+    status, code = _STATUS.search(text), _CODE.search(text)
+    if status:
+        return f"{status[1]} {(code[1] or code[2]) if code else ''}".strip()
+    for sign, words in _STEPS:
+        if sign in text:
+            return words
+    return "no usable answer"
+
+
+def pause_s(tries: int, chance: float) -> float:
+    """Return how long to wait before asking again: doubling, never more than 15 s, and never all clients at once.
+
+    `chance` is a number between 0 and 1.
+    """
+    return min(15.0, 0.1 * 2.0 ** min(tries, 10)) * (0.5 + chance / 2)

@@ -37,9 +37,10 @@ from serverless_gpu.errors import (
 
 PACK_READS_FREE = 16
 """How many more packs are read than a unit has; a unit whose blocks jump between packs is refused."""
-
 ReadPack = Callable[[str, int], bytes]
 """Returns the beginning of a pack: its digest, and how many bytes are needed."""
+NAMED_MAX = 3
+_AGAIN = "where it is installed, `sgpu env capture` sends that again"
 
 
 class Unequal(Exception):
@@ -110,11 +111,6 @@ def _parts_by_block(unit: Unit) -> Mapping[int, list[_Part]]:
             parts[block].append(_Part(row, 0, size, left == size))
             left, block = left - size, block + 1
     return parts
-
-
-NAMED_MAX = 3
-
-_AGAIN = "where it is installed, `sgpu env capture` sends that again"
 
 
 def read_snapshot(blobs: StoreBlobs, address: str) -> Snapshot:

@@ -66,13 +66,10 @@ class BudgetAdmission:
         self._spending.refuse(_subject(allowed, who), hold, currency=currency)
 
     def left(self, allowed: Allowed, who: Caller) -> tuple[str, ...]:
-        """Return in words what is left of the budgets that count a run; amounts only of those that its owner may see."""
+        """Return in words what is left of budgets that count a run; amounts only of those that its owner may see."""
         sees_all = roles.reach(who.role, Resource.BUDGETS, write=False, scopes=who.scopes) is AccessReach.ALL
-        subject, currency = (
-            _subject(allowed, who),
-            self._settings.currency,
-        )
-        return self._spending.left(subject, currency=currency, sees_all=sees_all)[:LEFT_MAX]
+        subject = _subject(allowed, who)
+        return self._spending.left(subject, currency=self._settings.currency, sees_all=sees_all)[:LEFT_MAX]
 
     def rooms(self, connection: sa.Connection, there: Floor) -> BudgetsLeft | None:
         """Return what budgets had left at the last look, to be counted down for one tick; None without budgets."""

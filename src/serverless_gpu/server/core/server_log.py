@@ -4,8 +4,8 @@
 
     bound(request_id="…", method="GET")              context of a request, in its task and every thread it starts
       └─ note(route="/runs/{run}", principal="ada")  what is found out later
-           └─ _log.warning("…") ─▶ queue of 10,000 records ─▶ a thread ─▶ redacted ─▶ file, 16 MiB, and the three
-                                                                                     before it
+           └─ _log.warning("…") ─▶ queue of 10,000 records ─▶ a thread ─▶ redacted ─▶ file, 16 MiB,
+                                                                                     and the three before it
 
 Only the fields of `FIELDS` can be there, so a line cannot hold a request's contents, a token or a caller's variable by
 mistake. A message is one of ours; a traceback has lines of source and what an exception says. What looks like a token of

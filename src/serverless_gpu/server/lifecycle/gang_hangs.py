@@ -1,23 +1,20 @@
-"""Whether gangs on several nodes get on, the server's part: what crews say is put together, and told to all.
+"""Gang hangs: puts together what the crews of a gang report about progress and idle devices, and tells all of them.
 
     a report: no word of its ranks for so long, what it saw ─▶ memory ─▶ `model.gang_hangs.decide`
-         ├─ they are to be looked at, or this is what came of it ─▶ in every answer; crews report at once
+         ├─ they are to be inspected, or the result of that ─▶ in every answer; crews report at once
          └─ the end: each crew writes its stacks, and ends as `collective_hang` by its own word
     a report: how long its devices have done nothing ─▶ memory ─▶ `model.idling.of_gang`
          ├─ a warning ─▶ in every answer
          └─ the run is asked to stop, as for any other reason
 
-Nothing of it is written: the crews say it again to a server that starts, and the end is an ending like any other.
+`GangProgress` is memory that is lost with the process: crews say all of it again to a server that starts, and the end is
+an ending like any other.
 
 What can go wrong:
 
 - A crew is silent itself: nothing is decided until it is heard of.
 - The run is asked to stop, or a crew fails, meanwhile: nothing is judged any more.
 - A node says what cannot be: refused, for people on other nodes read it.
-
-How gangs on several nodes get on, as this process has heard of them: memory that is meant to be lost with it.
-
-Crews say all of it again to a server that starts. All methods may be called from any thread.
 """
 
 from __future__ import annotations

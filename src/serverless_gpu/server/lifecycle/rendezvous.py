@@ -1,36 +1,29 @@
-"""How the crews of a gang meet, the server's part: who is told what, that they have met, or that they never will.
+"""Rendezvous: decides how the crews of a gang meet, and tells them; or calls the gang off.
 
     a report with an offer ─▶ memory   all are here ─▶ told to each crew until it has said what it reached
-    ... with what it reached ─▶ memory   all are here, nobody has failed, or is silent ─▶ `model.meeting.choose`
+    ... with what it reached ─▶ memory   all are here, none has failed, or is silent ─▶ `model.meeting.choose`
          ├─ Chosen ─▶ written, then in every answer to crew 0 until user code begins; once it has, to the others
          └─ Apart, or a limit has passed (`look`) ─▶ called off, written: the cause is that its nodes are apart
 
 User code waits for `chosen`, so this is a fence: `chosen` and `called_off` exclude each other in one statement. Of a
-gang that was called off no user code ever begins, which is proof: crews that nobody has heard of are ended in the same
-transaction, as refused, and should one come after all it is told that it is over. Those that were heard of end by
-their own word, as in any failure.
+gang that was called off no user code ever begins, which is proof: crews that never reported are ended in the same
+transaction, as refused, and should one come after all it is told that it is over. Those that reported end by their own
+word, as in any failure.
+
+`RendezvousStates` is memory: crews repeat their offer and what they reached in every report until their user code
+begins. So a server that starts knows nothing and is told all of it again, and its limits begin again.
 
 What can go wrong:
 
-- The server dies anywhere: before `chosen` is durable nobody was told of it; after it, every answer has it. Offers and
-  what was reached come again with the next reports.
+- The server dies anywhere: before `chosen` is durable no crew was told of it; after it, every answer has it.
 - A crew says something else than before: the first word stays, which the others have tried.
 - The run is asked to stop, or a crew fails, before they have met: called off at the next look; that is not the cause.
 - A crew is silent when all the rest is there: nothing is chosen until it is heard of, or the limit has passed.
-- A crew and its node are silent before they have met: called off, and the crew ended as one that nobody has heard of.
-  The run need not wait for what never began, nor is this one of the attempts that it may have. So it is with a crew
+- A crew and its node are silent before they have met: called off, and the crew ended as one that never reported. The
+  run need not wait for what never began, nor is this one of the attempts that it may have. The same holds for a crew
   that falls silent once its gang was called off.
 - The server was restored from a backup: user code may run of which it knows nothing, so nothing is called off. Where it
-  runs on some nodes, and others still wait to be told how they meet, nobody knows any more what was chosen: it ends.
-
-What the crews of gangs have said that are to meet, and what follows from it: values, and memory that may be lost.
-
-    Gathered   of one gang: who was heard of, offers, reaches, since when    `heard` ─▶ the next one
-               ─▶ `offers_for` a crew   ─▶ `outcome`: how they meet, or who does not reach whom
-               ─▶ `overdue`: why they are waited for no longer               judged by boottime
-
-Crews repeat their offer and what they reached in every report until their user code begins. So a server that starts
-knows nothing and is told all of it again, and its limits begin anew.
+  runs on some nodes, and others still wait to be told how they meet, the choice is lost: the gang ends.
 """
 
 from __future__ import annotations

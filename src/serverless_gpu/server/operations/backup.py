@@ -72,8 +72,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 class Made(msgspec.Struct, frozen=True, kw_only=True):
     """A backup that was made."""
 
-    path: Path  # of it
-    manifest: Manifest  # what is in it
+    path: Path
+    manifest: Manifest
     linked: int  # how many of its files are those of the backup before
 
 

@@ -47,8 +47,13 @@ LINKED = "linked"
 """Below the root: links lead to files of units, so these are looked at before each use."""
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
-
 _Value = TypeVar("_Value")
+_PAUSE_S = 0.002
+_PAUSE_S_MAX = 0.05
+_TRIES = 100
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_BLOCK_BYTES = 4096
+_FILES_MIN = 1000
 
 
 class UnitNote(msgspec.Struct, frozen=True, kw_only=True):
@@ -192,11 +197,6 @@ def write_to_disk(directory: Path) -> None:
         os.close(fd)
 
 
-_PAUSE_S = 0.002
-_PAUSE_S_MAX = 0.05
-_TRIES = 100
-
-
 def try_lock(path: Path, *, shared: bool = False) -> int | None:
     """Return a descriptor that holds the lock, or None when somebody else has it."""
     for _ in range(_TRIES):
@@ -258,11 +258,6 @@ def _is_still_there(path: Path, fd: int) -> bool:
     except FileNotFoundError:
         return False
     return os.path.samestat(named, os.fstat(fd))
-
-
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-_BLOCK_BYTES = 4096
-_FILES_MIN = 1000
 
 
 class DiskFull(StorageError):

@@ -31,56 +31,6 @@ from serverless_gpu.environment.restore.cache.cache_directory import (
 from serverless_gpu.environment.restore.cache.unit_integrity import expose, exposed_since, linking_lock, suspects
 from serverless_gpu.environment.restore.cache.unit_metadata import sweep_layers
 
-
-class CachedEnvironment(msgspec.Struct, frozen=True, kw_only=True):
-    """An environment that was restored: its units, when it was last asked for, and whether somebody uses it now."""
-
-    address: str
-    units: frozenset[str]
-    used_ns: int
-    held: bool
-
-
-class CachedUnit(msgspec.Struct, frozen=True, kw_only=True):
-    """A unit in the cache: the bytes it takes, and when it was fetched."""
-
-    address: str
-    size: int
-    used_ns: int
-
-
-class EvictionStep(msgspec.Struct, frozen=True, kw_only=True):
-    """One unit to remove, after the environments that were made of it."""
-
-    unit: str
-    environments: tuple[str, ...]
-    size: int
-
-
-def plan_eviction(
-    environments: Sequence[CachedEnvironment], units: Sequence[CachedUnit], *, excess: int, keep: Collection[str] = ()
-) -> tuple[EvictionStep, ...]:
-    """Return what to remove, in this order, until enough is gone."""
-    pinned = set(keep)
-    used = {unit.address: unit.used_ns for unit in units}
-    holders: dict[str, list[str]] = {}
-    for environment in environments:
-        if environment.held:
-            pinned |= environment.units
-        for address in environment.units & used.keys():
-            used[address] = max(used[address], environment.used_ns)
-            holders.setdefault(address, []).append(environment.address)
-    steps: list[EvictionStep] = []
-    for unit in sorted(units, key=lambda unit: (used[unit.address], unit.address)):
-        if excess <= 0:
-            break
-        if unit.address not in pinned:
-            made = tuple(sorted(holders.get(unit.address, ())))
-            steps.append(EvictionStep(unit=unit.address, environments=made, size=unit.size))
-            excess -= unit.size
-    return tuple(steps)
-
-
 LOCK_WAIT_S = 60.0
 _ADDRESS = re.compile(r"[0-9a-f]{64}")
 _LEFT = re.compile(r"\.(?P<what>new|old)-(?P<address>[0-9a-f]{64})(-[0-9a-f]{8})?")
@@ -165,6 +115,55 @@ def environments(places: Places) -> list[CachedEnvironment]:
         )
         found.append(environment)
     return found
+
+
+class CachedEnvironment(msgspec.Struct, frozen=True, kw_only=True):
+    """An environment that was restored: its units, when it was last asked for, and whether somebody uses it now."""
+
+    address: str
+    units: frozenset[str]
+    used_ns: int
+    held: bool
+
+
+class CachedUnit(msgspec.Struct, frozen=True, kw_only=True):
+    """A unit in the cache: the bytes it takes, and when it was fetched."""
+
+    address: str
+    size: int
+    used_ns: int
+
+
+class EvictionStep(msgspec.Struct, frozen=True, kw_only=True):
+    """One unit to remove, after the environments that were made of it."""
+
+    unit: str
+    environments: tuple[str, ...]
+    size: int
+
+
+def plan_eviction(
+    environments: Sequence[CachedEnvironment], units: Sequence[CachedUnit], *, excess: int, keep: Collection[str] = ()
+) -> tuple[EvictionStep, ...]:
+    """Return what to remove, in this order, until enough is gone."""
+    pinned = set(keep)
+    used = {unit.address: unit.used_ns for unit in units}
+    holders: dict[str, list[str]] = {}
+    for environment in environments:
+        if environment.held:
+            pinned |= environment.units
+        for address in environment.units & used.keys():
+            used[address] = max(used[address], environment.used_ns)
+            holders.setdefault(address, []).append(environment.address)
+    steps: list[EvictionStep] = []
+    for unit in sorted(units, key=lambda unit: (used[unit.address], unit.address)):
+        if excess <= 0:
+            break
+        if unit.address not in pinned:
+            made = tuple(sorted(holders.get(unit.address, ())))
+            steps.append(EvictionStep(unit=unit.address, environments=made, size=unit.size))
+            excess -= unit.size
+    return tuple(steps)
 
 
 def _carry_out(places: Places, step: EvictionStep) -> list[Path]:

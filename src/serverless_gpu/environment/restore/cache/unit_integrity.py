@@ -50,9 +50,12 @@ LOOK_S = 600
 BYTECODE = "bytecode"
 _DOCUMENTS = ("unit", "outline")
 _ADDED_ENDINGS = ("RECORD", "INSTALLER", ".sgpu")
-
 Identity = tuple[int, int, int, int, int]
 """Inode, size, modification time, change time, mode."""
+_MTIME_NS = MTIME_S * 10**9
+_LINKING_S_MAX = 3600.0
+_THREADS = 2
+_READ_BYTES = 1024 * 1024
 
 
 class Sweep(NamedTuple):
@@ -130,10 +133,6 @@ def _name(entry: os.DirEntry[str]) -> str:
     return entry.name
 
 
-_MTIME_NS = MTIME_S * 10**9
-_LINKING_S_MAX = 3600.0
-
-
 def linking_lock(places: Places) -> Path:
     """Return the lock of whoever makes links to units, removes them, or looks at what they lead to."""
     return places.locks / "linking"
@@ -198,10 +197,6 @@ def is_suspect(folder: str, name: str, status: os.stat_result, since_ns: int) ->
         return False
     came_later = status.st_mtime_ns == _MTIME_NS and status.st_nlink == 1 and is_added(f"{folder}/{name}")
     return not came_later
-
-
-_THREADS = 2
-_READ_BYTES = 1024 * 1024
 
 
 def damage(directory: Path, rows: Sequence[FileRow], *, read: bool) -> str:

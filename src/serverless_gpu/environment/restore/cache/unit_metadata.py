@@ -52,7 +52,6 @@ _NAME = re.compile(r"[^\s=/\[\]\x00-\x1f\x7f][^=/\[\]\x00-\x1f\x7f]*")
 _REFERENCE = re.compile(r"(?P<module>\w+(\.\w+)*)\s*:\s*(?P<function>\w+(\.\w+)*)\s*(\[.*\])?\s*")
 _INTERPRETER = re.compile(r"(python|pythonw|pypy)[0-9.]*", re.IGNORECASE)
 _GENERIC = re.compile(rb"#!python(w?)[ \t]*\r?(\n|$)")
-
 _TEMPLATE = """\
 # -*- coding: utf-8 -*-
 import re
@@ -62,66 +61,14 @@ if __name__ == '__main__':
     sys.argv[0] = re.sub(r'(-script\\.pyw|\\.exe)?$', '', sys.argv[0])
     sys.exit({function}())
 """
-
-
-def entry_points(text: str) -> dict[str, str]:
-    """Return the scripts that an `entry_points.txt` defines: name → reference (`package.module:function`)."""
-    parser = configparser.ConfigParser(delimiters=("=",), strict=False, interpolation=None)
-    parser.optionxform = str  # type: ignore[assignment,method-assign]  # names keep their case: the documented way
-    try:
-        parser.read_string(text)
-    except configparser.Error:
-        return {}
-    found = {}
-    for group in GROUPS:
-        for name, reference in parser.items(group) if parser.has_section(group) else ():
-            if _is_script_name(name) and _REFERENCE.fullmatch(reference or ""):
-                found[name] = reference
-    return found
-
-
-def script(reference: str, python: str) -> str:
-    """Return the text of the script that an installer makes of an entry point."""
-    match = _REFERENCE.fullmatch(reference)
-    assert match is not None, reference  # entry_points lets nothing else through
-    function = match["function"]
-    body = _TEMPLATE.format(module=match["module"], first=function.partition(".")[0], function=function)
-    return shebang(python) + body
-
-
-def shebang(python: str) -> str:
-    """Return the first line, or lines, of a script for an interpreter."""
-    simple = f"#!{python}\n"
-    if " " not in python and len(simple.encode()) <= _SHEBANG_BYTES_MAX:
-        return simple
-    quoted = python.replace("\\", "\\\\").replace('"', '\\"').replace("$", "\\$").replace("`", "\\`")
-    return f"#!/bin/sh\n'''exec' \"{quoted}\" \"$0\" \"$@\"\n' '''\n"
-
-
-def is_generic(content: bytes) -> bool:
-    """Return whether a script's first line names any Python at all, as scripts in wheels do."""
-    return _GENERIC.match(content) is not None
-
-
-def specific(content: bytes, python: str) -> bytes:
-    """Return a script with a generic first line, for one interpreter."""
-    return shebang(python).encode() + _GENERIC.sub(b"", content, count=1)
-
-
-def scripts(points: Mapping[str, str], python: str) -> dict[str, str]:
-    """Return the scripts of a distribution: name → text."""
-    return {name: script(reference, python) for name, reference in points.items()}
-
-
-def _is_script_name(name: str) -> bool:
-    plain = _NAME.fullmatch(name) is not None and name not in (".", "..") and len(name.encode()) <= 255
-    return plain and not _INTERPRETER.fullmatch(name)
-
-
 _DIST_INFO = re.compile(r"site/([^/]+\.dist-info)/METADATA")
 _SCRIPT_BYTES_MAX = 1_000_000
-
 Read = Callable[[str], bytes]
+ADDED_NAMES = ("RECORD", "INSTALLER")
+_NAME_LENGTH = 6
+_MTIME = (MTIME_S * 10**9, MTIME_S * 10**9)
+Files = dict[str, bytes]
+_MAKE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Outline(msgspec.Struct, frozen=True, kw_only=True):
@@ -182,12 +129,7 @@ def _may_be_script(row: FileRow) -> bool:
     return row.path.startswith("prefix/bin/") and row.has_content and 8 <= row.size <= _SCRIPT_BYTES_MAX
 
 
-ADDED_NAMES = ("RECORD", "INSTALLER")
-_NAME_LENGTH = 6
-_MTIME = (MTIME_S * 10**9, MTIME_S * 10**9)
 Outlines = Mapping[str, Outline]
-Files = dict[str, bytes]
-_MAKE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class SharedMetadata:
@@ -296,3 +238,57 @@ def is_added(path: str) -> bool:
     """Return whether a path of a unit may be something that was added: `site/<name>.dist-info/RECORD`."""
     folder, name = posixpath.split(path)
     return name in (*ADDED_NAMES, *(f".{each}.sgpu" for each in ADDED_NAMES)) and folder.endswith(".dist-info")
+
+
+def entry_points(text: str) -> dict[str, str]:
+    """Return the scripts that an `entry_points.txt` defines: name → reference (`package.module:function`)."""
+    parser = configparser.ConfigParser(delimiters=("=",), strict=False, interpolation=None)
+    parser.optionxform = str  # type: ignore[assignment,method-assign]  # names keep their case: the documented way
+    try:
+        parser.read_string(text)
+    except configparser.Error:
+        return {}
+    found = {}
+    for group in GROUPS:
+        for name, reference in parser.items(group) if parser.has_section(group) else ():
+            if _is_script_name(name) and _REFERENCE.fullmatch(reference or ""):
+                found[name] = reference
+    return found
+
+
+def script(reference: str, python: str) -> str:
+    """Return the text of the script that an installer makes of an entry point."""
+    match = _REFERENCE.fullmatch(reference)
+    assert match is not None, reference  # entry_points lets nothing else through
+    function = match["function"]
+    body = _TEMPLATE.format(module=match["module"], first=function.partition(".")[0], function=function)
+    return shebang(python) + body
+
+
+def shebang(python: str) -> str:
+    """Return the first line, or lines, of a script for an interpreter."""
+    simple = f"#!{python}\n"
+    if " " not in python and len(simple.encode()) <= _SHEBANG_BYTES_MAX:
+        return simple
+    quoted = python.replace("\\", "\\\\").replace('"', '\\"').replace("$", "\\$").replace("`", "\\`")
+    return f"#!/bin/sh\n'''exec' \"{quoted}\" \"$0\" \"$@\"\n' '''\n"
+
+
+def is_generic(content: bytes) -> bool:
+    """Return whether a script's first line names any Python at all, as scripts in wheels do."""
+    return _GENERIC.match(content) is not None
+
+
+def specific(content: bytes, python: str) -> bytes:
+    """Return a script with a generic first line, for one interpreter."""
+    return shebang(python).encode() + _GENERIC.sub(b"", content, count=1)
+
+
+def scripts(points: Mapping[str, str], python: str) -> dict[str, str]:
+    """Return the scripts of a distribution: name → text."""
+    return {name: script(reference, python) for name, reference in points.items()}
+
+
+def _is_script_name(name: str) -> bool:
+    plain = _NAME.fullmatch(name) is not None and name not in (".", "..") and len(name.encode()) <= 255
+    return plain and not _INTERPRETER.fullmatch(name)

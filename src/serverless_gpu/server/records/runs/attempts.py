@@ -1,4 +1,4 @@
-"""Attempts: repository of the tries at a run. Nobody else reads or writes their table.
+"""Attempts: repository of the tries at a run. No other module reads or writes the table.
 
 An attempt is written when the scheduler decides, before anybody is told (the intent); its state follows the run's as
 long as it is the current one, and its end is its own: the run may go on with another. What it has on each node is a

@@ -1,4 +1,4 @@
-"""Crews: repository of what attempts have on one node each. Nobody else reads or writes their table.
+"""Crews: repository of what attempts have on one node each. No other module reads or writes the table.
 
 A crew is written with its attempt, before anybody is told; its state is what its node says of it, or that nobody hears
 of it. It is changed together with its attempt's version (`attempts.change`): what two crews report at once cannot both

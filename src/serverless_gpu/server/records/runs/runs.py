@@ -1,4 +1,4 @@
-"""Runs: repository of what was asked for and its state. Nobody else reads or writes their table.
+"""Runs: repository of what was asked for and its state. No other module reads or writes the table.
 
 A run is read together with its current attempt and that one's crews. Its state is changed by `transitions.py` only,
 with `change`: compare and set. Retention removes a run of which nothing more comes: it has ended, all crews of its
