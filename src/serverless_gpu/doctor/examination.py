@@ -26,10 +26,7 @@ _CODE = 16
 def examine(limit_s: float, *, as_json: bool, paint: Paint) -> tuple[Iterable[str], bool]:
     """Return the report, line by line, and whether a check failed.
 
-    Args:
-        limit_s: seconds for each look.
-        as_json: the report for machines.
-        paint: colours a word by its outcome.
+    `limit_s` is for each look; `paint` colours a word by its outcome.
     """
     facts = gather(os.environ, limit_s)
     judged = judge(facts)

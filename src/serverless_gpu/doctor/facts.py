@@ -96,7 +96,7 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
     profile: str = ""  # the file that says so; "" where variables do
     embedded: bool = False  # whether `sgpu up` of this home wrote it
     problem: str = ""  # why what is configured cannot be used
-    hint: str = ""  # what helps
+    hint: str = ""
     is_private: bool = True  # whether only this user can read the token
     away: str = ""  # why it does not answer
     unwell: tuple[str, ...] = ()  # what its `/health` says is wrong

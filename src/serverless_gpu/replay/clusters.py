@@ -83,15 +83,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def cluster_of(nodes: int, gpus: int) -> Cluster:
-    """Return a cluster of equal nodes.
-
-    Args:
-        nodes: how many.
-        gpus: how many each has.
-
-    Raises:
-        InvalidValue: there are none, or too many.
-    """
+    """Return a cluster of equal nodes with `gpus` each. Raises InvalidValue when there are none, or too many."""
     if not 1 <= nodes <= _NODES_MAX or not 1 <= gpus <= _NODES_MAX:
         message = f"a cluster of {nodes}x{gpus} cannot be replayed"
         raise InvalidValue(message, hint=f"1 to {_NODES_MAX} nodes of 1 to {_NODES_MAX} GPUs: 8x8")
@@ -123,13 +115,9 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_cluster(text: str) -> Cluster:
-    """Return a cluster.
+    """Return the cluster of a text: nodes and GPUs of each, ``8x8``; or the path of a file.
 
-    Args:
-        text: nodes and GPUs of each, ``8x8``; or the path of a file.
-
-    Raises:
-        InvalidValue: it is neither.
+    Raises InvalidValue when it is neither.
     """
     shape = _SHAPE.fullmatch(text.strip())
     if shape is not None:

@@ -71,8 +71,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of a replay."""
 
     policy: str  # whose decisions these are
-    cluster: Cluster  # where
-    figures: Figures  # the numbers
+    cluster: Cluster
+    figures: Figures
     jobs: tuple[Job, ...]  # those that ran, in the order of their arrival; `spans` has when each had its GPUs
     spans: Spans
     impossible: Mapping[str, int] = {}  # how many jobs the empty cluster has nothing for, by reason; they are left out
@@ -87,17 +87,9 @@ def simulate(
     settings: Settings | None = None,
     progress: Progress | None = None,
 ) -> Outcome:
-    """Replay a trace.
+    """Replay a trace with one of `POLICIES`; only `ours` reports its progress.
 
-    Args:
-        trace: the jobs.
-        cluster: where they are to run; `Cluster.as_sum` makes it one sum of GPUs.
-        policy: one of `POLICIES`.
-        settings: what `ours` is told beyond the jobs.
-        progress: is told, now and then, how many jobs have ended, and of how many; by `ours` only.
-
-    Raises:
-        InvalidValue: there is no such policy, or no job fits the cluster.
+    Raises InvalidValue when there is no such policy, or no job fits the cluster.
     """
     told = settings or Settings()
     jobs, impossible = _possible(trace, cluster)

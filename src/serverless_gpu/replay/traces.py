@@ -86,15 +86,10 @@ class _NoJob(Exception):
 
 
 def read_trace(path: Path, only: Mapping[str, str] | None = None) -> Trace:
-    """Return the jobs of a file.
+    """Return the jobs of a file ``.parquet``, ``.csv`` or ``.json``.
 
-    Args:
-        path: a file ``.parquet``, ``.csv`` or ``.json``.
-        only: rows are left out whose column is not so: ``{"cluster": "cluster04"}``.
-
-    Raises:
-        InvalidValue: the file is no trace, or has no job.
-        ServerlessGpuError: pyarrow is needed, and is not here.
+    `only` leaves out rows whose column is not so: ``{"cluster": "cluster04"}``. Raises InvalidValue when the file is no
+    trace, or has no job; ServerlessGpuError when pyarrow is needed, and is not here.
     """
     readers: dict[str, Callable[[Path], Iterable[Row]]] = {".parquet": _parquet, ".csv": _csv, ".json": _json}
     reader = readers.get(path.suffix.lower())
@@ -326,16 +321,10 @@ _NAMES_EACH = 4
 
 
 def generate(jobs: int, *, gpus: int, load: float = 0.9, seed: int = 0) -> Trace:
-    """Return a trace that was made up.
+    """Return a generated trace of so many jobs, for a cluster of `gpus`: no job has more.
 
-    Args:
-        jobs: how many.
-        gpus: how many the cluster has that it is for; no job has more.
-        load: GPU time of all jobs over what the cluster has until the last of them comes.
-        seed: another one gives another trace.
-
-    Raises:
-        InvalidValue: a number is out of range.
+    `load` is the GPU time of all jobs over what the cluster has until the last of them comes. Raises InvalidValue when a
+    number is out of range.
     """
     if not 1 <= jobs <= JOBS_MAX:
         raise InvalidValue(f"{jobs} jobs cannot be made up", hint=f"1 to {JOBS_MAX}")

@@ -50,12 +50,7 @@ T = TypeVar("T")
 
 
 def gather(environ: Mapping[str, str], limit_s: float) -> MachineFacts:
-    """Return what can be seen within a time limit.
-
-    Args:
-        environ: the caller's variables.
-        limit_s: seconds for each look.
-    """
+    """Return what can be seen, within so many seconds for each look; `environ` are the caller's variables."""
     looks: dict[str, Callable[[], object]] = {
         "imports": lambda: look_at_imports(limit_s),
         "interpreter": lambda: look_at_packages(limit_s),

@@ -32,9 +32,7 @@ _GONE_S = 1.0
 def side_by_side(looks: Mapping[str, Callable[[], T]], limit_s: float) -> dict[str, T | UnknownFact]:
     """Return what each look saw, `UnknownFact` for one that failed or did not end in time.
 
-    Args:
-        looks: what to call, by name; each runs in a daemon thread of its own.
-        limit_s: seconds for all of them together.
+    Each runs in a daemon thread of its own; the limit is for all of them together.
     """
     clock = SystemClock()
     deadline_ns = clock.boottime_ns() + int(limit_s * 1e9)
@@ -87,14 +85,9 @@ class ChildEnded(msgspec.Struct, frozen=True):
 
 
 def look(start: Callable[[int, int], subprocess.Popen[bytes]], limit_s: float) -> ChildEnded:
-    """Start a process, take what it sends, and end it after a limit.
+    """Start a process, take what it sends, and end it after a limit; OSError when it cannot be started.
 
-    Args:
-        start: given the descriptor to send on and the one to write to; starts the process in a session of its own.
-        limit_s: seconds it may take.
-
-    Raises:
-        OSError: it cannot be started.
+    `start` gets the descriptor to send on and the one to write to, and starts the process in a session of its own.
     """
     deadline_ns = SystemClock().boottime_ns() + int(limit_s * 1e9)
     reading, sending = os.pipe()

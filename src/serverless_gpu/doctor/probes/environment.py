@@ -27,11 +27,7 @@ _PROGRAMS = Path(__file__).parent
 
 
 def look_at_packages(limit_s: float) -> InterpreterFacts | UnknownFact:
-    """Return what is installed.
-
-    Args:
-        limit_s: seconds this may take.
-    """
+    """Return what is installed."""
     ended = _run("packages.py", (), limit_s)
     for record in _records(ended):
         if record and record[0] == "packages":
@@ -40,11 +36,7 @@ def look_at_packages(limit_s: float) -> InterpreterFacts | UnknownFact:
 
 
 def look_at_imports(limit_s: float) -> ImportFacts:
-    """Return what importing the usual packages does.
-
-    Args:
-        limit_s: seconds this may take.
-    """
+    """Return what importing the usual packages does."""
     looks = {family[0]: lambda family=family: _import_all(family, limit_s) for family in _FAMILIES}
     facts = ImportFacts()
     for found in side_by_side(looks, limit_s + 0.3).values():

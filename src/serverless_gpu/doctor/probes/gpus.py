@@ -31,12 +31,7 @@ _PCI = Path("/sys/bus/pci/devices")
 
 
 def look_at_gpus(environ: Mapping[str, str], limit_s: float) -> GpuFacts | UnknownFact:
-    """Return what NVML and the kernel say about NVIDIA GPUs, and who holds which.
-
-    Args:
-        environ: the caller's variables.
-        limit_s: seconds NVML may take.
-    """
+    """Return what NVML and the kernel say about NVIDIA GPUs, and who holds which; NVML may take `limit_s`."""
     home = ""
     with contextlib.suppress(StorageError):
         home = str(find_home(environ).root)
@@ -114,11 +109,9 @@ T = TypeVar("T")
 
 
 def main(fd: int, home: str) -> NoReturn:
-    """Send the facts on a descriptor and end.
+    """Send what NVML says on a descriptor and end, in the process that `look_at_gpus` starts.
 
-    Args:
-        fd: where to.
-        home: the home directory, for the user's own GPU types; "" without one.
+    The user's own GPU types are read from `home`; "" without one.
     """
     os.write(fd, msgspec.json.encode(ask_nvml(home)))
     os._exit(0)

@@ -177,12 +177,7 @@ def look_at_agent(environ: Mapping[str, str]) -> tuple[AgentFacts, CgroupFacts |
 
 
 def look_at_mounts(environ: Mapping[str, str], limit_s: float) -> MountFacts | UnknownFact:
-    """Return whether a process of this user can mount an environment from its home.
-
-    Args:
-        environ: the caller's variables.
-        limit_s: seconds it may take.
-    """
+    """Return whether a process of this user can mount an environment from its home."""
     home = find_home(environ)
     ended = look(
         lambda fd, log: clean_process(__name__, (fd, str(home.root)), fds=(fd,), log=log, environ=environ), limit_s
@@ -200,11 +195,9 @@ def main(fd: int, home: str) -> None:
 
 
 def filesystem_of(path: str, mounts: str) -> str:
-    """Return the kernel's name of the file system a path lies on, or "".
+    """Return the kernel's name of the file system an absolute path without links lies on, or "".
 
-    Args:
-        path: absolute, without links.
-        mounts: the text of `/proc/self/mountinfo`.
+    `mounts` is the text of `/proc/self/mountinfo`.
     """
     best, kind = "", ""
     for line in mounts.splitlines():

@@ -50,11 +50,7 @@ _LOOK_S = 5.0
 
 
 def look_at_server(environ: Mapping[str, str]) -> ServerFacts:
-    """Return what can be seen of the server, without waiting for one that is away.
-
-    Raises:
-        StorageError: there is no home.
-    """
+    """Return what can be seen of the server, without waiting for one that is away. Raises StorageError without a home."""
     home = find_home(environ).root
     path = home / _FILE
     file = "" if environ.get(SERVER) else str(path)
@@ -193,11 +189,7 @@ _ADDRESS = re.compile(rb"--node[-_]ip[-_]address=(\S+)")
 
 
 def look_at_pool(environ: Mapping[str, str]) -> PoolFacts:
-    """Return what can be seen of the pool that this home is in.
-
-    Raises:
-        StorageError: there is no home.
-    """
+    """Return what can be seen of the pool that this home is in. Raises StorageError without a home."""
     found = ray_keepers(find_home(environ).root)
     if not found:
         return PoolFacts()
@@ -306,11 +298,7 @@ _ANSWER_S = 2.0
 
 
 def look_at_tracking(environ: Mapping[str, str]) -> TrackingFacts:
-    """Return where runs would be tracked, and how MLflow's servers of this home are.
-
-    Raises:
-        StorageError: there is no home.
-    """
+    """Return where runs would be tracked, and how MLflow's servers of this home are. Raises StorageError without a home."""
     uri = environ.get("MLFLOW_TRACKING_URI", "")
     is_http = uri.startswith(("http://", "https://"))
     return TrackingFacts(
