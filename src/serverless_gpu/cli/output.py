@@ -1,9 +1,4 @@
-"""How commands print.
-
-Rows of text as aligned columns.
-
-Prints the failure that ended a run.
-"""
+"""How commands print: lines, columns, JSON and the failure that ended a run."""
 
 from __future__ import annotations
 

@@ -1,12 +1,8 @@
 """The command table of `sgpu`: each command's module and the first sentence of its help.
 
-Every command but `gpus` leaves the agent as it is: none is started for looking. A command's module is imported when the
-command runs (`lazy_group.py`).
-
-A click group that imports a command when it runs or shows its help.
-
-`sgpu --version`, `sgpu --help` and each command load only what they need: importing all commands takes 30 times as long
-as starting Python. The table repeats the first sentence of each command's help; a test compares the two.
+`LazyGroup` imports a command when it runs or shows its help: importing all commands takes 30 times as long as starting
+Python. A test compares the table's sentences with the commands' own. Every command but `gpus` leaves the agent as it
+is: none is started for looking.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The application: all routes behind the gate, and their description.
+"""The application: all routes behind their middleware.
 
 Starlette dispatches requests to routes. Bodies and answers are `wire` structs, which msgspec reads, checks, writes and
 describes: client, node and server share one definition of each message.
@@ -58,11 +58,11 @@ def all_routes() -> list[Route]:
 
 
 def application(routes: Sequence[Route]) -> Starlette:
-    """Return the application without its gate: the gate admits a request before a route sees it."""
+    """Return the application without middleware, which admits a request before a route sees it."""
     declared = []
     for route in routes:
         served = starlette.routing.Route(API + route.path, route.serve, methods=[route.method])
-        served.methods = {route.method}  # Starlette adds HEAD to GET; the gate knows the declared methods only
+        served.methods = {route.method}  # Starlette adds HEAD to GET; AuthMiddleware knows the declared methods only
         declared.append(served)
     app = Starlette(routes=declared)
     app.router.redirect_slashes = False
@@ -82,7 +82,7 @@ def guarded(
 ) -> AccessLogMiddleware:
     """Return the application behind its middleware: access log, then proxy, then authentication."""
     routes = [route.bound(provided) for route in all_routes()]
-    gate = AuthMiddleware(
+    authenticated = AuthMiddleware(
         application(routes),
         clock=clock,
         measures=measures,
@@ -91,4 +91,4 @@ def guarded(
         authenticate=authenticate,
         reach=reach,
     )
-    return AccessLogMiddleware(ProxyMiddleware(gate, hub=hub, proxies=proxies), measures=measures, clock=clock)
+    return AccessLogMiddleware(ProxyMiddleware(authenticated, hub=hub, proxies=proxies), measures=measures, clock=clock)

@@ -63,9 +63,9 @@ class Running(uvicorn.Server):
     """A server that answers; `stop` may be called from any thread.
 
     Args:
-        config: uvicorn's; its application has the door in it.
+        config: uvicorn's; its application has the proxy middleware in it.
         listening: its sockets.
-        door: closed when the server is to stop, which ends streams.
+        proxy: closed when the server is to stop, which ends streams.
         stopping_s: how long requests may go on then.
         certificate: with which others are answered; None for plain HTTP.
         ready: called once it answers.
@@ -79,14 +79,14 @@ class Running(uvicorn.Server):
         config: uvicorn.Config,
         listening: Listening,
         *,
-        door: ProxyMiddleware,
+        proxy: ProxyMiddleware,
         stopping_s: float,
         certificate: Certificate | None,
         ready: Callable[[], None],
     ) -> None:
         super().__init__(config)
         self._listening = listening
-        self._door = door
+        self._proxy = proxy
         self._stopping_s = stopping_s
         self._certificate = certificate
         self._ready = ready
@@ -123,7 +123,7 @@ class Running(uvicorn.Server):
     @property
     def busy(self) -> int:
         """Return how many requests go on."""
-        return self._door.busy
+        return self._proxy.busy
 
     def renew(self) -> threading.Event:
         """Read the certificate again; return what is set once that has been done."""
@@ -165,14 +165,14 @@ class Running(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End the streams, which would go on for ever, wait for requests, and take no others; then everything else."""
         systemd.notify(self._systemd, "STOPPING=1")
-        _logger.info("stopping; requests that go on: %d", self._door.busy)
-        self._door.close()
+        _logger.info("stopping; requests that go on: %d", self._proxy.busy)
+        self._proxy.close()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._stopping_s
-        while self._door.busy and not self.force_exit and loop.time() < deadline:
+        while self._proxy.busy and not self.force_exit and loop.time() < deadline:
             await asyncio.sleep(_LOOK_S)
-        if self._door.busy:
-            _logger.warning("requests that did not finish in time and are cut off: %d", self._door.busy)
+        if self._proxy.busy:
+            _logger.warning("requests that did not finish in time and are cut off: %d", self._proxy.busy)
         self.config.timeout_graceful_shutdown = CUT_OFF_S
         await super().shutdown(sockets)
 
@@ -257,7 +257,7 @@ def serve(
             running = Running(
                 _configuration(app),
                 listening,
-                door=app.door,
+                proxy=app.proxy,
                 stopping_s=settings.stopping_s,
                 certificate=certificate,
                 ready=lambda: ready(url, running),

@@ -1,6 +1,6 @@
 """`sgpu audit`: the log of actions on a server, copies of it elsewhere, and checks of both.
 
-A copy of the audit outside of the server: JSON lines, one entry each, checked whenever it is opened.
+A copy is a file of JSON lines, one entry each, checked whenever it is opened.
 
     {"number":1,"seq":1,"at_ns":…,"principal":"ada","action":"run.create","subject":"01m…","detail":{…},"sha256":"…", …}
 

@@ -1,7 +1,4 @@
-"""`sgpu login`, `sgpu whoami`, `sgpu user`, `sgpu team`: the caller's identity on a server, its users and teams.
-
-`sgpu token`: tokens with which scripts and services sign in.
-"""
+"""`sgpu login`, `whoami`, `user`, `team`, `token`: the caller's identity on a server, its users, teams and tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which interpreter, which store and which snapshot a person means; and where this home keeps environments."""
+"""Resolves the interpreter, store and snapshot that options name, and where this home keeps environments."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`sgpu env show`, `fingerprint` and `diff`: the contents of an environment, its address, its changes.
-
-Renders snapshots as text and JSON: interpreter, roots, units, `.pth` files, omissions. Pure.
-"""
+"""`sgpu env show`, `fingerprint` and `diff`: an environment's contents, address and changes, as text and JSON."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`sgpu env capture` and `sgpu env restore`: into a store, and out of it into a tree of its own.
-
-`sgpu env gc`: deletes unneeded objects of a store and shrinks the cache of this node.
-"""
+"""`sgpu env capture`, `restore` and `gc`: into a store, out of it into a tree, and deletion of unneeded objects."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Commands about this machine: `status`, `gpus`, `stop`, `doctor`, `mlflow`. Start with `node.py`."""
+"""Commands about this machine: `status`, `gpus`, `stop`, `doctor`, `mlflow`, `top`. Start with `node.py`."""

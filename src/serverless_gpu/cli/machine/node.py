@@ -1,7 +1,4 @@
-"""`sgpu status`, `sgpu gpus`, `sgpu stop`: the agent of this machine and its devices.
-
-How the server is: for `sgpu status`, which goes on without one, and without one that answers.
-"""
+"""`sgpu status`, `sgpu gpus`, `sgpu stop`: the agent of this machine, its devices, and the state of its server."""
 
 from __future__ import annotations
 

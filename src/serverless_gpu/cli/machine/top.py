@@ -1,13 +1,9 @@
-"""`sgpu top`: the live view, or one frame of it.
+"""`sgpu top`: this node live, or one frame of it.
 
-Frames of this node's monitor, which is started if needed and again after it ended.
+    monitor ─▶ Feed ─▶ tabulate ─▶ draw (`top_picture.py`) ─▶ Terminal
 
-Device locks name the runs of other homes and users.
-
-Failure cases: it cannot be started, or ends repeatedly (`problem`, tried every few seconds), or it is silent for a
-while (`problem`). Each version has its own socket.
-
-A terminal that shows one picture after the other: the other screen, keys at once, its size as it changes.
+`Feed` has the monitor's frames; device locks name the runs of other homes and users. Failure cases: the monitor cannot
+be started, ends repeatedly (tried every few seconds) or is silent for a while: `problem` says so.
 
     with Terminal() as terminal:   other screen on, cursor off, no echo   ─▶   restored on every way out
         terminal.show(lines)       only what fits, without a flicker

@@ -1,4 +1,4 @@
-"""The node as lines of text that fit a terminal of any size. Pure.
+"""Turns a monitor frame into a table, and the table into lines that fit a terminal of any size. Pure.
 
     node-7 · cpu 37 % · memory 61.2/251.0 GB · disk 412.0 GB free · network ↓ 12.0 MB/s ↑ 3.1 MB/s
     8 H100: 6 lent, 2 free · 4.2 kW
@@ -11,8 +11,6 @@
 
 Memory of GPUs is in GiB, as nvidia-smi has it. Free CPU slots have no line. What does not fit is left out from the
 least important column on, then bars become shorter, then lines are cut.
-
-Turns a monitor frame into a table: devices with their owners, runs with their ranks. Pure.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""`sgpu nodes`, `sgpu node`: the machines of a server.
-
-`sgpu node drain|resume|calendar|quarantine|release`: rules for one machine of a server.
-"""
+"""`sgpu nodes`, `sgpu node`: the machines of a server, and rules for one of them (drain, calendar, quarantine)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who waits hears that something changed: a number per key, which only grows, and wakes those who wait for another one.
+"""Hub: wakes readers when something changed. Each key has a version that only grows.
 
     writer (any thread):  the transaction is committed, then  hub.touch(run_key(run_id))
     reader (event loop):  seen = hub.version(key);  read;  show;  seen = await hub.changed(key, seen, timeout_s)

@@ -1,4 +1,4 @@
-"""The server's wall clock, which is not believed at once when it jumps.
+"""Wall clock of the server that does not follow a jump of the machine's clock at once.
 
     first ten minutes         believed: a machine that has just started has its clock set then
     slews, small steps        believed: within two minutes of what this process expects

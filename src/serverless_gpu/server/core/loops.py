@@ -1,4 +1,4 @@
-"""Loops: `tick(now) → when to look again`, rung in between. The real clock drives them here; tests call the ticks.
+"""Loops: call `tick(now) → when to tick again` in a thread, and sooner when rung. Tests call the ticks themselves.
 
     ring (any thread) ─┐
     the wake-up time ──┴─▶ tick in a thread of its own ─▶ next wake-up

@@ -1,8 +1,8 @@
-"""What the server counts about itself, for Prometheus: one object, made once, counted into from any thread.
+"""Metrics of the server for Prometheus: one object, made once, counted into from any thread.
 
     measures.retries.inc()                                        what happens is counted where it happens
     with measures.ticks.labels("scheduler").time(): ...
-    what is there (runs, nodes, devices, disk) is looked at when somebody asks: `state_metrics.py`
+    what is there (runs, nodes, devices, disk) is read when Prometheus asks: `state_metrics.py`
 
 A new measure is an attribute here with its sentence, a row in docs/how-to/operating-a-server.md, and, when somebody
 should look at it, a panel or an alert in `deploy/`; tests compare the three. A label has few values that nobody outside

@@ -1,4 +1,4 @@
-"""What text and numbers that come from outside may be, whatever they are for."""
+"""Validation of text and numbers that come from outside."""
 
 from __future__ import annotations
 

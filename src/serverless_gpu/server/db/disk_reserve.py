@@ -1,4 +1,4 @@
-"""Room that the database keeps back: runs can be stopped, heard of and ended on a full disk, and no new ones come.
+"""Disk reserve of the database: on a full disk, runs can still be stopped, reported and ended; new ones are refused.
 
     SQLite        a file beside the database, and what is left on its disk is known
     PostgreSQL    a table of filler that no log is kept of, in the database: its disk may be another machine's

@@ -1,4 +1,4 @@
-"""The tables, in one place; `migrations/` makes and changes them, the repositories (`records/`, one per noun) read and write them.
+"""The tables of the database. `migrations/` makes and changes them; `records/` reads and writes them.
 
 Times are nanoseconds since 1970 (`*_ns`). Values that only travel are JSON (`*_json`) as `wire` or `model` define them.
 A foreign key is there where a row without its parent would be a lie. What grows with use (log bytes, large outputs) is

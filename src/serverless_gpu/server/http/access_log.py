@@ -1,6 +1,6 @@
-"""Every request is counted and has a line in the log; this layer refuses nothing: door and gate do.
+"""Access log: counts every request and writes a line about it; it refuses nothing.
 
-    request ─▶ an identifier, bound for every line it causes ─▶ door ─▶ gate ─▶ route
+    request ─▶ an identifier, bound for every line it causes ─▶ proxy ─▶ authentication ─▶ route
                  └─ answer: header SGPU-Request ─▶ histogram by method, route, class of status ─▶ one line
 
 A line has the route as it was declared, never the path, and nothing of what was sent. Heartbeats and the like come
@@ -44,11 +44,11 @@ class AccessLogMiddleware:
     """The layer in front of everything.
 
     Attributes:
-        door: the same.
+        proxy: the next layer.
     """
 
-    def __init__(self, door: ProxyMiddleware, *, measures: ServerMetrics, clock: Clock) -> None:
-        self.door = door
+    def __init__(self, proxy: ProxyMiddleware, *, measures: ServerMetrics, clock: Clock) -> None:
+        self.proxy = proxy
         self._measures, self._clock = measures, clock
         self._quiet: Counter[tuple[str, str]] = Counter()
         self._refused = _Budget(clock)
@@ -56,12 +56,12 @@ class AccessLogMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, and note what became of it."""
         if scope["type"] != "http":
-            await self.door(scope, receive, send)
+            await self.proxy(scope, receive, send)
             return
         request = _Request(scope, send, self._clock)
         with server_log.bound(request_id=request.id, method=request.method):
             try:
-                await self.door(scope, receive, request.send)
+                await self.proxy(scope, receive, request.send)
             finally:
                 self._note(request)
 
@@ -111,7 +111,7 @@ class _Request:
 
     @property
     def peer(self) -> str:
-        """Return the address that it came from, as the door knows it: a proxy says whose it is."""
+        """Return the address that it came from, as the proxy middleware knows it: a proxy says whose it is."""
         return str((self._scope.get("client") or ("",))[0])
 
     @property

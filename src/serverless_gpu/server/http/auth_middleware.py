@@ -1,4 +1,4 @@
-"""The one door: outermost, for every method, path and protocol, on loopback too. What it does not let in is refused.
+"""Authentication and authorization of every request, for every method, path and protocol, on loopback too.
 
     request ─▶ header bounds ─▶ Host, Origin ─▶ public? ────────────────────────────────────────┐
                                      │             └▶ token ─▶ route ─▶ may they? ─▶ body bounds ─┴▶ route
@@ -11,11 +11,9 @@ the declared type.
 `PUBLIC_ROUTES` is the whole list of what needs no token. A route that says `needs=PUBLIC` and is not in it, or the
 other way round, keeps the server from starting. There are no WebSockets and no mounts; both are refused here.
 
-The gate finds the route by the table that the application is made of, and leaves it, with the caller, in the request's
+The middleware finds the route by the table that the application is made of, and leaves it, with the caller, in the request's
 scope; a route serves nothing that was not let in for exactly itself. So two parsers that disagree about a path end in
 a refusal, not in a hole.
-
-Whose request it is, and how far it may reach: what the gate asks the rest of the server.
 """
 
 from __future__ import annotations
@@ -87,7 +85,7 @@ class WrongContent(InvalidValue):
 
 
 class AuthMiddleware:
-    """The outermost layer."""
+    """Lets a request through to exactly one route, or refuses it."""
 
     def __init__(
         self,
@@ -306,7 +304,7 @@ _NOTED_MAX = 10_000
 
 
 class Authenticator:
-    """Answers the gate's two questions."""
+    """Finds the caller of a token, and how far the caller may reach."""
 
     def __init__(self, database: Transactions, *, clock: Clock, keys: Keys | None = None) -> None:
         self._database = database

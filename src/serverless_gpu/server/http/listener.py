@@ -37,7 +37,7 @@ from serverless_gpu.server.core.settings import PORT, Settings
 
 BACKLOG = 2048
 HEAD_BYTES_MAX = 64 << 10
-"""Of a request line and headers; what the gate lets through is less."""
+"""Of a request line and headers; what `AuthMiddleware` lets through is less."""
 HEAD_S = 20.0
 """How long a connection may take to send the headers of a request, and the first to begin."""
 CONNECTIONS_MAX = 10_000

@@ -1,4 +1,4 @@
-"""The API's description: what each route takes and answers, as OpenAPI, from the same structs that do the work.
+"""OpenAPI document of the API: what each route takes and answers, from the same structs that do the work.
 
 `docs/openapi.json` is written from it (`make docs`), and a test compares the two.
 """

@@ -1,7 +1,7 @@
-"""In front of the gate: where requests come from, and whether any more are taken.
+"""Proxies and shutdown: where requests come from, and whether any more are taken.
 
     this machine ────────────────┐
-    the declared proxy ─ says who ┴─▶ stopping? ── no ─▶ gate
+    the declared proxy ─ says who ┴─▶ stopping? ── no ─▶ auth
     anybody else, where a proxy is declared ─▶ 403        └─ yes ─▶ 503, "again in a second"; what goes on is counted
 
 Behind a proxy tokens cross the network between it and this server as they are: whoever comes past it would send theirs

@@ -30,9 +30,9 @@ What a route returns: a `wire` struct (200), `None` (204), `Stream` (server-sent
 response (say `-> Health | Response`). What it raises: exceptions of `errors.py` become a `wire.base.Problem` with their
 status; anything else is logged and becomes a 500 that says nothing. Raise `NotFound` for what somebody may not see.
 
-`needs` is what the gate asks before the body is read (see `auth_middleware.py`): `reading(noun)`, `writing(noun)` of
+`needs` is what `AuthMiddleware` checks before the body is read: `reading(noun)`, `writing(noun)` of
 `model.access`, `ANYBODY` with a valid token, `ATTEMPT` (the attempt's own token, whose run and fence stand in the path
-as {run} and {fence}), or `PUBLIC`, which has to stand in the gate's list of public routes, too. A route checks what
+as {run} and {fence}), or `PUBLIC`, which has to stand in the list `PUBLIC_ROUTES`, too. A route checks what
 only it can know: whether *this* run is in reach.
 
 What is answered when something is refused or went wrong: `wire.base.Problem`, with the status of its class.
@@ -106,7 +106,7 @@ def _shortage(error: NoSuitableNode) -> ShortageView:
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 CALL = "sgpu.call"
-"""Key of the ASGI scope under which the gate leaves the `Call`."""
+"""Key of the ASGI scope under which `AuthMiddleware` leaves the `Call`."""
 ROUTE = "sgpu.route"
 """And the route that was asked for, as soon as it is known who asks."""
 JSON = "application/json"
@@ -284,7 +284,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return msgspec.structs.replace(self, arguments=arguments)
 
     async def serve(self, request: HttpRequest) -> Response:
-        """Answer a request that the gate let in for this route, and for no other; errors become problems."""
+        """Answer a request that `AuthMiddleware` let in for this route, and for no other; errors become problems."""
         try:
             return await self._serve(request)
         except ServerlessGpuError as error:

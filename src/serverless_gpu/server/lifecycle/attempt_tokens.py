@@ -1,4 +1,4 @@
-"""How long a token of an attempt is good, and who gets the next one.
+"""Tokens of attempts: how long one is good, and who gets the next one.
 
     order ─▶ token ─▶ report, report, report … ─▶ answered with the next one once a quarter of its time is over
                           └─ refused (cut off for longer, or a clock was set) ─▶ the node's heartbeat names the attempt

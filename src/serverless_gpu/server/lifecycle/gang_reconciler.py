@@ -1,4 +1,4 @@
-"""A net below gangs: what is written of one is what its crews amount to, and if it ever is not, it is made so.
+"""Gang reconciler: corrects a gang whose stored state differs from that of its crews, and logs an error.
 
     an attempt on several nodes that goes on ─▶ folded again ─▶ as it is written: nothing
                                                              └─ else: written, told, and said in the log (ERROR)

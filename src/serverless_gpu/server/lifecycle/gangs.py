@@ -1,4 +1,4 @@
-"""What becomes of a gang when something happens to one of its crews: values only, and the one place that folds them.
+"""Gangs: what follows for a gang when something happens to one of its crews. Values only.
 
     something happened to a crew ─▶ `after`: the crew then ─▶ `follow`: all crews (`model/lifecycle/gang_lifecycle.py`)
                                                                  └─ what has happened to the run by that

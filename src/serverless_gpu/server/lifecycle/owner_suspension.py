@@ -1,6 +1,6 @@
-"""Owners who may start no runs any more: disabled, or left with a role that cannot.
+"""Owner suspension: stops runs of owners who may start none any more: disabled, or left with a role that cannot.
 
-    shut out ─▶ no new submits (the gate), streams end within seconds (their token is asked about again and again)
+    shut out ─▶ no new submits, streams end within seconds (their token is asked about again and again)
              ├─ what waits stays in the queue, beside the line, and says so; it goes on when they are let in again
              ├─ finish   what runs ends by itself; a further attempt of it waits
              └─ stop     what runs and what waits is asked to stop, some hundred runs with each look

@@ -1,4 +1,4 @@
-"""What a report says in words: read as far as it can be, and made fit to be stored and shown to people."""
+"""Texts of a report: read as far as possible, and made fit to be stored and shown to people."""
 
 from __future__ import annotations
 

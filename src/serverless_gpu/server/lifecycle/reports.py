@@ -1,4 +1,4 @@
-"""A node reports about its crew of an attempt: the one way in which the server learns what happens to a run.
+"""Reports of nodes about their crew of an attempt: the one way in which the server learns what happens to a run.
 
     report ─▶ is the crew there? ─▶ lease renewed (memory)
                   │
@@ -7,7 +7,7 @@
                   ├─ whoever waits for it is woken
                   └─ logs made durable, if the attempt has ended; then the node may forget its own
 
-The gate has checked the crew's own token, which says which one it is. A report is applied whole or not at all, and may
+`AuthMiddleware` has checked the crew's own token, which says which one it is. A report is applied whole or not at all, and may
 come twice: logs by their offsets, facts and files by their names, states because nothing goes backwards, an ending
 because it is the same one.
 

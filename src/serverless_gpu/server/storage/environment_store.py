@@ -1,4 +1,4 @@
-"""Captured environments, as the server gives them to clients and nodes: a store behind its own rules.
+"""Environment store: captured environments for clients and nodes, with the server's own checks.
 
     client's helper ── present, put ─▶ checked against its name, and the rules ─▶ store (a directory, or a bucket)
     node's agent    ◀── get, in pieces ── copies on this disk (`object_cache.py`) ◀── a bucket, once for all who ask ─┘

@@ -1,4 +1,4 @@
-"""What ranks wrote and telemetry saw, as nodes send it: one file per rank and stream, appended to by offset.
+"""Output of ranks, and samples of telemetry: one file per rank and stream, appended to by offset.
 
     report ── piece(offset, bytes) ─▶ append ─▶ logs/<run>/<fence>/<rank>.<stream>
                  next offset ◀────────┘                  │

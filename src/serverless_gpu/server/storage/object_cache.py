@@ -1,4 +1,4 @@
-"""Objects of a bucket, kept on this server's disk for the next node: the bucket is read once, however many nodes ask.
+"""Object cache: keeps objects of a bucket on this server's disk, so that the bucket is read once for all nodes.
 
     read ─ here, and still what it was? ──────────────▶ from the file
          ├ somebody reads it from the bucket just now ─▶ what they get
