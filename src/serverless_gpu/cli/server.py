@@ -1,12 +1,8 @@
-"""`sgpu server`: an operator's tasks beside starting the server, on its machine and in its home.
+"""`sgpu up` and `sgpu server`: runs the server in the foreground, and an operator's tasks on its machine.
 
-`sgpu server logs`: the server's own log as text, on its machine, from its home, without a server.
-
-The server writes JSON lines and rotates the file at a size (`server/core/server_log.py`). This reads all files in the
-order of writing. A line that is cut or not JSON is shown as it is; a file that rotates while it is followed is read to
-its end first; names and messages cannot steer the terminal.
-
-`sgpu up`: the server, in the foreground, until Ctrl-C.
+`sgpu server logs` reads the log of this home's server, also without a server: JSON lines in files that rotate at a size
+(`server/core/server_log.py`), in the order of writing. It shows a line that is cut or not JSON as it is, and reads a
+file that rotates while it is followed to its end first. Names and messages cannot steer the terminal.
 """
 
 from __future__ import annotations

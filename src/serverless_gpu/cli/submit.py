@@ -1,19 +1,16 @@
 """`sgpu submit`: a script or a program as a run, watched until it ends or left to itself.
 
-`sgpu submit --dry-run`: shows the request, its server, start and cost. Only an estimate request is sent.
-
-A refusal of the run refuses the rehearsal with the same message and exit code, after all that is known was printed. A
-run that no node can ever serve starts never, with the exit code that it would end with. A server that is away refuses
-nothing: when the run would start is unknown then, and the line says why.
-
-The command line of `sgpu submit`: the end of its own options, and the program.
-
     sgpu submit --gpus 2 train.py --lr 1     a script: this Python runs it
     sgpu submit -m pkg.train --lr 1          a module: `python -m`, found in the working directory first
     sgpu submit job.sh                       a file of the working directory, or a program of PATH
 
 Usage errors, before anything is queued: a mistyped option before the program, a program that begins with a dash, a
 missing script or module, and a program that ranks could not find, where that can be seen here.
+
+`--dry-run` shows the request, its server, start and cost, and sends only an estimate request. A refusal of the run
+refuses the dry run with the same message and exit code, after all that is known was printed. A run that no node can
+ever serve starts never, with the exit code that it would end with. A server that is away refuses nothing: the start is
+unknown then, and the line says why.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Telemetry of a run as series by name: the same names as in MLflow.
+"""Telemetry of a run as series by name: the same names as in MLflow. Users' pickles name this module (`Series`).
 
 logs/<node rank>.telemetry of every node and attempt ─▶ read_metrics() ─▶ {"system/node_0/gpu_0_…": Series}
 """

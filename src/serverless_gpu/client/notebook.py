@@ -8,7 +8,7 @@
 Names that the cell assigns stay in the ranks. Failure cases: every error is raised, so that the notebook stops here;
 its traceback omits the frames of IPython and ours.
 
-The code of a `%%distributed` cell, taken apart so that it can travel.
+The cell's code is taken apart so that it can travel:
 
     text ─▶ statements · last expression · the notebook's names they need ─▶ `distributed_cell(…)` in each rank
 

@@ -1,7 +1,4 @@
-"""`sgpu advise`: how many GPUs to reserve, or to own, and which runs had more GPU than they used.
-
-Output of `sgpu advise`: tables, and JSON.
-"""
+"""`sgpu advise`: how many GPUs to reserve or own, and which runs had more GPU than they used. Tables or JSON."""
 
 from __future__ import annotations
 

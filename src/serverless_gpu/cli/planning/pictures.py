@@ -1,4 +1,4 @@
-"""Pictures of commands; obstacles are reported before the work."""
+"""Writes pictures of commands; reports obstacles before the work."""
 
 from __future__ import annotations
 

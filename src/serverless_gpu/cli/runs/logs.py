@@ -1,18 +1,11 @@
 """`sgpu logs`: output of a run's ranks, once or followed.
 
-    this machine: logs/<rank>.<stream>          ┬─tail──▶ decode ─▶ TerminalDisplay   as in the call itself
-    server: /runs/{run}/logs/{rank}/{stream}    ┘    └──── --raw ──────▶ the bytes
+    this machine: logs/<rank>.<stream>          ┬─ RunOutput: one OutputStream   ┬─▶ decode ─▶ TerminalDisplay
+    server: /runs/{run}/logs/{rank}/{stream}    ┘  for each rank and stream      └── --raw ──▶ the bytes
 
-Of a silent rank it names others with output. It shows the last output of a run that ends while it is followed.
-
-Output of ranks from files of this machine; `server_outputs.py` reads it from a server.
-
-RunOutput ──▶ one OutputStream for each rank and stream ──pieces──▶ logs.py
-
-Output of a server run's ranks, read by rank and offset.
-
-When the server goes away, following waits with one notice and resumes. When the run is tried again, the former
-attempt's output is shown to its end, then the next one's.
+Of a silent rank it names others with output. It shows the last output of a run that ends while it is followed. When the
+server goes away, following waits with one notice and resumes. When the run is tried again, the former attempt's output
+is shown to its end, then the next one's.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """`sgpu result`: copies results of ranks into a directory without loading them, which would run code.
 
-Refuses a run that goes on. A file that shrinks, or a server that goes away, leaves no half-written copy.
-
-Results of a run of the server, as files to be fetched in pieces; their bytes are opaque here.
+Refuses a run that goes on. Results on a server are fetched in pieces. A file that shrinks, or a server that goes away,
+leaves no half-written copy.
 """
 
 from __future__ import annotations

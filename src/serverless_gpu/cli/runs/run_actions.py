@@ -1,7 +1,4 @@
-"""`sgpu attach`, `sgpu run`: being there while a run goes on, and asking one to make room.
-
-`sgpu cancel`: stopping one run, of this machine or of the server.
-"""
+"""`sgpu attach`, `sgpu cancel`, `sgpu run preempt`: follows one run, stops it, or asks it to make room."""
 
 from __future__ import annotations
 

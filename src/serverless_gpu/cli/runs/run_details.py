@@ -1,11 +1,4 @@
-"""`sgpu show`: everything about one run, of this machine or of the server.
-
-Device use of a run, one line each: from the receipt, or from samples so far.
-
-`sgpu metrics`: the samples of a run as numbers or as a picture.
-
-Everything about one run of a server, as `sgpu show` prints it.
-"""
+"""`sgpu show` and `sgpu metrics`: everything about one run, of this machine or of the server."""
 
 from __future__ import annotations
 

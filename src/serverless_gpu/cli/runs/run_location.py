@@ -1,10 +1,9 @@
-"""Locates the wanted run: on this machine, or on the server.
+"""Locates the home and the wanted run: on this machine, or on the server.
 
-A local run has its directory only here. A run of a server is the server's, even if this machine is the node that it
-ran on and has a directory of it. A server that cannot be reached is an error of its own and never "there is no run": a
-named run that is not here waits for it (`cli/server_connection.py`), a list shows the local runs and fails afterwards.
-
-Which run a person means: nothing for the latest, or any beginning or end of an identifier that only one run has.
+A person names a run by any beginning or end that only one run has, or means the latest by naming none. A local run has
+its directory only here. A run of a server is the server's, even if this machine is the node that it ran on and has a
+directory of it. A server that cannot be reached is an error of its own and never "there is no run": a named run that
+is not here waits for it (`cli/server_connection.py`), a list shows the local runs and fails afterwards.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""`sgpu runs`: the runs of this home and of its server.
+"""`sgpu runs`: the runs of this home and of its server (rows of the latter: `server_runs.py`).
 
 This module and its imports load at each listing of runs: `test_lazy_commands.py` lists the modules that it may load.
-
-Runs of this home, as commands show them; those of a server are in `server/records/runs/runs.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Runs of a server, as commands list them; `server_run_details.py` has everything about one.
-
-How a run of the server ended, as commands read it: the last message of its stream, and its files.
-"""
+"""Runs of a server as commands list them, and how one ended; `run_details.py` has everything about one."""
 
 from __future__ import annotations
 

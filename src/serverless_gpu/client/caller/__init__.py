@@ -1,1 +1,1 @@
-"""The calling process: its program, context, MLflow, module origins and signals. Start with `caller_context.py`."""
+"""The calling process: its context and variables, program, MLflow and signals. Start with `caller_context.py`."""

@@ -1,6 +1,6 @@
-"""Describes the calling process to the agent: the context that ranks inherit.
+"""Describes the calling process to the agent: the context and the variables that ranks inherit.
 
-Finds the files from which this process imports modules that a warm interpreter may have from elsewhere.
+`origins` finds the files from which this process imports modules that a warm interpreter may have from elsewhere.
 
     sys.path, from its end:   installed packages, standard library  │  PYTHONPATH, the script's directory
                                         names so far               ∩  names here   =  asked: from which file?
@@ -10,10 +10,8 @@ directory of the caller's that occur again further down the path matter: a `cale
 imported. As in Python's import, a directory is read again when its modification time has changed, and an unreadable
 one has no names. Modules in a zip file on the path are not seen.
 
-Selects the caller's variables for ranks on another machine.
-
-Most mean the same everywhere: credentials, switches of libraries, the user's own. Those that name a place, a process or
-a device of the caller's machine do not travel; the node has its own. The token never travels.
+On another machine most variables mean the same: credentials, switches of libraries, the user's own. Those that name a
+place, a process or a device of the caller's machine do not travel; the node has its own. The token never travels.
 """
 
 from __future__ import annotations

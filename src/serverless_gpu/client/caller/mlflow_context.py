@@ -7,10 +7,7 @@
 Neither imports MLflow nor uses the network: this stands between a call and its first line. The result holds no
 credentials: it is written to the run's directory, and sent to servers. Without an MLflow in the caller's environment
 the run is tracked only by its server's. A URI that only MLflow itself can use gives a warning; ranks use it as it is.
-
-The calling program: its name, its user and the commit of its code.
-
-Reads files and this process, starts no process and imports nothing. What is unknown is "".
+The program, its user and its commit are read from files and this process; what is unknown is "".
 """
 
 from __future__ import annotations

@@ -6,12 +6,11 @@
 Output of ranks keeps its stream, each line tagged with its rank. Messages of ours, and notes of missing output, go to
 stderr: stdout is the user's data.
 
-Messages about a wait in the queue: redrawn rows on a terminal, else lines at growing intervals. Pure.
+In a queue of thousands the place changes every few seconds. On a terminal one row is replaced by the next one
+(`WaitingLine`). Elsewhere the first sentence is a line at once, and later ones come ever more rarely, in the end every
+five minutes.
 
-In a queue of thousands the place changes every few seconds. A row is replaced by the next one; elsewhere the first
-sentence is a line at once, and later ones come ever more rarely, in the end every five minutes.
-
-The rows at the bottom of a terminal that are redrawn in place, and writing to a stream that may not take it.
+Unfinished lines are redrawn in place at the bottom of a terminal (`LiveBlock`):
 
     printed lines, final
     [rank 0]  45%|████▌     |        ◀─ the block: erased before anything is printed, drawn again after it

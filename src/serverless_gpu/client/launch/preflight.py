@@ -4,18 +4,15 @@ Reports a caller's mistakes in the caller's process: a function that ranks canno
 captured objects that cannot travel (with the way to the culprit) or are surprisingly large. Only pickling runs user
 code. A full disk raises `StorageError` and leaves no half-written file.
 
-Checks before a Ray cluster starts: the caller's Ray, and references to other clusters in the call.
+Refuses objects that hold state of the process in which they were made. accelerate and Lightning set such an object up
+for one process. A copy in a rank says that the rank is alone, so each rank would train its own model, with a run that
+succeeds. transformers' `TrainingArguments` travel without that state (`node/inside/payload.py`); these do not, since
+their data loaders, optimizers and strategies are prepared for one process. Used data modules of Lightning travel
+without their trainer, as its modules do.
 
-Ranks import what the caller imports, so the caller's Ray is the cluster's. Ray itself is not imported here: that takes
-a second. Refuses a missing or old Ray, and a file or directory of the user's named `ray` that ranks would import. The
-rank reports problems that stay unknown here (no metadata, a finder of the user's that fails).
-
-Refuses to send objects that hold state of the process in which they were made.
-
-accelerate and Lightning set such an object up for one process. A copy in a rank says that the rank is alone, so each
-rank would train its own model, with a run that succeeds. transformers' `TrainingArguments` travel without that state
-(`node/inside/payload.py`); these do not, since their data loaders, optimizers and strategies are prepared for one
-process. Used data modules of Lightning travel without their trainer, as its modules do.
+Before a Ray cluster starts, refuses a missing or old Ray, references to other clusters, and a file or directory of the
+user's named `ray` that ranks would import: ranks import what the caller imports. Ray itself is not imported here: that
+takes a second. The rank reports problems that stay unknown here (no metadata, a finder of the user's that fails).
 """
 
 from __future__ import annotations

@@ -1,17 +1,13 @@
-"""Curves of a run's devices and marks in time, from its metrics. Pure.
+"""The time line of a run: curves of its devices, and marks of its attempts.
 
     metrics: "system/node_0/gpu_3_…" → times, values ─▶ Lane per device ─┬─ line: with breaks, at most 1,500 points
-    attempts: began, ended, why ──────────────────────▶ Mark             └─ cells: at most 600 columns of a heat map
-
-`run_figure.py` draws it. Where there is no GPU, a lane is a rank: its share of a core and its host memory. Where
-nothing was sampled for long (a node was away, between two attempts) there is a hole and no line across it.
-
-Marks of a run's attempts in its picture: start, stop request, failure, end.
-
+                                                                         └─ cells: at most 600 columns of a heat map
     runs/<run>/<fence>/  facts.jsonl (boottime ↔ wall) · stop_reason · stopped.json  ─┐
     a server's list of attempts ──────────────────────────────────────────────────────┴─▶ Try, one per attempt ─▶ Mark
 
-A killed attempt has no ending and no mark for it. An unreadable file counts as absent.
+`run_figure.py` draws it. Where there is no GPU, a lane is a rank: its share of a core and its host memory. Where
+nothing was sampled for long (a node was away, between two attempts) there is a hole and no line across it. A killed
+attempt has no ending and no mark for it. An unreadable file counts as absent.
 """
 
 from __future__ import annotations

@@ -6,10 +6,8 @@
 A run may have several attempts, one after the other; the files are those of the last. Of a run on several nodes the end
 may come twice: first the known part, then all of it. The server states the ending of a run whose node never came back.
 
-Finding a run of a server again by its id, from any machine that has a token for it.
-
-Only the caller's own results are loaded, since loading runs code. Another principal's results need
-`allow_pickle_from="bob"`.
+`attach` finds a run again by its id, from any machine that has a token for it. It loads only the caller's own results,
+since loading runs code. Another principal's results need `allow_pickle_from="bob"`.
 """
 
 from __future__ import annotations

@@ -8,20 +8,20 @@ has the same one: a lost answer costs nothing. A refusal leaves no files; an una
 so its identifier stays here and is printed. Ctrl-C during the request cancels the run that it may have started. An
 environment that changes during the check is checked again.
 
-Uploads large payloads in parts named by their content, so that a broken upload resumes.
+A large payload is uploaded in parts named by their content, so that a broken upload resumes:
 
     call.pkl ──▶ parts of 16 MiB, BLAKE3 each ──▶ which are missing? ──▶ these are sent ──▶ BlobReference
 
 Each part is retried while patience lasts; a part that arrives damaged is sent once more.
 
-Chooses the pool and usage policy of a remote run: from its code, else from variables at the call.
+The pool and usage policy come from the code, else from variables at the call:
 
     pool=  >  policy= (the server knows its pool)  >  SGPU_POOL  >  DATABRICKS_REMOTE_GPU_POOL_ID
                                                                  >  DATABRICKS_USE_RESERVED_GPU_POOL=true: the only one
     policy=  >  SGPU_POLICY  >  the one that is attached (the server knows it)
 
-`DATABRICKS_USE_RESERVED_GPU_POOL=false` asks for on-demand devices and overrides the variable before it. The
-run's spec records the choice.
+`DATABRICKS_USE_RESERVED_GPU_POOL=false` asks for on-demand devices and overrides the variable before it. The run's
+spec records the choice.
 """
 
 from __future__ import annotations

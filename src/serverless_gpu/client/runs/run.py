@@ -6,8 +6,6 @@ nothing but live output (which is in the logs).
 
 A run whose environment is damaged in the store has not begun: it is captured and launched again, and the handle is from
 then on that of the new run.
-
-Sessions that this process holds open: a run of its own that waits for one of them would wait for ever.
 """
 
 from __future__ import annotations

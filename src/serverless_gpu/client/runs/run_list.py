@@ -1,7 +1,4 @@
-"""The runs of one `.map()`: a list with the values of all of them.
-
-Runs in the order in which they end, as `concurrent.futures.as_completed` has it.
-"""
+"""The runs of one `.map()` as a list with the values of all of them, and runs in the order in which they end."""
 
 from __future__ import annotations
 
