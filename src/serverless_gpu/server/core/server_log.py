@@ -8,8 +8,8 @@
                                                                                      and the three before it
 
 Only the fields of `FIELDS` can be there, so a line cannot hold a request's contents, a token or a caller's variable by
-mistake. A message is one of ours; a traceback has lines of source and what an exception says. What looks like a token of
-ours, a password in an address, or a secret that the server was started with is taken out of both. Threads that anyio
+mistake. A message is one of ours; a traceback has lines of source and what an exception says. What looks like a token
+of ours, a password in an address, or a secret that the server was started with is taken out of both. Threads that anyio
 starts have the context of their caller; loops bind their own.
 
 One thread writes the file, and callers take no lock that it holds: neither the event loop nor the end of the process

@@ -12,12 +12,12 @@ What can go wrong:
 
 - The database is away, or too busy: `ServerUnavailable`; nothing was written, or, where the connection broke while
   committing, everything was. Callers repeat their request, and requests may be repeated.
-- The disk is full: what is kept back is given back, and the work done again (`reserve`); if there is nothing any more,
+- The disk is full: what is kept back is given back, and the work done again (`disk_reserve`); if there is nothing any more,
   `ServerStorageFull`, and reading goes on.
 - A value does not fit: `InvalidValue`, the last resort behind the checks of each body.
 - Its file is damaged, or none: `ServerProblem`; a backup is what helps.
 - A work in a work would wait for itself: refused.
-- Another server uses the database, or the session that says so broke: nothing is written (`claim`, `generations`).
+- Another server uses the database, or the session that says so broke: nothing is written (`leader_lock`).
 
 Long lists of values for ``IN (…)``, portion by portion: a statement takes so many values, and its text no more.
 """

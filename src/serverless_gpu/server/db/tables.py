@@ -520,7 +520,7 @@ audit_links = sa.Table(  # the chain through the audit: its order, and a digest 
     sa.Column("sha256", sa.String(64), nullable=False),
 )
 
-server_identity = sa.Table(  # one row: which database this is, and which server has it (`generations.py`)
+server_identity = sa.Table(  # one row: which database this is, and which server has it (`leader_lock.py`)
     "server_identity",
     metadata,
     sa.Column("name", sa.String(16), primary_key=True),

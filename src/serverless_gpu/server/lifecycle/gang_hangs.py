@@ -7,8 +7,8 @@
          ├─ a warning ─▶ in every answer
          └─ the run is asked to stop, as for any other reason
 
-`GangProgress` is memory that is lost with the process: crews say all of it again to a server that starts, and the end is
-an ending like any other.
+`GangProgress` is memory that is lost with the process: crews say all of it again to a server that starts, and the end
+is an ending like any other.
 
 What can go wrong:
 

@@ -7,8 +7,8 @@
                   ├─ whoever waits for it is woken
                   └─ logs made durable, if the attempt has ended; then the node may forget its own
 
-`AuthMiddleware` has checked the crew's own token, which says which one it is. A report is applied whole or not at all, and may
-come twice: logs by their offsets, facts and files by their names, states because nothing goes backwards, an ending
+`AuthMiddleware` has checked the crew's own token, which says which one it is. A report is applied whole or not at all,
+and may come twice: logs by their offsets, facts and files by their names, states because nothing goes backwards, an ending
 because it is the same one.
 
 What can go wrong:
@@ -27,8 +27,6 @@ What can go wrong:
   completed has the results of all its ranks here.
 - The server dies after the logs and before the transaction: the node sends the report again, and only what is missing
   is appended.
-
-Route of `wire/attempts.py`: how a node reports about an attempt. Parts of its payload: `blob_routes.py`.
 """
 
 from __future__ import annotations

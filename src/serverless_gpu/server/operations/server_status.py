@@ -1,6 +1,6 @@
 """What is there, counted when somebody asks for figures: runs, nodes, devices, leases, orders, room on the disk.
 
-    GET /metrics ─▶ Sampling.refresh   one look at a time, kept for 2 s, waited for 3 s at most (`probes.py`)
+    GET /metrics ─▶ Sampling.refresh   one look at a time, kept for 2 s, waited for 3 s at most (`health.py`)
                  └▶ registry ─▶ Sampling.collect ─▶ the last sample; `sgpu_sample_age_seconds` says how old it is
 
 The queries go by indexes to what is alive: ended runs are counted when they end (`server_metrics.py`), not here. A

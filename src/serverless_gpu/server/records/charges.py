@@ -170,7 +170,7 @@ class Posted(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         seq: grows over all of them.
-        account_id: of `accounts.py`; the same for all entries of an attempt.
+        account_id: of its account; the same for all entries of an attempt.
         posted_ns: when it was written, nanoseconds since 1970.
         queued_ms: how long the run waited for this attempt, wall time; on one row of its first crew, and negative where
             that is taken back.

@@ -3,7 +3,7 @@
     an hour after the start, then every ten minutes:
         ended longer ago than `retention`  ─▶ rows removed, audit row (one transaction each)  ─▶ output removed
         output takes more than `logs_gib`  ─▶ audit row  ─▶ output of the oldest removed
-        output of runs that were removed   ─▶ removed; of runs that the database lost: kept (`orphan_files.py`)
+        output of runs that were removed   ─▶ removed; of runs that the database lost: kept (`storage.py`)
         secrets that were replaced, and that no attempt has any more  ─▶ removed
 
 A run goes whole, and only when nothing more will come of it: it is final, and all of its attempts are settled and

@@ -4,19 +4,13 @@
     node's agent    ◀── get, in pieces ── copies on this disk (`object_cache.py`) ◀── a bucket, once for all who ask ─┘
 
 Nothing comes in that no restore could use: a pack is what its digest says, a unit or snapshot has its address and
-breaks no rule, and a unit's packs are there before it and hold what its rows say (`unit_verification.py`). A unit's
+breaks no rule, and a unit's packs are there before it and hold what its rows say (`ContentChecks`). A unit's
 address says nothing about the packs it points into. So the server verifies a unit before it stores it, keeps the one it
 has only when that one is verified too, and replaces one that is not. Of snapshots with one address the first stays:
 later ones differ in nothing that matters. What garbage collection notes in the store (`gc/…`) is written by operators,
 and by the server itself.
 
-A store of an earlier version may hold units that nobody has verified. They stay usable: a node verifies every byte as
-it restores, and asks for `repair` when something is wrong.
-
-Failure cases: altered on the way (HashMismatch; send it again), against the rules (EnvironmentRejected), no room
-(ServerStorageFull), a store that does not answer (StoreUnavailable, after trying for as long as a store does).
-
-Verifies the content of units for the server: each document once, a few at a time, never on the event loop.
+Each unit is verified once, a few at a time, never on the event loop:
 
     a unit arrives ─ verified already? done
                    ├ small ─ one of SMALL_AT_ONCE turns ─┐
@@ -25,7 +19,12 @@ Verifies the content of units for the server: each document once, a few at a tim
 A large unit takes seconds of one core, so large units wait for each other and small ones pass them. A client whose
 request ends before that asks again; the second request finds the answer of the first.
 
-Failure cases: `Unequal` (packs hold something else), StoreUnavailable (no turn within WAIT_S; the client asks again).
+A store of an earlier version may hold units that were never verified. They stay usable: a node verifies every byte as
+it restores, and asks for `repair` when something is wrong.
+
+Failure cases: altered on the way (HashMismatch; send it again), against the rules (EnvironmentRejected), no room
+(ServerStorageFull), a store that does not answer (StoreUnavailable, after trying for as long as a store does), packs
+that hold something else than a unit's rows say (`Unequal`), no turn within WAIT_S (StoreUnavailable; ask again).
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class StoredAttempt(msgspec.Struct, frozen=True, kw_only=True):
         started_ns: when its user code began, on the first of its nodes.
         settled_ns: since when nothing more is awaited of any of its crews.
         tariff_json: what it pays, as was in force when it was placed.
-        account_id: of `accounts.py`, as what it is counted; None for one that was made by an older server.
+        account_id: as what it is counted; None for one that was made by an older server.
         version: grows with each change of it and of its crews.
         released: whether all of its ranks have returned, and may exit.
         cause_json: `model.gang_life.Cause`, once there is one.
