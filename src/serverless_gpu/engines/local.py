@@ -36,13 +36,10 @@ from serverless_gpu.node.uplink.server import UplinkProfile, write_profile
 
 
 class LocalEngine(Engine):
-    """This machine.
+    """This machine as an engine.
 
-    Args:
-        home: whose agent runs the gangs.
-        directory: of this engine's files; made if needed.
-        profile: how the uplink reaches the server, and what the node is called.
-        environ: variables that say what the node offers.
+    `home` is that of the agent that runs the gangs; `directory` holds this engine's files, and is made if needed; `environ`
+    are variables that say what the node offers.
     """
 
     def __init__(self, home: Home, directory: Path, *, profile: UplinkProfile, environ: Mapping[str, str]) -> None:

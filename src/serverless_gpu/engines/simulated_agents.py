@@ -107,23 +107,15 @@ class Observer(Protocol):
 
 
 class SimulatedWork(msgspec.Struct, frozen=True, kw_only=True):
-    """What a gang does.
+    """What a gang does."""
 
-    Attributes:
-        start_s: from the order to the first user byte; None for never.
-        run_s: from the first user byte to the end; None for until it is stopped.
-        reason: why it ends then; with `start_s` 0 and a reason that may be tried again, before user code begins.
-        output: what rank 0 writes when it begins.
-        stop_s: how long it takes to stop when asked.
-        gate_s: from its end until the devices are given back.
-    """
-
-    start_s: float | None = 0.1
-    run_s: float | None = 1.0
+    start_s: float | None = 0.1  # from the order to the first user byte; None for never
+    run_s: float | None = 1.0  # from the first user byte to the end; None for until it is stopped
+    # why it ends then; with `start_s` 0 and a reason that may be tried again, before user code begins
     reason: Reason = Reason.COMPLETED
-    output: bytes = b""
-    stop_s: float = 0.5
-    gate_s: float = 0.1
+    output: bytes = b""  # written by rank 0 when it begins
+    stop_s: float = 0.5  # how long it takes to stop when asked
+    gate_s: float = 0.1  # from its end until the devices are given back
 
 
 class Execution(msgspec.Struct, kw_only=True):
@@ -157,17 +149,7 @@ class _Attempt(msgspec.Struct, kw_only=True):
 
 
 class SimulatedAgent:
-    """The agent of one node.
-
-    Attributes:
-        node: its identifier with the server, "" before it said hello.
-        executions: every stretch of user code that ran here.
-        reaches: whether requests arrive at the server.
-        hears: whether answers arrive here.
-        forgets_to_acknowledge: whether orders are taken without saying so.
-        kept: gangs that were stale: stopped, their files kept, never reported again.
-        observer: sees what its gangs do, or None.
-    """
+    """The agent of one node."""
 
     def __init__(
         self,
@@ -179,12 +161,12 @@ class SimulatedAgent:
         work: Callable[[Start], SimulatedWork],
     ) -> None:
         self.control, self.name, self.devices = control, name, tuple(devices)
-        self.node = ""
-        self.executions: list[Execution] = []
-        self.reaches = self.hears = self.alive = True
-        self.forgets_to_acknowledge = False
-        self.kept: list[Gang] = []
-        self.observer: Observer | None = None
+        self.node = ""  # its identifier with the server, "" before it said hello
+        self.executions: list[Execution] = []  # every stretch of user code that ran here
+        self.reaches = self.hears = self.alive = True  # requests arrive at the server, answers arrive here
+        self.forgets_to_acknowledge = False  # takes orders without saying so
+        self.kept: list[Gang] = []  # stale gangs: stopped, their files kept, never reported again
+        self.observer: Observer | None = None  # sees what its gangs do
         self.pool = ""
         self._clock, self._work = clock, work
         self._boots = 1

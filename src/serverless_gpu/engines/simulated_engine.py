@@ -34,11 +34,7 @@ class Reservations:
 
 
 class SimulatedEngine(Engine):
-    """Nodes with devices, of which gangs reserve some.
-
-    Attributes:
-        answers: what the next calls of `submit` answer instead of looking, in order: an injected fault.
-    """
+    """Nodes with devices, of which gangs reserve some."""
 
     def __init__(self, nodes: Sequence[EngineNode], reservations: Reservations | None = None) -> None:
         self._lock = threading.Lock()
@@ -46,6 +42,7 @@ class SimulatedEngine(Engine):
         self._lost: dict[str, str] = {}
         self._events: list[NodeUp | NodeLost] = [NodeUp(node=node) for node in nodes]
         self._reservations = reservations or Reservations()
+        # what the next calls of `submit` answer instead of looking, in order: an injected fault
         self.answers: list[Waiting | Impossible] = []
 
     def nodes(self) -> Sequence[EngineNode]:

@@ -323,8 +323,8 @@ _NAMES_EACH = 4
 def generate(jobs: int, *, gpus: int, load: float = 0.9, seed: int = 0) -> Trace:
     """Return a generated trace of so many jobs, for a cluster of `gpus`: no job has more.
 
-    `load` is the GPU time of all jobs over what the cluster has until the last of them comes. Raises InvalidValue when a
-    number is out of range.
+    `load` is the GPU time of all jobs over what the cluster has until the last of them comes.
+    Raises InvalidValue when a number is out of range.
     """
     if not 1 <= jobs <= JOBS_MAX:
         raise InvalidValue(f"{jobs} jobs cannot be made up", hint=f"1 to {JOBS_MAX}")

@@ -159,7 +159,7 @@ def _health(pynvml: Any, uuid: str) -> GpuHealth:
 def _asked(pynvml: Any, ask: Callable[[], Any], *, fails: bool = False) -> Any:
     """Return NVML's answer, None where it has none; with `fails`, whether asking failed."""
     try:
-        answer = ask_nvml()
+        answer = ask()
     except (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError):
         return True if fails else None
     return None if fails else answer

@@ -50,7 +50,10 @@ _LOOK_S = 5.0
 
 
 def look_at_server(environ: Mapping[str, str]) -> ServerFacts:
-    """Return what can be seen of the server, without waiting for one that is away. Raises StorageError without a home."""
+    """Return what can be seen of the server, without waiting for one that is away.
+
+    Raises StorageError without a home.
+    """
     home = find_home(environ).root
     path = home / _FILE
     file = "" if environ.get(SERVER) else str(path)
@@ -298,7 +301,10 @@ _ANSWER_S = 2.0
 
 
 def look_at_tracking(environ: Mapping[str, str]) -> TrackingFacts:
-    """Return where runs would be tracked, and how MLflow's servers of this home are. Raises StorageError without a home."""
+    """Return where runs would be tracked, and how MLflow's servers of this home are.
+
+    Raises StorageError without a home.
+    """
     uri = environ.get("MLFLOW_TRACKING_URI", "")
     is_http = uri.startswith(("http://", "https://"))
     return TrackingFacts(

@@ -47,11 +47,7 @@ class RayProblem(Exception):
 
 
 class DriverClient:
-    """One process that has Ray.
-
-    Raises:
-        OSError: it cannot be started.
-    """
+    """One process that has Ray; OSError when it cannot be started."""
 
     def __init__(self, python: str, variables: Mapping[str, str], log: Path) -> None:
         fd = open_log(log)
@@ -89,16 +85,9 @@ class DriverClient:
         return self._is_gone
 
     def ask(self, operation: str, deadline_s: float, **arguments: object) -> dict[str, object]:
-        """Return the answer to a request.
+        """Return the answer of `driver_process` to a request; a child that is late is killed.
 
-        Args:
-            operation: of `ray_driver`.
-            deadline_s: how long it may take; a child that is late is killed.
-            arguments: of the operation.
-
-        Raises:
-            Unanswered: there is none.
-            RayProblem: Ray refused, or failed.
+        Raises Unanswered, or RayProblem when Ray refused or failed.
         """
         box: SimpleQueue[dict[str, object] | None] = SimpleQueue()
         with self._lock:

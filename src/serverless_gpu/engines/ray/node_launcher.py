@@ -39,11 +39,7 @@ class NodeFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_node_file(path: Path) -> NodeFile:
-    """Return what a machine's file says.
-
-    Raises:
-        InvalidValue: it cannot be read.
-    """
+    """Return what a machine's file says; raises InvalidValue."""
     try:
         return from_json(path.read_bytes(), NodeFile)
     except (OSError, msgspec.MsgspecError) as error:
@@ -51,11 +47,7 @@ def read_node_file(path: Path) -> NodeFile:
 
 
 def write_node_file(path: Path, file: NodeFile) -> None:
-    """Write a machine's file, readable by this user alone.
-
-    Raises:
-        OSError: it could not be written.
-    """
+    """Write a machine's file, readable by this user alone; raises OSError."""
     write_private(path, msgspec.json.encode(file))
 
 
@@ -102,11 +94,7 @@ def _ensure(node: NodeFile) -> dict[str, object]:
 
 
 def _pid(home: Home, profile: Path) -> int:
-    """Return the uplink's process, which takes its lock a moment after it was started.
-
-    Raises:
-        ServerlessGpuError: it did not.
-    """
+    """Return the uplink's process, which takes its lock a moment after it was started; ServerlessGpuError."""
     clock = SystemClock()
     until_ns = clock.boottime_ns() + round(_APPEARS_S * 1e9)
     while clock.boottime_ns() < until_ns:

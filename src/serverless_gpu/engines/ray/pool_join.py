@@ -73,13 +73,9 @@ class JoinPlan(msgspec.Struct, frozen=True, kw_only=True):
 def prepare(wish: JoinOptions, home: Home, environ: Mapping[str, str]) -> JoinPlan:
     """Look at everything, ask the server, and write this machine's files.
 
-    Raises:
-        ServerProblem: there is no Ray here, or not the pool's; a port is taken; the head does not answer.
-        ServerUnavailable: the server does not answer.
-        NotAuthenticated: the token of the join file is not good.
-        NotAllowed: the server lets in no machine, or not under this name.
-        InvalidValue: an address cannot be.
-        StorageError: a file could not be written.
+    Raises ServerProblem (no Ray here, or not the pool's; a port is taken; the head does not answer), ServerUnavailable,
+    NotAuthenticated (the token of the join file is not good), NotAllowed (the server lets in no machine, or not under this
+    name), InvalidValue (an address cannot be) or StorageError.
     """
     ray_machine.check_ray()
     host, port = parse_host(wish.host)
@@ -112,11 +108,7 @@ def prepare(wish: JoinOptions, home: Home, environ: Mapping[str, str]) -> JoinPl
 
 
 def parse_host(text: str) -> tuple[str, int | None]:
-    """Return the address of a host, and the port if one was said.
-
-    Raises:
-        InvalidValue: there is no such host.
-    """
+    """Return the address of a host, and the port if one was said; raises InvalidValue."""
     parts = urlsplit(f"//{text}" if text.count(":") <= 1 or text.startswith("[") else f"//[{text}]")
     try:
         host, port = parts.hostname or "", parts.port
@@ -240,20 +232,12 @@ class JoinFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def write_join_file(path: Path, file: JoinFile) -> None:
-    """Write it, readable by this user alone.
-
-    Raises:
-        OSError: it could not be written.
-    """
+    """Write a join file, readable by this user alone; raises OSError."""
     write_private(path, msgspec.json.format(msgspec.json.encode(file)) + b"\n")
 
 
 def read_join_file(path: Path) -> JoinFile:
-    """Return what it says.
-
-    Raises:
-        InvalidValue: it is not there, others can read it, or it is none.
-    """
+    """Return what a join file says; InvalidValue when it is not there, others can read it, or it is none."""
     try:
         others = readers(path)
         with path.open("rb") as opened:

@@ -64,32 +64,20 @@ _CLOSE_S = 1.0
 
 
 class _Reservation:
-    """A gang that Ray is asked for.
-
-    Attributes:
-        gang: the gang.
-        began_ns: when, boottime.
-        answer: Ray's, once there is one.
-        unwanted: whether it was given back meanwhile.
-        done: set with the answer.
-    """
+    """A gang that Ray is asked for."""
 
     def __init__(self, gang: Gang, began_ns: int) -> None:
-        self.gang, self.began_ns = gang, began_ns
+        self.gang, self.began_ns = gang, began_ns  # boottime
         self.answer: Placed | Waiting | Impossible | None = None
-        self.unwanted = False
-        self.done = threading.Event()
+        self.unwanted = False  # whether it was given back meanwhile
+        self.done = threading.Event()  # set with the answer
 
 
 class RayEngine(Engine):
     """A Ray cluster.
 
-    Args:
-        directory: of this engine's files; made if needed.
-        access: how the cluster is reached.
-        python: an interpreter that has the cluster's Ray.
-        news: called, from any thread, when there is something to ask for again.
-        clock: the machine's.
+    `directory` holds this engine's files, and is made if needed; `python` is an interpreter that has the cluster's Ray;
+    `news` is called, from any thread, when there is something to ask for again.
     """
 
     def __init__(

@@ -81,11 +81,8 @@ class KeeperPlan(msgspec.Struct, frozen=True, kw_only=True):
 class RayKeeper:
     """Ray on this machine.
 
-    Args:
-        plan: what is kept.
-        say: given a sentence whenever something changes.
-        started: called whenever Ray has started.
-        needed: asked every few seconds: "" while it is needed, else why not.
+    `say` is given a sentence whenever something changes, `started` called whenever Ray has started. `needed` is asked every
+    few seconds, and returns "" or why Ray is not needed any more.
     """
 
     def __init__(
@@ -104,11 +101,7 @@ class RayKeeper:
     def keep(self, stop: int) -> None:
         """Keep Ray until told to stop, or until it is no longer needed.
 
-        Args:
-            stop: a descriptor that can be read when it is to stop.
-
-        Raises:
-            StorageError: the directory cannot be used.
+        `stop` is a descriptor that can be read when it is to stop. Raises StorageError when the directory cannot be used.
         """
         end_processes(self._plan.directory)
         try:
@@ -202,12 +195,7 @@ class RayKeeper:
 
 
 def unreachable(address: str, limit_s: float = CONNECT_S) -> str:
-    """Return why nothing answers at an address, or "".
-
-    Args:
-        address: ``host:port``, or "" for none that is needed.
-        limit_s: how long that may take.
-    """
+    """Return why nothing answers at ``host:port``, or ""; an address of "" is not needed."""
     if not address:
         return ""
     host, _, port = address.rpartition(":")
@@ -219,11 +207,7 @@ def unreachable(address: str, limit_s: float = CONNECT_S) -> str:
 
 
 def make_directory(path: str) -> None:
-    """Make the private directory again.
-
-    Raises:
-        StorageError: it belongs to another user, or cannot be made.
-    """
+    """Make the private directory again; StorageError when it belongs to another user, or cannot be made."""
     try:
         if os.path.lexists(path):
             status = os.lstat(path)
@@ -386,16 +370,10 @@ class RunningKeeper(NamedTuple):
 
 
 def ensure(directory: Path, plan: KeeperPlan, owner: Path, environ: Mapping[str, str]) -> bool:
-    """Have a keeper of a plan running; return whether one was started.
+    """Have a keeper of a plan running, with its files in `directory`; return whether one was started.
 
-    Args:
-        directory: of its files.
-        plan: what it keeps.
-        owner: a lock's file: whoever holds that needs Ray.
-        environ: variables; the few that every process needs are passed on.
-
-    Raises:
-        AgentUnavailable: it could not be started, or another one not ended.
+    A process that holds the lock `owner` needs Ray. Raises AgentUnavailable when the keeper cannot be started, or another
+    one not ended.
     """
     found = running(directory)
     digest = digest_of(plan)
@@ -428,11 +406,7 @@ def running(directory: Path) -> RunningKeeper | None:
 
 
 def stop(directory: Path) -> bool:
-    """End the keeper of a directory, and Ray with it; return whether there was one.
-
-    Raises:
-        AgentUnavailable: it does not end.
-    """
+    """End the keeper of a directory, and Ray with it; return whether there was one. AgentUnavailable."""
     found = running(directory)
     if found is None:
         return False
@@ -463,12 +437,7 @@ def digest_of(plan: KeeperPlan) -> str:
 
 
 def main(directory: str, owner: str) -> NoReturn:
-    """Keep Ray until told to stop, or until there was no server for long.
-
-    Args:
-        directory: of its files.
-        owner: the server's lock.
-    """
+    """Keep Ray until told to stop, or until no server has held the lock `owner` for long."""
     if os.fork():
         os._exit(0)  # nobody's child: the server may end first
     os.setsid()
@@ -491,12 +460,7 @@ def main(directory: str, owner: str) -> NoReturn:
 
 
 class Needed:
-    """Checks whether Ray is still needed.
-
-    Args:
-        owner: a lock's file.
-        idle_s: how long nobody may hold it.
-    """
+    """Checks whether Ray is still needed: whether a server has held the lock `owner` within `idle_s`."""
 
     def __init__(self, owner: Path, idle_s: float = IDLE_S) -> None:
         self._owner, self._idle_s = owner, idle_s

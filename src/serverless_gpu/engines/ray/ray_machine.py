@@ -60,11 +60,7 @@ class RayMachineFiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_ray() -> str:
-    """Return the version of the Ray that this interpreter has.
-
-    Raises:
-        ServerProblem: it has none, or one that is too old.
-    """
+    """Return the version of the Ray that this interpreter has; ServerProblem for none, or one that is too old."""
     found = ray_installation.version() if ray_installation.origin() else ""
     if not found:
         raise ServerProblem(
@@ -93,13 +89,9 @@ def differences(version: str, python: str) -> str:
 
 
 def own_address(towards: str = "") -> str:
-    """Return the address of this machine that others reach it at.
+    """Return the address of this machine that others reach it at; raises InvalidValue.
 
-    Args:
-        towards: a host that it talks to; "" for the rest of the world.
-
-    Raises:
-        InvalidValue: there is none that could be told, or no such host.
+    `towards` is a host that it talks to; "" for the rest of the world.
     """
     try:
         kind, _, _, _, where = socket.getaddrinfo(towards or _AWAY, _DISCARD, type=socket.SOCK_DGRAM)[0]
@@ -115,11 +107,7 @@ def own_address(towards: str = "") -> str:
 
 
 def check_own(address: str) -> None:
-    """Refuse an address that is not one of this machine's.
-
-    Raises:
-        InvalidValue: so it is.
-    """
+    """Refuse (InvalidValue) an address that is not one of this machine's."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family) as probe:
@@ -151,11 +139,7 @@ def directory_of(files: Path) -> str:
 
 
 def devices_of(home: Home) -> tuple[Device, ...]:
-    """Return what this machine offers.
-
-    Raises:
-        ServerProblem: nobody can say.
-    """
+    """Return what this machine offers; ServerProblem when that is not known."""
     offer = NodePresence(home).offer(())
     if offer.problem:
         raise ServerProblem(f"this machine can run nothing: {offer.problem}", hint="sgpu doctor")
@@ -194,17 +178,10 @@ def prepared(
     *,
     head: str = "",
 ) -> KeeperPlan:
-    """Write the files of a machine; return what is to be kept there.
+    """Write the files of a machine; return what is to be kept there. Raises OSError.
 
-    Args:
-        node: what it gives.
-        files: where they are.
-        token: of the cluster.
-        environ: of whoever starts it.
-        head: address of the cluster's head; "" for the head itself.
-
-    Raises:
-        OSError: a file could not be written.
+    `token` is the cluster's, `environ` that of the starter; `head` is the address of the cluster's head, "" for the head
+    itself.
     """
     _write_changed(files.token, token)
     if files.profile is not None:

@@ -137,15 +137,10 @@ def deaths(raw: Iterable[Mapping[str, object]]) -> dict[str, str]:
 
 
 def looked(known: Mapping[str, KnownNode], table: Sequence[Mapping[str, object]], now_ns: int) -> dict[str, KnownNode]:
-    """Return what is known of each node, by name, after a look at Ray's table.
+    """Return what is known of each node, by name, after a look at Ray's table (`ray.nodes()`) at boottime `now_ns`.
 
     Only what the table says dead is lost, or what it has not had for `MISSING_NS`. A node of which there are two rows
     alive is the one that is new: Ray was started there again, and has not noticed yet that the other one is gone.
-
-    Args:
-        known: before.
-        table: of `ray.nodes()`.
-        now_ns: boottime.
     """
     dead = deaths(table)
     alive: dict[str, NodeRow] = {}
@@ -157,12 +152,7 @@ def looked(known: Mapping[str, KnownNode], table: Sequence[Mapping[str, object]]
 
 
 def with_problems(known: Mapping[str, KnownNode], problems: Mapping[str, str]) -> dict[str, KnownNode]:
-    """Return the nodes, of which those are lost, too, on which no agent can be had.
-
-    Args:
-        known: by name.
-        problems: why not, by name.
-    """
+    """Return the nodes, of which those are lost, too, on which no agent can be had: `problems`, by name."""
     return {
         name: msgspec.structs.replace(one, lost=problems[name]) if name in problems and not one.lost else one
         for name, one in known.items()
@@ -172,9 +162,7 @@ def with_problems(known: Mapping[str, KnownNode], problems: Mapping[str, str]) -
 def changes(told: Mapping[str, str], known: Mapping[str, KnownNode]) -> list[NodeUp | NodeLost]:
     """Return what is news; a node that was never up is not lost.
 
-    Args:
-        told: why each node was last said to be lost, "" where it was said to be up.
-        known: the nodes, by name.
+    `told` says why each node was last said to be lost, "" where it was said to be up.
     """
     events: list[NodeUp | NodeLost] = []
     for name, one in known.items():
@@ -254,11 +242,8 @@ def refused(
 ) -> Waiting | Impossible:
     """Return what a gang waits for that Ray did not reserve, or why it never will.
 
-    Args:
-        gang: what was asked for.
-        said: how its placement group was when it was given up.
-        known: the nodes, as looked at afterwards.
-        free: what Ray has free, by its identifiers of nodes.
+    `said` is how its placement group was when it was given up, `known` the nodes as looked at afterwards, `free` what Ray
+    has free, by its identifiers of nodes.
     """
     if (first := refusal(gang, known)) is not None:
         return first

@@ -64,29 +64,17 @@ class ClusterAddress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MachineShare(msgspec.Struct, frozen=True, kw_only=True):
-    """What one machine gives to the cluster.
+    """What one machine gives to the cluster."""
 
-    Attributes:
-        name: of the node, as the server knows it.
-        address: at which the other machines reach it.
-        port: the first of its ports.
-        directory: of Ray's files, with a short path.
-        token_file: path of the file with the cluster's token.
-        node_file: path of the machine's file; "" for a machine that is no node: the head of a server without one.
-        gpus: UUIDs.
-        types: of its devices, one for each: GPUs first, then CPU slots.
-        client: whether this Ray can serve ``ray://``: then it does, and wants a port for it.
-    """
-
-    name: str
-    address: str
-    port: int = PORT
-    directory: str
+    name: str  # of the node, as the server knows it
+    address: str  # at which the other machines reach it
+    port: int = PORT  # the first of its ports
+    directory: str  # of Ray's files, with a short path
     token_file: str
-    node_file: str = ""
-    gpus: tuple[str, ...] = ()
-    types: tuple[str, ...] = ()
-    client: bool = False
+    node_file: str = ""  # "" for a machine that is no node: the head of a server without one
+    gpus: tuple[str, ...] = ()  # UUIDs
+    types: tuple[str, ...] = ()  # of its devices, one for each: GPUs first, then CPU slots
+    client: bool = False  # whether this Ray can serve ``ray://``: then it does, and wants a port for it
 
 
 class MachinePorts(NamedTuple):
@@ -106,11 +94,7 @@ class MachinePorts(NamedTuple):
 
 
 def ports(base: int) -> MachinePorts:
-    """Return the ports that follow from the first.
-
-    Raises:
-        InvalidValue: there is no room for them.
-    """
+    """Return the ports that follow from the first; InvalidValue when there is no room for them."""
     if not PORT_MIN <= base <= PORT_MAX:
         raise InvalidValue(
             f"Ray's ports cannot begin with {base}", hint=f"the first of {PORTS} in a row: {PORT_MIN} to {PORT_MAX}"
@@ -124,11 +108,7 @@ def port_range(base: int) -> str:
 
 
 def check_node_address(text: str) -> str:
-    """Return the address of a machine as Ray can have it.
-
-    Raises:
-        InvalidValue: it is none, or one that no other machine reaches.
-    """
+    """Return the address of a machine as Ray can have it; InvalidValue for none, or one that no other machine reaches."""
     try:
         address = ipaddress.ip_address(text)
     except ValueError:
@@ -151,11 +131,7 @@ def joined(host: str, port: int) -> str:
 
 
 def check_token(text: str) -> str:
-    """Return a token of a Ray cluster.
-
-    Raises:
-        InvalidValue: Ray would not take it.
-    """
+    """Return a token of a Ray cluster; InvalidValue when Ray would not take it."""
     token = text.strip()
     if not token or not token.isascii() or any(letter.isspace() or not letter.isprintable() for letter in token):
         raise InvalidValue("that is not a token of Ray's", hint="one word, such as 64 characters of 0-9 and a-f")
@@ -190,11 +166,7 @@ def environment(node: MachineShare, clean: Mapping[str, str]) -> dict[str, str]:
 
 
 def head_command(python: str, node: MachineShare) -> list[str]:
-    """Return what starts the head.
-
-    Raises:
-        InvalidValue: an address or a port cannot be.
-    """
+    """Return the command that starts the head; InvalidValue when an address or a port cannot be."""
     all_ports = ports(node.port)
     return [
         *_start(python),
@@ -210,11 +182,7 @@ def head_command(python: str, node: MachineShare) -> list[str]:
 
 
 def join_command(python: str, node: MachineShare, address: str) -> list[str]:
-    """Return what starts Ray on a machine that joins.
-
-    Raises:
-        InvalidValue: an address or a port cannot be.
-    """
+    """Return the command that starts Ray on a machine that joins; InvalidValue when an address or a port cannot be."""
     return [*_start(python), f"--address={address}", *_common(node, ports(node.port))]
 
 

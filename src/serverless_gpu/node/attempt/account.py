@@ -22,6 +22,7 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -35,8 +36,10 @@ from serverless_gpu.model.lifecycle.attempt import MEANINGS, Attempt, Fact, Fact
 from serverless_gpu.model.lifecycle.attempt_lifecycle import ASKED
 from serverless_gpu.model.receipt import Bill, DeviceUse, Receipt, Segments
 from serverless_gpu.node.base.protocol import Launch, Stopped
-from serverless_gpu.node.devices.gpu_gate import Verdict
 from serverless_gpu.node.inside import linux
+
+if TYPE_CHECKING:  # of its many readers few have devices
+    from serverless_gpu.node.devices.gpu_gate import Verdict
 
 ALIVE_S = 60.0
 """Between two signs of life among the facts, where nothing else happens."""

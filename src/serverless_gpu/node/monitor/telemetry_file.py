@@ -1,6 +1,6 @@
 """The file of samples of one attempt on one node: appended to, ever more rarely, and never waited for.
 
-    sample, 1 s ─▶ TelemetryFile ─ mean of the interval ─▶ logs/<node rank>.telemetry ─▶ delivery, Run.metrics(), the server
+    sample, 1 s ─▶ TelemetryFile ─ mean of the interval ─▶ logs/<node rank>.telemetry ─▶ delivery, Run.metrics(), server
 
 Failure cases: the disk is full or the directory gone: the row is lost and counted, the next one is tried; the writer
 was killed in the middle of a line: the next writer ends it, and readers leave it out; the wall clock was set back: a

@@ -12,14 +12,12 @@ What can go wrong:
 
 - The database is away, or too busy: `ServerUnavailable`; nothing was written, or, where the connection broke while
   committing, everything was. Callers repeat their request, and requests may be repeated.
-- The disk is full: what is kept back is given back, and the work done again (`disk_reserve`); if there is nothing any more,
-  `ServerStorageFull`, and reading goes on.
+- The disk is full: what is kept back is given back, and the work done again (`disk_reserve`); if there is nothing any
+  more, `ServerStorageFull`, and reading goes on.
 - A value does not fit: `InvalidValue`, the last resort behind the checks of each body.
 - Its file is damaged, or none: `ServerProblem`; a backup is what helps.
 - A work in a work would wait for itself: refused.
 - Another server uses the database, or the session that says so broke: nothing is written (`leader_lock`).
-
-Long lists of values for ``IN (…)``, portion by portion: a statement takes so many values, and its text no more.
 """
 
 from __future__ import annotations
@@ -61,6 +59,8 @@ WAIT_S = 10
 """How long a work waits for a connection of the pool, or for SQLite's lock when another process has it."""
 CONNECT_S = 5
 TRIES = 6
+AT_ONCE = 500
+"""How many values a portion of a long list for ``IN (…)`` has: a statement takes only so many."""
 TOLD_EVERY_NS = 5_000_000_000
 PROBE_NS = 10_000_000_000
 """A database that nobody has written to for so long is written to by whoever asks whether it is well."""
@@ -87,6 +87,11 @@ class Transactions(Protocol):
     def write(self, work: Callable[[sa.Connection], T]) -> T:
         """Return what `work` returns once its changes are durable; called in a thread. `work` may run twice."""
         ...
+
+
+def portions(values: Sequence[T], size: int = AT_ONCE) -> Iterator[Sequence[T]]:
+    """Yield values in their order, so many at a time, for ``IN (…)``."""
+    return (values[start : start + size] for start in range(0, len(values), size))
 
 
 class Database:
@@ -520,11 +525,3 @@ def _problem(error: sa.exc.DBAPIError, said: str) -> ServerlessGpuError | None:
     if isinstance(error, sa.exc.OperationalError | sa.exc.InterfaceError) or error.connection_invalidated:
         return ServerUnavailable("the database does not answer", hint="ask again later; the server's log says more")
     return None
-
-
-AT_ONCE = 500
-
-
-def portions(values: Sequence[T], size: int = AT_ONCE) -> Iterator[Sequence[T]]:
-    """Yield values in their order, so many at a time."""
-    return (values[start : start + size] for start in range(0, len(values), size))

@@ -12,8 +12,8 @@ the declared type.
 other way round, keeps the server from starting. There are no WebSockets and no mounts; both are refused here.
 
 The middleware finds the route by the table that the application is made of, and leaves it, with the caller, in the
-request's scope; a route serves nothing that was not let in for exactly itself. So two parsers that disagree about a path end in
-a refusal, not in a hole.
+request's scope; a route serves nothing that was not let in for exactly itself. So two parsers that disagree about a
+path end in a refusal, not in a hole.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@
                   └─ logs made durable, if the attempt has ended; then the node may forget its own
 
 `AuthMiddleware` has checked the crew's own token, which says which one it is. A report is applied whole or not at all,
-and may come twice: logs by their offsets, facts and files by their names, states because nothing goes backwards, an ending
-because it is the same one.
+and may come twice: logs by their offsets, facts and files by their names, states because nothing goes backwards, an
+ending because it is the same one.
 
 What can go wrong:
 
