@@ -38,8 +38,8 @@ from serverless_gpu.node.uplink.server import UplinkProfile, write_profile
 class LocalEngine(Engine):
     """This machine as an engine.
 
-    `home` is that of the agent that runs the gangs; `directory` holds this engine's files, and is made if needed; `environ`
-    are variables that say what the node offers.
+    `home` is that of the agent that runs the gangs; `directory` holds this engine's files, and is made if needed;
+    `environ` are variables that say what the node offers.
     """
 
     def __init__(self, home: Home, directory: Path, *, profile: UplinkProfile, environ: Mapping[str, str]) -> None:

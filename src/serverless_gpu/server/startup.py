@@ -96,6 +96,17 @@ _FINAL = ("authentication failed", "does not exist", "no password supplied", "pg
 """What PostgreSQL and its client library say where another try would get the same answer."""
 
 
+LOOP_S = 10.0
+"""How long the loops may take to finish their ticks when the server stops."""
+RAY_S = 20.0
+"""How long a start waits for Ray to say what it has."""
+SLOW_S = 6 * 3600.0
+"""How long a tick may take that goes through everything in a bucket, before it counts as stuck."""
+_NAMED_MAX = 5
+_PUT_BACK = "put back the file `key` that belongs to this database"
+_log = logging.getLogger(__name__)
+
+
 def take_when_started(database: Database, *, clock: Clock, announce: Callable[[str], None]) -> None:
     """Make this server the only one of its database, once the database answers.
 
@@ -125,17 +136,6 @@ def take_when_started(database: Database, *, clock: Clock, announce: Callable[[s
 def is_temporary(message: str) -> bool:
     """Return whether a database that cannot be used may only be starting."""
     return not any(words in message for words in _FINAL)
-
-
-LOOP_S = 10.0
-"""How long the loops may take to finish their ticks when the server stops."""
-RAY_S = 20.0
-"""How long a start waits for Ray to say what it has."""
-SLOW_S = 6 * 3600.0
-"""How long a tick may take that goes through everything in a bucket, before it counts as stuck."""
-_NAMED_MAX = 5
-_PUT_BACK = "put back the file `key` that belongs to this database"
-_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,8 @@ import pytest
 
 from serverless_gpu.client.remote.profile import ServerProfile, find_profile, write_profile
 from serverless_gpu.client.remote.server import close_all
-from serverless_gpu.node.attempt.server_attempt import FILE, read_remote
+from serverless_gpu.node.attempt.history import REMOTE_FILE
+from serverless_gpu.node.attempt.server_attempt import read_remote
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink.control import stop_all
 from serverless_gpu.testing import stop_agent
@@ -100,7 +101,7 @@ def _variables(home: Path) -> Iterator[None]:
 
 def unsettled(home: Path) -> list[Path]:
     """Return the attempts of which a server has still to hear something: its uplink writes there, then."""
-    known = [(path.parent, read_remote(path.parent)) for path in home.glob(f"runs/*/*/{FILE}")]
+    known = [(path.parent, read_remote(path.parent)) for path in home.glob(f"runs/*/*/{REMOTE_FILE}")]
     return [directory for directory, remote in known if remote is not None and remote.standing == "open"]
 
 

@@ -20,7 +20,7 @@ from serverless_gpu.cli.server_connection import connect, connect_briefly, patie
 from serverless_gpu.client.remote.profile import find_profile, is_configured
 from serverless_gpu.errors import InvalidValue, NotFound, ServerlessGpuError, ServerUnavailable
 from serverless_gpu.lazy_import import load
-from serverless_gpu.node.attempt.history import SERVED, run_ids
+from serverless_gpu.node.attempt.history import REMOTE_FILE, run_ids
 from serverless_gpu.node.base.home import Home, find_durable_home, find_home
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Located(NamedTuple):
 
 def own_runs(home: Home) -> list[str]:
     """Return the runs that have to do with no server, newest first."""
-    return [run_id for run_id in run_ids(home.runs) if not any((home.runs / run_id).glob(f"*/{SERVED}"))]
+    return [run_id for run_id in run_ids(home.runs) if not any((home.runs / run_id).glob(f"*/{REMOTE_FILE}"))]
 
 
 def server_runs(home: Home, *, limit: int, state: str = "") -> tuple[RunView, ...]:

@@ -74,8 +74,8 @@ def prepare(wish: JoinOptions, home: Home, environ: Mapping[str, str]) -> JoinPl
     """Look at everything, ask the server, and write this machine's files.
 
     Raises ServerProblem (no Ray here, or not the pool's; a port is taken; the head does not answer), ServerUnavailable,
-    NotAuthenticated (the token of the join file is not good), NotAllowed (the server lets in no machine, or not under this
-    name), InvalidValue (an address cannot be) or StorageError.
+    NotAuthenticated (the token of the join file is not good), NotAllowed (the server lets in no machine, or not under
+    this name), InvalidValue (an address cannot be) or StorageError.
     """
     ray_machine.check_ray()
     host, port = parse_host(wish.host)

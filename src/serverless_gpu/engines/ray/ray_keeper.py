@@ -81,8 +81,8 @@ class KeeperPlan(msgspec.Struct, frozen=True, kw_only=True):
 class RayKeeper:
     """Ray on this machine.
 
-    `say` is given a sentence whenever something changes, `started` called whenever Ray has started. `needed` is asked every
-    few seconds, and returns "" or why Ray is not needed any more.
+    `say` is given a sentence whenever something changes, `started` called whenever Ray has started. `needed` is asked
+    every few seconds, and returns "" or why Ray is not needed any more.
     """
 
     def __init__(
@@ -101,7 +101,8 @@ class RayKeeper:
     def keep(self, stop: int) -> None:
         """Keep Ray until told to stop, or until it is no longer needed.
 
-        `stop` is a descriptor that can be read when it is to stop. Raises StorageError when the directory cannot be used.
+        `stop` is a descriptor that can be read when it is to stop. Raises StorageError when the directory cannot be
+        used.
         """
         end_processes(self._plan.directory)
         try:
@@ -372,8 +373,8 @@ class RunningKeeper(NamedTuple):
 def ensure(directory: Path, plan: KeeperPlan, owner: Path, environ: Mapping[str, str]) -> bool:
     """Have a keeper of a plan running, with its files in `directory`; return whether one was started.
 
-    A process that holds the lock `owner` needs Ray. Raises AgentUnavailable when the keeper cannot be started, or another
-    one not ended.
+    A process that holds the lock `owner` needs Ray. Raises AgentUnavailable when the keeper cannot be started, or
+    another one not ended.
     """
     found = running(directory)
     digest = digest_of(plan)

@@ -180,8 +180,8 @@ def prepared(
 ) -> KeeperPlan:
     """Write the files of a machine; return what is to be kept there. Raises OSError.
 
-    `token` is the cluster's, `environ` that of the starter; `head` is the address of the cluster's head, "" for the head
-    itself.
+    `token` is the cluster's, `environ` that of the starter; `head` is the address of the cluster's head, "" for the
+    head itself.
     """
     _write_changed(files.token, token)
     if files.profile is not None:

@@ -242,8 +242,8 @@ def refused(
 ) -> Waiting | Impossible:
     """Return what a gang waits for that Ray did not reserve, or why it never will.
 
-    `said` is how its placement group was when it was given up, `known` the nodes as looked at afterwards, `free` what Ray
-    has free, by its identifiers of nodes.
+    `said` is how its placement group was when it was given up, `known` the nodes as looked at afterwards, `free` what
+    Ray has free, by its identifiers of nodes.
     """
     if (first := refusal(gang, known)) is not None:
         return first

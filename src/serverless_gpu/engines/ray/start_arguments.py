@@ -108,7 +108,7 @@ def port_range(base: int) -> str:
 
 
 def check_node_address(text: str) -> str:
-    """Return the address of a machine as Ray can have it; InvalidValue for none, or one that no other machine reaches."""
+    """Return the address of a machine as Ray can have it; InvalidValue when no other machine reaches it."""
     try:
         address = ipaddress.ip_address(text)
     except ValueError:

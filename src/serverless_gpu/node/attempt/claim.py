@@ -21,8 +21,7 @@ import select
 from pathlib import Path
 
 from serverless_gpu.model.lifecycle.attempt import SUPERVISOR_GONE, Attempt, Fact, FactKind
-from serverless_gpu.node.attempt.history import first_facts, read_ending
-from serverless_gpu.node.attempt.server_attempt import FILE as REMOTE
+from serverless_gpu.node.attempt.history import REMOTE_FILE, first_facts, read_ending
 from serverless_gpu.node.base.protocol import Launch
 from serverless_gpu.node.base.requirements import REFUSED, lock_error
 
@@ -61,7 +60,7 @@ def take_attempt(directory: Path) -> str:
     stopped = directory / "stopped.json"
     if stopped.exists():
         ending = read_ending(directory)  # replaced only where a supervisor was lost, and no server gave the attempt
-        if ending is None or ending.reason not in SUPERVISOR_GONE or (directory / REMOTE).exists():
+        if ending is None or ending.reason not in SUPERVISOR_GONE or (directory / REMOTE_FILE).exists():
             return f"the attempt in {directory} has ended"
     if has_begun(first_facts(directory)):
         return f"the attempt in {directory} has begun before"

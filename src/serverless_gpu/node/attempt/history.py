@@ -33,7 +33,7 @@ from serverless_gpu.node.base.stop_message import Stopped
 NOT_STARTED = "NOT_STARTED"
 UNREADABLE = "UNREADABLE"
 FUNCTION = "function"
-SERVED = "remote.json"
+REMOTE_FILE = "remote.json"
 """The file that marks an attempt as one that a server gave to this node (`server_attempt.py`)."""
 
 _FILE_BYTES_MAX = 8 << 20

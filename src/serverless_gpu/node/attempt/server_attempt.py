@@ -24,9 +24,8 @@ from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.billing.pricing import UNPRICED, Tariff
 from serverless_gpu.model.calendars import DAY_NS
 from serverless_gpu.node.attempt.account import write_text
-from serverless_gpu.node.attempt.history import SERVED, touched_ns
+from serverless_gpu.node.attempt.history import REMOTE_FILE, touched_ns
 
-FILE = SERVED
 UNSENT_DAYS_MAX = 30
 _BYTES_MAX = 1 << 20
 _NO_TOKEN = "lost"
@@ -60,7 +59,7 @@ class ServerAttempt(msgspec.Struct, frozen=True, kw_only=True):
 def read_remote(directory: Path) -> ServerAttempt | None:
     """Return what an attempt's directory says about its server; None for an attempt of this node's own."""
     try:
-        with (directory / FILE).open("rb") as file:
+        with (directory / REMOTE_FILE).open("rb") as file:
             return from_json(file.read(_BYTES_MAX), ServerAttempt)
     except (OSError, msgspec.MsgspecError):
         return None
@@ -69,7 +68,7 @@ def read_remote(directory: Path) -> ServerAttempt | None:
 def has_remote(directory: Path) -> bool:
     """Return whether a server gave the attempt in a directory to this node; raises OSError if unknown now."""
     try:
-        (directory / FILE).stat()
+        (directory / REMOTE_FILE).stat()
     except (FileNotFoundError, NotADirectoryError):
         return False
     return True
@@ -77,12 +76,12 @@ def has_remote(directory: Path) -> bool:
 
 def write_remote(directory: Path, remote: ServerAttempt) -> None:
     """Write `remote.json`; raises OSError."""
-    write_text(directory / FILE, msgspec.json.encode(remote).decode())
+    write_text(directory / REMOTE_FILE, msgspec.json.encode(remote).decode())
 
 
 def open_attempts(runs: Path, profile: str) -> Iterator[tuple[Path, ServerAttempt]]:
     """Yield the attempts that one server has not heard all about, with their directories."""
-    for path in sorted(runs.glob(f"*/*/{FILE}")):
+    for path in sorted(runs.glob(f"*/*/{REMOTE_FILE}")):
         remote = read_remote(path.parent) or _recovered(path, profile)
         if remote is not None and remote.profile == profile and remote.standing == "open":
             yield path.parent, remote
@@ -115,7 +114,7 @@ def _recovered(path: Path, profile: str) -> ServerAttempt | None:
 def is_unsent(run: Path, now_ns: int) -> bool:
     """Return whether a server still lacks something of a run; False after a month."""
     with contextlib.suppress(OSError):
-        for path in run.glob(f"*/{FILE}"):
+        for path in run.glob(f"*/{REMOTE_FILE}"):
             remote = read_remote(path.parent)
             if remote is not None and remote.standing == "open":
                 return now_ns - touched_ns(path.parent) < UNSENT_DAYS_MAX * DAY_NS

@@ -36,6 +36,16 @@ from serverless_gpu.ambient import Clock, SystemClock
 T = TypeVar("T")
 
 
+BOUND_S = 2.0
+STORE_BOUND_S = 5.0
+STORE_FRESH_S = 10.0
+"""How long the store is believed: each look is three requests to a bucket."""
+RETRY_AFTER_S = 5
+_log = logging.getLogger(__name__)
+Check = Callable[[], str]
+"""Returns what is wrong, in words that name no one, or ""."""
+
+
 class Unwell(Exception):
     """What was asked has a problem: in words that follow its name and name no one; the cause is for the log."""
 
@@ -127,17 +137,6 @@ class Probe(Generic[T]):
             is_good = value is not None and self._is_good(value)
             self._last, self._last_ns = (answer, now_ns) if is_good else (None, 0)
         asking.set_result(answer)
-
-
-BOUND_S = 2.0
-STORE_BOUND_S = 5.0
-STORE_FRESH_S = 10.0
-"""How long the store is believed: each look is three requests to a bucket."""
-RETRY_AFTER_S = 5
-_log = logging.getLogger(__name__)
-
-Check = Callable[[], str]
-"""Returns what is wrong, in words that name no one, or ""."""
 
 
 class PartHealth(msgspec.Struct, frozen=True, kw_only=True):

@@ -46,6 +46,12 @@ _ATTEMPT = re.compile(
 _UNNAMED = re.compile(r"\.(key|key\.next|rotation\.json|token|node\.token|join\.token|[^/]+\.mark)\.[0-9a-f]{16}")
 
 
+_FORM = b"\x01"
+_KEY_BYTES = 8
+_NONCE_BYTES = 12
+_HEAD_BYTES = len(_FORM) + _KEY_BYTES + _NONCE_BYTES
+
+
 class Keys:
     """What is derived from the server's key."""
 
@@ -124,12 +130,6 @@ def remove_unnamed(directory: Path) -> None:
 
 def _derived(key: bytes, purpose: str) -> bytes:
     return hmac.digest(key, f"serverless-gpu {purpose} 1".encode(), "sha256")
-
-
-_FORM = b"\x01"
-_KEY_BYTES = 8
-_NONCE_BYTES = 12
-_HEAD_BYTES = len(_FORM) + _KEY_BYTES + _NONCE_BYTES
 
 
 class Sealer:

@@ -56,6 +56,26 @@ VALUE_CHARACTERS_MAX = 200
 _fields: ContextVar[dict[str, object] | None] = ContextVar("sgpu_log_fields", default=None)
 
 
+BYTES_MAX = 16 << 20
+KEPT = 3
+LOGGERS = ("serverless_gpu", "uvicorn.error", "asyncio")
+ACCESS = "serverless_gpu.server.http.access_log"
+"""The logger of lines about requests."""
+QUEUE_MAX = 10_000
+CLOSING_S = 5.0
+"""How long the end waits for what was not written yet."""
+MESSAGE_CHARACTERS_MAX = 8_000
+TRACEBACK_CHARACTERS_MAX = 32_000
+SECRET_CHARACTERS_MIN = 6
+"""A shorter secret is not looked for: it would be found in every other word."""
+_TOKEN = re.compile(r"\b(sgp[ua]_)[A-Za-z0-9_\-]{8,}")
+_PASSWORD = re.compile(r"(://[^/\s:@]*):[^/\s@]+@")
+_BEARER = re.compile(r"(?i)\b(bearer) +[A-Za-z0-9._~+/=-]{8,}")
+_ROW = re.compile(r"Failing row contains \(.*")
+"""PostgreSQL shows the row that it refused, whatever is in it."""
+_OURS = "serverless_gpu."
+
+
 @contextlib.contextmanager
 def bound(**fields: object) -> Iterator[None]:
     """Have lines say this, too, until the block ends."""
@@ -87,26 +107,6 @@ def _checked(fields: Mapping[str, object]) -> dict[str, object]:
 
 def _short_value(value: object) -> object:
     return value if isinstance(value, int | float) else str(value)[:VALUE_CHARACTERS_MAX]
-
-
-BYTES_MAX = 16 << 20
-KEPT = 3
-LOGGERS = ("serverless_gpu", "uvicorn.error", "asyncio")
-ACCESS = "serverless_gpu.server.http.access_log"
-"""The logger of lines about requests."""
-QUEUE_MAX = 10_000
-CLOSING_S = 5.0
-"""How long the end waits for what was not written yet."""
-MESSAGE_CHARACTERS_MAX = 8_000
-TRACEBACK_CHARACTERS_MAX = 32_000
-SECRET_CHARACTERS_MIN = 6
-"""A shorter secret is not looked for: it would be found in every other word."""
-_TOKEN = re.compile(r"\b(sgp[ua]_)[A-Za-z0-9_\-]{8,}")
-_PASSWORD = re.compile(r"(://[^/\s:@]*):[^/\s@]+@")
-_BEARER = re.compile(r"(?i)\b(bearer) +[A-Za-z0-9._~+/=-]{8,}")
-_ROW = re.compile(r"Failing row contains \(.*")
-"""PostgreSQL shows the row that it refused, whatever is in it."""
-_OURS = "serverless_gpu."
 
 
 class Redacted(logging.Formatter):

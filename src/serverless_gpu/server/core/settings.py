@@ -47,6 +47,35 @@ from serverless_gpu.units import parse_duration_s
 from serverless_gpu.wire.access import OnDisabled
 
 
+PORT = 7878
+PARTITION_GRACE_MIN_S = 60.0
+DAY_S = 86_400.0
+RETENTION_MIN_S = 3_600.0
+"""Nobody who still asks for a run that ended is told that there was none."""
+RETENTION_MAX_S = 3_650 * DAY_S
+STOP_WITHIN_MAX_S = 600.0
+VARIABLES = "SGPU_"
+"""What names of variables begin with; the rest is the setting's name in capital letters."""
+# Said to ranks, by callers, and by tests and benchmarks.
+_NO_SETTINGS = (
+    *("SGPU_RUN_ID", "SGPU_FENCE", "SGPU_GPU_UUIDS", "SGPU_STOP_FILE", "SGPU_STOP_REASON"),
+    *("SGPU_CHECKPOINT_DIR", "SGPU_RESUME_DIR", "SGPU_RESUME_FENCE", "SGPU_SECRETS_DIR", "SGPU_FAULT"),
+    "SGPU_POOL",
+    "SGPU_POLICY",
+    f"{VARIABLES}BENCH_",
+)
+CURRENCY = "USD"
+_FILE = "server.toml"
+_QUEUE = "queue"
+_NEVER = "never"
+_USUAL = QueuePolicy()
+_DEFAULT = "default"
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+# What an address may carry that is nobody's business.
+_SECRET = re.compile(r"(?<=://)([^/@:]*):[^/@]*@|\b(\w*(?:password|secret|token|sig)\w*)=[^&\s]+", re.IGNORECASE)
+
+
 class RaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """How Ray makes one pool.
 
@@ -102,35 +131,6 @@ def _check_ray_setting(name: str, check: Callable[[], object]) -> None:
         check()
     except InvalidValue as error:
         raise Wrong(name, f"{name}: {error.message}", error.hint) from None
-
-
-PORT = 7878
-PARTITION_GRACE_MIN_S = 60.0
-DAY_S = 86_400.0
-RETENTION_MIN_S = 3_600.0
-"""Nobody who still asks for a run that ended is told that there was none."""
-RETENTION_MAX_S = 3_650 * DAY_S
-STOP_WITHIN_MAX_S = 600.0
-VARIABLES = "SGPU_"
-"""What names of variables begin with; the rest is the setting's name in capital letters."""
-# Said to ranks, by callers, and by tests and benchmarks.
-_NO_SETTINGS = (
-    *("SGPU_RUN_ID", "SGPU_FENCE", "SGPU_GPU_UUIDS", "SGPU_STOP_FILE", "SGPU_STOP_REASON"),
-    *("SGPU_CHECKPOINT_DIR", "SGPU_RESUME_DIR", "SGPU_RESUME_FENCE", "SGPU_SECRETS_DIR", "SGPU_FAULT"),
-    "SGPU_POOL",
-    "SGPU_POLICY",
-    f"{VARIABLES}BENCH_",
-)
-CURRENCY = "USD"
-_FILE = "server.toml"
-_QUEUE = "queue"
-_NEVER = "never"
-_USUAL = QueuePolicy()
-_DEFAULT = "default"
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
-_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
-# What an address may carry that is nobody's business.
-_SECRET = re.compile(r"(?<=://)([^/@:]*):[^/@]*@|\b(\w*(?:password|secret|token|sig)\w*)=[^&\s]+", re.IGNORECASE)
 
 
 def _typed(seconds: float) -> str:

@@ -77,6 +77,11 @@ _READ_ONLY = frozenset({"25006", "58030"})  # PostgreSQL: a transaction that may
 UNWRITABLE = "the database cannot be written: its disk is read-only, or fails"
 
 
+_KINDS = "write sqlite:///path/to/server.db or postgresql://user:password@host/name"
+# A machine that is gone sends no farewell: half a minute of silence, and the connection counts as broken.
+_KEEPALIVE = {"keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 4, "tcp_user_timeout": 30_000}
+
+
 class Transactions(Protocol):
     """Reads and writes of the database; `Database` implements it."""
 
@@ -414,9 +419,6 @@ def _parse(url: str) -> sa.URL:
     return parsed
 
 
-_KINDS = "write sqlite:///path/to/server.db or postgresql://user:password@host/name"
-
-
 def _make_private(path: Path) -> None:
     """Make the file before SQLite does: it may be read by its owner only, and SQLite's other files take on its mode."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -495,10 +497,6 @@ def _postgres_alone(url: sa.URL, name: str) -> sa.Engine:
 
 def _how_to_connect(name: str) -> dict[str, Any]:
     return {"application_name": name, "connect_timeout": CONNECT_S, **_KEEPALIVE}
-
-
-# A machine that is gone sends no farewell: half a minute of silence, and the connection counts as broken.
-_KEEPALIVE = {"keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 4, "tcp_user_timeout": 30_000}
 
 
 def _is_full(error: sa.exc.DBAPIError) -> bool:

@@ -61,6 +61,28 @@ _COUNT = (
 )
 
 
+LOOK_S = 1.0
+TTL_S = 30.0
+"""A server that has not looked for so long may be replaced."""
+WAIT_S = 5
+"""How long a server that starts waits for one that is just ending."""
+REFUSED_S = 60.0
+STALE_S = 5.0
+"""A server that has not looked for so long looks before it answers anyone from its memory."""
+APPLICATION = "serverless-gpu"
+_KEY = migrations.LOCK + 1
+_TAKEN = "55P03"  # lock_not_available
+_NOT_MINE = "42501"  # insufficient_privilege
+_ENDED_S = 10.0
+_PAUSE_S = 0.05
+_END = sa.text(
+    "SELECT pid, pg_terminate_backend(pid) FROM pg_stat_activity"
+    " WHERE datname = current_database() AND pid <> pg_backend_pid()"
+    " AND application_name LIKE :all AND application_name <> :mine"
+)
+_log = logging.getLogger(__name__)
+
+
 class Superseded(Exception):
     """Another server has claimed the database since."""
 
@@ -142,28 +164,6 @@ def count_commit(driver: sqlite3.Connection, holder: str) -> int:
 def probe(connection: sa.Connection, *, now_ns: int) -> None:
     """Write a moment, to see whether the database can be written."""
     connection.execute(sa.update(server_identity).where(server_identity.c.name == ROW).values(probed_ns=now_ns))
-
-
-LOOK_S = 1.0
-TTL_S = 30.0
-"""A server that has not looked for so long may be replaced."""
-WAIT_S = 5
-"""How long a server that starts waits for one that is just ending."""
-REFUSED_S = 60.0
-STALE_S = 5.0
-"""A server that has not looked for so long looks before it answers anyone from its memory."""
-APPLICATION = "serverless-gpu"
-_KEY = migrations.LOCK + 1
-_TAKEN = "55P03"  # lock_not_available
-_NOT_MINE = "42501"  # insufficient_privilege
-_ENDED_S = 10.0
-_PAUSE_S = 0.05
-_END = sa.text(
-    "SELECT pid, pg_terminate_backend(pid) FROM pg_stat_activity"
-    " WHERE datname = current_database() AND pid <> pg_backend_pid()"
-    " AND application_name LIKE :all AND application_name <> :mine"
-)
-_log = logging.getLogger(__name__)
 
 
 class TakenOver(ServerProblem):

@@ -68,6 +68,10 @@ Reach = Callable[[Caller, Need], str]
 """Returns how far a caller may reach: "none", "own", "team" or "all"."""
 
 
+_log = logging.getLogger(__name__)
+_NOTED_MAX = 10_000
+
+
 class WrongMethod(InvalidValue):
     """This path does not take this method."""
 
@@ -297,10 +301,6 @@ def _name(host: str) -> str:
     """Return the name in a Host header, without its port."""
     name, colon, port = host.rpartition(":")
     return (name if colon and port.isdigit() else host).lower()
-
-
-_log = logging.getLogger(__name__)
-_NOTED_MAX = 10_000
 
 
 class Authenticator:

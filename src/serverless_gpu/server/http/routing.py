@@ -74,6 +74,25 @@ from serverless_gpu.wire.base import BODY_BYTES_MAX, PROTOCOL, Problem, Shortage
 RETRY_AFTER_S = 1
 
 
+T = TypeVar("T")
+_logger = logging.getLogger(__name__)
+CALL = "sgpu.call"
+"""Key of the ASGI scope under which `AuthMiddleware` leaves the `Call`."""
+ROUTE = "sgpu.route"
+"""And the route that was asked for, as soon as it is known who asks."""
+JSON = "application/json"
+BYTES = "application/octet-stream"
+LOOP_BYTES_MAX = 64 << 10
+"""A longer body of an async route is decoded in a thread: 64 KiB take the event loop less than a millisecond."""
+CHECKED_S = 10.0
+"""Whoever reads a stream is let in anew this often."""
+EVENTS = "text/event-stream"
+_PART_NAME = re.compile(r"{(\w+)(?::\w+)?}")
+_RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{0,18})", re.ASCII)
+Reader = Callable[[int, int], Iterator[bytes]]
+"""Yields so many bytes from one on; called, and read, in a thread."""
+
+
 def problem(error: ServerlessGpuError, *, close: bool = False) -> Response:
     """Return the answer for an error.
 
@@ -101,22 +120,6 @@ def problem(error: ServerlessGpuError, *, close: bool = False) -> Response:
 def _shortage(error: NoSuitableNode) -> ShortageView:
     choices = tuple(dict(choice) for choice in error.choices)
     return ShortageView(gpus=error.gpus, gpu_type=error.gpu_type, pool=error.pool, choices=choices)
-
-
-T = TypeVar("T")
-_logger = logging.getLogger(__name__)
-CALL = "sgpu.call"
-"""Key of the ASGI scope under which `AuthMiddleware` leaves the `Call`."""
-ROUTE = "sgpu.route"
-"""And the route that was asked for, as soon as it is known who asks."""
-JSON = "application/json"
-BYTES = "application/octet-stream"
-LOOP_BYTES_MAX = 64 << 10
-"""A longer body of an async route is decoded in a thread: 64 KiB take the event loop less than a millisecond."""
-CHECKED_S = 10.0
-"""Whoever reads a stream is let in anew this often."""
-EVENTS = "text/event-stream"
-_PART_NAME = re.compile(r"{(\w+)(?::\w+)?}")
 
 
 class Need(msgspec.Struct, frozen=True, kw_only=True):
@@ -452,12 +455,6 @@ def make_response(call: Call, answer: object) -> Response:
     if answer is None:
         return Response(status_code=204)
     return Response(msgspec.json.encode(answer), media_type=JSON)
-
-
-_RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{0,18})", re.ASCII)
-
-Reader = Callable[[int, int], Iterator[bytes]]
-"""Yields so many bytes from one on; called, and read, in a thread."""
 
 
 def part_of(read: Reader, size: int, asked: str) -> Response:

@@ -44,6 +44,12 @@ _OF_OTHERS = frozenset({Reason.PEER_FAILED, Reason.COLLECTIVE_HANG})
 """What every crew says of the same thing, which is no failure of its own."""
 
 
+T = TypeVar("T")
+Quiet = Callable[[StoredCrew], float | None]
+"""For how many seconds nothing was heard of a crew, where that is so long that it may be gone; else None."""
+NOTHING = CrewOutcome(stopped=None, receipt=None)
+
+
 class CrewEnding(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of the end of one crew.
 
@@ -117,12 +123,6 @@ def _failures(word: CrewEnding) -> Iterator[Failure]:
 def _tails(first: CrewEnding, others: Sequence[CrewEnding]) -> dict[int, str]:
     found = [item for word in (first, *others) if word.stopped is not None for item in word.stopped.tails.items()]
     return dict(found[:TAILS_MAX])
-
-
-T = TypeVar("T")
-Quiet = Callable[[StoredCrew], float | None]
-"""For how many seconds nothing was heard of a crew, where that is so long that it may be gone; else None."""
-NOTHING = CrewOutcome(stopped=None, receipt=None)
 
 
 class Early(msgspec.Struct, frozen=True, kw_only=True):

@@ -71,6 +71,16 @@ _log = logging.getLogger(__name__)
 _Work = tuple[StoredAttempt, tuple[TransitionResult, ...]]
 
 
+COME_S = 300.0
+"""How long a crew is waited for of which nothing is heard at all."""
+MEET_S = 120.0
+"""How long crews may take to try each other, once all have said where they can be tried."""
+TOTAL_S = 3_600.0
+"""How long crews are waited for that are heard of, and fetch their environment, say."""
+_ADDRESS = re.compile(r"[0-9A-Za-z:.%_-]{1,64}")
+_MICROSECONDS_MAX = 1 << 40
+
+
 def check_meeting(attempt: StoredAttempt, crew: StoredCrew, said: Report) -> None:
     """Refuse what no crew can have said."""
     _check_said(attempt.gang, crew.number, of=attempt.num_nodes, offer=said.offer, reach=said.reach)
@@ -356,16 +366,6 @@ def _was_heard(attempt: StoredAttempt, crew: StoredCrew) -> bool:
     said = crew.halt_json is not None or crew.returned or crew.began or bool(crew.sentence)
     is_starting = State.STARTING in (crew.state, crew.before)
     return said or not is_starting or crew.lease_ns != attempt.created_ns
-
-
-COME_S = 300.0
-"""How long a crew is waited for of which nothing is heard at all."""
-MEET_S = 120.0
-"""How long crews may take to try each other, once all have said where they can be tried."""
-TOTAL_S = 3_600.0
-"""How long crews are waited for that are heard of, and fetch their environment, say."""
-_ADDRESS = re.compile(r"[0-9A-Za-z:.%_-]{1,64}")
-_MICROSECONDS_MAX = 1 << 40
 
 
 class Gathered(msgspec.Struct, frozen=True, kw_only=True):

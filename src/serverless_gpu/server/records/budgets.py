@@ -19,6 +19,11 @@ FORGET_NS = 400 * 86_400 * 1_000_000_000
 _decode = msgspec.json.Decoder(Budget).decode
 
 
+NOTICES_KEPT = 10_000
+"""Notices beyond go, the oldest first, sent or not."""
+_decode_document = msgspec.json.Decoder(dict[str, object]).decode
+
+
 class StoredBudget(msgspec.Struct, frozen=True, kw_only=True):
     """A budget and its name."""
 
@@ -119,11 +124,6 @@ def forget_said(connection: sa.Connection, name: str) -> None:
 
 def _from_row(row: sa.Row[tuple[str, str, int]]) -> StoredBudget:
     return StoredBudget(name=row.name, budget=_decode(row.document_json), set_ns=row.set_ns)
-
-
-NOTICES_KEPT = 10_000
-"""Notices beyond go, the oldest first, sent or not."""
-_decode_document = msgspec.json.Decoder(dict[str, object]).decode
 
 
 class NoticeKind(StrEnum):

@@ -36,6 +36,12 @@ _decode_tags = msgspec.json.Decoder(dict[str, str]).decode
 _decode_member_of = msgspec.json.Decoder(tuple[str, ...]).decode
 
 
+_OF_LINE = LedgerLine.__struct_fields__
+_ACTIVE = [state.value for state in ACTIVE]
+_WHOSE = (crews.c.run_id, crews.c.fence, crews.c.crew)
+_UNCHARGED: sa.ColumnElement[bool] = sa.literal_column("crews.uncharged")
+
+
 class Account(msgspec.Struct, frozen=True, kw_only=True):
     """Who used something, and as what.
 
@@ -160,9 +166,6 @@ def _encoded_account(account: Account) -> bytes:
     if not account.member_of:
         del fields["member_of"]
     return _encode_sorted(fields)
-
-
-_OF_LINE = LedgerLine.__struct_fields__
 
 
 class Posted(msgspec.Struct, frozen=True, kw_only=True):
@@ -430,9 +433,6 @@ def posted_from_row(row: sa.Row[Any]) -> Posted:
     )
 
 
-_ACTIVE = [state.value for state in ACTIVE]
-_WHOSE = (crews.c.run_id, crews.c.fence, crews.c.crew)
-_UNCHARGED: sa.ColumnElement[bool] = sa.literal_column("crews.uncharged")
 # As the index has it, word for word: with "= 1" behind it SQLite does not use that.
 
 

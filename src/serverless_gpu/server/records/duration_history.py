@@ -31,6 +31,10 @@ _SUCCEEDED = runs.c.state == sa.literal_column("'SUCCEEDED'")
 _CURRENT = sa.and_(attempts.c.run_id == runs.c.id, attempts.c.fence == runs.c.fence)
 
 
+KEPT_S = 60.0
+KEPT_MAX = 10_000
+
+
 def used(connection: sa.Connection, *, now_ns: int, half_life_s: float) -> Used:
     """Return who has used how much, decayed until now, by attempts that have ended; what goes on is not in it."""
     part_ns = max(1, round(half_life_s * 1e9 / _PARTS))
@@ -94,10 +98,6 @@ def latest_of_name(connection: sa.Connection, owner: str, name: str, *, limit: i
     query = query.where(runs.c.owner == owner, runs.c.name == name, runs.c.state == State.SUCCEEDED.value)
     rows = connection.execute(query.order_by(runs.c.id.desc()).limit(limit))
     return whole(connection, [from_row(row) for row in rows])
-
-
-KEPT_S = 60.0
-KEPT_MAX = 10_000
 
 
 class LearnedDurations:

@@ -30,6 +30,12 @@ _rules_decoder = msgspec.json.Decoder(NodeRules)
 _NO_RULES = "{}"
 
 
+PENDING_MAX = 1_000
+"""Nodes that may wait for an administrator at a time."""
+UPGRADE = "upgrade"
+"""Who approved what was there before tokens were bound."""
+
+
 class StoredNode(msgspec.Struct, frozen=True, kw_only=True):
     """A node as it is written down.
 
@@ -202,12 +208,6 @@ def _hello(text: str) -> AgentHello:
 def by_id(found: Sequence[StoredNode]) -> dict[str, StoredNode]:
     """Return nodes by their identifiers."""
     return {node.id: node for node in found}
-
-
-PENDING_MAX = 1_000
-"""Nodes that may wait for an administrator at a time."""
-UPGRADE = "upgrade"
-"""Who approved what was there before tokens were bound."""
 
 
 class StoredBinding(msgspec.Struct, frozen=True, kw_only=True):

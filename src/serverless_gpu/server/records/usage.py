@@ -43,6 +43,16 @@ _OF_ACCOUNT = ("name", "owner", "team", "pool", "reserved", "gpu_type", "currenc
 _OF_CHARGE = ("run_id", "fence", "day", "start_ns", "end_ns", "gpus", "queued_ms", "gpu_ms", "billed_ms", "micros")
 
 
+ACCOUNTS_FEW = 20_000
+"""With more of them, sums by account and day are hardly fewer than charges, and those are read at once."""
+_PLAIN = ("queued_ms", *SEGMENTS, "gpu_ms", "billed_ms", "core_ms", "memory_mib_ms", "micros", "dbu_micros")
+SUMS = (*_PLAIN, "runs", "unpriced_ms", "provisional_ms")
+FOLDED = "charges"
+"""The row of `folded` that says how far sums by account and day go."""
+_SEEN = ("observed_ms", "busy_ms")
+Column = sa.ColumnElement[Any]
+
+
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One entry of the ledger, and who it is of."""
 
@@ -127,16 +137,6 @@ def _demand(row: sa.RowMapping) -> DemandRow:
         busy_ms=row["busy_ms"] or 0,
         peak_memory_bytes=row["peak_memory_bytes"],
     )
-
-
-ACCOUNTS_FEW = 20_000
-"""With more of them, sums by account and day are hardly fewer than charges, and those are read at once."""
-_PLAIN = ("queued_ms", *SEGMENTS, "gpu_ms", "billed_ms", "core_ms", "memory_mib_ms", "micros", "dbu_micros")
-SUMS = (*_PLAIN, "runs", "unpriced_ms", "provisional_ms")
-FOLDED = "charges"
-"""The row of `folded` that says how far sums by account and day go."""
-_SEEN = ("observed_ms", "busy_ms")
-Column = sa.ColumnElement[Any]
 
 
 class ReportRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -48,6 +48,9 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 _DELETE_AT_ONCE = 100
 
 
+routes = Routes("blobs")
+
+
 class Collected(msgspec.Struct, frozen=True, kw_only=True):
     """What a collection did: how many parts stay, may go next time, and are gone, with the bytes of those."""
 
@@ -206,9 +209,6 @@ def file_source(blobs: Blobs, file: StoredFile) -> Callable[[int, int], Iterator
         return lambda start, length: iter([inline[start : start + length]])
     blob = BlobReference(size=file.size, parts=file.parts)
     return lambda start, length: blobs.read(blob, start, length)
-
-
-routes = Routes("blobs")
 
 
 @routes.post("/blobs/missing", needs=writing("blobs", attempts=True))

@@ -72,6 +72,20 @@ WAIT_S = 10.0
 _KNOWN_MAX = 50_000
 
 
+PIECE_BYTES = COPIED_BYTES
+"""What is read of a store at once: nobody holds a whole object in memory to send it."""
+CHECKS_AT_ONCE = 2
+"""Documents that are decoded at the same time; a large one takes some hundred MB."""
+SEEN_S = 600
+"""How long the server takes for granted that a snapshot which was there still is."""
+REPAIRED_S = 600
+"""How long the server does not look again at a unit that `repair` found whole."""
+REPAIR_WAIT_S = 10.0
+_SEEN_MAX = 10_000
+_PACKAGES_MAX = 64
+_NOTHING = f"snapshots/{'0' * 64}"
+
+
 class ContentChecks:
     """Checks of units against the packs of one store; safe to use from several threads."""
 
@@ -131,20 +145,6 @@ class ContentChecks:
             yield
         finally:
             turns.release()
-
-
-PIECE_BYTES = COPIED_BYTES
-"""What is read of a store at once: nobody holds a whole object in memory to send it."""
-CHECKS_AT_ONCE = 2
-"""Documents that are decoded at the same time; a large one takes some hundred MB."""
-SEEN_S = 600
-"""How long the server takes for granted that a snapshot which was there still is."""
-REPAIRED_S = 600
-"""How long the server does not look again at a unit that `repair` found whole."""
-REPAIR_WAIT_S = 10.0
-_SEEN_MAX = 10_000
-_PACKAGES_MAX = 64
-_NOTHING = f"snapshots/{'0' * 64}"
 
 
 class EnvironmentStore:

@@ -41,6 +41,17 @@ from serverless_gpu.server.storage.logs import Logs
 from serverless_gpu.server.storage.upload_spool import UploadSpool
 
 
+STORE_S = 40.0
+"""How long one request waits for a bucket: less than whoever asks waits for the answer, so that they ask again."""
+LOOK_MAX = 2_000
+"""Runs that a start looks up, the newest ones: what a rollback loses is new."""
+_NAMED_MAX = 5
+_PLACES = ("logs", "gangs")
+_RUN = re.compile(r"([0-9a-hjkmnp-tv-z]{26})(:[0-9]+)?")
+Read = Callable[[Callable[[sa.Connection], Any]], Any]
+"""`Database.read`."""
+
+
 class MeasuredStore(Store):
     """A store whose calls are counted."""
 
@@ -85,10 +96,6 @@ class MeasuredStore(Store):
         except (EnvironmentProblem, StorageError, OSError):  # an object that is not there is an answer
             self._measures.store_errors.labels(self._name, operation).inc()
             raise
-
-
-STORE_S = 40.0
-"""How long one request waits for a bucket: less than whoever asks waits for the answer, so that they ask again."""
 
 
 class DiskLimits(NamedTuple):
@@ -149,15 +156,6 @@ def open_storage(
         ),
         spool=UploadSpool(directory / "incoming", kept_free_bytes=room.kept_free_bytes),
     )
-
-
-LOOK_MAX = 2_000
-"""Runs that a start looks up, the newest ones: what a rollback loses is new."""
-_NAMED_MAX = 5
-_PLACES = ("logs", "gangs")
-_RUN = re.compile(r"([0-9a-hjkmnp-tv-z]{26})(:[0-9]+)?")
-Read = Callable[[Callable[[sa.Connection], Any]], Any]
-"""`Database.read`."""
 
 
 def orphan_runs(directory: Path, read: Read, *, limit: int | None = None) -> list[str]:

@@ -40,6 +40,22 @@ _decode_target = msgspec.json.Decoder(Target).decode
 _encode_sorted = msgspec.json.Encoder(order="sorted").encode
 
 
+_JSON = ("spec", "target", "member_of")
+_decode_member_of = msgspec.json.Decoder(tuple[str, ...]).decode
+_CURRENT = sa.and_(attempts_table.c.run_id == runs.c.id, attempts_table.c.fence == runs.c.fence)
+_EXISTS = sa.select(runs.c.id).where(runs.c.id == sa.bindparam("run_id"))
+_UNSETTLED = sa.exists().where(
+    crews.c.run_id == runs.c.id,
+    sa.or_(crews.c.settled_ns.is_(None), crews.c.uncharged),
+)
+_OVER = sa.and_(
+    runs.c.state.in_([state.value for state in TERMINAL]),
+    runs.c.ended_ns.is_not(None),
+    runs.c.settled_ns.is_not(None),
+    sa.not_(_UNSETTLED),
+)
+
+
 class NewRun(msgspec.Struct, frozen=True, kw_only=True):
     """A run as it was accepted.
 
@@ -200,16 +216,12 @@ class Wished(msgspec.Struct, frozen=True, kw_only=True):
     teams: tuple[str, ...] = ()
 
 
-_JSON = ("spec", "target", "member_of")
-_decode_member_of = msgspec.json.Decoder(tuple[str, ...]).decode
 _NAMES = [name for name in StoredRun.__struct_fields__ if name != "attempt"]
 _COLUMNS: Sequence[sa.ColumnElement[typing.Any]] = [
     runs.c[f"{name}_json" if name in _JSON else name] for name in _NAMES
 ]
-_CURRENT = sa.and_(attempts_table.c.run_id == runs.c.id, attempts_table.c.fence == runs.c.fence)
 _SELECT = sa.select(*_COLUMNS, *attempts.COLUMNS).select_from(attempts.joined_to(runs, _CURRENT))
 _FIND = _SELECT.where(runs.c.id == sa.bindparam("run_id"))
-_EXISTS = sa.select(runs.c.id).where(runs.c.id == sa.bindparam("run_id"))
 
 
 def insert(connection: sa.Connection, new: NewRun, *, at_ns: int) -> StoredRun:
@@ -490,18 +502,6 @@ def _from_row(row: Sequence[typing.Any]) -> StoredRun:
             }
         )
     )
-
-
-_UNSETTLED = sa.exists().where(
-    crews.c.run_id == runs.c.id,
-    sa.or_(crews.c.settled_ns.is_(None), crews.c.uncharged),
-)
-_OVER = sa.and_(
-    runs.c.state.in_([state.value for state in TERMINAL]),
-    runs.c.ended_ns.is_not(None),
-    runs.c.settled_ns.is_not(None),
-    sa.not_(_UNSETTLED),
-)
 
 
 def over(connection: sa.Connection, *, ended_before_ns: int, limit: int) -> list[str]:
