@@ -46,7 +46,6 @@ from serverless_gpu.model.scheduling.values import QueuePolicy
 from serverless_gpu.units import parse_duration_s
 from serverless_gpu.wire.access import OnDisabled
 
-
 PORT = 7878
 PARTITION_GRACE_MIN_S = 60.0
 DAY_S = 86_400.0

@@ -40,7 +40,6 @@ from serverless_gpu.server.storage.environment_store import EnvironmentStore
 from serverless_gpu.server.storage.logs import Logs
 from serverless_gpu.server.storage.upload_spool import UploadSpool
 
-
 STORE_S = 40.0
 """How long one request waits for a bucket: less than whoever asks waits for the answer, so that they ask again."""
 LOOK_MAX = 2_000
