@@ -364,10 +364,12 @@ class SimulatedAgent:
             return report
         at_ns, reason = attempt.ended
         settled = now_ns >= at_ns + round(work.gate_s * 1e9)
+        ranks = range(attempt.start.world_size)
+        files = tuple(File(name=f"results/{rank}.pkl", size=len(_NONE), inline=_NONE) for rank in ranks)
         return msgspec.structs.replace(
             report,
             ending=_ending(reason, began=execution is not None, at_ns=at_ns),
-            files=_results(attempt.start.world_size) if reason is Reason.COMPLETED else (),
+            files=files if reason is Reason.COMPLETED else (),
             receipt=msgspec.Raw(b"{}") if settled else msgspec.UNSET,
         )
 
@@ -378,10 +380,6 @@ class SimulatedAgent:
                     self._end(attempt, now_ns, Reason.CANCELLED)
                 attempt.stale = True
                 self.kept.append(gang)
-
-
-def _results(count: int) -> tuple[File, ...]:
-    return tuple(File(name=f"results/{rank}.pkl", size=len(_NONE), inline=_NONE) for rank in range(count))
 
 
 def _ending(reason: Reason, *, began: bool, at_ns: int) -> Ending:

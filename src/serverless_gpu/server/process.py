@@ -145,7 +145,11 @@ class Running(uvicorn.Server):
             _prefer_latency()  # in a thread, the process is not the server's to tune
         if self._listening.beside is not None:
             made = await asyncio.get_running_loop().create_server(
-                self._protocol, sock=self._listening.beside, backlog=self.config.backlog
+                lambda: BoundedProtocol(
+                    config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+                ),
+                sock=self._listening.beside,
+                backlog=self.config.backlog,
             )
             self.servers.append(made)
         self._ready()
@@ -192,9 +196,6 @@ class Running(uvicorn.Server):
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-    def _protocol(self) -> asyncio.Protocol:
-        return BoundedProtocol(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
 
 def serve(
@@ -303,14 +304,10 @@ def _configuration(app: AccessLogMiddleware) -> uvicorn.Config:
 
 @contextlib.contextmanager
 def _logged(settings: Settings) -> Iterator[None]:
-    handler = server_log.to_file(settings.directory / "server.log", _secrets(settings))
+    named = [value for name, value in os.environ.items() if _SECRET.search(name)]
+    passwords = filter(None, (urlsplit(url).password for url in (settings.database, settings.mlflow_store)))
+    handler = server_log.to_file(settings.directory / "server.log", [*named, *passwords])
     try:
         yield
     finally:
         server_log.detach(handler)
-
-
-def _secrets(settings: Settings) -> list[str]:
-    """Return what the server was told and may not stand in its log."""
-    named = [value for name, value in os.environ.items() if _SECRET.search(name)]
-    return [*named, *filter(None, (urlsplit(url).password for url in (settings.database, settings.mlflow_store)))]

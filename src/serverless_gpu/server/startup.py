@@ -199,7 +199,9 @@ def assembled(
         mark = stack.enter_context(contextlib.closing(_marked(settings, database, clock)))
         remove_unnamed(settings.directory)
         restore.settle(database, settings.directory, measures=measures, now_ns=clock.wall_ns())
-        node = _node_of(settings) if settings.node else None
+        node = None
+        if settings.node:
+            node = Identity(name=socket.gethostname(), machine=machine(), instance=instance_of(Home(settings.home)))
         tokens = first_tokens(database, settings.directory, login=login(), now_ns=clock.wall_ns(), node=node)
         uid_sharing.settle(database, operator.decide, now_ns=clock.wall_ns())
         keys = read_keys(settings.directory)
@@ -216,7 +218,10 @@ def assembled(
             room=DiskLimits(nearby_bytes_max=settings.nearby_bytes_max),
             measures=measures,
         )
-        beside = _beside(settings, database, clock=clock, url=url, token=tokens.node_token)
+        beside: RayBeside | None = None
+        if settings.ray is not None:
+            join_token(database, settings.directory, now_ns=clock.wall_ns())  # for machines that join
+            beside = RayBeside(settings, url=url, node_token=tokens.node_token)
         engines: list[Engine] = []
         services = compose(
             ServerResources(
@@ -243,7 +248,9 @@ def assembled(
             engine = _several_machines(services, beside)
             services.health.probe("ray", beside.problem)
         elif settings.node:
-            engine = _this_machine(settings, url=url, token=tokens.node_token)
+            name = socket.gethostname()
+            profile = UplinkProfile(url=url, token=tokens.node_token, name=name, upload_s=settings.upload_s)
+            engine = LocalEngine(Home(settings.home), settings.directory, profile=profile, environ=os.environ)
         if engine is not None:
             engines.append(engine)
             stack.callback(engine.close)
@@ -274,25 +281,6 @@ def _unknown_files(settings: Settings, database: Database) -> tuple[str, ...]:
     found = orphan_sentence(unknown, settings.directory)
     _log.error("%s", found)
     return (found,)
-
-
-def _beside(settings: Settings, database: Database, *, clock: Clock, url: str, token: str) -> RayBeside | None:
-    """Have Ray started where it makes one pool of several machines, and a token for those that join."""
-    if settings.ray is None:
-        return None
-    join_token(database, settings.directory, now_ns=clock.wall_ns())
-    return RayBeside(settings, url=url, node_token=token)
-
-
-def _node_of(settings: Settings) -> Identity:
-    """Return what this machine's node will say it is."""
-    return Identity(name=socket.gethostname(), machine=machine(), instance=instance_of(Home(settings.home)))
-
-
-def _this_machine(settings: Settings, *, url: str, token: str) -> Engine:
-    """Return the engine of the machine the server is on; its uplink is started by the first tick."""
-    profile = UplinkProfile(url=url, token=token, name=socket.gethostname(), upload_s=settings.upload_s)
-    return LocalEngine(Home(settings.home), settings.directory, profile=profile, environ=os.environ)
 
 
 def _several_machines(services: Services, beside: RayBeside) -> Engine:
@@ -408,7 +396,8 @@ def _check_key(database: Database, sealer: Sealer) -> None:
             "the server's key is not the one of its database: runs that have not ended were sealed with another one",
             hint=f"{_PUT_BACK}, or start with --key-lost: those runs end then, and secrets are to be set again",
         )
-    if names := sorted({name for _whose, name, _version in _sealed_by_another(database, sealer)}):
+    others = database.read(lambda connection: stored_secrets.sealed_by_another(connection, sealer))
+    if names := sorted({name for _whose, name, _version in others}):
         raise ServerProblem(
             f"the server's key is not the one of its database: secrets were sealed with another one ({_some(names)})",
             hint=f"{_PUT_BACK}, or start with --key-lost: those secrets are taken away then, and are to be set again",
@@ -430,10 +419,6 @@ def _do_without_key(database: Database, sealer: Sealer, *, now_ns: int) -> None:
 
     if names := database.write(work):
         _log.warning("the key is lost, and with it the secrets %s: they are to be set again", _some(names))
-
-
-def _sealed_by_another(database: Database, sealer: Sealer) -> list[tuple[stored_secrets.Whose, str, int]]:
-    return database.read(lambda connection: stored_secrets.sealed_by_another(connection, sealer))
 
 
 def _some(names: list[str]) -> str:

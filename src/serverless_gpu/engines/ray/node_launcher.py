@@ -79,18 +79,15 @@ os.execv(argv[0], argv)
 def main(path: str) -> None:
     """Have the uplink of a node running, and say so."""
     try:
-        said: dict[str, object] = _ensure(read_node_file(Path(path)))
+        node = read_node_file(Path(path))
+        home, profile = find_home({"SERVERLESS_GPU_HOME": node.home}), Path(node.profile)
+        os.environ.update({name: value for name, value in node.environ.items() if name == "SERVERLESS_GPU_SOCKETS"})
+        started = control.ensure(home, profile, node.environ)
+        said: dict[str, object] = {"pid": _pid(home, profile), "started": started}
     except ServerlessGpuError as error:
         said = {"problem": error.message}
     sys.stdout.write(json.dumps(said) + "\n")
     sys.stdout.flush()
-
-
-def _ensure(node: NodeFile) -> dict[str, object]:
-    home, profile = find_home({"SERVERLESS_GPU_HOME": node.home}), Path(node.profile)
-    os.environ.update({name: value for name, value in node.environ.items() if name == "SERVERLESS_GPU_SOCKETS"})
-    started = control.ensure(home, profile, node.environ)
-    return {"pid": _pid(home, profile), "started": started}
 
 
 def _pid(home: Home, profile: Path) -> int:

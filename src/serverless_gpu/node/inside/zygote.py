@@ -43,7 +43,6 @@ import signal
 import socket
 import sys
 import weakref
-from collections.abc import Iterator
 
 from . import blas, linux, namespaces, protocol, stem
 from .channel import Channel, pair
@@ -206,22 +205,19 @@ def huge_page_ranges(maps: str = "/proc/self/maps") -> list[int]:
     Copying page tables dominates a fork of a process with torch in it, and each call has three such forks. A process
     that writes to a huge page gets its own copy of 4 KiB of it, as without.
     """
-    try:
-        with open(maps, encoding="utf-8", errors="surrogateescape") as file:
-            return [address for line in file for address in _huge_pages_within(line)]
-    except OSError:
-        return []
+    found: list[int] = []
+    with contextlib.suppress(OSError), open(maps, encoding="utf-8", errors="surrogateescape") as file:
+        for line in file:
+            place, mode, _offset, _device, _inode, *name = line.split(None, 5)
+            if mode == "rw-p" and (not name or name[0].strip() == "[heap]"):
+                start, end = (int(number, 16) for number in place.split("-"))
+                found += range(
+                    -(-start // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES, end - _HUGE_PAGE_BYTES + 1, _HUGE_PAGE_BYTES
+                )
+    return found
 
 
 def collapse_huge_page(address: int) -> bool:
     """Put one range into a huge page; return whether the kernel did."""
     libc = ctypes.CDLL(None)
     return bool(libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(_HUGE_PAGE_BYTES), _MADV_COLLAPSE) == 0)
-
-
-def _huge_pages_within(line: str) -> Iterator[int]:
-    place, mode, _offset, _device, _inode, *name = line.split(None, 5)
-    if mode != "rw-p" or (name and name[0].strip() != "[heap]"):
-        return
-    start, end = (int(number, 16) for number in place.split("-"))
-    yield from range(-(-start // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES, end - _HUGE_PAGE_BYTES + 1, _HUGE_PAGE_BYTES)

@@ -108,9 +108,8 @@ class Probe(Generic[T]):
             waited = asyncio.wrap_future(asking)
             await asyncio.wait({waited}, timeout=left_ns / 1e9)
             waited.cancel()  # it stays with the thread; only this wait for it ends
-        return asking.result() if asking.done() else self._late()
-
-    def _late(self) -> ProbeAnswer[T]:
+        if asking.done():
+            return asking.result()
         waited_ns = self._clock.boottime_ns() - self._asked_ns
         return ProbeAnswer(problem=f"has not answered for {waited_ns / 1e9:.0f} s", took_ms=waited_ns / 1e6)
 
@@ -181,7 +180,10 @@ class ServerHealth:
         with self._lock:
             memory, probes = dict(self._memory), dict(self._probes)
         answers = await asyncio.gather(*(probe.answer() for probe in probes.values()))
-        found = [_checked(name, answer) for name, answer in zip(probes, answers, strict=True)]
+        found: list[PartHealth] = []
+        for name, answer in zip(probes, answers, strict=True):
+            problem = f"the {name} {answer.problem}" if answer.problem else answer.value or ""
+            found.append(PartHealth(name=name, problem=problem, ms=round(answer.took_ms, 1)))
         found += [PartHealth(name=name, problem=check(), ms=0.0) for name, check in memory.items()]
         self._tell_changes(found)
         return found
@@ -200,8 +202,3 @@ class ServerHealth:
                 _log.warning("health: %s", one.problem)
             elif was and not one.problem:
                 _log.info("health: the %s is well again", one.name)
-
-
-def _checked(name: str, answer: ProbeAnswer[str]) -> PartHealth:
-    problem = answer.value or "" if not answer.problem else f"the {name} {answer.problem}"
-    return PartHealth(name=name, problem=problem, ms=round(answer.took_ms, 1))

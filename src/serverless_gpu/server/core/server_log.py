@@ -102,11 +102,11 @@ def _checked(fields: Mapping[str, object]) -> dict[str, object]:
     unknown = set(fields) - set(FIELDS)
     if unknown:
         raise ValueError(f"lines of the log have no field {sorted(unknown)[0]!r}")
-    return {name: _short_value(value) for name, value in fields.items() if value not in (None, "")}
-
-
-def _short_value(value: object) -> object:
-    return value if isinstance(value, int | float) else str(value)[:VALUE_CHARACTERS_MAX]
+    return {
+        name: value if isinstance(value, int | float) else str(value)[:VALUE_CHARACTERS_MAX]
+        for name, value in fields.items()
+        if value not in (None, "")
+    }
 
 
 class Redacted(logging.Formatter):
@@ -119,10 +119,11 @@ class Redacted(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line of a record."""
+        logger = record.name.removeprefix(_OURS)
         line: dict[str, object] = {
             "ts": self.formatTime(record),
             "level": record.levelname,
-            "logger": _short(record.name),
+            "logger": logger.rpartition(".")[2] if logger.startswith("server.") else logger,
             "msg": self._clean(record.getMessage(), MESSAGE_CHARACTERS_MAX),
         }
         for name, value in getattr(record, "sgpu", current()).items():
@@ -223,9 +224,3 @@ def detach(handler: logging.Handler) -> None:
     for name in LOGGERS:
         logging.getLogger(name).removeHandler(handler)
     handler.close()
-
-
-def _short(name: str) -> str:
-    """Return a logger's name as the log has it: modules of the server without their package."""
-    name = name.removeprefix(_OURS)
-    return name.rpartition(".")[2] if name.startswith("server.") else name

@@ -136,8 +136,11 @@ class Database:
             return
         memory = not parsed.database
         if not memory:
-            _make_private(Path(str(parsed.database)))
-            self.reserve = FileReserve(Path(str(parsed.database)))
+            # Made before SQLite does: its owner alone may read it, and SQLite's other files take on its mode.
+            path = Path(str(parsed.database))
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            self.reserve = FileReserve(path)
         self._engine = _sqlite(parsed, begin="BEGIN IMMEDIATE", readers=False)
         # A database in memory belongs to its one connection, so its writer reads, too.
         self._readers = self._engine if memory else _sqlite(parsed, begin="BEGIN", readers=True)
@@ -417,12 +420,6 @@ def _parse(url: str) -> sa.URL:
     if parsed.drivername not in ("sqlite", "postgresql+psycopg"):
         raise InvalidValue(f"{parsed.drivername} is no kind of database that the server can use", hint=_KINDS)
     return parsed
-
-
-def _make_private(path: Path) -> None:
-    """Make the file before SQLite does: it may be read by its owner only, and SQLite's other files take on its mode."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
 
 
 def _sqlite(url: sa.URL, *, begin: str, readers: bool) -> sa.Engine:

@@ -29,7 +29,9 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
     """Return the OpenAPI document of the routes."""
     used: list[Any] = [Problem]
     for route in routes:
-        used += [*_body_types(route), *_answer_types(route)]
+        used += [] if route.body in (None, bytes, Incoming) else [route.body]
+        said = (typing.get_args(kind)[0] if typing.get_origin(kind) is Stream else kind for kind in _kinds(route))
+        used += [kind for kind in said if not (inspect.isclass(kind) and issubclass(kind, (Response, type(None))))]
     unique = list(dict.fromkeys(used))
     schemas, components = msgspec.json.schema_components(unique, ref_template=_REFERENCE)
     by_type = dict(zip(unique, schemas, strict=True))
@@ -108,12 +110,3 @@ def _query(route: Route) -> list[dict[str, Any]]:
 def _kinds(route: Route) -> tuple[Any, ...]:
     union = typing.get_origin(route.answer)
     return typing.get_args(route.answer) if union in _UNIONS else (route.answer,)
-
-
-def _body_types(route: Route) -> list[Any]:
-    return [] if route.body in (None, bytes, Incoming) else [route.body]
-
-
-def _answer_types(route: Route) -> list[Any]:
-    said = [typing.get_args(kind)[0] if typing.get_origin(kind) is Stream else kind for kind in _kinds(route)]
-    return [kind for kind in said if not (inspect.isclass(kind) and issubclass(kind, (Response, type(None))))]

@@ -53,7 +53,9 @@ class ProxyMiddleware:
             await self._app(scope, receive, send)
             return
         try:
-            app = self._way(scope)
+            app = self._through(scope) if self._networks else self._app
+            if self._hub.closed and scope["path"] not in _PUBLIC:
+                raise ServerUnavailable("the server is stopping", hint="ask again: it is started again, or another is")
         except ServerlessGpuError as error:
             await problem(error, close=True)(scope, receive, send)
             return
@@ -63,27 +65,19 @@ class ProxyMiddleware:
         finally:
             self.busy -= 1
 
-    def _way(self, scope: Scope) -> ASGIApp:
-        app = self._through(scope) if self._networks else self._app
-        if self._hub.closed and scope["path"] not in _PUBLIC:
-            raise ServerUnavailable("the server is stopping", hint="ask again: it is started again, or another is")
-        return app
-
     def _through(self, scope: Scope) -> ASGIApp:
         """Return where a request goes on, by the address it comes from."""
         peer = _address(scope)
         if peer is not None and any(peer in network for network in self._networks):
             scope["client"] = (str(peer), scope["client"][1])
-            if _passed_on(scope) or not peer.is_loopback:
+            headers = (name for name, _ in scope["headers"])
+            is_passed_on = any(name.startswith(b"x-forwarded-") or name == b"forwarded" for name in headers)
+            if is_passed_on or not peer.is_loopback:
                 _check_tls(scope)
             return self._proxied  # type: ignore[return-value] # as above
         if peer is not None and peer.is_loopback:
             return self._app
         raise NotAllowed("this server is reached through its proxy", hint="use the proxy's address")
-
-
-def _passed_on(scope: Scope) -> bool:
-    return any(name.startswith(b"x-forwarded-") or name == b"forwarded" for name, _ in scope["headers"])
 
 
 def _check_tls(scope: Scope) -> None:

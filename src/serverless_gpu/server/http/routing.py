@@ -100,12 +100,16 @@ def problem(error: ServerlessGpuError, *, close: bool = False) -> Response:
         error: what is answered.
         close: whether a body may still be coming that nobody will read, so that the connection has to end.
     """
+    shortage = None
+    if isinstance(error, NoSuitableNode):
+        choices = tuple(dict(choice) for choice in error.choices)
+        shortage = ShortageView(gpus=error.gpus, gpu_type=error.gpu_type, pool=error.pool, choices=choices)
     body = Problem(
         code=error.code,
         message=error.message,
         hint=error.hint,
         run_id=str(getattr(error, "run_id", "") or ""),
-        shortage=_shortage(error) if isinstance(error, NoSuitableNode) else None,
+        shortage=shortage,
     )
     headers = {"Cache-Control": "no-store"}
     if isinstance(error, NotAuthenticated):
@@ -115,11 +119,6 @@ def problem(error: ServerlessGpuError, *, close: bool = False) -> Response:
     if close or isinstance(error, TooLarge):
         headers["Connection"] = "close"
     return Response(msgspec.json.encode(body), status_code=error.status, headers=headers, media_type="application/json")
-
-
-def _shortage(error: NoSuitableNode) -> ShortageView:
-    choices = tuple(dict(choice) for choice in error.choices)
-    return ShortageView(gpus=error.gpus, gpu_type=error.gpu_type, pool=error.pool, choices=choices)
 
 
 class Need(msgspec.Struct, frozen=True, kw_only=True):

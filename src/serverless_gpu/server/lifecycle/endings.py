@@ -74,7 +74,7 @@ def ending_of_gang(
     """Return how a run ended; None where the server knows more of that than any node."""
     own = words[cause.crew] if cause is not None and cause.crew is not None else None
     first = ([own] if own is not None else []) + [word for word in words if word is not own]
-    told = next((word for word in first if _says(word, reason)), None)
+    told = next((word for word in first if word.stopped is not None and word.stopped.reason is reason), None)
     if told is not None and told.stopped is not None:
         ended, own = told.stopped, told
     elif own is not None and cause is not None:
@@ -87,19 +87,16 @@ def ending_of_gang(
     others = [word for word in words if word is not own]
     found = [_at(failure, own.node) for failure in ended.consequences]
     found += [failure for word in others for failure in _failures(word) if failure.reason not in _OF_OTHERS]
+    tails = [item for word in (own, *others) if word.stopped is not None for item in word.stopped.tails.items()]
     return msgspec.structs.replace(
         ended,
         state=state,
         cause=None if ended.cause is None else _at(ended.cause, own.node),
         consequences=tuple(found),
-        tails=_tails(own, others),
+        tails=dict(tails[:TAILS_MAX]),
         proven=all(word.stopped is None or word.stopped.proven for word in words),
         hint="; ".join(filter(None, (ended.hint, hint))),
     )
-
-
-def _says(word: CrewEnding, reason: Reason) -> bool:
-    return word.stopped is not None and word.stopped.reason is reason
 
 
 def _at(failure: Failure, node: str) -> Failure:
@@ -118,11 +115,6 @@ def _failures(word: CrewEnding) -> Iterator[Failure]:
         found = [Failure(rank=halt.rank, reason=halt.reason, at_ns=0, peer_lost=halt.peer_lost, detail=halt.detail)]
     for failure in found:
         yield _at(failure, word.node)
-
-
-def _tails(first: CrewEnding, others: Sequence[CrewEnding]) -> dict[int, str]:
-    found = [item for word in (first, *others) if word.stopped is not None for item in word.stopped.tails.items()]
-    return dict(found[:TAILS_MAX])
 
 
 class Early(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,7 +143,11 @@ def outcome(connection: sa.Connection, attempt: StoredAttempt | None) -> CrewOut
     stopped = _together(attempt, found, state=attempt.state, reason=attempt.reason)
     if attempt.settled_ns is None:
         return CrewOutcome(stopped=stopped, receipt=None)
-    receipt = gang_receipt.together(_accounts(connection, attempt, found), _whole(attempt))
+    told = facts.of_crews(connection, [crew.id for crew in attempt.crews])
+    crew_accounts = [
+        _account(attempt, crew, one, told[crew.id]) for crew, one in zip(attempt.crews, found, strict=True)
+    ]
+    receipt = gang_receipt.together(crew_accounts, _whole(attempt))
     return CrewOutcome(stopped=stopped, receipt=_json(receipt))
 
 
@@ -219,25 +215,12 @@ def _whole(attempt: StoredAttempt) -> Whole:
     return Whole(state=attempt.state.value, reason=attempt.reason)
 
 
-def _accounts(connection: sa.Connection, attempt: StoredAttempt, found: Sequence[CrewOutcome]) -> list[CrewAccount]:
-    told = facts.of_crews(connection, [crew.id for crew in attempt.crews])
-    return [_account(attempt, crew, one, told[crew.id]) for crew, one in zip(attempt.crews, found, strict=True)]
-
-
 def _account(attempt: StoredAttempt, crew: StoredCrew, ended: CrewOutcome, own: Sequence[Fact]) -> CrewAccount:
-    return CrewAccount(
-        node=crew.node,
-        receipt=_read(ended.receipt, Receipt),
-        used=_used(attempt, crew, own),
-        gpus=crew.gpus,
-    )
-
-
-def _used(attempt: StoredAttempt, crew: StoredCrew, own: Sequence[Fact]) -> Charge:
     try:
-        return sum_of(metering.used(attempt, crew, own), attempt.tariff)
+        used = sum_of(metering.used(attempt, crew, own), attempt.tariff)
     except InvalidValue:
-        return Charge()
+        used = Charge()
+    return CrewAccount(node=crew.node, receipt=_read(ended.receipt, Receipt), used=used, gpus=crew.gpus)
 
 
 def _read(text: str | None, kind: type[T]) -> T | None:

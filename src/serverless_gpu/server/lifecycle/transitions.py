@@ -416,6 +416,8 @@ def _write_run(
             "settled_ns": note.at_ns if nothing_to_come else None,
         }
     if RunInstruction.REQUEUE in told.instructions:
+        started_ns = None if gang is None else gang.started_ns
+        ran_ms = 0 if started_ns is None else max(0, note.at_ns - started_ns) // 1_000_000
         values |= {
             "retries_used": run.spec.retries - life.retries_left,
             "infra_retries_used": INFRA_RETRIES_MAX - life.infra_left,
@@ -423,7 +425,7 @@ def _write_run(
             "detail": "",
             "unsaved": life.unsaved,
             "ran": life.ran,
-            "ran_ms": run.ran_ms + _ran_ms(gang, note),
+            "ran_ms": run.ran_ms + ran_ms,
         }
         if over is not None and over_because(over) is Reason.TIMEOUT:
             values["queued_ns"] = note.at_ns  # it had its time, and others come first
@@ -441,12 +443,6 @@ def _with_limit(run: StoredRun, over: _Over, note: Note) -> Note:
     if run.is_last and spec.total_run_s is not None:
         detail = f"{by} lets a run have {format_span(spec.total_run_s)} in all of its attempts"
     return msgspec.structs.replace(note, detail=detail)
-
-
-def _ran_ms(gang: _Gang | None, note: Note) -> int:
-    """Return how long user code of the attempt ran that is over."""
-    started_ns = None if gang is None else gang.started_ns
-    return 0 if started_ns is None else max(0, note.at_ns - started_ns) // 1_000_000
 
 
 def _given_up_because(run: StoredRun, life: Run, over: _Over) -> str:

@@ -111,8 +111,10 @@ def ensure_account(connection: sa.Connection, account: Account) -> int:
 
     With it comes its plain account, which has no tags and no environment: reports that ask for neither add those up.
     """
-    said = _encoded_account(account)
-    digest = hashlib.sha256(said).hexdigest()
+    fields = msgspec.structs.asdict(account)
+    if not account.member_of:  # the digest stays what it was before there was such a field
+        del fields["member_of"]
+    digest = hashlib.sha256(_encode_sorted(fields)).hexdigest()
     found: int | None = connection.scalar(sa.select(accounts.c.id).where(accounts.c.sha256 == digest))
     if found is not None:
         return found
@@ -158,14 +160,6 @@ def account_from_row(row: sa.Row[Any]) -> Account:
         tags=_decode_tags(row.tags_json),
         member_of=_decode_member_of(row.member_of_json or "[]"),
     )
-
-
-def _encoded_account(account: Account) -> bytes:
-    """Return an account as its digest is made of; one that counts for no team's members as before there were any."""
-    fields = msgspec.structs.asdict(account)
-    if not account.member_of:
-        del fields["member_of"]
-    return _encode_sorted(fields)
 
 
 class Posted(msgspec.Struct, frozen=True, kw_only=True):

@@ -98,8 +98,10 @@ def delete(connection: sa.Connection, whose: Whose, name: str, by: By) -> Secret
 
 def listed(connection: sa.Connection, name: str, teams: Sequence[str], *, everybodys: bool) -> list[SecretView]:
     """Return the newest versions of secrets that are there."""
-    newest = _newest()
-    query = sa.select(secrets).join(newest, _same(newest)).where(secrets.c.sealed.is_not(None))
+    key = (secrets.c.kind, secrets.c.owner, secrets.c.name)
+    newest = sa.select(*key, sa.func.max(secrets.c.version).label("version")).group_by(*key).subquery()
+    same = sa.and_(*(secrets.c[name] == newest.c[name] for name in ("kind", "owner", "name", "version")))
+    query = sa.select(secrets).join(newest, same).where(secrets.c.sealed.is_not(None))
     if not everybodys:
         own = sa.and_(secrets.c.kind == "user", secrets.c.owner == name)
         query = query.where(sa.or_(own, sa.and_(secrets.c.kind == "team", secrets.c.owner.in_(list(teams)))))
@@ -220,15 +222,6 @@ def _in_use(connection: sa.Connection) -> list[tuple[str, str, str, int]]:
 def _last(connection: sa.Connection, whose: Whose, name: str) -> sa.Row[tuple[object, ...]] | None:
     query = sa.select(secrets).where(_is(whose, name)).order_by(secrets.c.version.desc()).limit(1)
     return connection.execute(query).first()
-
-
-def _newest() -> sa.Subquery:
-    key = (secrets.c.kind, secrets.c.owner, secrets.c.name)
-    return sa.select(*key, sa.func.max(secrets.c.version).label("version")).group_by(*key).subquery()
-
-
-def _same(newest: sa.Subquery) -> sa.ColumnElement[bool]:
-    return sa.and_(*(secrets.c[name] == newest.c[name] for name in ("kind", "owner", "name", "version")))
 
 
 def _is(whose: Whose, name: str) -> sa.ColumnElement[bool]:

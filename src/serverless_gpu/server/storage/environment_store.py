@@ -114,7 +114,10 @@ class ContentChecks:
         with self._turn(self._large if is_large else self._small):
             if not self._is_known(digest):
                 check_content(unit or decode(), self._read)
-                self._remember(digest)
+                with self._lock:
+                    self._known[digest] = None
+                    while len(self._known) > _KNOWN_MAX:
+                        self._known.popitem(last=False)
 
     def compare(self, unit: Unit, read: ReadPack) -> None:
         """Verify a unit whatever is known of it, with packs that are read anew."""
@@ -127,12 +130,6 @@ class ContentChecks:
                 return False
             self._known.move_to_end(digest)
             return True
-
-    def _remember(self, digest: str) -> None:
-        with self._lock:
-            self._known[digest] = None
-            while len(self._known) > _KNOWN_MAX:
-                self._known.popitem(last=False)
 
     @contextlib.contextmanager
     def _turn(self, turns: threading.Semaphore) -> Iterator[None]:
@@ -188,7 +185,11 @@ class EnvironmentStore:
             EnvironmentRejected: it is no key, or no range.
         """
         if self._nearby is not None and not key.startswith("gc/"):
-            return self._read_nearby(self._nearby, key, start, length)
+            try:
+                return self._nearby.read(key, start, length)
+            except KeyError:
+                self._nearby.forget_documents()  # what names a pack that is gone may have been put again meanwhile
+                raise NotFound(f"{key[:80]} is not on the server") from None
         first = self._piece(key, start, length)
         return self._pieces(first, key, start, length)
 
@@ -341,13 +342,6 @@ class EnvironmentStore:
         """Have copies of a bucket's objects give way to whoever else needs this server's disk."""
         if self._nearby is not None:
             self._nearby.tend()
-
-    def _read_nearby(self, nearby: Nearby, key: str, start: int, length: int | None) -> Iterator[bytes]:
-        try:
-            return nearby.read(key, start, length)
-        except KeyError:
-            nearby.forget_documents()  # what names a pack that is gone may have been put anew meanwhile
-            raise NotFound(f"{key[:80]} is not on the server") from None
 
     def _piece(self, key: str, start: int, length: int | None) -> bytes:
         wanted = PIECE_BYTES if length is None else min(length, PIECE_BYTES)

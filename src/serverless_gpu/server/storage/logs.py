@@ -28,7 +28,7 @@ import re
 import shutil
 import stat
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from serverless_gpu.errors import InvalidValue
@@ -150,7 +150,10 @@ class Logs:
             if names is None:  # by another process, before this one was started
                 names = {entry.name for entry in _entries(directory)}
             if names:
-                _make_durable(directory, names)
+                if len(names) < TOGETHER_MIN or not _sync_disk(directory):
+                    for name in names:
+                        with contextlib.suppress(FileNotFoundError):  # it was opened to be looked at
+                            _sync(directory / name)
                 for path in (directory, directory.parent, self._root, self._root.parent):
                     _sync(path)
         except BaseException:
@@ -237,14 +240,6 @@ def _entries(directory: Path) -> Iterator[os.DirEntry[str]]:
             yield from entries
     except FileNotFoundError:
         return
-
-
-def _make_durable(directory: Path, names: Iterable[str]) -> None:
-    names = tuple(names)
-    if len(names) < TOGETHER_MIN or not _sync_disk(directory):
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):  # it was opened to be looked at
-                _sync(directory / name)
 
 
 def _sync(path: Path) -> None:

@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from .job import EXPERIMENT, EXPERIMENT_NAME, RUN, URI, WAIT_S, MlflowJob
-from .writes import Writes, is_answer
+from .writes import Writes, is_answer, wrapped
 
 SETTLE_S = 15.0
 _PATIENCE_S = 60.0  # MLflow takes half a minute to start where cores are busy
@@ -143,12 +143,12 @@ class MlflowHook:
         """Put ours in place of MLflow's functions, where user code and MLflow itself look for them."""
         for name, ours in (("start_run", self.start_run), ("last_active_run", self._last_active_run)):
             original = getattr(self.fluent, name)
-            function = _function(original, ours)
+            function = wrapped(original, ours)
             setattr(self.fluent, name, function)
             if getattr(self.mlflow, name, None) is original:
                 setattr(self.mlflow, name, function)
         for name, method in (("set_terminated", self._set_terminated), ("update_run", self._update_run)):
-            setattr(self.client, name, _function(getattr(self.client, name), method))
+            setattr(self.client, name, wrapped(getattr(self.client, name), method))
         self._take_default()
         self.writes.patch(importlib.import_module("mlflow.store.tracking.rest_store").RestStore)
 
@@ -354,7 +354,7 @@ def _attach_lightning(job: MlflowJob, module: Any) -> None:
     """Have a logger that was not told where to log use the job's run."""
     with contextlib.suppress(Exception):
         logger = module.MLFlowLogger
-        logger.__init__ = _function(logger.__init__, functools.partial(_init_lightning, job))
+        logger.__init__ = wrapped(logger.__init__, functools.partial(_init_lightning, job))
 
 
 def _init_lightning(job: MlflowJob, original: Callable[..., None], logger: Any, *args: Any, **kwargs: Any) -> None:
@@ -386,11 +386,3 @@ def _lightning_means(job: MlflowJob, asked: dict[str, Any]) -> bool:
     client = importlib.import_module("mlflow.tracking.client").MlflowClient(job.uri or None)
     experiment = client.get_experiment_by_name(name)
     return experiment is not None and str(experiment.experiment_id) == job.experiment_id
-
-
-def _function(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def function(*args: Any, **kwargs: Any) -> Any:
-        return ours(original, *args, **kwargs)
-
-    return function

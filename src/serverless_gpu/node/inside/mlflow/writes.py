@@ -137,16 +137,9 @@ class PointCount:
                 with contextlib.suppress(OSError):
                     for entry in os.scandir(os.path.join(run, fence, _POINTS)):
                         if not entry.name.startswith(".") and entry.path != own:
-                            total += _number_in(entry.path)
+                            with contextlib.suppress(OSError, ValueError), open(entry.path, encoding="ascii") as file:
+                                total += int(file.read(32))
         return total
-
-
-def _number_in(path: str) -> int:
-    try:
-        with open(path, encoding="ascii") as file:
-            return int(file.read(32))
-    except (OSError, ValueError):
-        return 0
 
 
 class Writes:
@@ -174,7 +167,7 @@ class Writes:
         for name, ours in (("log_batch", self._batch), ("log_metric", self._metric), ("log_param", self._param)):
             original = getattr(store, name, None)
             if original is not None:
-                setattr(store, name, _wrapped(original, ours))
+                setattr(store, name, wrapped(original, ours))
 
     def begin(self) -> None:
         """The job's run was started, perhaps once more: parameters may differ from those of the last time."""
@@ -336,12 +329,14 @@ class Writes:
         return None
 
 
-def _wrapped(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def method(store: Any, *args: Any, **kwargs: Any) -> Any:
-        return ours(original, store, *args, **kwargs)
+def wrapped(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function in place of `original`, which calls `ours` with it first."""
 
-    return method
+    @functools.wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return ours(original, *args, **kwargs)
+
+    return function
 
 
 def is_answer(error: Exception) -> bool:

@@ -54,7 +54,12 @@ class Family:
 
         `run` is called there, with every descriptor and signal action of this process; it returns the exit code.
         """
-        return self._fork(run if self.refused else _with_own_proc(run))
+
+        def run_with_own_proc() -> int:
+            namespaces.mount_proc()
+            return run()
+
+        return self._fork(run if self.refused else run_with_own_proc)
 
     def reap(self) -> float | None:
         """Reap who ended and was not forked here; return in how many seconds to look again, None for never.
@@ -93,14 +98,6 @@ class Family:
                 os._exit(code)
         self._own.add(pid)
         return pid
-
-
-def _with_own_proc(run: Callable[[], int]) -> Callable[[], int]:
-    def enter_and_run() -> int:
-        namespaces.mount_proc()
-        return run()
-
-    return enter_and_run
 
 
 def _be_init() -> NoReturn:

@@ -250,15 +250,11 @@ def failed_nodes(connection: sa.Connection, run_ids: Sequence[str]) -> dict[str,
     query = query.where(crew.reason.not_in([reason.value for reason in _OF_OTHERS]))
     for some in portions(run_ids):
         for run_id, node_id, reason, called_off, cause in connection.execute(query.where(crew.run_id.in_(some))):
-            if reason == Reason.REFUSED and called_off and not _is_missing(cause):
-                continue
+            is_called_off = reason == Reason.REFUSED and called_off
+            if is_called_off and (cause is None or from_json(cause, Cause).reason is not Reason.NODES_APART):
+                continue  # for something else than a crew that did not come
             found.setdefault(run_id, set()).add(node_id)
     return {run_id: frozenset(ids) for run_id, ids in found.items()}
-
-
-def _is_missing(cause: str | None) -> bool:
-    """Return whether a gang was called off since a crew of it did not come."""
-    return cause is not None and from_json(cause, Cause).reason is Reason.NODES_APART
 
 
 def apart_nodes(connection: sa.Connection, run_ids: Sequence[str]) -> dict[str, frozenset[tuple[str, str]]]:

@@ -60,8 +60,10 @@ def put(
         for names in portions(list(latest)):
             connection.execute(files.delete().where(_of(run_id, fence), files.c.name.in_(names)))
     else:
-        for name in _present(connection, run_id, fence, list(latest)):
-            del latest[name]
+        for names in portions(list(latest)):
+            there = sa.select(files.c.name).where(_of(run_id, fence), files.c.name.in_(names))
+            for name in connection.scalars(there).all():
+                del latest[name]
     rows = [
         {
             "run_id": run_id,
@@ -125,12 +127,6 @@ def parts_in_use(connection: sa.Connection) -> Iterator[str]:
 def remove(connection: sa.Connection, run_id: str) -> None:
     """Remove what the attempts of a run left behind; parts that nothing refers to any more are collected."""
     connection.execute(files.delete().where(files.c.run_id == run_id))
-
-
-def _present(connection: sa.Connection, run_id: str, fence: int, names: list[str]) -> Iterator[str]:
-    for some in portions(names):
-        query = sa.select(files.c.name).where(_of(run_id, fence), files.c.name.in_(some))
-        yield from connection.execute(query).scalars().all()
 
 
 def _from_row(row: Sequence[Any]) -> StoredFile:
