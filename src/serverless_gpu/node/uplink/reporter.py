@@ -159,9 +159,7 @@ class Reporter:
                     continue
                 self._said_ns = asked_ns
                 self._note(report, answer)
-                is_told = report.receipt
-                if not is_told and self._ending_sent and self._news.known.finished:
-                    is_told = read_receipt(self._directory) is None  # there will never be one: its directory is gone
+                is_told = report.receipt or (self._ending_sent and self._has_no_receipt())
                 is_settled = bool(is_told) and self._logs.is_complete(())
                 if answer.stale:
                     self._over = True
@@ -329,6 +327,10 @@ class Reporter:
             receipt=self._receipt(stopped) if stopped is not None and has_receipt else msgspec.UNSET,
             freed=known.finished,
         )
+
+    def _has_no_receipt(self) -> bool:
+        """Return whether there will never be one: its directory is gone."""
+        return self._news.known.finished and read_receipt(self._directory) is None
 
     def _has_more_to_say(self, report: Report) -> bool:
         """Return whether an attempt that is over for the server still reports; never without devices."""
