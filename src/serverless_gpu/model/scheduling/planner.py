@@ -10,22 +10,39 @@ Remembered from pass to pass: who runs, who waits, who had how much; the latest 
 (`backfill.py`); for whom others were asked to leave (`cleared_devices.py`); and how long those took that have ended
 (`duration_estimates.py`). A new planner is given all but the last two: who is leaving then gives room to
 the first who may ask. Asking changes nothing.
+
+One pass over one class of the queue.
+
+    who has waited beyond the guard, the oldest first
+    then the team with the least use, of it the user with the least use, of theirs the line whose head is furthest ahead
+      it fits        ─▶ placed and charged; team and user take new places
+      it does not    ─▶ the line is closed for this pass; if it is a gang, devices are promised to it where it is known
+                        when they get free (the first `reservations` gangs), or kept for it where it is nearly there
+
+What is free only shrinks during a pass, and what is promised only grows: what did not fit once does not fit later. So a
+pass looks at heads of lines, and at no line twice.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterable
 
-from serverless_gpu.model.scheduling import wait_explanation
+import msgspec
+
+from serverless_gpu.model.scheduling import gang_placement, wait_explanation
+from serverless_gpu.model.scheduling.backfill import Seeker
+from serverless_gpu.model.scheduling.cleared_devices import Clearing, close_to_guests, open_to_guests
 from serverless_gpu.model.scheduling.fairness import charged_all
 from serverless_gpu.model.scheduling.feasibility import never_served
-from serverless_gpu.model.scheduling.planner_state import PlannerState
-from serverless_gpu.model.scheduling.scheduling_pass import ClassPass
+from serverless_gpu.model.scheduling.planner_state import PlannerState, QueueLine
+from serverless_gpu.model.scheduling.request_shapes import TimedShape
 from serverless_gpu.model.scheduling.values import (
     Arrived,
     Change,
     Decision,
+    DeviceShare,
     DevicesTaken,
     Gone,
     NodeGone,
@@ -44,6 +61,319 @@ from serverless_gpu.model.scheduling.values import (
     Used,
     Wait,
 )
+
+_ROUNDS_MAX = 4
+_Head = tuple[float, int, str, QueueLine]
+
+
+class ClassPass:
+    """One pass, class after class. state: what it works on; what it places counts as started at once."""
+
+    def __init__(self, state: PlannerState) -> None:
+        self._state, self._now_ns, self._number = state, state.now_ns, state.number
+        self.placements: list[Placement] = []  # who starts, in the order in which that was decided
+        # `is_stale`: whether a run started elsewhere than where devices were kept for them, or room was made: others
+        # may have these, and who was asked to leave may not have to.
+        # `is_new`: whether a run was told a latest time: it comes first from now on, so that what is promised after
+        # it may lie elsewhere, and leave room.
+        self.is_stale = self.is_new = False
+        self.clearing = Clearing(state, self._start)
+        self._promised = 0
+        self._firm: set[object] = set()  # users and kinds that have a promise that is kept over passes
+        self._teams: dict[str, _Team] = {}
+        self._most: list[tuple[float, str]] = []  # the teams with the most use of those that wait
+        self._behind: set[object] = set()  # kinds and teams for which something is kept because they are behind
+        self._kinds: set[object] = set()  # for which something is kept that is nearly there
+
+    def run(self) -> None:
+        """Place what can be placed: first those for whom room was made, guests after all others."""
+        hosts = close_to_guests(self._state)
+        self.clearing.serve()
+        for priority in sorted(self._state.queue.classes):
+            self._serve(priority)
+        for _ in range(_ROUNDS_MAX):  # a round may place whom others had to wait for
+            if not hosts or not open_to_guests(self._state, hosts):
+                break
+            self._number = self._state.number = self._number + 1
+            self.clearing.again()
+            for priority in sorted(self._state.queue.classes):
+                self._serve(priority)
+
+    def _serve(self, priority: int) -> None:
+        """Place what can be placed of one class."""
+        self._redeem(priority)
+        self._serve_guarded(priority)
+        fairness = self._state.fairness
+        teams = [(fairness.team(name), name) for name in self._state.queue.classes.get(priority, ())]
+        self._most = heapq.nlargest(2, teams)
+        heapq.heapify(teams)
+        users = self._teams = {}
+        while teams:
+            _, name = teams[0]
+            team = users.get(name)
+            if team is None:
+                team = users[name] = _Team(self._state, priority, name)
+            if self._serve_team(team):
+                heapq.heapreplace(teams, (fairness.team(name), name))
+            else:
+                heapq.heappop(teams)
+
+    def _serve_guarded(self, priority: int) -> None:
+        """Place those who have waited too long, in the order of their age; the first of a kind gets what gets free."""
+        state = self._state
+        since_ns = state.guarded_ns(self._now_ns)
+        oldest_ns = state.queue.oldest_ns()
+        if oldest_ns is None or oldest_ns > since_ns:
+            return
+        due = [
+            (line.rows[0][0], line.rows[0][1], line)
+            for users in state.queue.classes.get(priority, {}).values()
+            for lines in users.values()
+            for line in lines
+            if line.rows[0][0] <= since_ns
+        ]
+        heapq.heapify(due)
+        kinds = set[object]()
+        while due:
+            _, _, line = due[0]
+            if self._kind(line.ask) in kinds:
+                heapq.heappop(due)
+            elif not self._place(line, line.rows[0][2]):
+                heapq.heappop(due)
+                if self._keep_guarded(line):
+                    kinds.add(self._kind(line.ask))
+            elif line.rows and line.rows[0][0] <= since_ns:
+                heapq.heapreplace(due, (line.rows[0][0], line.rows[0][1], line))
+            else:
+                heapq.heappop(due)
+
+    def _keep_guarded(self, line: QueueLine) -> bool:
+        wanted, floor = line.rows[0][2], self._state.floor
+        if wanted.run_id in self._state.reservations or self.clearing.clear(wanted, line.ask):
+            return True
+        seeker = Seeker(floor, wanted, line.ask, self._now_ns)
+        if wanted.queued_ns <= self._state.guarded_ns(self._now_ns, times=2):
+            return self._promise(line, seeker.promise() or seeker.keep(0.0))
+        by_guess = Seeker(floor, wanted, line.ask, self._now_ns, by_guess=True)
+        return self._promise(line, seeker.promise() or by_guess.promise())
+
+    def _serve_team(self, team: _Team) -> bool:
+        """Place the next run of a team; return whether there was one that fits."""
+        while team.users:
+            _, owner = team.users[0]
+            if self._serve_user(team.heads(owner, self._now_ns)):
+                heapq.heapreplace(team.users, (self._state.fairness.user(team.name, owner), owner))
+                return True
+            heapq.heappop(team.users)
+        return False
+
+    def _serve_user(self, heads: list[_Head]) -> bool:
+        """Place the next run of a user; return whether there was one that fits."""
+        while heads:
+            line = heads[0][3]
+            wanted = line.rows[line.skipped][2] if line.skipped < len(line.rows) else None
+            if wanted is None:
+                heapq.heappop(heads)
+            elif not self._is_blocked(line, wanted) and self._place(line, wanted):
+                self._next(heads, line)
+                return True
+            elif self._reserve(line, wanted):
+                line.skipped += 1
+                self._next(heads, line)
+            else:
+                heapq.heappop(heads)
+        return False
+
+    def _next(self, heads: list[_Head], line: QueueLine) -> None:
+        """Let the next of a line take its place among the user's."""
+        if line.skipped < len(line.rows):
+            queued_ns, run_id, _ = line.rows[line.skipped]
+            score = self._state.score(line.ask, queued_ns, self._now_ns)
+            heapq.heapreplace(heads, (-score, queued_ns, run_id, line))
+        else:
+            heapq.heappop(heads)
+
+    # --- what fits, and what does not ---
+
+    def _place(self, line: QueueLine, wanted: QueuedRun) -> bool:
+        """Start a run if it fits; else its line is closed for this pass."""
+        state = self._state
+        shares = gang_placement.place(state.floor, wanted, line.ask, self._now_ns)
+        if shares is None:
+            self._block(line, wanted)
+            return False
+        self._start(wanted, line.ask, shares)
+        return True
+
+    def _start(self, wanted: QueuedRun, ask: TimedShape, shares: tuple[DeviceShare, ...]) -> None:
+        state, run_id = self._state, wanted.run_id
+        running = RunningRun(wanted=wanted, shares=shares, since_ns=self._now_ns)
+        state.queue.remove(run_id)
+        state.running[run_id] = running
+        gang_placement.take(state.floor, shares, wanted, ask, self._now_ns)
+        state.floor.take(running)
+        cleared = state.clearing.pop(run_id, None)
+        state.promises.pop(run_id, None)
+        kept = state.reservations.pop(run_id, None)
+        places = state.floor.places
+        self.is_stale |= cleared is not None
+        self.is_stale |= kept is not None and any(
+            share.node_id in places and places[share.node_id].free.get(share.gpu_type) for share in kept.shares
+        )
+        state.fairness.place(run_id, wanted, charged_all(shares))
+        self.placements.append(Placement(run_id=run_id, shares=shares))
+
+    def _is_blocked(self, line: QueueLine, wanted: QueuedRun) -> bool:
+        number, ask = self._number, line.ask
+        if ask.shape.several and wanted.run_id in self._state.reservations:
+            return False  # what is kept for itself counts as free: it may fit where another one like it does not
+        if ask.shape.blocked == number or ask.blocked == number or line.blocked == number:
+            return True
+        return ask.shape.is_walled(number, ask.spans(wanted))
+
+    def _block(self, line: QueueLine, wanted: QueuedRun) -> None:
+        """Note who else does not fit, either: all of the shape, unless it matters for how long, or whose it is."""
+        floor, ask = self._state.floor, line.ask
+        shape = ask.shape
+        if not floor.is_plain:
+            line.blocked = self._number
+        elif floor.reach(shape).is_lent:
+            ask.blocked = self._number
+        elif floor.books:  # what takes longer does not fit, either
+            shape.wall(self._number, ask.spans(wanted))
+        else:
+            shape.blocked = self._number
+
+    def _reserve(self, line: QueueLine, wanted: QueuedRun) -> bool:
+        """Promise or keep devices for a blocked gang; return whether the next of its line is to be asked, too."""
+        state, ask = self._state, line.ask
+        if wanted.run_id in state.reservations or self.clearing.clear(wanted, ask):
+            return True
+        if ask.shape.gpus == 1:
+            return False
+        is_new = ask.shape.unreserved != self._number
+        is_early = is_new and self._promised < state.policy.reservations
+        if is_early and self._promise(line, Seeker(state.floor, wanted, ask, self._now_ns).promise()):
+            return True
+        whose = (self._kind(ask), line.team)
+        is_behind = whose not in self._behind and self._is_behind(line)
+        if not (is_new or is_behind):
+            return False
+        seeker = Seeker(state.floor, wanted, ask, self._now_ns)
+        if is_behind and self._note(self._keep_share(seeker, wanted, ask)):
+            self._behind.add(whose)
+            return True
+        is_first = self._kind(ask) not in self._kinds and state.is_gang_of_nodes(ask)
+        if is_first and self._note(seeker.keep(state.policy.nearly)):
+            self._kinds.add(self._kind(ask))
+        ask.shape.unreserved = self._number
+        return False
+
+    def _keep_share(self, seeker: Seeker, wanted: QueuedRun, ask: TimedShape) -> Reservation | None:
+        """Keep devices for a gang whose team or user is behind.
+
+        Part of a node is kept as it gets free, which is soon. Whole nodes would stand idle for long: they are reserved
+        by a guess, and others go in before where they are thought to be over by then. Under lasting overload somebody
+        always is thought to be, so after some days one node is kept after all: else a team of gangs never gets its
+        share.
+        """
+        has_waited = self._now_ns - wanted.queued_ns >= self._state.policy.node_patience_s * 1e9
+        floor = self._state.floor
+        if not self._state.is_gang_of_nodes(ask) or (has_waited and not gang_placement.is_several(floor, wanted, ask)):
+            return seeker.keep(0.0)
+        return Seeker(floor, wanted, ask, self._now_ns, by_guess=True).promise()
+
+    def _promise(self, line: QueueLine, reservation: Reservation | None) -> bool:
+        """Note a promise. The latest time of a user's first gang of a kind is kept from then on; others may move."""
+        if reservation is None:
+            return False
+        whose = (line.team, line.owner, self._kind(line.ask))
+        if reservation.is_bound and whose not in self._firm:
+            self._firm.add(whose)
+            self._state.promises[reservation.run_id] = _as_told(reservation)
+            self.is_new = True
+        elif reservation.is_bound:
+            reservation = msgspec.structs.replace(reservation, is_bound=False)
+        self._promised += 1
+        return self._note(reservation)
+
+    def _redeem(self, priority: int) -> None:
+        """Start those whose promised devices are free, and promise the others theirs again, before anybody else."""
+        state = self._state
+        for run_id, promised in sorted(state.promises.items(), key=lambda entry: (entry[1].at_ns or 0, entry[0])):
+            found = state.queue.where(run_id)
+            if found is None or found[1] is None:
+                del state.promises[run_id]
+            elif found[0].priority == priority and run_id not in state.reservations:
+                self._redeem_one(found[0], found[1], promised)
+
+    def _redeem_one(self, wanted: QueuedRun, line: QueueLine, promised: Reservation) -> None:
+        state, ask = self._state, line.ask
+        seeker = Seeker(state.floor, wanted, ask, self._now_ns)
+        if seeker.may_have(promised.shares) and gang_placement.fits(
+            state.floor, promised.shares, wanted, ask, self._now_ns
+        ):
+            self._start(wanted, ask, promised.shares)
+            return
+        again = seeker.again(promised)
+        if again is None:
+            if not seeker.is_away(promised.shares):  # of one that comes back in time it holds
+                del state.promises[wanted.run_id]
+            return
+        state.promises[wanted.run_id] = _as_told(again)
+        self._firm.add((line.team, line.owner, self._kind(ask)))
+        self._promised += 1
+        self._note(again)
+
+    def _kind(self, ask: TimedShape) -> frozenset[tuple[int, str]]:
+        """Return what a run is in line for: groups of nodes, and types."""
+        return self._state.floor.reach(ask.shape).kind
+
+    def _is_behind(self, line: QueueLine) -> bool:
+        """Return whether others that wait had so much more that a gang's devices are kept for it as they get free."""
+        state, team = self._state, self._teams.get(line.team)
+        gpus = line.ask.shape.gpus or state.floor.reach(line.ask.shape).whole
+        if team is None:
+            return False
+        due, fairness = gpus * state.policy.patience_s, state.fairness
+        return fairness.is_behind(line.team, "", due, self._most) or fairness.is_behind(
+            line.team, line.owner, due, team.most
+        )
+
+    def _note(self, reservation: Reservation | None) -> bool:
+        if reservation is not None:
+            self._state.reservations[reservation.run_id] = reservation
+        return reservation is not None
+
+
+def _as_told(reservation: Reservation) -> Reservation:
+    """Return what is kept over passes: the latest time. What is likely is worked out anew in each."""
+    return msgspec.structs.replace(reservation, likely_ns=None)
+
+
+class _Team:
+    """The users of a team, the one with the least use first, and the heads of their lines; `most`: who had the most."""
+
+    def __init__(self, state: PlannerState, priority: int, name: str) -> None:
+        self._state, self.name = state, name
+        self._lines = state.queue.classes[priority][name]
+        self.users = [(state.fairness.user(name, owner), owner) for owner in self._lines]
+        self.most = heapq.nlargest(2, self.users)
+        heapq.heapify(self.users)
+        self._heads: dict[str, list[_Head]] = {}
+
+    def heads(self, owner: str, now_ns: int) -> list[_Head]:
+        """Return the heads of a user's lines as a heap, the one that is furthest ahead first."""
+        heads = self._heads.get(owner)
+        if heads is None:
+            heads = self._heads[owner] = []
+            for line in self._lines.get(owner, ()):
+                line.skipped = 0
+                queued_ns, run_id, _ = line.rows[0]
+                heads.append((-self._state.score(line.ask, queued_ns, now_ns), queued_ns, run_id, line))
+            heapq.heapify(heads)
+        return heads
+
 
 _S = 1e9
 _SOON_NS = 1_000_000_000
