@@ -20,9 +20,8 @@ import msgspec
 
 from serverless_gpu.model.placement import NODES_MAX
 from serverless_gpu.model.scheduling.availability_timeline import OVERDUE_NS
-from serverless_gpu.model.scheduling.capacity import Capacity
+from serverless_gpu.model.scheduling.capacity import Capacity, NodeDevices, NodeGroup, PartReady
 from serverless_gpu.model.scheduling.gang_placement import Kind, are_one, is_several, is_usable, unkept, usable
-from serverless_gpu.model.scheduling.node_capacity import NodeDevices, NodeGroup, PartReady
 from serverless_gpu.model.scheduling.preemption import may_use
 from serverless_gpu.model.scheduling.request_shapes import TimedShape
 from serverless_gpu.model.scheduling.values import DeviceShare, QueuedRun, Reservation

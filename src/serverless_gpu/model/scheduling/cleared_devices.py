@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from serverless_gpu.model.scheduling import gang_placement
+from serverless_gpu.model.scheduling.capacity import NodeDevices, NodeGroup, Row
 from serverless_gpu.model.scheduling.feasibility import could_be
 from serverless_gpu.model.scheduling.gang_placement import are_one, is_several
-from serverless_gpu.model.scheduling.node_capacity import NodeDevices, NodeGroup, Row
 from serverless_gpu.model.scheduling.planner_state import PlannerState
 from serverless_gpu.model.scheduling.preemption import (
     FULL_CLAIM,

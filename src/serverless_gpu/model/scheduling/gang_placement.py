@@ -25,8 +25,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from serverless_gpu.model.placement import NODES_MAX
-from serverless_gpu.model.scheduling.capacity import Capacity
-from serverless_gpu.model.scheduling.node_capacity import Index, NodeDevices, together
+from serverless_gpu.model.scheduling.capacity import Capacity, Index, NodeDevices, together
 from serverless_gpu.model.scheduling.preemption import could_use, is_open
 from serverless_gpu.model.scheduling.request_shapes import TimedShape
 from serverless_gpu.model.scheduling.values import DeviceShare, QueuedRun

@@ -14,12 +14,11 @@ import msgspec
 
 from serverless_gpu.model.scheduling import gang_placement
 from serverless_gpu.model.scheduling.backfill import Chosen, Seeker
-from serverless_gpu.model.scheduling.capacity import Capacity
+from serverless_gpu.model.scheduling.capacity import Capacity, NodeDevices
 from serverless_gpu.model.scheduling.duration_estimates import says_no_end
 from serverless_gpu.model.scheduling.fairness import team_of
 from serverless_gpu.model.scheduling.feasibility import isolation_problem, never_served
 from serverless_gpu.model.scheduling.gang_placement import is_several
-from serverless_gpu.model.scheduling.node_capacity import NodeDevices
 from serverless_gpu.model.scheduling.planner_state import PlannerState, QueueLine
 from serverless_gpu.model.scheduling.preemption import may_ask, standing
 from serverless_gpu.model.scheduling.request_shapes import TimedShape

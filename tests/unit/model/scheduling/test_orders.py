@@ -12,7 +12,7 @@ from hypothesis import given, settings
 
 from serverless_gpu.model.scheduling import cleared_devices, preemption
 from serverless_gpu.model.scheduling.availability_timeline import DeviceTimeline
-from serverless_gpu.model.scheduling.node_capacity import NodeGroup, NodeOrder
+from serverless_gpu.model.scheduling.capacity import NodeGroup, NodeOrder
 from serverless_gpu.model.scheduling.planner import Planner
 from serverless_gpu.model.scheduling.values import (
     BEST_EFFORT,
