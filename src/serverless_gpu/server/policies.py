@@ -23,7 +23,6 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.environment.packages import Packages, are_same, difference
 from serverless_gpu.errors import EnvironmentMissing, InvalidValue, NotFound, PolicyViolation, UnknownGpuType
 from serverless_gpu.model import hardware
-from serverless_gpu.model.access.roles import AccessReach, Resource, reach
 from serverless_gpu.model.access.usage_policy import (
     HOLDER_KINDS,
     NamedPolicy,
@@ -35,6 +34,7 @@ from serverless_gpu.model.access.usage_policy import (
     where,
     with_defaults,
 )
+from serverless_gpu.model.access_control import AccessReach, Resource, reach
 from serverless_gpu.model.hardware import FAMILIES
 from serverless_gpu.model.spec import RANKS_MAX, SECONDS_MAX, TAG_CHARACTERS_MAX, TAGS_MAX, RunSpec
 from serverless_gpu.server.core.caller import Caller

@@ -9,7 +9,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import NotFound
-from serverless_gpu.model.access.roles import AccessReach
+from serverless_gpu.model.access_control import AccessReach
 from serverless_gpu.model.secrets import check_name, check_value
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.server_key import Sealer

@@ -16,7 +16,7 @@ from serverless_gpu.cli.runs.run_location import durable_home
 from serverless_gpu.cli.server_connection import connect, server
 from serverless_gpu.client.remote.profile import ServerProfile, check_address, write_profile
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.access.roles import AccessReach, Role, reach
+from serverless_gpu.model.access_control import AccessReach, Role, reach
 from serverless_gpu.model.scheduling.wait_messages import sharing_warnings
 from serverless_gpu.wire.access import (
     OnDisabled,

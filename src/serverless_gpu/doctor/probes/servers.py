@@ -35,7 +35,7 @@ from serverless_gpu.engines.ray.ray_keeper import marked_pids
 from serverless_gpu.errors import NotAllowed, NotAuthenticated, ServerlessGpuError, ServerNotConfigured
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.lazy_import import load
-from serverless_gpu.model.access.roles import reach
+from serverless_gpu.model.access_control import reach
 from serverless_gpu.node.base.home import find_home, ray_keepers
 from serverless_gpu.node.base.private_files import readers
 from serverless_gpu.node.inside import linux

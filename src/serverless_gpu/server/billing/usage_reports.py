@@ -25,7 +25,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.access.roles import AccessReach, covers
+from serverless_gpu.model.access_control import AccessReach, covers
 from serverless_gpu.model.billing import billing_rows, usage_report
 from serverless_gpu.model.billing.ledger import LedgerLine
 from serverless_gpu.model.billing.metering import SEGMENTS

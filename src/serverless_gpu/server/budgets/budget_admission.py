@@ -11,8 +11,8 @@ from __future__ import annotations
 import sqlalchemy as sa
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.model.access import roles
-from serverless_gpu.model.access.roles import AccessReach, Resource
+from serverless_gpu.model import access_control
+from serverless_gpu.model.access_control import AccessReach, Resource
 from serverless_gpu.model.billing import pricing
 from serverless_gpu.model.billing.budget import NOTHING, BudgetUse, Subject, first_hold
 from serverless_gpu.model.billing.pricing import Tariff
@@ -67,7 +67,7 @@ class BudgetAdmission:
 
     def left(self, allowed: Allowed, who: Caller) -> tuple[str, ...]:
         """Return in words what is left of budgets that count a run; amounts only of those that its owner may see."""
-        sees_all = roles.reach(who.role, Resource.BUDGETS, write=False, scopes=who.scopes) is AccessReach.ALL
+        sees_all = access_control.reach(who.role, Resource.BUDGETS, write=False, scopes=who.scopes) is AccessReach.ALL
         subject = _subject(allowed, who)
         return self._spending.left(subject, currency=self._settings.currency, sees_all=sees_all)[:LEFT_MAX]
 

@@ -12,8 +12,8 @@ import sqlalchemy as sa
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, NotFound, TooLarge
-from serverless_gpu.model.access import roles
-from serverless_gpu.model.access.roles import AccessReach
+from serverless_gpu.model import access_control
+from serverless_gpu.model.access_control import AccessReach
 from serverless_gpu.model.billing import spend_forecast
 from serverless_gpu.model.billing.budget import Budget, Scope, Standing, next_day_text, renewal_text, used_text
 from serverless_gpu.model.calendars import DAY_NS
@@ -255,11 +255,13 @@ def _may_see(budget: Budget, who: Caller, reach: str) -> bool:
     """Return whether somebody may see a budget: theirs, or of a team they are in."""
     kind, name = budget.scope.kind, budget.scope.name
     owner, team = (name if kind == "user" else "", name if kind == "team" else "")
-    return roles.covers(reach, name=who.name, teams=who.teams, owner=owner, team=team)
+    return access_control.covers(reach, name=who.name, teams=who.teams, owner=owner, team=team)
 
 
 def _is_theirs(notice: budgets.Notice, who: Caller, reach: str) -> bool:
-    return roles.covers(reach, name=who.name, teams=who.teams, owner=notice.text("owner"), team=notice.text("team"))
+    return access_control.covers(
+        reach, name=who.name, teams=who.teams, owner=notice.text("owner"), team=notice.text("team")
+    )
 
 
 def _unknown(name: str) -> NotFound:

@@ -40,7 +40,7 @@ from serverless_gpu.errors import (
     ServerProblem,
     TooLarge,
 )
-from serverless_gpu.model.access import roles
+from serverless_gpu.model import access_control
 from serverless_gpu.server.core import server_log
 from serverless_gpu.server.core.caller import NOBODY, Caller
 from serverless_gpu.server.core.server_key import Keys
@@ -325,7 +325,7 @@ class Authenticator:
 
     def reach(self, who: Caller, need: Need) -> str:
         """Return how far a caller may reach: "none", "own", "team" or "all"."""
-        return roles.reach(who.role, need.noun, write=need.write, scopes=who.scopes).value
+        return access_control.reach(who.role, need.noun, write=need.write, scopes=who.scopes).value
 
     def _is_due(self, token_id: str) -> bool:
         now_ns = self._clock.boottime_ns()

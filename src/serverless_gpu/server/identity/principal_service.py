@@ -14,7 +14,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
-from serverless_gpu.model.access.roles import AccessReach, covers
+from serverless_gpu.model.access_control import AccessReach, covers
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import BUDGETS, SCHEDULER, Hub
 from serverless_gpu.server.core.settings import Settings

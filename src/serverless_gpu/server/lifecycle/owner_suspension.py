@@ -15,7 +15,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import AlreadyFinished, InvalidValue, StaleAttempt
-from serverless_gpu.model.access.roles import ROLES, AccessReach, reach
+from serverless_gpu.model.access_control import ROLES, AccessReach, reach
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, State, StopReason
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.db.tables import principals, runs

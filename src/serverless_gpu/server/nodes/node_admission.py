@@ -29,7 +29,7 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
 from serverless_gpu.model.access import node_identity
 from serverless_gpu.model.access.node_identity import HelloDecision, HelloRefused, Identity
-from serverless_gpu.model.access.roles import Resource
+from serverless_gpu.model.access_control import Resource
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.identity import bootstrap

@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 
 from serverless_gpu.errors import NotAllowed, TooLarge
-from serverless_gpu.model.access.roles import AccessReach
+from serverless_gpu.model.access_control import AccessReach
 from serverless_gpu.server.http.routing import Call, Query, Routes, Stream, reading, writing
 from serverless_gpu.server.nodes.agent_service import AgentService
 from serverless_gpu.server.nodes.node_admission import JoinService, NodeAdmission

@@ -17,8 +17,8 @@ import sqlalchemy as sa
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
-from serverless_gpu.model.access import roles
-from serverless_gpu.model.access.roles import AccessReach
+from serverless_gpu.model import access_control
+from serverless_gpu.model.access_control import AccessReach
 from serverless_gpu.model.lifecycle.run_lifecycle import Forgotten
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import RECONCILER, SCHEDULER, Hub, run_key
@@ -226,7 +226,7 @@ class NodeRuleService:
         def work(connection: sa.Connection) -> tuple[str, list[str]]:
             node = find_node(connection, asked.node)
             owner = node.rules.calendar.owner
-            if not roles.covers(asked.reach, name=asked.who.name, teams=(), owner=owner):
+            if not access_control.covers(asked.reach, name=asked.who.name, teams=(), owner=owner):
                 raise NotAllowed(f"{node.name} is not {asked.who.name}'s", hint="its owner can, or an operator")
             change = decide(connection, node)
             if change.rules == node.rules:

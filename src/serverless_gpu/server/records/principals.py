@@ -20,7 +20,7 @@ import sqlalchemy as sa
 from serverless_gpu.ambient import new_run_id
 from serverless_gpu.errors import InvalidValue, NotAuthenticated, NotFound
 from serverless_gpu.json_codec import from_json
-from serverless_gpu.model.access.roles import ROLES, SCOPES, Resource
+from serverless_gpu.model.access_control import ROLES, SCOPES, Resource
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.server_key import PREFIX as ATTEMPT_PREFIX
 from serverless_gpu.server.core.server_key import Keys, encode, parse_attempt_token, sha256, token_until_s

@@ -16,7 +16,7 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.model.access.roles import AccessReach
+from serverless_gpu.model.access_control import AccessReach
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.scheduling.values import CLASSES, Reservation, TeamUse, WaitReason
 from serverless_gpu.server.core.caller import Caller

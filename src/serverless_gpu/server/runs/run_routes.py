@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, NotFound
-from serverless_gpu.model.access import roles
+from serverless_gpu.model import access_control
 from serverless_gpu.model.cost import Cost
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, State
 from serverless_gpu.model.placement import NODES_MAX
@@ -110,8 +110,8 @@ def list_runs(
         team=query.team,
         name=query.name,
         tags=_tags(query.tag),
-        seen_by=None if call.reach == roles.AccessReach.ALL else call.who.name,
-        teams=call.who.teams if call.reach == roles.AccessReach.TEAM else (),
+        seen_by=None if call.reach == access_control.AccessReach.ALL else call.who.name,
+        teams=call.who.teams if call.reach == access_control.AccessReach.TEAM else (),
     )
     at = metering.now(clock, leases)
 

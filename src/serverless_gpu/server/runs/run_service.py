@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from serverless_gpu import faults
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, NotAllowed
-from serverless_gpu.model.access import roles
+from serverless_gpu.model import access_control
 from serverless_gpu.model.lifecycle.attempt import State, StopReason
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import Hub
@@ -118,7 +118,7 @@ class StopService:
 
 
 def _check_reach(connection: sa.Connection, who: Caller, reach: str, run_id: str) -> None:
-    to_see = roles.reach(who.role, "runs", write=False, scopes=who.scopes)
+    to_see = access_control.reach(who.role, "runs", write=False, scopes=who.scopes)
     run = runs.find(connection, run_id)
     if run is not None and run_views.in_reach(run, who=who, reach=reach):
         return

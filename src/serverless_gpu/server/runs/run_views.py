@@ -12,7 +12,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.ambient import format_soon_zoned, format_utc
 from serverless_gpu.errors import NotFound
-from serverless_gpu.model.access import roles
+from serverless_gpu.model import access_control
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, Reason, State
 from serverless_gpu.model.receipt import nodes_text
 from serverless_gpu.model.spec import Function, RunSpec
@@ -60,7 +60,7 @@ def _shown(spec: RunSpec) -> RunSpec:
 
 def in_reach(run: StoredRun, *, who: Caller, reach: str) -> bool:
     """Return whether a run is within how far somebody may reach."""
-    return roles.covers(reach, name=who.name, teams=who.teams, owner=run.owner, team=run.team)
+    return access_control.covers(reach, name=who.name, teams=who.teams, owner=run.owner, team=run.team)
 
 
 def run_view(run: StoredRun, *, told: WaitNotice = NOTHING, deduplicated: bool = False, reader: str = "") -> RunView:

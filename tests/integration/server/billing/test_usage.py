@@ -12,7 +12,7 @@ import pytest
 import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.access.roles import AccessReach
+from serverless_gpu.model.access_control import AccessReach
 from serverless_gpu.model.billing import usage_report as model
 from serverless_gpu.model.billing.pricing import Price
 from serverless_gpu.model.billing.usage_report import Amounts, DayRange, ReportRow

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from serverless_gpu.model.access.roles import AccessReach
+from serverless_gpu.model.access_control import AccessReach
 from serverless_gpu.model.billing.usage_report import Amounts, DayRange
 from serverless_gpu.model.calendars import DAY_NS
 from serverless_gpu.model.lifecycle.attempt import FactKind

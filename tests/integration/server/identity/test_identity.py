@@ -12,7 +12,7 @@ import pytest
 import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue, NotAuthenticated, NotFound, ServerStorageFull
-from serverless_gpu.model.access.roles import Role
+from serverless_gpu.model.access_control import Role
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.server_key import Keys, sha256
 from serverless_gpu.server.db.database import Database

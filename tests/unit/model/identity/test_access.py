@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from serverless_gpu.model.access.roles import POLICY, ROLES, SCOPES, AccessReach, Resource, covers, reach, table
+from serverless_gpu.model.access_control import POLICY, ROLES, SCOPES, AccessReach, Resource, covers, reach, table
 from tests.support.paths import REPOSITORY
 
 ORDER = [AccessReach.NONE, AccessReach.OWN, AccessReach.TEAM, AccessReach.ALL]
