@@ -186,7 +186,11 @@ class Service:
                 return
             self._watches[key].saved += 1
             if is_served(ask.store):
-                self._fork([ask], key, checks=True, work=lambda tell: _check_server(ask, snapshot, tell))
+
+                def check_server(tell: Callable[[Answer], None]) -> None:
+                    tell(FilesChecked(number=ask.number, changes=() if _has(ask, snapshot) else (_NOT_THERE,)))
+
+                self._fork([ask], key, checks=True, work=check_server)
             else:
                 self._say(FilesChecked(number=ask.number))
             return
@@ -393,10 +397,6 @@ def _check(
     if not changes and snapshot is not None and not all(_has(ask, snapshot) for ask in stores.values()):
         changes = (_NOT_THERE,)
     tell(FilesChecked(number=asks[0].number, changes=changes))
-
-
-def _check_server(ask: EnvironmentQuestion, snapshot: Snapshot, tell: Callable[[Answer], None]) -> None:
-    tell(FilesChecked(number=ask.number, changes=() if _has(ask, snapshot) else (_NOT_THERE,)))
 
 
 def _take(index: Path, ask: EnvironmentQuestion, tell: Callable[[Answer], None]) -> None:

@@ -33,7 +33,7 @@ from serverless_gpu.engines.ray import start_arguments
 from serverless_gpu.engines.ray.driver_client import RayAccess
 from serverless_gpu.engines.ray.ray_engine import RayEngine
 from serverless_gpu.errors import ServerProblem, ServerUnavailable
-from serverless_gpu.model.access.node_identity import Identity
+from serverless_gpu.model.access_control import NodeIdentity
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink.presence import instance_of
 from serverless_gpu.node.uplink.server import UplinkProfile
@@ -201,7 +201,7 @@ def assembled(
         restore.settle(database, settings.directory, measures=measures, now_ns=clock.wall_ns())
         node = None
         if settings.node:
-            node = Identity(name=socket.gethostname(), machine=machine(), instance=instance_of(Home(settings.home)))
+            node = NodeIdentity(name=socket.gethostname(), machine=machine(), instance=instance_of(Home(settings.home)))
         tokens = first_tokens(database, settings.directory, login=login(), now_ns=clock.wall_ns(), node=node)
         uid_sharing.settle(database, operator.decide, now_ns=clock.wall_ns())
         keys = read_keys(settings.directory)

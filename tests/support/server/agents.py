@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import sqlalchemy as sa
 
-from serverless_gpu.model.access.node_identity import Identity
+from serverless_gpu.model.access_control import NodeIdentity
 from serverless_gpu.model.hardware import parse_fake
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, GivenUp, StopAsked
@@ -87,7 +87,7 @@ def token_of(services: Services, identifier: str) -> Caller:
 
     def work(connection: sa.Connection) -> None:
         connection.execute(tables.tokens.insert(), row)
-        nodes.bind(connection, identifier, Identity(name="", machine=""), by="server", at_ns=at_ns)
+        nodes.bind(connection, identifier, NodeIdentity(name="", machine=""), by="server", at_ns=at_ns)
 
     services.database.write(work)
     return msgspec.structs.replace(NODE, token_id=identifier)

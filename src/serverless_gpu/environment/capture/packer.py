@@ -168,7 +168,12 @@ class Packer:
         """Hand out one more block of a line's unit, or begin its next one."""
         work = line.work
         if work is None or work.planned:
-            work = line.work = self._again.popleft() if self._again else self._next_work(line.jobs)
+            work = None
+            if self._again:
+                work = self._again.popleft()
+            elif (job := next(line.jobs, None)) is not None:
+                work = self._begun(_Work(job, list(job.source.rows), self._settings, self._stop.is_set))
+            line.work = work
             if work is None:
                 return
         plan = None if work.changed else next(work.plans, None)
@@ -178,12 +183,6 @@ class Packer:
             return
         work.outstanding += 1
         self._flight.append((work, plan, self._reading.submit(self._fill, work.reader, plan)))
-
-    def _next_work(self, jobs: Iterator[PackJob]) -> _Work | None:
-        job = next(jobs, None)
-        if job is None:
-            return None
-        return self._begun(_Work(job, list(job.source.rows), self._settings, self._stop.is_set))
 
     def _begun(self, work: _Work) -> _Work:
         self._counts.add(bytes_done=work.bytes_done, files_done=work.files_done)
@@ -222,18 +221,16 @@ class Packer:
         work.closed = True
         work.reader.close()
         if work.changed:
-            self._again.append(self._planned_again(work))
+            if work.tries >= TRIES_MAX:
+                raise unsteady(work.changed)
+            self._counts.add(bytes_done=-work.bytes_done, files_done=-work.files_done)
+            rows = true_sizes(work.rows, work.files, work.job.source.texts)
+            again = _Work(work.job, rows, self._settings, self._stop.is_set, tries=work.tries + 1)
+            self._again.append(self._begun(again))
             return
         if work.filled:
             self._close_pack(work)
         self._ended.append((work.job, self._sender.add_unit(ReadUnit(work.job.name, work.packs, work.unit))))
-
-    def _planned_again(self, work: _Work) -> _Work:
-        if work.tries >= TRIES_MAX:
-            raise unsteady(work.changed)
-        self._counts.add(bytes_done=-work.bytes_done, files_done=-work.files_done)
-        rows = true_sizes(work.rows, work.files, work.job.source.texts)
-        return self._begun(_Work(work.job, rows, self._settings, self._stop.is_set, tries=work.tries + 1))
 
     def _close_pack(self, work: _Work) -> None:
         while not self._sender.has_room(work.filled):

@@ -103,7 +103,9 @@ def capture(
     """
     check_size(scan.snapshot)
     missing = set(blobs.missing_units(scan.snapshot.addresses()))
-    members = _members(scan.snapshot, missing)
+    listed = (member for root in scan.snapshot.roots for member in root.members)
+    found = {member.address: member for member in listed if member.address in missing}
+    members = dict(sorted(found.items(), key=lambda item: (-item[1].size, item[0])))
     space = _Space(blobs)
     space.check(sum(member.size for member in members.values()))
     counts, meter = Counts(), _Meter(report, members)
@@ -234,12 +236,6 @@ class _Meter:
                 name=name,
             )
         )
-
-
-def _members(snapshot: Snapshot, missing: set[str]) -> dict[str, SnapshotMember]:
-    """Return the units that are missing, each once, the largest first."""
-    found = {member.address: member for root in snapshot.roots for member in root.members if member.address in missing}
-    return dict(sorted(found.items(), key=lambda item: (-item[1].size, item[0])))
 
 
 def _jobs(take: Callable[[], SnapshotMember], sources: Mapping[str, LocalUnit], blobs: StoreBlobs) -> Iterator[PackJob]:

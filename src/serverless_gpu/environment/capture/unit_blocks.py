@@ -113,7 +113,10 @@ def places_of(plans: Sequence[BlockPlan], first: int) -> dict[int, ContentPlace]
 
 def reuse(rows: Sequence[FileRow], old: Unit) -> Reuse:
     """Return which bytes of an older version can stand for files of a new one, or nothing if that is not worth it."""
-    known = _known(old)
+    known: dict[tuple[bytes, int], list[ContentPlace]] = defaultdict(list)  # where content lies, by digest and size
+    filled = (row for row in old.rows if row.has_content and row.size)
+    for row, place in zip(filled, old.places, strict=True):
+        known[row.sha256, row.size].append(place)
     taken: dict[int, ContentPlace] = {}
     used_blocks: dict[int, int] = defaultdict(int)
     for index, row in enumerate(rows):
@@ -137,15 +140,6 @@ def reuse(rows: Sequence[FileRow], old: Unit) -> Reuse:
         ),
         places={row: ContentPlace(block_index[place.block], place.start) for row, place in taken.items()},
     )
-
-
-def _known(old: Unit) -> dict[tuple[bytes, int], list[ContentPlace]]:
-    """Return where each content lies, by digest and size."""
-    known: dict[tuple[bytes, int], list[ContentPlace]] = defaultdict(list)
-    filled = (row for row in old.rows if row.has_content and row.size)
-    for row, place in zip(filled, old.places, strict=True):
-        known[row.sha256, row.size].append(place)
-    return known
 
 
 def _spread(place: ContentPlace, size: int, blocks: Sequence[PackBlock]) -> list[tuple[int, int]]:
@@ -217,7 +211,8 @@ class Reader:
         for index, _, size in parts:
             end = start + size
             if index in texts:
-                count = self._copy_text(index, buffer, start)
+                count = len(texts[index])
+                buffer[start:end] = texts[index][:size].ljust(size)
             else:
                 try:
                     fd = os.open(files[index], _FLAGS)
@@ -231,11 +226,6 @@ class Reader:
                 buffer[start:end] = self._read_again(index)
             start = end
         return buffer[:start]
-
-    def _copy_text(self, index: int, buffer: memoryview, start: int) -> int:
-        text, size = self._texts[index], self._rows[index].size
-        buffer[start : start + size] = text[:size].ljust(size)
-        return len(text)
 
     def _read_again(self, index: int) -> bytes:
         """Return the content of a small file that is not what its row says."""

@@ -69,7 +69,9 @@ def assemble(snapshot: Snapshot, outlines: Mapping[str, Outline], place: Assembl
             outline = outlines[member.address]
             if member.kind == "distribution":
                 _add_distribution(outline, place, prefix, site, notes)
-            _add_scripts(outline, place, prefix)
+            # Scripts of any unit get the tree's interpreter: of wheels, of no distribution, or made by hand.
+            for path, content in outline.generic.items():
+                prefix.add(path.partition("/")[2], specific(content, place.python), executable=True)
         for path, text in _notes(snapshot, number).items():
             site.add(path.partition("/")[2], text.encode())
         for file in root.generated:
@@ -115,7 +117,9 @@ def moved(snapshot: Snapshot, tree: str, path: str) -> str | None:
         if original
     ]
     candidates += _prefixes(snapshot, tree)
-    candidates += [(directory, None) for directory in _standard_libraries(snapshot)]
+    if base := posixpath.dirname(posixpath.dirname(snapshot.facts.python)):
+        library = library_name(snapshot.interpreter)
+        candidates += [(posixpath.join(base, name, library), None) for name in ("lib", "lib64")]
     for original, restored in sorted(candidates, key=lambda pair: len(pair[0]), reverse=True):
         if path == original:
             return restored
@@ -152,12 +156,6 @@ def _add_distribution(
         lines.append(record_line(record_row(path, text.encode()), outline.dist_info))
     lines.append(f"{outline.dist_info}/RECORD,,\n")
     site.add(f"{outline.dist_info}/RECORD", "".join(lines).encode())
-
-
-def _add_scripts(outline: Outline, place: AssemblyTarget, prefix: _Files) -> None:
-    """Write the tree's interpreter into scripts of any unit: of wheels, of no distribution, or made by hand."""
-    for path, content in outline.generic.items():
-        prefix.add(path.partition("/")[2], specific(content, place.python), executable=True)
 
 
 def _parts_of(
@@ -246,13 +244,6 @@ def _prefixes(snapshot: Snapshot, tree: str) -> Iterator[tuple[str, str]]:
     # An environment without a prefix of its own: the standard library is below it as well, and does not move.
     for name in _OF_GLOBAL_PREFIX:
         yield f"{prefix}/{name}", f"{tree}/{name}"
-
-
-def _standard_libraries(snapshot: Snapshot) -> Iterator[str]:
-    base = posixpath.dirname(posixpath.dirname(snapshot.facts.python))
-    if base:
-        for name in ("lib", "lib64"):
-            yield posixpath.join(base, name, library_name(snapshot.interpreter))
 
 
 def _prefix_of(number: int) -> str:

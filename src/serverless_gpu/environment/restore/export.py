@@ -130,7 +130,10 @@ def _check_target(target: Path) -> None:
 def _make(prepared: Prepared, cache: Cache, target: Path, *, copies: bool) -> Linked:
     snapshot, base = prepared.snapshot, prepared.base
     target.parent.mkdir(parents=True, exist_ok=True)
-    _check_space(snapshot, cache, target.parent, copies=copies)
+    if copies or target.parent.stat().st_dev != cache.units.stat().st_dev:
+        needed = occupied_bytes(snapshot.size, snapshot.files)
+        if needed > free_bytes(target.parent):
+            raise full(target.parent, needed, 0)
     place = AssemblyTarget(tree=str(target), base=base.path, version=base.version, alone=True)
     parts = assembled(snapshot, cache, place)
     fresh = target.with_name(f".{target.name}.new-{os.urandom(4).hex()}")
@@ -146,13 +149,6 @@ def _make(prepared: Prepared, cache: Cache, target: Path, *, copies: bool) -> Li
         delete(fresh)
         raise
     return linked
-
-
-def _check_space(snapshot: Snapshot, cache: Cache, directory: Path, *, copies: bool) -> None:
-    if copies or directory.stat().st_dev != cache.units.stat().st_dev:
-        needed = occupied_bytes(snapshot.size, snapshot.files)
-        if needed > free_bytes(directory):
-            raise full(directory, needed, 0)
 
 
 def _source(part: TreePart, snapshot: Snapshot, cache: Cache, *, copies: bool) -> ContentSource:

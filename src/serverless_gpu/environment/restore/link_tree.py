@@ -293,7 +293,8 @@ class _Filler:
             for name in listing.links:
                 with contextlib.suppress(FileExistsError):
                     os.symlink(os.readlink(name, dir_fd=source), name, dir_fd=directory)
-        self._seal(directory, path)
+        os.fchmod(directory, self._mode)  # whatever the umask is: others use the tree, too
+        self._directories[path] = os.fstat(directory).st_mtime_ns
 
     def _count(self, path: str, linked: Linked) -> None:
         self._linked += linked.linked
@@ -306,10 +307,6 @@ class _Filler:
         except FileExistsError:
             if not stat.S_ISDIR(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
                 raise _mixed(os.path.join(self._tree, path, name)) from None
-
-    def _seal(self, directory: int, path: str) -> None:
-        os.fchmod(directory, self._mode)  # whatever the umask is: others use the tree, too
-        self._directories[path] = os.fstat(directory).st_mtime_ns
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from typing import Literal
 
 import msgspec
 
-from serverless_gpu.environment.documents import FileRow, Generated, Root, Snapshot, SnapshotMember
+from serverless_gpu.environment.documents import FileRow, Generated, Snapshot, SnapshotMember
 from serverless_gpu.environment.scan.distributions import parse_record, read_text
 from serverless_gpu.environment.scan.snapshot_composition import LocalUnit
 from serverless_gpu.environment.stores.blobs import StoreBlobs
@@ -201,12 +201,12 @@ def _others(snapshot: Snapshot) -> dict[tuple[ChangeKind, str], SnapshotMember]:
 
 
 def _generated(snapshot: Snapshot) -> dict[str, Generated]:
-    return {_short(root, file): file for root in snapshot.roots for file in root.generated}
-
-
-def _short(root: Root, file: Generated) -> str:
-    name = file.path.partition("/")[2]
-    return name if root.kind == "own" else f"{name} ({root.kind})"
+    found: dict[str, Generated] = {}
+    for root in snapshot.roots:
+        for file in root.generated:
+            name = file.path.partition("/")[2]
+            found[name if root.kind == "own" else f"{name} ({root.kind})"] = file
+    return found
 
 
 def differences(

@@ -170,7 +170,10 @@ class IndexFile:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary)
             raise
-        self._forget_oldest()
+        with contextlib.suppress(OSError):  # others may do the same at the same time
+            found = sorted(self.path.parent.glob("*.index"), key=lambda path: path.stat().st_mtime_ns)
+            for path in found[:-ENTRIES_MAX]:
+                path.unlink(missing_ok=True)
 
     def renew(self, gate: GatePart | None = None, files: FilesPart | None = None) -> None:
         """Replace one part by what was seen since; what cannot be written is let be.
@@ -200,12 +203,6 @@ class IndexFile:
             return from_msgpack(part, kind) if blake3(part).digest() == digest else None
         except (OSError, struct.error, msgspec.DecodeError):
             return None
-
-    def _forget_oldest(self) -> None:
-        with contextlib.suppress(OSError):  # others may do the same at the same time
-            found = sorted(self.path.parent.glob("*.index"), key=lambda path: path.stat().st_mtime_ns)
-            for path in found[:-ENTRIES_MAX]:
-                path.unlink(missing_ok=True)
 
 
 def pack_stats(files: Iterable[tuple[str, ListedFile | None, bytes]], seen_ns: int) -> Stats:

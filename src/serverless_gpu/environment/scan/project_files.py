@@ -134,7 +134,11 @@ class _CodeWalk:
         self.problem = ""
         self.place = place
         if ask:
-            self.place = self._ask_first(place)
+            found = git_index(place.directory)
+            index = found[0] if found else ""
+            index_ns = index_mtime(index)  # before it is read: what comes later is seen
+            self._read_tracked(place.directory, "")
+            self.place = msgspec.structs.replace(place, index=index, index_ns=index_ns)
         else:
             self._track("", place.tracked)
 
@@ -169,13 +173,6 @@ class _CodeWalk:
             elif (found := read_file(file)) is not None:
                 self.listing.files[path] = found
         self.place = msgspec.structs.replace(self.place, unwanted=(*self.place.unwanted, *unwanted))
-
-    def _ask_first(self, place: CodePlace) -> CodePlace:
-        found = git_index(place.directory)
-        index = found[0] if found else ""
-        index_ns = index_mtime(index)  # before it is read: what comes later is seen
-        self._read_tracked(place.directory, "")
-        return msgspec.structs.replace(place, index=index, index_ns=index_ns)
 
     def _read_tracked(self, directory: str, base: str) -> None:
         found = git_index(directory)
@@ -399,7 +396,9 @@ class Staying:
         counts = [(self._files, "file", "files"), (self._directories, "directory", "directories")]
         said = " and ".join(f"{count:,} {one if count == 1 else many}" for count, one, many in counts if count)
         largest = sorted(self._candidates, key=lambda path: _weight(top, path))[:_NAMED_MAX]
-        named = ", ".join(show(_cut(path)) for path in largest)
+        named = ", ".join(
+            show(path if len(path) <= _NAME_CHARACTERS_MAX else f"…{path[-_NAME_CHARACTERS_MAX:]}") for path in largest
+        )
         more = ", …" if self._files + self._directories > len(largest) else ""
         unasked = f"{UNASKED}{problem}" if problem else ""
         return f"{said}{MARK}{named}{more}){unasked}"
@@ -419,7 +418,3 @@ def _weight(top: str, path: str) -> tuple[int, bool, bool, int, str]:
         with contextlib.suppress(OSError):  # gone meanwhile
             size = os.lstat(f"{top}/{path}").st_size
     return path.rstrip("/").count("/"), is_directory and name.startswith("."), not is_directory, -size, path
-
-
-def _cut(path: str) -> str:
-    return path if len(path) <= _NAME_CHARACTERS_MAX else f"…{path[-_NAME_CHARACTERS_MAX:]}"

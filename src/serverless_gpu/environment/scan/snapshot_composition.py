@@ -82,11 +82,11 @@ def compose(found: Survey, description: Description, known: IndexedFile, capture
         settle_contested(drafted.contested, {path: digest.sha256 for path, digest in digested.items()})
         members = [composer.make_member(part, unit, digested) for unit in drafted.units if unit.files]
         members += composer.reuse(part)
+        # In their order; of two that are the same unit, one.
+        listed = in_order({member.address: member for member in members}.values())
         spot = part.spot
         kind = "library" if spot.kind == "archive" else spot.kind
-        roots.append(
-            Root(kind=kind, members=_in_order(members), generated=texts, before=spot.before, on_path=spot.on_path)
-        )
+        roots.append(Root(kind=kind, members=listed, generated=texts, before=spot.before, on_path=spot.on_path))
     facts = _make_facts(parts, description, captured_ns, left_out)
     snapshot = make_snapshot(description.interpreter, tuple(roots), facts)
     return Composed(snapshot=snapshot, sources=composer.sources, made=composer.made)
@@ -144,7 +144,10 @@ class _Composer:
             digest = digests[path]
             if digest.text is not None:
                 texts[len(rows)] = digest.text
-            rows.append(FileRow(path, _row_kind(draft, path, file), digest.size, digest.sha256))
+            # pip leaves a wheel's script as executable as it was packed, uv makes each of them so.
+            is_script = draft.kind == "distribution" and path.startswith("prefix/bin/")
+            kind: RowKind = "x" if file.kind == "x" or is_script else "f"
+            rows.append(FileRow(path, kind, digest.size, digest.sha256))
             files.append(file.file)
             size += digest.size
         address = unit_address(rows)
@@ -212,16 +215,6 @@ def _digest_all(drafts: Sequence[Drafts], known: IndexedFile, report: Report) ->
     for (number, path, _), digest in zip(unread, read, strict=True):
         digests[number][path] = digest
     return digests
-
-
-def _row_kind(draft: Draft, path: str, file: ListedFile) -> RowKind:
-    # pip leaves a wheel's script as executable as it was packed, uv makes each of them so.
-    return "x" if file.kind == "x" or (draft.kind == "distribution" and path.startswith("prefix/bin/")) else "f"
-
-
-def _in_order(members: Sequence[SnapshotMember]) -> tuple[SnapshotMember, ...]:
-    """Return members in their order; of two that are the same unit, one."""
-    return in_order({member.address: member for member in members}.values())
 
 
 def _make_facts(

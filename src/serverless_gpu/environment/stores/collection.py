@@ -165,10 +165,14 @@ class _Collection:
         ages = {"now_ns": now_ns, "grace_ns": terms.grace_ns}
         kept = kept_snapshots(listed["snapshots"], terms.in_use, now_ns=now_ns, keep_ns=terms.keep_ns)
         snapshots = make_plan(listed["snapshots"], kept, (), self._condemned, **ages)
-        pointed_at, held = self._read(snapshots, kept, self._units_of)
+        pointed_at, held = self._read(
+            snapshots, kept, lambda key: (f"units/{unit}" for unit in self._blobs.read_snapshot(key).addresses())
+        )
         kept = kept_parts(listed["units"], pointed_at, **ages)
         units = make_plan(listed["units"], kept, held, self._condemned, **ages)
-        pointed_at, held = self._read(units, kept, self._packs_of)
+        pointed_at, held = self._read(
+            units, kept, lambda key: (f"packs/{digest}" for digest in self._blobs.read_unit(key).packs)
+        )
         kept = kept_parts(listed["packs"], pointed_at, **ages)
         packs = make_plan(listed["packs"], kept, held, self._condemned, **ages)
         return joined(snapshots, units, packs)
@@ -245,12 +249,6 @@ class _Collection:
             raise
         except EnvironmentProblem:
             return None
-
-    def _units_of(self, address: str) -> Iterable[str]:
-        return (f"units/{unit}" for unit in self._blobs.read_snapshot(address).addresses())
-
-    def _packs_of(self, address: str) -> Iterable[str]:
-        return (f"packs/{digest}" for digest in self._blobs.read_unit(address).packs)
 
     def _renew(self) -> None:
         """Say again that this collection is at work; stop if others may have stopped to believe it."""

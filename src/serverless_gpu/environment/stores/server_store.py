@@ -16,7 +16,6 @@ import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import TypeVar
 
 from serverless_gpu.environment.stores.base import (
@@ -99,7 +98,7 @@ class ServedStore(Store, CollectionGuard):
         """Return which of these objects are there."""
         found: set[str] = set()
         for some in _batches(keys):
-            found.update(self._ask(partial(_present, KeyList(keys=some))).keys)
+            found.update(self._ask_about("present", some, KeyList).keys)
         return frozenset(found)
 
     def list(self, prefix: str) -> Iterator[Stored]:
@@ -122,7 +121,7 @@ class ServedStore(Store, CollectionGuard):
     def delete(self, keys: Iterable[str]) -> None:
         """Remove objects; those that are not there are no error."""
         for some in _batches(keys):
-            self._ask(partial(_delete, KeyList(keys=some)))
+            self._ask_about("delete", some, type(None))
 
     def free_bytes(self) -> int | None:
         """Return how much more it can hold, or None where the server does not know."""
@@ -136,7 +135,7 @@ class ServedStore(Store, CollectionGuard):
         removed: list[str] = []
         for key in keys:
             try:
-                removed += self._ask(partial(_repair, KeyList(keys=(check_key(key),)))).keys
+                removed += self._ask_about("repair", (check_key(key),), KeyList).keys
             except NotFound:
                 return None  # a server of an earlier version
         return tuple(dict.fromkeys(removed))
@@ -158,12 +157,16 @@ class ServedStore(Store, CollectionGuard):
         Raises StoreUnavailable: the server is too old to answer; it would show the whole list instead.
         """
         try:
-            return self._ask(partial(_condemned, KeyList(keys=keys)))
+            return self._ask_about("condemned", keys, CondemnedAnswer)
         except NotFound:
             raise StoreUnavailable(
                 f"the server at {self.url} is older than this client and does not say what is condemned",
                 hint="upgrade serverless-gpu on the server",
             ) from None
+
+    def _ask_about(self, route: str, keys: tuple[str, ...], answer: type[_Value]) -> _Value:
+        path, body = f"/environments/{route}", KeyList(keys=keys)
+        return self._ask(lambda server: server.ask("POST", path, body, answer=answer))
 
     def _ask(self, request: Callable[[Connection], _Value]) -> _Value:
         """Send a request; what the server refuses is said as every store says it.
@@ -199,22 +202,6 @@ class ServedStore(Store, CollectionGuard):
             if self._opened is not None and self._opened[0] == os.getpid():
                 self._opened[1].close()
             self._opened = None
-
-
-def _present(keys: KeyList, server: Connection) -> KeyList:
-    return server.ask("POST", "/environments/present", keys, answer=KeyList)
-
-
-def _repair(keys: KeyList, server: Connection) -> KeyList:
-    return server.ask("POST", "/environments/repair", keys, answer=KeyList)
-
-
-def _condemned(keys: KeyList, server: Connection) -> CondemnedAnswer:
-    return server.ask("POST", "/environments/condemned", keys, answer=CondemnedAnswer)
-
-
-def _delete(keys: KeyList, server: Connection) -> None:
-    server.ask("POST", "/environments/delete", keys, answer=type(None))
 
 
 def _batches(keys: Iterable[str]) -> Iterator[tuple[str, ...]]:

@@ -31,8 +31,7 @@ import sqlalchemy as sa
 from serverless_gpu import faults
 from serverless_gpu.ambient import Clock, machine
 from serverless_gpu.errors import NotFound
-from serverless_gpu.model.access.node_identity import Identity
-from serverless_gpu.model.access_control import Resource
+from serverless_gpu.model.access_control import NodeIdentity, Resource
 from serverless_gpu.node.base.private_files import write_private
 from serverless_gpu.server.core.server_key import sha256
 from serverless_gpu.server.core.settings import Settings
@@ -49,7 +48,7 @@ NODE = "node"
 EVERY_S = 12 * 3600.0
 _ADMIN = "admin"
 _SERVICE = PrincipalRequest(name=NODE, kind="service", role="agent")
-_ANY = Identity(name="", machine="")
+_ANY = NodeIdentity(name="", machine="")
 
 
 class FirstTokens(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +60,7 @@ class FirstTokens(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def first_tokens(
-    database: Transactions, directory: Path, *, login: str, now_ns: int, node: Identity | None = None
+    database: Transactions, directory: Path, *, login: str, now_ns: int, node: NodeIdentity | None = None
 ) -> FirstTokens:
     """Return the tokens of the server's files; makes what is missing.
 
@@ -183,7 +182,7 @@ def _make_principal(connection: sa.Connection, wanted: PrincipalRequest, *, now_
     audit.record(connection, who=SERVER, action=Action.USER_CREATE, subject=wanted.name, now_ns=now_ns, detail=detail)
 
 
-def _bind(connection: sa.Connection, token_id: str, node: Identity | None, *, now_ns: int) -> None:
+def _bind(connection: sa.Connection, token_id: str, node: NodeIdentity | None, *, now_ns: int) -> None:
     """Bind the node's token to this home, which may have moved or been renamed, or else to the first that comes."""
     found = nodes.find(connection, token_id)
     if node is None and found is None:

@@ -29,7 +29,7 @@ from anyio import to_thread
 from serverless_gpu import ambient, faults
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound, ServerProblem, ServerStorageFull
-from serverless_gpu.model.access.node_identity import HelloDecision
+from serverless_gpu.model.access_control import HelloDecision
 from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp
 from serverless_gpu.model.spec import RunSpec

@@ -1,6 +1,6 @@
 """Lets nodes in: checks whose a token is, keeps names waiting for an administrator, approves them, makes join tokens.
 
-    hello ─▶ check (model/access/node_identity.py) ─▶ refused │ ask: pending ─▶ approve │ settle: bound, moved
+    hello ─▶ check (model/access_control.py) ─▶ refused │ ask: pending ─▶ approve │ settle: bound, moved
     invite ─▶ a join token for so many machines, for so long ─▶ server/nodes/node_admission.py
 
 Everything but a hello that is admitted is written into the audit: also refusals, each once while this server runs.
@@ -27,9 +27,8 @@ import sqlalchemy as sa
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
-from serverless_gpu.model.access import node_identity
-from serverless_gpu.model.access.node_identity import HelloDecision, HelloRefused, Identity
-from serverless_gpu.model.access_control import Resource
+from serverless_gpu.model import access_control
+from serverless_gpu.model.access_control import HelloDecision, HelloRefused, NodeIdentity, Resource
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.identity import bootstrap
@@ -51,9 +50,9 @@ INVITED_S_MAX = 30 * 86_400.0
 _NS = 1_000_000_000
 
 
-def identity_of(said: AgentHello) -> Identity:
+def identity_of(said: AgentHello) -> NodeIdentity:
     """Return what a node says it is."""
-    return Identity(name=said.name, machine=said.machine, instance=said.instance)
+    return NodeIdentity(name=said.name, machine=said.machine, instance=said.instance)
 
 
 def check(connection: sa.Connection, who: Caller, said: AgentHello) -> HelloDecision:
@@ -61,7 +60,7 @@ def check(connection: sa.Connection, who: Caller, said: AgentHello) -> HelloDeci
     if not who.token_id:
         return HelloDecision.ADMITTED
     found = nodes.find(connection, who.token_id)
-    answer = node_identity.judge(None if found is None else found.binding, identity_of(said))
+    answer = access_control.judge_hello(None if found is None else found.binding, identity_of(said))
     if isinstance(answer, HelloRefused):
         raise NotAllowed(answer.why, hint=answer.hint)
     return answer
@@ -175,7 +174,7 @@ class NodeAdmission:
         presence, now_ns = self._presence, self._clock.boottime_ns()
         connected = presence.is_there(before.id, now_ns=now_ns) and presence.is_streaming(before.id)
         same_boot = before.boot_id == said.boot_id
-        if same_boot and node_identity.second_process(before.hello.process, said.process, connected=connected):
+        if same_boot and access_control.second_process(before.hello.process, said.process, connected=connected):
             raise NotAllowed(
                 f"another process is connected as the node {said.name!r}",
                 hint="end that process; its successor is let in at once",
@@ -194,7 +193,7 @@ def settle(connection: sa.Connection, who: Caller, said: AgentHello, answer: Hel
     _record(connection, who, action, node, who.token_id, at_ns)
 
 
-def _record(connection: sa.Connection, who: Caller, action: Action, node: Identity, token: str, at_ns: int) -> None:
+def _record(connection: sa.Connection, who: Caller, action: Action, node: NodeIdentity, token: str, at_ns: int) -> None:
     detail: dict[str, object] = {"name": node.name, "machine": node.machine[:16], "token": token}
     audit.record(connection, who=who, action=action, subject=node.name[:64], now_ns=at_ns, detail=detail)
 
@@ -239,7 +238,7 @@ class JoinService:
             raise NotAllowed("a machine joins with a join token, not with a node's own", hint=_INVITE)
         pool = self._ray_pool() if request.ray else None
         _check_request(request)
-        node = Identity(name=request.name, machine=request.machine, instance=request.instance)
+        node = NodeIdentity(name=request.name, machine=request.machine, instance=request.instance)
         secret, now_ns = principals.new_secret(), self._clock.wall_ns()
         label = f"joined: {request.name} ({request.machine[:16]}-{request.instance[:8]})"
         new = NewToken(principal=who.name, label=label[:LABEL_CHARACTERS_MAX], scopes=(AGENT,))

@@ -5,7 +5,7 @@
     invitations     join token ─▶ how many homes may still join with it
 
 A server that starts again knows from here which nodes there are, and waits for them. Whether a node is present is not
-here: a column would be as old as its last write (`lifecycle/liveness.py` knows). `model/access/node_identity.py`
+here: a column would be as old as its last write (`lifecycle/liveness.py` knows). `model/access_control.py`
 decides about bindings.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import msgspec
 import sqlalchemy as sa
 
-from serverless_gpu.model.access.node_identity import Binding, Identity
+from serverless_gpu.model.access_control import NodeIdentity, TokenBinding
 from serverless_gpu.server.db.tables import invitations, node_bindings, nodes, tokens
 from serverless_gpu.wire.agents import AgentHello
 from serverless_gpu.wire.nodes import NodeRules
@@ -214,15 +214,15 @@ class StoredBinding(msgspec.Struct, frozen=True, kw_only=True):
     """A row: whose a token is, since when it says so, who approved that and when."""
 
     token: str
-    node: Identity
+    node: NodeIdentity
     asked_ns: int
     approved_ns: int | None = None
     by: str = ""
 
     @property
-    def binding(self) -> Binding:
+    def binding(self) -> TokenBinding:
         """Return what is decided with."""
-        return Binding(node=self.node, approved=self.approved_ns is not None)
+        return TokenBinding(node=self.node, approved=self.approved_ns is not None)
 
 
 class Invitation(msgspec.Struct, frozen=True, kw_only=True):
@@ -239,7 +239,7 @@ def find(connection: sa.Connection, token_id: str) -> StoredBinding | None:
     return None if row is None else _binding(row)
 
 
-def bind(connection: sa.Connection, token_id: str, node: Identity, *, by: str, at_ns: int) -> None:
+def bind(connection: sa.Connection, token_id: str, node: NodeIdentity, *, by: str, at_ns: int) -> None:
     """Bind a token to a node that is approved, in place of what it was bound to.
 
     Args:
@@ -254,12 +254,12 @@ def bind(connection: sa.Connection, token_id: str, node: Identity, *, by: str, a
     _write(connection, StoredBinding(token=token_id, node=node, asked_ns=asked_ns, approved_ns=at_ns, by=by), there)
 
 
-def rebind(connection: sa.Connection, binding: StoredBinding, node: Identity) -> None:
+def rebind(connection: sa.Connection, binding: StoredBinding, node: NodeIdentity) -> None:
     """Write down what a node says it is by now; who approved it stays."""
     _write(connection, msgspec.structs.replace(binding, node=node), binding)
 
 
-def ask(connection: sa.Connection, token_id: str, node: Identity, *, at_ns: int) -> bool:
+def ask(connection: sa.Connection, token_id: str, node: NodeIdentity, *, at_ns: int) -> bool:
     """Note that a node waits for an administrator; return whether there was room."""
     waiting = sa.select(sa.func.count()).select_from(node_bindings).where(node_bindings.c.approved_ns.is_(None))
     if (connection.scalar(waiting) or 0) >= PENDING_MAX:
@@ -283,7 +283,7 @@ def pending(connection: sa.Connection, *, now_ns: int) -> list[StoredBinding]:
     return [_binding(row) for row in connection.execute(query)]
 
 
-def of_home(connection: sa.Connection, node: Identity, *, by: str = "") -> list[StoredBinding]:
+def of_home(connection: sa.Connection, node: NodeIdentity, *, by: str = "") -> list[StoredBinding]:
     """Return the bindings of tokens to a home under a name."""
     same = sa.and_(node_bindings.c.node == node.name, node_bindings.c.instance == node.instance)
     query = sa.select(node_bindings).where(same, node_bindings.c.approved_by == by if by else sa.true())
@@ -327,7 +327,7 @@ def _write(connection: sa.Connection, binding: StoredBinding, there: StoredBindi
 def _binding(row: sa.Row[tuple[object, ...]]) -> StoredBinding:
     return StoredBinding(
         token=row.token,
-        node=Identity(name=row.node, machine=row.machine, instance=row.instance),
+        node=NodeIdentity(name=row.node, machine=row.machine, instance=row.instance),
         asked_ns=row.asked_ns,
         approved_ns=row.approved_ns,
         by=row.approved_by,

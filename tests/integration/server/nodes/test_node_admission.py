@@ -14,12 +14,12 @@ import pytest
 import sqlalchemy as sa
 
 from serverless_gpu.errors import NotAllowed, NotFound
-from serverless_gpu.model.access.node_identity import (
-    Binding,
+from serverless_gpu.model.access_control import (
     HelloDecision,
     HelloRefused,
-    Identity,
-    judge,
+    NodeIdentity,
+    TokenBinding,
+    judge_hello,
     second_process,
 )
 from serverless_gpu.server.composition import Services
@@ -38,7 +38,7 @@ from tests.support.server.agents import H100, hello, placed, token_of
 from tests.support.server.principals import Api
 from tests.support.server.stored import add_people
 
-HOME = Identity(name="n1", machine="m1", instance="i1")
+HOME = NodeIdentity(name="n1", machine="m1", instance="i1")
 
 
 @pytest.fixture
@@ -67,32 +67,32 @@ def said(name: str = "n1", machine: str = "m1", instance: str = "i1") -> dict[st
     ("identity", "answer"),
     [
         (HOME, HelloDecision.ADMITTED),
-        (Identity(name="n2", machine="m1", instance="i1"), None),
-        (Identity(name="n1", machine="m1", instance="i2"), None),
-        (Identity(name="n1", machine="m1"), None),
-        (Identity(name="n1", machine="m2", instance="i2"), None),
-        (Identity(name="n1", machine="m2"), None),
-        (Identity(name="n1", machine="m2", instance="i1"), HelloDecision.MOVED),
+        (NodeIdentity(name="n2", machine="m1", instance="i1"), None),
+        (NodeIdentity(name="n1", machine="m1", instance="i2"), None),
+        (NodeIdentity(name="n1", machine="m1"), None),
+        (NodeIdentity(name="n1", machine="m2", instance="i2"), None),
+        (NodeIdentity(name="n1", machine="m2"), None),
+        (NodeIdentity(name="n1", machine="m2", instance="i1"), HelloDecision.MOVED),
     ],
 )
-def test_22A3_a_token_is_good_for_one_name_and_one_home(identity: Identity, answer: HelloDecision | None) -> None:
-    found = judge(Binding(node=HOME, approved=True), identity)
+def test_22A3_a_token_is_good_for_one_name_and_one_home(identity: NodeIdentity, answer: HelloDecision | None) -> None:
+    found = judge_hello(TokenBinding(node=HOME, approved=True), identity)
     assert found is answer or (answer is None and isinstance(found, HelloRefused))
 
 
 def test_22A3_a_token_that_nobody_gave_to_a_node_waits() -> None:
-    assert judge(None, HOME) is HelloDecision.PENDING
-    assert judge(Binding(node=HOME, approved=False), HOME) is HelloDecision.PENDING
-    other = Identity(name="n2", machine="m1", instance="i1")
-    assert isinstance(judge(Binding(node=HOME, approved=False), other), HelloRefused)
-    assert judge(Binding(node=Identity(name="", machine=""), approved=True), HOME) is HelloDecision.BOUND
+    assert judge_hello(None, HOME) is HelloDecision.PENDING
+    assert judge_hello(TokenBinding(node=HOME, approved=False), HOME) is HelloDecision.PENDING
+    other = NodeIdentity(name="n2", machine="m1", instance="i1")
+    assert isinstance(judge_hello(TokenBinding(node=HOME, approved=False), other), HelloRefused)
+    assert judge_hello(TokenBinding(node=NodeIdentity(name="", machine=""), approved=True), HOME) is HelloDecision.BOUND
 
 
 def test_22A3_a_node_that_is_upgraded_says_its_instance_from_then_on() -> None:
-    before = Binding(node=Identity(name="n1", machine="m1"), approved=True)
-    assert judge(before, HOME) is HelloDecision.BOUND
-    assert isinstance(judge(before, Identity(name="n1", machine="m2", instance="i1")), HelloRefused)
-    assert isinstance(judge(before, Identity(name="n1", machine="m2")), HelloRefused)
+    before = TokenBinding(node=NodeIdentity(name="n1", machine="m1"), approved=True)
+    assert judge_hello(before, HOME) is HelloDecision.BOUND
+    assert isinstance(judge_hello(before, NodeIdentity(name="n1", machine="m2", instance="i1")), HelloRefused)
+    assert isinstance(judge_hello(before, NodeIdentity(name="n1", machine="m2")), HelloRefused)
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_22A3_so_many_nodes_may_wait(api: Api, monkeypatch: pytest.MonkeyPatch) 
 def test_22A3_the_servers_own_token_is_its_machines_and_follows_its_home(
     database: Database, tmp_path: Path, services: Services
 ) -> None:
-    def start(node: Identity | None) -> str:
+    def start(node: NodeIdentity | None) -> str:
         return first_tokens(database, tmp_path / "s", login="root", now_ns=7, node=node).node_token
 
     secret = start(HOME)
@@ -266,7 +266,7 @@ def test_22A3_the_servers_own_token_is_its_machines_and_follows_its_home(
     with pytest.raises(NotAllowed, match=re.escape(golden("server.node_admission.node-n1"))):
         agents.hello(who, hello("thief", instance="i2"))
     agents.hello(who, hello(instance="i1"))
-    moved = Identity(name="renamed", machine="m2", instance="i1")
+    moved = NodeIdentity(name="renamed", machine="m2", instance="i1")
     assert start(moved) == start(moved) == start(None) == secret  # another machine, or a backup that was restored there
     agents.hello(who, hello("renamed", machine="m2", instance="i1"))
     assert database.read(lambda connection: nodes.find(connection, token_id(secret))) is not None

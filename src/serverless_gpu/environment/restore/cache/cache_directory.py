@@ -209,8 +209,9 @@ def try_lock(path: Path, *, shared: bool = False) -> int | None:
         except OSError as error:
             os.close(fd)
             raise StorageError(f"The file {path} cannot be locked: {error.strerror}.") from error
-        if _is_still_there(path, fd):
-            return fd
+        with contextlib.suppress(FileNotFoundError):  # its last holder may have removed the file
+            if os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd)):
+                return fd
         os.close(fd)
     raise StorageError(f"The lock file {path} is removed again and again.")
 
@@ -250,14 +251,6 @@ def _open(path: Path) -> int:
             return os.open(path, flags, 0o600)
     except OSError as error:
         raise StorageError(f"The lock file {path} cannot be opened: {error.strerror}.") from error
-
-
-def _is_still_there(path: Path, fd: int) -> bool:
-    try:
-        named = os.stat(path, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    return os.path.samestat(named, os.fstat(fd))
 
 
 class DiskFull(StorageError):

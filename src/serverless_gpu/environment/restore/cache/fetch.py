@@ -112,7 +112,9 @@ class Fetch:
                 )
             if self._waiting:
                 if len(self._waiting) < count or not self._waits_for:
-                    self._waits_for = self._for_what()
+                    largest = max(self._waiting.values(), key=size_of)
+                    more = f" and {len(self._waiting) - 1} more" if len(self._waiting) > 1 else ""
+                    self._waits_for = f"unit {largest.address[:12]} ({format_bytes(size_of(largest))}){more}"
                 time.sleep(_PAUSE_S)
 
     def bring(self, unit: Unit) -> Path:
@@ -125,12 +127,6 @@ class Fetch:
         self._try(once)
         return self._fresh(unit.address)
 
-    def _for_what(self) -> str:
-        """Return what another process of this node fetches, the largest first."""
-        unit = max(self._waiting.values(), key=size_of)
-        more = f" and {len(self._waiting) - 1} more" if len(self._waiting) > 1 else ""
-        return f"unit {unit.address[:12]} ({format_bytes(size_of(unit))}){more}"
-
     def _try(self, work: Callable[[], None]) -> None:
         """Do it, and once more when that may help: bytes altered on their way, a disk that others filled."""
         for left in range(_TRIES - 1, -1, -1):
@@ -141,11 +137,13 @@ class Fetch:
                     raise
             except (OSError, StorageError) as error:
                 needed = sum(map(size_of, self._waiting.values()))
-                if not left or not _was_full(error):
-                    explained = self._explained(error, needed)
-                    if explained is error:
+                if not _was_full(error):
+                    if isinstance(error, StorageError):
                         raise
-                    raise explained from error
+                    message = f"{error.filename or self._places.units} cannot be written: {error.strerror}."
+                    raise StorageError(message) from error
+                if not left:
+                    raise full(self._places.units, needed, 0) from error
                 self._make_space(needed)
         raise AssertionError("the last try returns or raises")
 
@@ -208,13 +206,6 @@ class Fetch:
 
     def _fresh(self, address: str) -> Path:
         return self._places.unit(address).with_name(f".new-{address}")
-
-    def _explained(self, error: OSError | StorageError, needed: int) -> StorageError:
-        if _was_full(error):
-            return full(self._places.units, needed, 0)
-        if isinstance(error, StorageError):
-            return error
-        return StorageError(f"{error.filename or self._places.units} cannot be written: {error.strerror}.")
 
     def _tell(self, progress: ProgressPoint) -> None:
         """Add what earlier rounds brought to what this one says, and for what it waits."""

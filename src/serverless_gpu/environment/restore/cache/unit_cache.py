@@ -158,7 +158,18 @@ class Cache(Places):
         """
         wanted = tuple(dict.fromkeys(addresses))
         missing = [address for address in wanted if not self._is_good(address)]
-        fetched = self._fetch(self._read(missing, blobs, accept), wanted, blobs, report) if missing else []
+        fetched: list[Unit] = []
+        if missing:
+            with ThreadPoolExecutor(_READERS) as pool:
+                units = list(pool.map(blobs.read_unit, missing))
+            for unit in units:
+                accept(unit)
+            make_public(self.root)
+            make_public(self.units)
+            make_space = partial(self.make_space, keep=wanted)
+            fetch = Fetch(self, blobs, clock=self.clock, make_space=make_space, report=report)
+            fetch.run(units, self._survived)
+            fetched = fetch.fetched
         return Ensured(
             directories={address: self.unit(address) for address in wanted},
             fetched=len(fetched),
@@ -238,20 +249,6 @@ class Cache(Places):
         if self._floor_bytes is not None:
             return self._floor_bytes
         return min(FLOOR_BYTES_MAX, total_bytes(self.root) // _FLOOR_SHARE)
-
-    def _read(self, missing: list[str], blobs: StoreBlobs, accept: Callable[[Unit], None]) -> list[Unit]:
-        with ThreadPoolExecutor(_READERS) as pool:
-            units = list(pool.map(blobs.read_unit, missing))
-        for unit in units:
-            accept(unit)
-        return units
-
-    def _fetch(self, units: list[Unit], keep: Collection[str], blobs: StoreBlobs, report: Report) -> list[Unit]:
-        make_public(self.root)
-        make_public(self.units)
-        fetch = Fetch(self, blobs, clock=self.clock, make_space=partial(self.make_space, keep=keep), report=report)
-        fetch.run(units, self._survived)
-        return fetch.fetched
 
     def _own(self, address: str, name: str, kind: type[_Document]) -> _Document:
         value = read_document(self.unit(address) / name, kind)

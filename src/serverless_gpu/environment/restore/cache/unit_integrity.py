@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import operator
 import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence
@@ -76,7 +77,7 @@ def sweep_unit(unit: Path) -> Sweep:
         here = waiting.pop()
         is_cache = here.endswith("/__pycache__")
         with os.scandir(f"{top}/{here}") as entries:
-            found = sorted(entries, key=_name)
+            found = sorted(entries, key=operator.attrgetter("name"))
         seen: list[str | Identity | int] = []
         for entry in found:
             name, status = entry.name, entry.stat(follow_symlinks=False)
@@ -92,7 +93,8 @@ def sweep_unit(unit: Path) -> Sweep:
                 seen += name, _identity(status)
         if seen or not is_cache:
             digest.update(_bytes(here, seen))
-    return Sweep(digest.digest(), _documents(unit), bytecode)
+    documents = msgspec.msgpack.encode([_identity(os.lstat(unit / name)) for name in _DOCUMENTS])
+    return Sweep(digest.digest(), blake3(documents).digest(), bytecode)
 
 
 def note_bytecode(unit: Path, targets: Iterable[str]) -> None:
@@ -121,16 +123,8 @@ def _bytes(here: str, seen: list[str | Identity | int]) -> bytes:
         return ascii((here, seen)).encode()
 
 
-def _documents(unit: Path) -> bytes:
-    return blake3(msgspec.msgpack.encode([_identity(os.lstat(unit / name)) for name in _DOCUMENTS])).digest()
-
-
 def _identity(status: os.stat_result) -> Identity:
     return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_mode
-
-
-def _name(entry: os.DirEntry[str]) -> str:
-    return entry.name
 
 
 def linking_lock(places: Places) -> Path:

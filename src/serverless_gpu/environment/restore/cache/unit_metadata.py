@@ -113,16 +113,15 @@ def record_line(row: FileRow, dist_info: str) -> str:
     if path == f"{dist_info}/RECORD" and area == "site":
         return ""
     digest = base64.urlsafe_b64encode(row.sha256).rstrip(b"=").decode()
-    return f"{_quoted(path if area == 'site' else f'../../../{path}')},sha256={digest},{row.size}\n"
+    path = path if area == "site" else f"../../../{path}"
+    if set(path) & set(',"\r\n'):
+        path = '"' + path.replace('"', '""') + '"'
+    return f"{path},sha256={digest},{row.size}\n"
 
 
 def record_row(path: str, content: bytes) -> FileRow:
     """Return the row a generated file would have."""
     return FileRow(path=path, size=len(content), sha256=hashlib.sha256(content).digest())
-
-
-def _quoted(path: str) -> str:
-    return '"' + path.replace('"', '""') + '"' if set(path) & set(',"\r\n') else path
 
 
 def _may_be_script(row: FileRow) -> bool:
@@ -142,7 +141,8 @@ class SharedMetadata:
         """Return the generated files of a root's site area that its units do not have already."""
         files = dict(wanted)
         for address, _ in _notes_directories(number, snapshot, outlines):
-            for path, digest in self._added(address).items():
+            added = read_document(self._places.unit(address) / "added", dict[str, bytes]) or {}
+            for path, digest in added.items():
                 content = files.get(path)
                 if content is None:
                     files[path] = b""  # another environment's is there, and must not be seen in this one
@@ -176,9 +176,6 @@ class SharedMetadata:
                 if os.readlink(place) == target:
                     return name
         raise OSError(f"there is no name left for unit {address[:12]} in {self._places.layers}")
-
-    def _added(self, address: str) -> dict[str, bytes]:
-        return read_document(self._places.unit(address) / "added", dict[str, bytes]) or {}
 
     def _add(self, address: str, files: Mapping[str, bytes]) -> None:
         lock = try_lock(self._places.unit_lock(address))

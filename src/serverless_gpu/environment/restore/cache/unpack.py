@@ -521,14 +521,23 @@ class _LargeFile:
                     self._digest.update(piece)
                 else:
                     waiting.append(piece)
-            if not self._my_turn(start):
-                return False
+            with self._turn:  # all parts before have to be hashed; one that failed says why itself
+                while self._hashed != start and not self._failed:
+                    self._turn.wait(_TURN_S)
+                if self._failed:
+                    return False
             for earlier in waiting:
                 self._digest.update(earlier)
             with self._turn:
                 self._hashed = end
                 self._turn.notify_all()
-            return end == self._row.size and self._finish()
+            if end != self._row.size:
+                return False
+            if self._digest.digest() != self._row.sha256:
+                raise _wrong_content(self._what, self._row)
+            os.utime(self._fd, ns=_MTIME)
+            self.close()
+            return True
         except BaseException:
             self.fail()
             raise
@@ -555,20 +564,6 @@ class _LargeFile:
         while view:
             done = os.pwrite(self._fd, view, start)
             view, start = view[done:], start + done
-
-    def _my_turn(self, start: int) -> bool:
-        """Wait until all parts before have been hashed; return False if one of them failed, which says why."""
-        with self._turn:
-            while self._hashed != start and not self._failed:
-                self._turn.wait(_TURN_S)
-            return not self._failed
-
-    def _finish(self) -> bool:
-        if self._digest.digest() != self._row.sha256:
-            raise _wrong_content(self._what, self._row)
-        os.utime(self._fd, ns=_MTIME)
-        self.close()
-        return True
 
 
 def _wrong_content(what: str, row: FileRow) -> EnvironmentCorrupt:
