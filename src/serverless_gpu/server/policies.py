@@ -4,7 +4,7 @@ Under which usage policy is a run, is it within it, and what does it get from it
 
     spec, who ─▶ what is attached to them ─▶ which policy ─▶ within it? ─▶ the spec that is written down, a pool
 
-The decisions are `model/access/usage_policy.py`'s. Whoever asks is in a transaction, so that a policy that is changed
+The decisions are `model/usage_policy.py`'s. Whoever asks is in a transaction, so that a policy that is changed
 at the same moment holds for a run or does not, and nothing between. What is installed in an environment is read from
 the store, and that is no work for a transaction: `PackagesNotLoaded` ends it, the store is asked, and it begins again.
 
@@ -23,7 +23,10 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.environment.packages import Packages, are_same, difference
 from serverless_gpu.errors import EnvironmentMissing, InvalidValue, NotFound, PolicyViolation, UnknownGpuType
 from serverless_gpu.model import hardware
-from serverless_gpu.model.access.usage_policy import (
+from serverless_gpu.model.access_control import AccessReach, Resource, reach
+from serverless_gpu.model.hardware import FAMILIES
+from serverless_gpu.model.spec import RANKS_MAX, SECONDS_MAX, TAG_CHARACTERS_MAX, TAGS_MAX, RunSpec
+from serverless_gpu.model.usage_policy import (
     HOLDER_KINDS,
     NamedPolicy,
     PolicySubject,
@@ -34,9 +37,6 @@ from serverless_gpu.model.access.usage_policy import (
     where,
     with_defaults,
 )
-from serverless_gpu.model.access_control import AccessReach, Resource, reach
-from serverless_gpu.model.hardware import FAMILIES
-from serverless_gpu.model.spec import RANKS_MAX, SECONDS_MAX, TAG_CHARACTERS_MAX, TAGS_MAX, RunSpec
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import SCHEDULER, Hub
 from serverless_gpu.server.core.server_key import Sealer

@@ -38,9 +38,9 @@ from typing import Literal
 import msgspec
 
 from serverless_gpu.model.access.audit_chain import ChainedEntry
-from serverless_gpu.model.access.usage_policy import PolicySubject, UsagePolicy
 from serverless_gpu.model.access_control import Role
 from serverless_gpu.model.spec import Priority
+from serverless_gpu.model.usage_policy import PolicySubject, UsagePolicy
 from serverless_gpu.wire.base import Answer, Request
 
 Kind = Literal["user", "service"]

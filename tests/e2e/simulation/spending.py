@@ -12,9 +12,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from serverless_gpu.errors import InvalidValue, NotFound, ServerlessGpuError, ServerStorageFull
-from serverless_gpu.model.access.usage_policy import UsagePolicy
 from serverless_gpu.model.billing.budget import Period, ScopeKind
 from serverless_gpu.model.spec import Priority
+from serverless_gpu.model.usage_policy import UsagePolicy
 from serverless_gpu.server.composition import Services
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.wire.billing import BudgetRequest, PriceRequest

@@ -13,8 +13,8 @@ from serverless_gpu.cli.amounts import duration_s
 from serverless_gpu.cli.output import columns, print_json, say
 from serverless_gpu.cli.server_connection import server
 from serverless_gpu.errors import NotFound
-from serverless_gpu.model.access.usage_policy import HOLDER_KINDS, UsagePolicy, describe
 from serverless_gpu.model.spec import Priority
+from serverless_gpu.model.usage_policy import HOLDER_KINDS, UsagePolicy, describe
 from serverless_gpu.wire.access import PolicyList, PolicyView, policy_of, request_of
 
 ANY = "any"

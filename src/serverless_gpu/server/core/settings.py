@@ -41,8 +41,8 @@ from serverless_gpu.engines.ray.start_arguments import PORT as RAY_PORT
 from serverless_gpu.engines.ray.start_arguments import check_node_address, ports
 from serverless_gpu.errors import InvalidOption, InvalidValue
 from serverless_gpu.json_codec import from_builtins
-from serverless_gpu.model.access.usage_policy import MAX_RUN_S
 from serverless_gpu.model.scheduling.values import QueuePolicy
+from serverless_gpu.model.usage_policy import MAX_RUN_S
 from serverless_gpu.units import parse_duration_s
 from serverless_gpu.wire.access import OnDisabled
 

@@ -23,7 +23,6 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.errors import AlreadyFinished
-from serverless_gpu.model.access.usage_policy import format_span
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, MEANINGS, STOPPED_BY, TERMINAL, Reason, State, StopReason
 from serverless_gpu.model.lifecycle.gang_lifecycle import Fold, Halt
 from serverless_gpu.model.lifecycle.run_lifecycle import (
@@ -43,6 +42,7 @@ from serverless_gpu.model.lifecycle.run_lifecycle import (
     has_used_attempts,
     over_because,
 )
+from serverless_gpu.model.usage_policy import format_span
 from serverless_gpu.server.core import server_log
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import LEDGER, SCHEDULER, Hub, node_key, run_key

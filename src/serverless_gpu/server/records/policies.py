@@ -1,4 +1,4 @@
-"""Usage policies, and whom they are attached to: repository of `model/access/usage_policy.py`."""
+"""Usage policies, and whom they are attached to: repository of `model/usage_policy.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import lru_cache
 import msgspec
 import sqlalchemy as sa
 
-from serverless_gpu.model.access.usage_policy import Attached, PolicySubject, UsagePolicy
+from serverless_gpu.model.usage_policy import Attached, PolicySubject, UsagePolicy
 from serverless_gpu.server.db.tables import policies, policy_holders
 
 POLICIES_MAX = 1_000

@@ -18,10 +18,10 @@ from serverless_gpu.errors import (
     ServerlessGpuError,
     UnknownGpuType,
 )
-from serverless_gpu.model.access.usage_policy import PolicySubject, UsagePolicy
 from serverless_gpu.model.lifecycle.attempt import UNSAVED_MAX, State
 from serverless_gpu.model.scheduling.values import WaitReason
 from serverless_gpu.model.spec import Priority, Resources
+from serverless_gpu.model.usage_policy import PolicySubject, UsagePolicy
 from serverless_gpu.server.composition import Services, make_planning, make_scheduler
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import SCHEDULER

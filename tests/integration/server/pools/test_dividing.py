@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from serverless_gpu.errors import InvalidValue, NotFound
-from serverless_gpu.model.access.usage_policy import UsagePolicy
 from serverless_gpu.model.scheduling.values import Reservation, TeamUse, Wait, WaitReason
 from serverless_gpu.model.spec import Priority, Resources
+from serverless_gpu.model.usage_policy import UsagePolicy
 from serverless_gpu.server.composition import Services, make_scheduler
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import SCHEDULER

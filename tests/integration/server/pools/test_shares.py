@@ -6,8 +6,8 @@ import functools
 
 import pytest
 
-from serverless_gpu.model.access.usage_policy import UsagePolicy
 from serverless_gpu.model.scheduling.values import Pool, QueuePolicy
+from serverless_gpu.model.usage_policy import UsagePolicy
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.records import policies, pools, shares
 from serverless_gpu.server.records.policies import StoredPolicy

@@ -22,9 +22,9 @@ from serverless_gpu.errors import (
     ServerlessGpuError,
     TooLarge,
 )
-from serverless_gpu.model.access.usage_policy import MAX_RUN_S
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.spec import BlobReference, Command, Function, Kernel, Resources, RunSpec
+from serverless_gpu.model.usage_policy import MAX_RUN_S
 from serverless_gpu.server.composition import Services
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import SCHEDULER

@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serverless_gpu.errors import PolicyViolation
-from serverless_gpu.model import hardware
-from serverless_gpu.model.access import usage_policy
-from serverless_gpu.model.access.usage_policy import MAX_RUN_S, Attached, NamedPolicy, UsagePolicy, choose, describe
+from serverless_gpu.model import hardware, usage_policy
 from serverless_gpu.model.lifecycle.attempt import UNSAVED_MAX
 from serverless_gpu.model.spec import TAGS_MAX, Priority, Resources, RunSpec
+from serverless_gpu.model.usage_policy import MAX_RUN_S, Attached, NamedPolicy, UsagePolicy, choose, describe
 from serverless_gpu.wire import access
 from tests.support.golden import golden
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from serverless_gpu.errors import PolicyViolation
-from serverless_gpu.model.access.usage_policy import UsagePolicy, describe, with_defaults
 from serverless_gpu.model.spec import RunSpec
+from serverless_gpu.model.usage_policy import UsagePolicy, describe, with_defaults
 from tests.support.golden import golden
 
 HOUR = UsagePolicy(timeout_s=3600.0)
