@@ -1,4 +1,4 @@
-"""Chains rows of the audit (`model/access/audit_chain.py`) one second after they were written.
+"""Chains rows of the audit (`model/audit_chain.py`) one second after they were written.
 
     a request's transaction ── row of the audit ─▶ database ── each second ─▶ rows without a place ─▶ number, digest
 
@@ -9,7 +9,7 @@ between it asks for the last row's number alone: of a server where nothing happe
 Failure cases: killed anywhere (the next server goes on where the chain ends); the database is away (tried again; the
 audit itself is written in the transactions that it tells of, so nothing is missing).
 
-Follows the chain of the audit (`model/access/audit_chain.py`) while the server works, page by page.
+Follows the chain of the audit (`model/audit_chain.py`) while the server works, page by page.
 
     from entry 1 ─▶ page ─▶ page ─▶ … ─▶ the end, and on with what is new ─▶ `begin_again` ─▶ from entry 1
                                           └ remembered: the last entry that there was, and its digest
@@ -35,7 +35,7 @@ import sqlalchemy as sa
 
 from serverless_gpu import faults
 from serverless_gpu.ambient import Clock
-from serverless_gpu.model.access.audit_chain import ChainedEntry, ChainHead, follow
+from serverless_gpu.model.audit_chain import ChainedEntry, ChainHead, follow
 from serverless_gpu.server.db import leader_lock
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.http.routing import Call, Query, Routes, reading

@@ -28,7 +28,7 @@
 Services are users of kind "service". No route shows a secret's value: it goes in here, and out with the order that
 starts an attempt (`wire/agents.py`), to the attempt's node alone. `after` is the number of the last audit entry that
 the reader has; entries are numbered and chained within a second or so after the request that they tell of was answered
-(`model/access/audit_chain.py`).
+(`model/audit_chain.py`).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from typing import Literal
 
 import msgspec
 
-from serverless_gpu.model.access.audit_chain import ChainedEntry
 from serverless_gpu.model.access_control import Role
+from serverless_gpu.model.audit_chain import ChainedEntry
 from serverless_gpu.model.spec import Priority
 from serverless_gpu.model.usage_policy import PolicySubject, UsagePolicy
 from serverless_gpu.wire.base import Answer, Request

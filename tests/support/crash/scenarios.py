@@ -19,7 +19,7 @@ from blake3 import blake3
 from serverless_gpu import Run, distributed
 from serverless_gpu import runtime as rt
 from serverless_gpu.errors import RunCancelled, RunError
-from serverless_gpu.model.access.audit_chain import ChainedEntry, ChainHead, follow
+from serverless_gpu.model.audit_chain import ChainedEntry, ChainHead, follow
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink import control
 from serverless_gpu.server.db import tables

@@ -1,6 +1,6 @@
 """The audit: who did what, and to what. Rows are only ever added, in the transaction of what they tell of.
 
-A row gets its place in the chain (`model/access/audit_chain.py`) afterwards, by a loop (`chain_writer.py`): numbers of
+A row gets its place in the chain (`model/audit_chain.py`) afterwards, by a loop (`chain_writer.py`): numbers of
 rows have gaps and come out of order where many write at once, and a chain in the transaction itself would make them
 write one by one.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
-from serverless_gpu.model.access.audit_chain import ChainedEntry, ChainHead, digest
+from serverless_gpu.model.audit_chain import ChainedEntry, ChainHead, digest
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db.tables import audit, audit_links
 

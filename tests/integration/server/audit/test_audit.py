@@ -12,7 +12,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.cli.access import audit as cli_audit
 from serverless_gpu.errors import AuditBroken
-from serverless_gpu.model.access.audit_chain import ChainedEntry, ChainHead, follow
+from serverless_gpu.model.audit_chain import ChainedEntry, ChainHead, follow
 from serverless_gpu.server.audit import AT_ONCE, BACK_S, EVERY_S, AuditChainWriter
 from serverless_gpu.server.composition import Services, make_chainer
 from serverless_gpu.server.db import tables

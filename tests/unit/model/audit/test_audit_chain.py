@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given
 
-from serverless_gpu.model.access.audit_chain import ChainedEntry, ChainHead, digest, follow
+from serverless_gpu.model.audit_chain import ChainedEntry, ChainHead, digest, follow
 
 
 def chained(count: int) -> list[ChainedEntry]:
