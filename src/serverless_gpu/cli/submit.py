@@ -54,7 +54,6 @@ from serverless_gpu.node.supervisor.rank_environment import program_path
 _OPTIONS = ("cpus", "memory", "pool", "team", "policy", "priority", "retries", "grace", "idle_timeout", "env")
 _RANKS_ALL = "all"
 _SUBMITTING = "serverless_gpu.client.remote.submission"
-_CHOICE = "serverless_gpu.client.remote.submission"
 _SERVER = "serverless_gpu.client.remote.server"
 _SHORT = 12
 _NEVER = 1  # as of a run that ends because nothing can serve it
@@ -293,7 +292,7 @@ def _resolved(home: Home, spec: RunSpec) -> tuple[RunSpec, _Imported]:
     server = load(_SERVER).server_of(home.root, os.environ)
     try:
         server.version(patiently=False)
-        choice = load(_CHOICE).choose(spec, os.environ, functools.partial(server.pools, patiently=False))
+        choice = load(_SUBMITTING).choose_pool(spec, os.environ, functools.partial(server.pools, patiently=False))
         environment = load(_SUBMITTING).environment_of(spec, server)
     except ServerUnavailable:
         return spec, _Imported(environment=spec.environment)

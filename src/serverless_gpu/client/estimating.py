@@ -1,16 +1,27 @@
 """Estimates start and cost of a call, `fn.estimate(*args)`, after the same checks and without starting it.
 
-    local: devices of this machine (`node/agent/availability.py`) ─▶ Estimate, with the price (`model/cost.py`)
+    local: devices of this machine (`client/estimating.py`) ─▶ Estimate, with the price (`model/cost.py`)
     remote: POST /estimates of the server (`remote/estimate.py`)  ─▶
 
 An error that would refuse the call refuses the estimate. An unknown start is an answer with its reason.
+
+Forecast of when a run of this machine would get its devices, from their present holders.
+
+    locks: who has which device ─┬─ of this home ─▶ time limit ──────────────────────────▶ until when at the latest
+    tickets: who waits ──────────┤              └─▶ how long earlier runs of its name had ▶ until about when
+    processes, quarantine ───────┘  of other users, sessions ────────────────────────────▶ unknown
+
+Read only. The queue of a machine is first come, first served; with a waiter in front nothing is known.
+
+Failure cases: a lock directory that cannot be used (`StorageError`); devices that do not answer count as in use.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import cast
 
@@ -21,16 +32,20 @@ from serverless_gpu.client.launch.launch import check_call, check_nccl, check_sh
 from serverless_gpu.client.launch.preflight import check_travels, refusing_reducer
 from serverless_gpu.model.billing.pricing import UNPRICED, Tariff
 from serverless_gpu.model.cost import CostEstimate, Devices, Lasting, estimated
+from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.placement import Candidates, candidates, restrict
 from serverless_gpu.model.receipt import TextPrinter
-from serverless_gpu.model.scheduling import values, wait_messages
+from serverless_gpu.model.scheduling import duration_estimates, values, wait_messages
+from serverless_gpu.model.scheduling.values import DeviceHolder, StartEstimate, Wait, WaitReason
 from serverless_gpu.model.spec import Command, RunSpec, check_command
-from serverless_gpu.node.agent.availability import expected_s, outlook
 from serverless_gpu.node.agent.connection import connect
+from serverless_gpu.node.attempt.history import FUNCTION, RunRecord, read_run, run_ids
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.devices.inventory import offered
-from serverless_gpu.node.devices.locks import DeviceLocks, lock_directory
-from serverless_gpu.node.devices.reservation import find_provider
+from serverless_gpu.node.devices.gpu_gate import foreign
+from serverless_gpu.node.devices.inventory import Provider, offered
+from serverless_gpu.node.devices.locks import DeviceLocks, LockHolder, lock_directory
+from serverless_gpu.node.devices.nvml import unknown_usage
+from serverless_gpu.node.devices.reservation import find_provider, retest_quarantined
 
 _REMOTE = "serverless_gpu.client.remote.estimate"
 
@@ -164,3 +179,133 @@ def _cost_here(home: Home, spec: RunSpec, chosen: Candidates, tariff: Tariff) ->
     # `retries` and `resume` are a server's.
     lasting = Lasting(limit_s=spec.timeout_s, expected_s=expected_s(home, spec.name))
     return estimated(devices, lasting, advice="[prices] of config.toml sets one")
+
+
+HERE = "this machine"
+_PAST_MAX = 200
+_Past = Mapping[str, Sequence[float]]
+_BY_THEMSELVES = (State.SUCCEEDED.value, State.TIMED_OUT.value)
+
+
+def outlook(
+    home: Home,
+    wanted: Candidates,
+    *,
+    locks: DeviceLocks,
+    provider: Provider,
+    now_ns: int,
+    ignore_busy: bool = False,
+) -> StartEstimate:
+    """Return when a run would get its devices if it started now; StorageError: unusable lock directory."""
+    uuids = [device.uuid for device in wanted.devices]
+    kind = wanted.devices[0].type
+    waiting = locks.waiting(kind)
+    holders = locks.holders(uuids)
+    held = {holder.uuid for holder in holders}
+    idle = [uuid for uuid in uuids if uuid not in held]
+    outside = _outside(locks, provider, idle, ignore_busy=ignore_busy)
+    free = len(idle) - outside
+    if free >= wanted.count and not waiting:
+        return StartEstimate(at_ns=now_ns, is_bound=False, node=HERE, basis=f"{free} of {len(uuids)} {kind} are free")
+    having = device_holders(home, holders, now_ns)
+    at_ns, is_bound = (None, False) if waiting else _when(wanted.count - free, having)
+    wait = Wait(
+        run_id="",
+        reason=WaitReason.CAPACITY,
+        count=wanted.count,
+        gpu_type=kind,
+        node=HERE,
+        free=max(0, free),
+        outside=outside,
+        holders=tuple(having),
+        words=f"{waiting} {'run is' if waiting == 1 else 'runs are'} ahead in the queue" if waiting else "",
+    )
+    return StartEstimate(
+        at_ns=at_ns,
+        is_bound=is_bound,
+        node=HERE if at_ns is not None else "",
+        basis=wait_messages.sentence(wait, functools.partial(format_soon, now_ns=now_ns)),
+        place=waiting + 1,
+    )
+
+
+def expected_s(home: Home, name: str) -> float | None:
+    """Return how long a run of a name may have its devices; None with too few earlier runs."""
+    return duration_estimates.expected_s(_past(home, {name})[name]) if name else None
+
+
+def _outside(locks: DeviceLocks, provider: Provider, uuids: Sequence[str], *, ignore_busy: bool) -> int:
+    """Return how many devices that no run has cannot be used all the same."""
+    if not uuids:
+        return 0
+    quarantined = retest_quarantined(locks, provider, uuids)
+    usage = {} if ignore_busy else provider.usage(list(uuids))
+    used = [
+        uuid
+        for uuid in uuids
+        if not ignore_busy and foreign(usage.get(uuid, unknown_usage("it did not answer"))) is not None
+    ]
+    return len({*quarantined, *used})
+
+
+def device_holders(home: Home, holders: Sequence[LockHolder], now_ns: int) -> list[DeviceHolder]:
+    """Return who has devices, by run, those who leave first first."""
+    counts: dict[str, list[LockHolder]] = {}
+    for holder in holders:
+        counts.setdefault(holder.run_id, []).append(holder)
+    records = {
+        run_id: read_run(home.runs, run_id) if run_id and (home.runs / run_id).is_dir() else None for run_id in counts
+    }
+    past = _past(home, {record.spec.name for record in records.values() if record is not None and record.spec})
+    having = [_one(run_id, held, records[run_id], past, now_ns) for run_id, held in counts.items()]
+    return sorted(having, key=lambda each: (each.until_ns is None, each.until_ns or 0, each.title))
+
+
+def _one(run_id: str, held: Sequence[LockHolder], record: RunRecord | None, past: _Past, now_ns: int) -> DeviceHolder:
+    name = record.spec.name if record is not None and record.spec is not None else ""
+    until_ns, is_bound = (None, False) if record is None else _until(record, held[0].since_wall_ns, past, now_ns)
+    what = "session " if held[0].session else ""
+    title = f"{held[0].user}/{name or run_id}" if held[0].user else run_id or "somebody"
+    return DeviceHolder(title=what + title, count=len(held), until_ns=until_ns, is_bound=is_bound)
+
+
+def _until(record: RunRecord, since_ns: int, past: _Past, now_ns: int) -> tuple[int | None, bool]:
+    """Return when a run gives its devices back and whether that is the latest time; None if unknown."""
+    spec = record.spec
+    if spec is None or record.kind != FUNCTION:
+        return None, False
+    has_begun = record.began_ns is not None
+    began_ns = min(record.began_ns or since_ns, now_ns)
+    limit_s = duration_estimates.limit_s(
+        spec.timeout_s, spec.grace_s, start_s=0.0 if has_begun else duration_estimates.START_S
+    )
+    expected_s = duration_estimates.expected_s(past.get(spec.name, ()))
+    after_s, is_bound = duration_estimates.over_after_s(
+        (now_ns - began_ns) / 1e9, expected_s=expected_s, limit_s=limit_s
+    )
+    return (None if after_s is None else max(now_ns, began_ns + round(after_s * 1e9))), is_bound
+
+
+def _past(home: Home, names: Collection[str]) -> dict[str, list[float]]:
+    """Return device durations of recent runs of some names that ended by themselves, newest first."""
+    past: dict[str, list[float]] = {name: [] for name in names}
+    for run_id in run_ids(home.runs)[:_PAST_MAX] if names else ():
+        record = read_run(home.runs, run_id)
+        if record.spec is None or record.spec.name not in past or record.state not in _BY_THEMSELVES:
+            continue
+        if record.began_ns is not None and record.ended_ns is not None:
+            past[record.spec.name].append((record.ended_ns - record.began_ns) / 1e9)
+    return past
+
+
+def _when(lacking: int, having: Sequence[DeviceHolder]) -> tuple[int | None, bool]:
+    """Return when so many devices more are free, and whether that is the latest time."""
+    is_bound = True
+    for holder in having:
+        if holder.until_ns is None:
+            return None, False
+        is_bound = is_bound and holder.is_bound
+        lacking -= holder.count
+        if lacking <= 0:
+            return holder.until_ns, is_bound
+    return None, False

@@ -31,7 +31,7 @@ response (say `-> Health | Response`). What it raises: exceptions of `errors.py`
 status; anything else is logged and becomes a 500 that says nothing. Raise `NotFound` for what somebody may not see.
 
 `needs` is what `AuthMiddleware` checks before the body is read: `reading(noun)`, `writing(noun)` of
-`model.access`, `ANYBODY` with a valid token, `ATTEMPT` (the attempt's own token, whose run and fence stand in the path
+`model.access_control`, `ANYBODY` with a valid token, `ATTEMPT` (the attempt's own token, whose run and fence stand in the path
 as {run} and {fence}), or `PUBLIC`, which has to stand in the list `PUBLIC_ROUTES`, too. A route checks what
 only it can know: whether *this* run is in reach.
 
@@ -125,7 +125,7 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
     """What somebody must have to use a route.
 
     Attributes:
-        noun: a resource of `model.access`, or one of "anybody", "attempt", "public".
+        noun: a resource of `model.access_control`, or one of "anybody", "attempt", "public".
         write: whether it changes something.
         attempts: whether the token of any attempt will do, too.
     """
@@ -141,12 +141,12 @@ PUBLIC = Need(noun="public")
 
 
 def reading(noun: str, *, attempts: bool = False) -> Need:
-    """Return what is needed to look at a resource of `model.access`."""
+    """Return what is needed to look at a resource of `model.access_control`."""
     return Need(noun=noun, attempts=attempts)
 
 
 def writing(noun: str, *, attempts: bool = False) -> Need:
-    """Return what is needed to make or change a resource of `model.access`."""
+    """Return what is needed to make or change a resource of `model.access_control`."""
     return Need(noun=noun, write=True, attempts=attempts)
 
 

@@ -200,7 +200,7 @@ class NewToken(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         principal: whose it is.
         label: what for, in its owner's words.
-        scopes: of `model.access.SCOPES`; none means everything its owner may do.
+        scopes: of `model.access_control.SCOPES`; none means everything its owner may do.
         expires_ns: nanoseconds since 1970; None for `TOKEN_EXPIRY_S` from now.
     """
 
