@@ -110,13 +110,13 @@ def up(hosts: Sequence[str], behind_proxy: Sequence[str], **options: Any) -> Non
     if faults.named():
         say(f"warning: {faults.warning()}", err=True)
     home = durable_home("a server keeps its database, keys and tokens there")
-    settings_room = load("serverless_gpu.server.core.settings")
-    settings = settings_room.read_settings(
+    settings_module = load("serverless_gpu.server.core.settings")
+    settings = settings_module.read_settings(
         home.root,
         {**options, "hosts": tuple(hosts) or None, "behind_proxy": tuple(behind_proxy) or None},
         environ=os.environ,
     )
-    for problem in (*settings_room.unknown(os.environ), *disk_warnings(home)):
+    for problem in (*settings_module.unknown(os.environ), *disk_warnings(home)):
         say(f"warning: {problem}", err=True)
 
     ray_beside = load("serverless_gpu.server.operations.sidecars")
@@ -324,13 +324,13 @@ def check(as_json: bool) -> None:
     """
     refuse_incomplete()
     settings = load("serverless_gpu.server.core.settings").read_settings(durable_home(_KEPT).root, environ=os.environ)
-    database_room = load("serverless_gpu.server.db.database")
+    database_module = load("serverless_gpu.server.db.database")
     path = settings.database.partition("sqlite:///")[2]
     if path and not Path(path).exists():
         raise ServerProblem(f"there is no server in this home: {path} is not there", hint="`sgpu up` starts one")
     rollback = load("serverless_gpu.server.operations.restore")
-    with contextlib.closing(database_room.Database(settings.database, clock=SystemClock())) as database:
-        lost = rollback.evidence(settings, database.read)
+    with contextlib.closing(database_module.Database(settings.database, clock=SystemClock())) as database:
+        lost = rollback.rollback_evidence(settings, database.read)
         checked = load("serverless_gpu.server.invariants.self_check").check(database.read)
     if as_json:
         print_json(msgspec.structs.replace(checked, lost=lost))
