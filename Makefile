@@ -180,7 +180,7 @@ bench: $(VENV)/.installed-bench $(VENV)/.installed-mlflow $(VENV)/.installed-ray
 .PHONY: operation
 operation: venv ## restart, back up and restore a server that works, 30 times each; systemd, TLS
 	OPERATION_TIMES=30 $(BIN)/python -m pytest -s tests/integration/server/operations \
-		tests/integration/server/http/test_door.py tests/integration/server/http/test_tls.py \
+		tests/integration/server/http/test_proxy_middleware.py tests/integration/server/http/test_tls.py \
 		tests/integration/server/db/test_migrations.py tests/e2e/remote/test_operation.py tests/e2e/remote/test_tls.py
 
 .PHONY: bench-check load
