@@ -1,17 +1,16 @@
 """Estimates start and cost of a call, `fn.estimate(*args)`, after the same checks and without starting it.
 
-    local: devices of this machine (`client/estimating.py`) ─▶ Estimate, with the price (`model/cost.py`)
+    local: devices of this machine (`outlook`)                    ─▶ Estimate, with the price (`model/cost.py`)
     remote: POST /estimates of the server (`remote/estimate.py`)  ─▶
 
-An error that would refuse the call refuses the estimate. An unknown start is an answer with its reason.
-
-Forecast of when a run of this machine would get its devices, from their present holders.
+An error that would refuse the call refuses the estimate. An unknown start is an answer with its reason. On this
+machine the start follows from the present holders of the devices:
 
     locks: who has which device ─┬─ of this home ─▶ time limit ──────────────────────────▶ until when at the latest
     tickets: who waits ──────────┤              └─▶ how long earlier runs of its name had ▶ until about when
     processes, quarantine ───────┘  of other users, sessions ────────────────────────────▶ unknown
 
-Read only. The queue of a machine is first come, first served; with a waiter in front nothing is known.
+The queue of a machine is first come, first served; with a waiter in front nothing is known.
 
 Failure cases: a lock directory that cannot be used (`StorageError`); devices that do not answer count as in use.
 """
@@ -48,6 +47,10 @@ from serverless_gpu.node.devices.nvml import unknown_usage
 from serverless_gpu.node.devices.reservation import find_provider, retest_quarantined
 
 _REMOTE = "serverless_gpu.client.remote.estimate"
+HERE = "this machine"
+_PAST_MAX = 200
+_Past = Mapping[str, Sequence[float]]
+_BY_THEMSELVES = (State.SUCCEEDED.value, State.TIMED_OUT.value)
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,12 +182,6 @@ def _cost_here(home: Home, spec: RunSpec, chosen: Candidates, tariff: Tariff) ->
     # `retries` and `resume` are a server's.
     lasting = Lasting(limit_s=spec.timeout_s, expected_s=expected_s(home, spec.name))
     return estimated(devices, lasting, advice="[prices] of config.toml sets one")
-
-
-HERE = "this machine"
-_PAST_MAX = 200
-_Past = Mapping[str, Sequence[float]]
-_BY_THEMSELVES = (State.SUCCEEDED.value, State.TIMED_OUT.value)
 
 
 def outlook(

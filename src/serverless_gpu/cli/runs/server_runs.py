@@ -19,7 +19,7 @@ from serverless_gpu.units import format_duration_ms
 
 if TYPE_CHECKING:
     from serverless_gpu.model.cost import Cost
-    from serverless_gpu.node.base.stop_message import Stopped
+    from serverless_gpu.model.lifecycle.attempt import Stopped
     from serverless_gpu.wire.queue import WaitView
     from serverless_gpu.wire.runs import CrewView, RunView
 

@@ -24,11 +24,10 @@ from serverless_gpu.ambient import created_wall_ns
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.billing.metering import Meter
 from serverless_gpu.model.billing.pricing import Tariff
-from serverless_gpu.model.lifecycle.attempt import Fact, FactKind, State
+from serverless_gpu.model.lifecycle.attempt import Fact, FactKind, State, Stopped
 from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.base.lock_files import is_held
-from serverless_gpu.node.base.stop_message import Stopped
 
 NOT_STARTED = "NOT_STARTED"
 UNREADABLE = "UNREADABLE"

@@ -26,13 +26,13 @@ from serverless_gpu.model.hangs.gang_hang_detection import CrewObservation, Insp
 from serverless_gpu.model.hangs.idleness import IdleVerdict
 from serverless_gpu.model.hardware import Device, GpuType
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
+from serverless_gpu.model.lifecycle.attempt import Stopped as Stopped
 from serverless_gpu.model.lifecycle.gang_lifecycle import Halt
 from serverless_gpu.model.lifecycle.rendezvous import Chosen, CrewReach, Offer
 from serverless_gpu.model.placement import CrewPlace, numbered
 from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.model.secrets import DeliveredSecrets
 from serverless_gpu.model.spec import RunSpec, Tracking
-from serverless_gpu.node.base.stop_message import Stopped as Stopped
 from serverless_gpu.node.inside.channel import Channel, close_all
 from serverless_gpu.version import __version__
 

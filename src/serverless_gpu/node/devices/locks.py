@@ -83,7 +83,7 @@ class Quarantine(Struct, frozen=True):
     reason: str
     since_wall_ns: int
     left: tuple[ProcessIdentity, ...] = ()  # processes that could not be ended; it stays while one of them lives
-    fault: str = ""  # a `model.xid.Kind`, or ""
+    fault: str = ""  # a `model.xid.XidKind`, or ""
     boot_id: str = ""  # of the boot in which no look at it is proof enough, or ""
 
 

@@ -301,9 +301,7 @@ class AttemptController:
                 self._of_itself = sentence if lasting else self._of_itself
                 self.news.learn(SOME_TIME_S, sentence=sentence)
             case protocol.Started():
-                launch = self._launch  # the ranks of other nodes begin once those of the first have
-                is_awaited = launch is not None and len(launch.crews) > 1 and launch.crew == 0
-                within_s = AT_ONCE_S if is_awaited else BEGUN_S
+                within_s = AT_ONCE_S if self._is_awaited() else BEGUN_S
                 self.news.learn(within_s, begun=True, state=State.RUNNING, sentence=self._of_itself)
             case protocol.Tracked(url=url):
                 self.news.learn(SOON_S, tracked=url)
@@ -325,6 +323,10 @@ class AttemptController:
                 self._detail = text
             case _:
                 pass
+
+    def _is_awaited(self) -> bool:
+        """Return whether the ranks of other nodes begin once those of this one have."""
+        return self._launch is not None and len(self._launch.crews) > 1 and self._launch.crew == 0
 
     def _look(self) -> bool:
         """Find the process that controls the attempt now; return False once none needs to."""

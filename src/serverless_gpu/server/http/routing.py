@@ -31,8 +31,8 @@ response (say `-> Health | Response`). What it raises: exceptions of `errors.py`
 status; anything else is logged and becomes a 500 that says nothing. Raise `NotFound` for what somebody may not see.
 
 `needs` is what `AuthMiddleware` checks before the body is read: `reading(noun)`, `writing(noun)` of
-`model.access_control`, `ANYBODY` with a valid token, `ATTEMPT` (the attempt's own token, whose run and fence stand in the path
-as {run} and {fence}), or `PUBLIC`, which has to stand in the list `PUBLIC_ROUTES`, too. A route checks what
+`model.access_control`, `ANYBODY` with a valid token, `ATTEMPT` (the attempt's own token, whose run and fence stand in
+the path as {run} and {fence}), or `PUBLIC`, which has to stand in the list `PUBLIC_ROUTES`, too. A route checks what
 only it can know: whether *this* run is in reach.
 
 What is answered when something is refused or went wrong: `wire.base.Problem`, with the status of its class.

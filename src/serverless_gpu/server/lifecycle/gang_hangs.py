@@ -1,9 +1,9 @@
 """Gang hangs: puts together what the crews of a gang report about progress and idle devices, and tells all of them.
 
-    a report: no word of its ranks for so long, what it saw ─▶ memory ─▶ `model.gang_hangs.decide`
+    a report: no word of its ranks for so long, what it saw ─▶ memory ─▶ `gang_hang_detection.decide`
          ├─ they are to be inspected, or the result of that ─▶ in every answer; crews report at once
          └─ the end: each crew writes its stacks, and ends as `collective_hang` by its own word
-    a report: how long its devices have done nothing ─▶ memory ─▶ `model.idling.of_gang`
+    a report: how long its devices have done nothing ─▶ memory ─▶ `idleness.of_gang`
          ├─ a warning ─▶ in every answer
          └─ the run is asked to stop, as for any other reason
 

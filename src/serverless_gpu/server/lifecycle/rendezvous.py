@@ -150,10 +150,10 @@ class RendezvousService:
 
     def look(self, active: Sequence[Active], now_ns: int) -> None:
         """Decide what time decides: a gang that does not meet is called off, and so is one that ends before it has."""
-        gone_sentence = {run.id: self._gone(run, now_ns) for run in active if run.num_nodes > 1}
+        gone = {run.id: self._gone(run, now_ns) for run in active if run.num_nodes > 1}
         for one in active:
-            if one.called_off and gone_sentence[one.id]:
-                self._end_silent(one, gone_sentence[one.id])
+            if one.called_off and gone[one.id]:
+                self._end_silent(one, gone[one.id])
         waiting = [run for run in active if run.num_nodes > 1 and not run.has_met]
         half = [run for run in active if run.num_nodes > 1 and run.began and not run.chosen and not run.called_off]
         self._meetings.keep({(run.id, run.fence) for run in (*waiting, *half)})
@@ -162,7 +162,7 @@ class RendezvousService:
             if now_ns - known.since_ns > MEET_S * 1e9:
                 self._end_half(one, known)
         for one in waiting:
-            gang, silent = (one.id, one.fence), gone_sentence[one.id]
+            gang, silent = (one.id, one.fence), gone[one.id]
             run = self._database.read(partial(_waiting, run_id=one.id, fence=one.fence))
             if run is None or run.attempt is None:
                 continue

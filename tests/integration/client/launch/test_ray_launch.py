@@ -18,7 +18,7 @@ def test_looking_imports_nothing_and_finds_what_is_there(tmp_path: Path) -> None
     (tmp_path / "ray" / "__init__.py").write_text("raise SystemExit('imported')\n")
     (tmp_path / "ray-2.58.0.dist-info").mkdir()
     (tmp_path / "ray-2.58.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: ray\nVersion: 2.58.0\n")
-    code = "from serverless_gpu.client.launch.preflight import look; print(*look())"
+    code = "from serverless_gpu.client.launch.preflight import find_ray; print(*find_ray())"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(SOURCE)])}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     assert done.stdout.split() == ["2.58.0", str(tmp_path / "ray" / "__init__.py")]

@@ -66,9 +66,9 @@ class StoredAttempt(msgspec.Struct, frozen=True, kw_only=True):
         account_id: as what it is counted; None for one that was made by an older server.
         version: grows with each change of it and of its crews.
         released: whether all of its ranks have returned, and may exit.
-        cause_json: `model.gang_life.Cause`, once there is one.
+        cause_json: `gang_lifecycle.Cause`, once there is one.
         nonce: by which its crews know each other; "" of one crew.
-        chosen_json: `model.meeting.Chosen`, once its crews have met.
+        chosen_json: `rendezvous.Chosen`, once its crews have met.
         called_off: whether they never will: no user code of it begins.
         crews: by their numbers.
     """

@@ -65,7 +65,7 @@ class StoredCrew(msgspec.Struct, frozen=True, kw_only=True):
         grace_s: the longest it was ever allowed to go on without an answer, whatever the server grants now; in seconds.
         leave_ns: when it has to leave its node, as its owner was told; nanoseconds since 1970.
         started_ns: when its user code began.
-        halt_json: `model.gang_life.Halt`: why it ends before its end, once it has said so.
+        halt_json: `gang_lifecycle.Halt`: why it ends before its end, once it has said so.
         returned: whether all of its ranks have, and wait for those of others.
         uncharged: whether it has ended, and the ledger does not say all of it.
     """
