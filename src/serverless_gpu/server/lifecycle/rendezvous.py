@@ -1,7 +1,7 @@
 """Rendezvous: decides how the crews of a gang meet, and tells them; or calls the gang off.
 
     a report with an offer ─▶ memory   all are here ─▶ told to each crew until it has said what it reached
-    ... with what it reached ─▶ memory   all are here, none has failed, or is silent ─▶ `model.meeting.choose`
+    ... with what it reached ─▶ memory   all are here, none has failed, or is silent ─▶ `rendezvous.choose`
          ├─ Chosen ─▶ written, then in every answer to crew 0 until user code begins; once it has, to the others
          └─ Apart, or a limit has passed (`look`) ─▶ called off, written: the cause is that its nodes are apart
 
