@@ -57,7 +57,6 @@ LIST = START | {
     ".node.base",
     ".node.base.home",
     ".node.base.lock_files",
-    ".node.base.stop_message",
     ".units",
 }
 ASK = LIST | {

@@ -6,10 +6,6 @@ Facts: what happened to an attempt on its node, one record for each thing, never
 
 They are what all use and money follows from (`metering.py`, `ledger.py`). Writing them down and sending them is the
 node's work and must not be here.
-
-The message with which a run ends; `stopped.json` in a run directory holds it, too.
-
-It is apart from the other messages (`protocol.py`) because readers of run directories need only this one.
 """
 
 from __future__ import annotations
@@ -270,6 +266,23 @@ class Hang(msgspec.Struct, frozen=True, kw_only=True):
     file: str = ""
 
 
+class Stopped(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="stopped"):
+    """How an attempt ended, in `stopped.json` and as the message of its supervisor (`node/base/protocol.py`).
+
+    No rank runs any more; results and failures are in the run directory. The GPU gate comes next.
+    """
+
+    state: State
+    reason: Reason
+    cause: Failure | None
+    consequences: tuple[Failure, ...]
+    log_tail: str = ""  # of the rank that is the cause
+    tails: dict[int, str] = {}  # last lines of ranks that were not shown live, the cause first
+    hang: Hang | None = None  # the ranks that waited, and for which
+    proven: bool = True  # whether the kernel says that no process of it is left; else one could not be ended
+    hint: str = ""  # probable cause of a failure of user code
+
+
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     """Everything the next decision depends on."""
 
@@ -503,17 +516,3 @@ def distinct(facts: Iterable[Fact]) -> list[Fact]:
         if fact.seq == following.seq and fact != following:
             raise InvalidValue(f"two different facts of attempt {fact.attempt} carry the number {fact.seq}")
     return [fact for fact, following in pairwise(ordered) if fact.seq != following.seq] + ordered[-1:]
-
-
-class Stopped(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="stopped"):
-    """No rank runs any more; results and failures are in the run directory. The GPU gate comes next."""
-
-    state: State
-    reason: Reason
-    cause: Failure | None
-    consequences: tuple[Failure, ...]
-    log_tail: str = ""  # of the rank that is the cause
-    tails: dict[int, str] = {}  # last lines of ranks that were not shown live, the cause first
-    hang: Hang | None = None  # the ranks that waited, and for which
-    proven: bool = True  # whether the kernel says that no process of it is left; else one could not be ended
-    hint: str = ""  # probable cause of a failure of user code

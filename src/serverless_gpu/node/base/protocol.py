@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
-    """Base of all messages but `Stopped`, which is in a module of its own."""
+    """Base of all messages but `Stopped`, which readers of run directories need, too."""
 
 
 Sendable = Message | Stopped
