@@ -28,9 +28,9 @@ from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink.control import stop_all
 from serverless_gpu.server.core.server_key import Sealer, read_keys
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.records.runs import events, runs
-from serverless_gpu.server.records.runs.events import StoredEvent
-from serverless_gpu.server.records.runs.runs import NewRun
+from serverless_gpu.server.records import events, runs
+from serverless_gpu.server.records.events import StoredEvent
+from serverless_gpu.server.records.runs import NewRun
 from serverless_gpu.testing import stop_agent
 from serverless_gpu.wire.agents import AgentHello, AgentWelcome, Order
 from serverless_gpu.wire.base import PROTOCOL

@@ -30,7 +30,7 @@ from serverless_gpu.environment.stores.collection import KEEP_S
 from serverless_gpu.errors import EnvironmentProblem, NotAllowed, ServerProblem, StorageError, TooLarge
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.http.routing import BYTES, Bytes, Call, Incoming, Query, Routes, reading, writing
-from serverless_gpu.server.records.runs import runs
+from serverless_gpu.server.records import runs
 from serverless_gpu.server.storage.blobs import GRACE_S, Blobs
 from serverless_gpu.server.storage.environment_store import PIECE_BYTES, EnvironmentStore
 from serverless_gpu.server.storage.upload_spool import UploadSpool

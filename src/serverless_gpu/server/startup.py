@@ -84,9 +84,8 @@ from serverless_gpu.server.identity import uid_sharing
 from serverless_gpu.server.identity.bootstrap import FirstTokens, first_tokens, join_token
 from serverless_gpu.server.operations import restore, rotation
 from serverless_gpu.server.operations.sidecars import RayBeside, mlflow_checks
-from serverless_gpu.server.records import audit, stored_secrets
+from serverless_gpu.server.records import audit, runs, stored_secrets
 from serverless_gpu.server.records.audit import SERVER, Action
-from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.storage.storage import LOOK_MAX, DiskLimits, open_storage, orphan_runs, orphan_sentence
 
 START_S = 60.0

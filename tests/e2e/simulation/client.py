@@ -16,7 +16,7 @@ from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.spec import Function, Resources, RunSpec
 from serverless_gpu.server.composition import Services
 from serverless_gpu.server.core.caller import Caller
-from serverless_gpu.server.records.runs import files, runs
+from serverless_gpu.server.records import files, runs
 from serverless_gpu.server.runs import run_views
 from serverless_gpu.server.runs.run_stream import Look, Place, Position, Watch
 from serverless_gpu.server.storage import blobs

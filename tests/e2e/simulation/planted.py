@@ -22,10 +22,9 @@ from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.lifecycle import liveness, reports, requeue
 from serverless_gpu.server.nodes import agent_service
 from serverless_gpu.server.policies import PolicyInputs
-from serverless_gpu.server.records import audit, policies
-from serverless_gpu.server.records.runs import attempts, crews, events, facts, files, orders, runs
-from serverless_gpu.server.records.runs.active_runs import Active, ActiveCrew
-from serverless_gpu.server.records.runs.runs import NewRun, StoredRun
+from serverless_gpu.server.records import attempts, audit, crews, events, facts, files, orders, policies, runs
+from serverless_gpu.server.records.active_runs import Active, ActiveCrew
+from serverless_gpu.server.records.runs import NewRun, StoredRun
 from serverless_gpu.server.runs import retention, run_views
 from serverless_gpu.server.runs.submission import SubmissionService
 from serverless_gpu.server.scheduling import reconciler

@@ -23,11 +23,10 @@ from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.identity.bootstrap import NODE, first_tokens
 from serverless_gpu.server.lifecycle.transitions import place
 from serverless_gpu.server.operations import rotation
-from serverless_gpu.server.records import audit, principals, stored_secrets
+from serverless_gpu.server.records import audit, principals, runs, stored_secrets
+from serverless_gpu.server.records.attempts import NewAttempt
+from serverless_gpu.server.records.crews import NewCrew
 from serverless_gpu.server.records.principals import NewToken
-from serverless_gpu.server.records.runs import runs
-from serverless_gpu.server.records.runs.attempts import NewAttempt
-from serverless_gpu.server.records.runs.crews import NewCrew
 from serverless_gpu.server.records.stored_secrets import By, Whose
 from serverless_gpu.wire.access import PrincipalRequest
 from tests.support.server.agents import hello

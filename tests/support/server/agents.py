@@ -16,9 +16,8 @@ from serverless_gpu.server.core.server_key import sha256
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.lifecycle.transitions import Note, TransitionResult
-from serverless_gpu.server.records import nodes
-from serverless_gpu.server.records.runs import runs
-from serverless_gpu.server.records.runs.runs import NewRun, StoredRun
+from serverless_gpu.server.records import nodes, runs
+from serverless_gpu.server.records.runs import NewRun, StoredRun
 from serverless_gpu.wire.agents import AgentHello
 from serverless_gpu.wire.base import PROTOCOL
 from tests.support.server.stored import new_run

@@ -17,7 +17,7 @@ from serverless_gpu.server.invariants import invariant_inputs
 from serverless_gpu.server.invariants.run_invariants import violations
 from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.lifecycle.transitions import Note, TransitionResult
-from serverless_gpu.server.records.runs import attempts, events, orders, runs
+from serverless_gpu.server.records import attempts, events, orders, runs
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import Ending, File, Report, ReportAnswer
 from tests.support.server.made import made_services

@@ -12,11 +12,10 @@ from serverless_gpu.server.billing import charging
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.lifecycle import transitions
-from serverless_gpu.server.records import audit
+from serverless_gpu.server.records import audit, events, facts, files, runs
 from serverless_gpu.server.records.audit import Action
-from serverless_gpu.server.records.runs import events, facts, files, runs
-from serverless_gpu.server.records.runs.events import StoredEvent
-from serverless_gpu.server.records.runs.files import StoredFile
+from serverless_gpu.server.records.events import StoredEvent
+from serverless_gpu.server.records.files import StoredFile
 from tests.support.server.stored import T0, S, new_run, place, tell
 
 WHO = Caller(name="alice")

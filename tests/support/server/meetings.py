@@ -9,8 +9,8 @@ from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.lifecycle.rendezvous import Address, Chosen, CrewReach, Offer, Tried
 from serverless_gpu.server.composition import Services
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.records.runs import active_runs, attempts
-from serverless_gpu.server.records.runs.attempts import StoredAttempt
+from serverless_gpu.server.records import active_runs, attempts
+from serverless_gpu.server.records.attempts import StoredAttempt
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import ReportAnswer
 from tests.support.server.ganged import say

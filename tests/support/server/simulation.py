@@ -33,8 +33,8 @@ from serverless_gpu.server.core.server_key import parse_attempt_token, sha256
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.lifecycle.transitions import Note, TransitionResult
-from serverless_gpu.server.records.runs import events, runs
-from serverless_gpu.server.records.runs.runs import StoredRun
+from serverless_gpu.server.records import events, runs
+from serverless_gpu.server.records.runs import StoredRun
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import AgentHello, AgentWelcome, Heartbeat, HeartbeatAnswer, Order, OrdersTaken, Start
 from serverless_gpu.wire.attempts import Report, ReportAnswer

@@ -12,9 +12,8 @@ from serverless_gpu.server.composition import Services, make_alarms, make_chargi
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.lifecycle import transitions
-from serverless_gpu.server.records import prices
-from serverless_gpu.server.records.runs import attempts, events, facts, runs
-from serverless_gpu.server.records.runs.runs import StoredRun
+from serverless_gpu.server.records import attempts, events, facts, prices, runs
+from serverless_gpu.server.records.runs import StoredRun
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import AgentHello
 from serverless_gpu.wire.attempts import Ending, Report

@@ -14,10 +14,10 @@ from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.lifecycle import endings, transitions
 from serverless_gpu.server.lifecycle.transitions import Note, TransitionResult
-from serverless_gpu.server.records.runs import attempts, runs
-from serverless_gpu.server.records.runs.attempts import NewAttempt
-from serverless_gpu.server.records.runs.crews import CrewOutcome, NewCrew
-from serverless_gpu.server.records.runs.runs import NewRun, StoredRun
+from serverless_gpu.server.records import attempts, runs
+from serverless_gpu.server.records.attempts import NewAttempt
+from serverless_gpu.server.records.crews import CrewOutcome, NewCrew
+from serverless_gpu.server.records.runs import NewRun, StoredRun
 from serverless_gpu.wire.runs import Target
 
 T0 = 1_900_000_000_000_000_000

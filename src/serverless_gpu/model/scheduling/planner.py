@@ -1,17 +1,16 @@
-"""The state of the queue, kept from change to change, and what it is asked.
+"""The planner: the state of the queue, kept from change to change, the passes that decide, and what it is asked.
 
     apply   changes ─▶ queue (who waits), floor (nodes, who has what), fairness (who had how much)
-    decide  one pass over the classes (`scheduling_pass.py`): placements, preemptions, and what is kept for whom;
-    another one
-            where a run started elsewhere than was expected. Who leaves is what the last one says
+    decide  one pass over the classes: placements, preemptions, and what is kept for whom; another one where a run
+            started elsewhere than was expected. Who leaves is what the last one says
     why     from what the pass has left behind: what is free, promises, the order (`wait_explanation.py`)
 
 Remembered from pass to pass: who runs, who waits, who had how much; the latest times that were told, and the devices
 (`backfill.py`); for whom others were asked to leave (`cleared_devices.py`); and how long those took that have ended
-(`duration_estimates.py`). A new planner is given all but the last two: who is leaving then gives room to
-the first who may ask. Asking changes nothing.
+(`duration_estimates.py`). A new planner is given all but the last two: who is leaving then gives room to the first who
+may ask. Asking changes nothing.
 
-One pass over one class of the queue.
+One pass over one class of the queue (`ClassPass`):
 
     who has waited beyond the guard, the oldest first
     then the team with the least use, of it the user with the least use, of theirs the line whose head is furthest ahead

@@ -41,11 +41,10 @@ from serverless_gpu.server.core.server_metrics import ServerMetrics
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.lifecycle import metering
-from serverless_gpu.server.records import charges, nodes
+from serverless_gpu.server.records import attempts, charges, crews, facts, nodes, runs
+from serverless_gpu.server.records.attempts import StoredAttempt
 from serverless_gpu.server.records.charges import New, Posted, Utilisation
-from serverless_gpu.server.records.runs import attempts, crews, facts, runs
-from serverless_gpu.server.records.runs.attempts import StoredAttempt
-from serverless_gpu.server.records.runs.crews import CrewId, StoredCrew
+from serverless_gpu.server.records.crews import CrewId, StoredCrew
 
 EVERY_S = 5.0
 TURN_S = 60.0

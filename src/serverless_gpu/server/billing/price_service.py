@@ -27,10 +27,9 @@ from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.http.routing import Call, Query, Routes, reading, writing
-from serverless_gpu.server.records import audit, charges, nodes, prices
+from serverless_gpu.server.records import attempts, audit, charges, nodes, prices
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.prices import StoredPrice
-from serverless_gpu.server.records.runs import attempts
 from serverless_gpu.units import MICROS_PER_UNIT
 from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX, NAME_CHARACTERS_MAX
 from serverless_gpu.wire.billing import Moment, PriceList, PriceRequest, PriceSet, PriceView

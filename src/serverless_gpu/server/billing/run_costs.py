@@ -26,13 +26,12 @@ from serverless_gpu.model.lifecycle.attempt import TERMINAL, Fact, State
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.server.lifecycle import metering
 from serverless_gpu.server.lifecycle.metering import Now
-from serverless_gpu.server.records import charges, nodes, pools, prices
+from serverless_gpu.server.records import attempts, charges, facts, nodes, pools, prices
+from serverless_gpu.server.records.attempts import StoredAttempt
 from serverless_gpu.server.records.charges import Posted
+from serverless_gpu.server.records.crews import CrewId, StoredCrew
 from serverless_gpu.server.records.pools import RESERVED
-from serverless_gpu.server.records.runs import attempts, facts
-from serverless_gpu.server.records.runs.attempts import StoredAttempt
-from serverless_gpu.server.records.runs.crews import CrewId, StoredCrew
-from serverless_gpu.server.records.runs.runs import StoredRun
+from serverless_gpu.server.records.runs import StoredRun
 
 ADVICE = "`sgpu price set {name} …` sets one"
 

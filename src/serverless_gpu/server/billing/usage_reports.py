@@ -39,12 +39,11 @@ from serverless_gpu.server.http.routing import Call, Query, Routes, reading
 from serverless_gpu.server.lifecycle import metering
 from serverless_gpu.server.lifecycle.liveness import Leases
 from serverless_gpu.server.lifecycle.metering import Now
-from serverless_gpu.server.records import charges, nodes, prices, usage
+from serverless_gpu.server.records import attempts, charges, facts, nodes, prices, runs, usage
+from serverless_gpu.server.records.attempts import StoredAttempt
 from serverless_gpu.server.records.charges import Account, Posted
+from serverless_gpu.server.records.crews import CrewId, StoredCrew
 from serverless_gpu.server.records.prices import StoredPrice
-from serverless_gpu.server.records.runs import attempts, facts, runs
-from serverless_gpu.server.records.runs.attempts import StoredAttempt
-from serverless_gpu.server.records.runs.crews import CrewId, StoredCrew
 from serverless_gpu.server.records.usage import DemandFilter, Found, ReportRequest
 from serverless_gpu.wire.billing import (
     GROUPS_DEFAULT,

@@ -35,10 +35,9 @@ from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.lifecycle.transitions import Announcer, TransitionResult
-from serverless_gpu.server.records import audit, budgets
+from serverless_gpu.server.records import audit, budgets, runs
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.budgets import NoticeKind
-from serverless_gpu.server.records.runs import runs
 
 EVERY_S = 5.0
 TOGETHER = 8

@@ -13,7 +13,7 @@ from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.server.records import pools
 from serverless_gpu.server.records.budgets import StoredBudget
 from serverless_gpu.server.records.pools import StoredPool
-from serverless_gpu.server.records.runs.runs import StoredRun
+from serverless_gpu.server.records.runs import StoredRun
 
 
 class BudgetIndex:

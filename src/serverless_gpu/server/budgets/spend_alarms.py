@@ -34,12 +34,11 @@ from serverless_gpu.server.core.server_metrics import ServerMetrics
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.lifecycle import transitions
-from serverless_gpu.server.records import audit, budgets, charges
+from serverless_gpu.server.records import audit, budgets, charges, runs
+from serverless_gpu.server.records.attempts import StoredAttempt
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.budgets import NoticeKind
 from serverless_gpu.server.records.duration_history import latest_of_name
-from serverless_gpu.server.records.runs import runs
-from serverless_gpu.server.records.runs.attempts import StoredAttempt
 
 EVERY_S = 60.0
 AT_ONCE = 100

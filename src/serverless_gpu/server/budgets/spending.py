@@ -71,12 +71,11 @@ from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.server.budgets.budget_index import BudgetIndex, BudgetsLeft, subject_of_run, with_hold
 from serverless_gpu.server.lifecycle.liveness import Leases
 from serverless_gpu.server.lifecycle.metering import ClockPair, Lifetime
-from serverless_gpu.server.records import budgets, charges, pools
+from serverless_gpu.server.records import budgets, charges, pools, runs
 from serverless_gpu.server.records.charges import Account, Unposted
+from serverless_gpu.server.records.crews import CrewId, Gang
 from serverless_gpu.server.records.duration_history import LearnedDurations
-from serverless_gpu.server.records.runs import runs
-from serverless_gpu.server.records.runs.crews import CrewId, Gang
-from serverless_gpu.server.records.runs.runs import StoredRun
+from serverless_gpu.server.records.runs import StoredRun
 
 _KNOWN_MAX = 100_000
 """Accounts that are remembered; beyond, all of them are read again."""

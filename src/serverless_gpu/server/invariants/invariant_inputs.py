@@ -22,15 +22,15 @@ import sqlalchemy as sa
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.lifecycle.attempt import Fact, Reason, State
 from serverless_gpu.server.db.tables import audit, events, facts, files, orders, runs
+from serverless_gpu.server.records import attempts as attempt_rows
 from serverless_gpu.server.records import charges
+from serverless_gpu.server.records import crews as crew_rows
+from serverless_gpu.server.records import runs as run_rows
+from serverless_gpu.server.records.attempts import StoredAttempt
 from serverless_gpu.server.records.charges import Posted
-from serverless_gpu.server.records.runs import attempts as attempt_rows
-from serverless_gpu.server.records.runs import crews as crew_rows
-from serverless_gpu.server.records.runs import runs as run_rows
-from serverless_gpu.server.records.runs.attempts import StoredAttempt
-from serverless_gpu.server.records.runs.crews import CrewId, Gang
-from serverless_gpu.server.records.runs.events import StoredEvent
-from serverless_gpu.server.records.runs.runs import StoredRun
+from serverless_gpu.server.records.crews import CrewId, Gang
+from serverless_gpu.server.records.events import StoredEvent
+from serverless_gpu.server.records.runs import StoredRun
 
 PAGE_RUNS = 200
 EVENTS_MAX = 1_000

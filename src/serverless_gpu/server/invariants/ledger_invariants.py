@@ -20,9 +20,9 @@ from serverless_gpu.model.billing.ledger import EntryKind, LedgerLine, charge, r
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Fact, FactKind, Reason
 from serverless_gpu.server.invariants.invariant_inputs import Booked, OfCrew, SeenReceipt, Violation, violation_of
 from serverless_gpu.server.lifecycle import metering
+from serverless_gpu.server.records.attempts import StoredAttempt
 from serverless_gpu.server.records.charges import Posted
-from serverless_gpu.server.records.runs.attempts import StoredAttempt
-from serverless_gpu.server.records.runs.crews import StoredCrew
+from serverless_gpu.server.records.crews import StoredCrew
 
 
 def ledger(booked: Booked) -> Iterator[Violation]:

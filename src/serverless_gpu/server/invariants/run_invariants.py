@@ -53,10 +53,10 @@ from serverless_gpu.model.lifecycle.run_lifecycle import FAULT_RETRIES_MAX, INFR
 from serverless_gpu.model.spec import Function
 from serverless_gpu.server.invariants.invariant_inputs import Booked, BookedOrder, Books, Violation, violation_of
 from serverless_gpu.server.invariants.ledger_invariants import ledger
+from serverless_gpu.server.records.attempts import StoredAttempt
 from serverless_gpu.server.records.audit import Action
-from serverless_gpu.server.records.runs.attempts import StoredAttempt
-from serverless_gpu.server.records.runs.crews import StoredCrew
-from serverless_gpu.server.records.runs.events import StoredEvent, is_remark
+from serverless_gpu.server.records.crews import StoredCrew
+from serverless_gpu.server.records.events import StoredEvent, is_remark
 
 LENDINGS_MAX = 50_000
 """How many lendings are held against those of later pages."""

@@ -53,7 +53,7 @@ from serverless_gpu.server.invariants.invariant_inputs import PAGE_RUNS, Books, 
 from serverless_gpu.server.invariants.run_invariants import History, Lendings, LiveState, broken_chain, violations
 from serverless_gpu.server.lifecycle.liveness import Presence
 from serverless_gpu.server.nodes import capacity
-from serverless_gpu.server.records.runs import runs
+from serverless_gpu.server.records import runs
 from serverless_gpu.server.scheduling.queue_snapshot import QueueSnapshot, Reading
 from serverless_gpu.server.scheduling.wait_reasons import WaitReasons
 from serverless_gpu.server.storage.blobs import Blobs

@@ -20,8 +20,8 @@ from serverless_gpu.errors import InvalidValue
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.server_key import Keys
 from serverless_gpu.server.core.settings import Settings
-from serverless_gpu.server.records.runs import crews
-from serverless_gpu.server.records.runs.crews import CrewId
+from serverless_gpu.server.records import crews
+from serverless_gpu.server.records.crews import CrewId
 
 RENEWAL = "renewal"
 """What a node says that it takes."""

@@ -32,10 +32,10 @@ from serverless_gpu.model.lifecycle.run_lifecycle import surely_ends
 from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.node.base.protocol import Stopped
 from serverless_gpu.server.lifecycle import gangs, metering
-from serverless_gpu.server.records.runs import crews, facts
-from serverless_gpu.server.records.runs.attempts import StoredAttempt
-from serverless_gpu.server.records.runs.crews import CrewOutcome, StoredCrew
-from serverless_gpu.server.records.runs.runs import StoredRun
+from serverless_gpu.server.records import crews, facts
+from serverless_gpu.server.records.attempts import StoredAttempt
+from serverless_gpu.server.records.crews import CrewOutcome, StoredCrew
+from serverless_gpu.server.records.runs import StoredRun
 from serverless_gpu.units import format_duration_ms
 
 TAILS_MAX = 8

@@ -39,11 +39,10 @@ from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.lifecycle.transitions import Announcer, ReportRequests, TransitionResult
-from serverless_gpu.server.records import audit
-from serverless_gpu.server.records.runs import runs
-from serverless_gpu.server.records.runs.attempts import StoredAttempt
-from serverless_gpu.server.records.runs.crews import Gang, StoredCrew
-from serverless_gpu.server.records.runs.runs import StoredRun
+from serverless_gpu.server.records import audit, runs
+from serverless_gpu.server.records.attempts import StoredAttempt
+from serverless_gpu.server.records.crews import Gang, StoredCrew
+from serverless_gpu.server.records.runs import StoredRun
 from serverless_gpu.wire.attempts import Report, ReportAnswer
 
 

@@ -23,8 +23,8 @@ from serverless_gpu.model.lifecycle.run_lifecycle import IllegalRunTransition
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.lifecycle import gangs, transitions
 from serverless_gpu.server.lifecycle.transitions import Announcer, TransitionResult
-from serverless_gpu.server.records.runs import active_runs, runs
-from serverless_gpu.server.records.runs.runs import StoredRun
+from serverless_gpu.server.records import active_runs, runs
+from serverless_gpu.server.records.runs import StoredRun
 
 _log = logging.getLogger(__name__)
 

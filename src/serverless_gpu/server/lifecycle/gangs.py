@@ -28,9 +28,9 @@ from serverless_gpu.model.lifecycle.run_lifecycle import (
     UserCodeStarted,
     over_because,
 )
-from serverless_gpu.server.records.runs.attempts import StoredAttempt
-from serverless_gpu.server.records.runs.crews import StoredCrew
-from serverless_gpu.server.records.runs.runs import StoredRun
+from serverless_gpu.server.records.attempts import StoredAttempt
+from serverless_gpu.server.records.crews import StoredCrew
+from serverless_gpu.server.records.runs import StoredRun
 
 _OF_ALL = frozenset({Reason.COLLECTIVE_HANG, Reason.TIMEOUT})
 """What is true of all nodes, whichever says it first."""

@@ -40,9 +40,9 @@ from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.lifecycle.requeue import OrderDeliveries
 from serverless_gpu.server.lifecycle.transitions import Announcer, Note, TransitionResult
-from serverless_gpu.server.records.runs import crews, runs
-from serverless_gpu.server.records.runs.active_runs import Active, ActiveCrew
-from serverless_gpu.server.records.runs.crews import CrewId, StoredCrew
+from serverless_gpu.server.records import crews, runs
+from serverless_gpu.server.records.active_runs import Active, ActiveCrew
+from serverless_gpu.server.records.crews import CrewId, StoredCrew
 from serverless_gpu.wire.agents import ClockReading, is_off
 
 PRESENT_S = 20.0

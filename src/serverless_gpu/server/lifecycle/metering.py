@@ -21,8 +21,8 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.model.billing.ledger import LedgerLine, lines
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Fact, FactKind, alive_after
 from serverless_gpu.server.lifecycle.liveness import Leases
-from serverless_gpu.server.records.runs.attempts import StoredAttempt
-from serverless_gpu.server.records.runs.crews import StoredCrew
+from serverless_gpu.server.records.attempts import StoredAttempt
+from serverless_gpu.server.records.crews import StoredCrew
 
 _MS_NS = 1_000_000
 AHEAD_NS = 120_000_000_000

@@ -60,11 +60,11 @@ from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.lifecycle.liveness import Leases, Presence
 from serverless_gpu.server.lifecycle.transitions import Announcer, Note, ReportRequests, TransitionResult
-from serverless_gpu.server.records.runs import attempts, runs
-from serverless_gpu.server.records.runs.active_runs import Active
-from serverless_gpu.server.records.runs.attempts import StoredAttempt
-from serverless_gpu.server.records.runs.crews import CrewId, Gang, StoredCrew
-from serverless_gpu.server.records.runs.runs import StoredRun
+from serverless_gpu.server.records import attempts, runs
+from serverless_gpu.server.records.active_runs import Active
+from serverless_gpu.server.records.attempts import StoredAttempt
+from serverless_gpu.server.records.crews import CrewId, Gang, StoredCrew
+from serverless_gpu.server.records.runs import StoredRun
 from serverless_gpu.wire.attempts import Report, ReportAnswer
 
 _log = logging.getLogger(__name__)
@@ -82,8 +82,19 @@ _MICROSECONDS_MAX = 1 << 40
 
 
 def check_meeting(attempt: StoredAttempt, crew: StoredCrew, said: Report) -> None:
-    """Refuse what no crew can have said."""
-    _check_said(attempt.gang, crew.number, of=attempt.num_nodes, offer=said.offer, reach=said.reach)
+    """Refuse what no crew can have said; the others are told it, and some of it becomes their ranks' variables."""
+    if said.offer is None and said.reach is None:
+        return
+    gang, number = attempt.gang, crew.number
+    if attempt.num_nodes == 1:
+        raise InvalidValue(f"attempt {gang} is on one node, which has nobody to meet")
+    for each in (said.offer, said.reach):
+        if each is not None and each.crew != number:
+            raise InvalidValue(f"crew {number} of attempt {gang} speaks for crew {each.crew}")
+    if said.offer is not None:
+        _check_offer(gang, number, said.offer)
+    if said.reach is not None:
+        _check_reach(gang, number, said.reach, of=attempt.num_nodes)
 
 
 class RendezvousService:
@@ -482,21 +493,6 @@ class RendezvousStates:
 def gone_sentence(nodes: Sequence[str], silent: Sequence[int]) -> str:
     """Return why a gang is called off whose nodes went silent, for people."""
     return f"{_named(nodes, silent)} gone silent before the run's nodes had met"
-
-
-def _check_said(gang: str, number: int, *, of: int, offer: Offer | None, reach: CrewReach | None) -> None:
-    """Refuse what no crew can have said; the others are told it, and some of it becomes their ranks' variables."""
-    if offer is None and reach is None:
-        return
-    if of == 1:
-        raise InvalidValue(f"attempt {gang} is on one node, which has nobody to meet")
-    for said in (offer, reach):
-        if said is not None and said.crew != number:
-            raise InvalidValue(f"crew {number} of attempt {gang} speaks for crew {said.crew}")
-    if offer is not None:
-        _check_offer(gang, number, offer)
-    if reach is not None:
-        _check_reach(gang, number, reach, of=of)
 
 
 def _check_offer(gang: str, number: int, offer: Offer) -> None:

@@ -57,13 +57,12 @@ from serverless_gpu.server.lifecycle.gang_hangs import GangHangs, check_progress
 from serverless_gpu.server.lifecycle.liveness import Leases, Presence
 from serverless_gpu.server.lifecycle.rendezvous import RendezvousService, check_meeting
 from serverless_gpu.server.lifecycle.transitions import Announcer, Note, ReportRequests, TransitionResult
-from serverless_gpu.server.records import audit, nodes
+from serverless_gpu.server.records import attempts, audit, crews, facts, files, nodes, runs
+from serverless_gpu.server.records.attempts import StoredAttempt
 from serverless_gpu.server.records.audit import Action
-from serverless_gpu.server.records.runs import attempts, crews, facts, files, runs
-from serverless_gpu.server.records.runs.attempts import StoredAttempt
-from serverless_gpu.server.records.runs.crews import CrewId, StoredCrew
-from serverless_gpu.server.records.runs.files import StoredFile
-from serverless_gpu.server.records.runs.runs import StoredRun
+from serverless_gpu.server.records.crews import CrewId, StoredCrew
+from serverless_gpu.server.records.files import StoredFile
+from serverless_gpu.server.records.runs import StoredRun
 from serverless_gpu.server.storage.blobs import Blobs, check_reference
 from serverless_gpu.server.storage.logs import STREAMS, Logs
 from serverless_gpu.wire.attempts import File, LogPiece, Report, ReportAnswer

@@ -22,7 +22,7 @@ from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.lifecycle.transitions import Announcer, Note, TransitionResult
-from serverless_gpu.server.records.runs import runs
+from serverless_gpu.server.records import runs
 
 _log = logging.getLogger(__name__)
 

@@ -48,13 +48,12 @@ from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import LEDGER, SCHEDULER, Hub, node_key, run_key
 from serverless_gpu.server.core.server_metrics import ServerMetrics
 from serverless_gpu.server.lifecycle import gangs
-from serverless_gpu.server.records import audit
+from serverless_gpu.server.records import attempts, audit, crews, events, orders, runs
+from serverless_gpu.server.records.attempts import NewAttempt, StoredAttempt
 from serverless_gpu.server.records.audit import Action
-from serverless_gpu.server.records.runs import attempts, crews, events, orders, runs
-from serverless_gpu.server.records.runs.attempts import NewAttempt, StoredAttempt
-from serverless_gpu.server.records.runs.crews import WITHOUT_REPORT, CrewId, NewCrew, StoredCrew
-from serverless_gpu.server.records.runs.events import StoredEvent
-from serverless_gpu.server.records.runs.runs import StoredRun
+from serverless_gpu.server.records.crews import WITHOUT_REPORT, CrewId, NewCrew, StoredCrew
+from serverless_gpu.server.records.events import StoredEvent
+from serverless_gpu.server.records.runs import StoredRun
 
 _log = logging.getLogger(__name__)
 _Over = AttemptEnded | GivenUp | Forgotten

@@ -46,12 +46,11 @@ from serverless_gpu.server.lifecycle.requeue import OrderDeliveries, Requeue
 from serverless_gpu.server.lifecycle.transitions import Announcer, Note, ReportRequests, TransitionResult
 from serverless_gpu.server.nodes import node_admission
 from serverless_gpu.server.nodes.node_admission import NodeAdmission
-from serverless_gpu.server.records import audit, nodes, pools, stored_secrets
+from serverless_gpu.server.records import attempts, audit, crews, nodes, orders, pools, runs, stored_secrets
 from serverless_gpu.server.records.audit import Action
+from serverless_gpu.server.records.crews import CrewId, Gang
 from serverless_gpu.server.records.nodes import StoredNode
-from serverless_gpu.server.records.runs import attempts, crews, orders, runs
-from serverless_gpu.server.records.runs.crews import CrewId, Gang
-from serverless_gpu.server.records.runs.orders import StoredOrder
+from serverless_gpu.server.records.orders import StoredOrder
 from serverless_gpu.wire.agents import (
     AgentHello,
     AgentWelcome,

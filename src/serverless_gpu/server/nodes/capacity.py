@@ -16,13 +16,12 @@ from serverless_gpu.model.scheduling.values import Node
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.lifecycle.liveness import Leases, Presence
 from serverless_gpu.server.nodes import node_rules
-from serverless_gpu.server.records import nodes, pools
+from serverless_gpu.server.records import active_runs, nodes, pools
+from serverless_gpu.server.records.active_runs import Active, ActiveCrew
+from serverless_gpu.server.records.crews import CrewId
 from serverless_gpu.server.records.nodes import StoredNode
 from serverless_gpu.server.records.pools import NO_ISOLATION, RESERVED, UNSET, StoredPool
-from serverless_gpu.server.records.runs import active_runs
-from serverless_gpu.server.records.runs.active_runs import Active, ActiveCrew
-from serverless_gpu.server.records.runs.crews import CrewId
-from serverless_gpu.server.records.runs.runs import StoredRun
+from serverless_gpu.server.records.runs import StoredRun
 from serverless_gpu.wire.agents import NodeView, PoolView
 
 STATES = UP, DRAINING, DEGRADED, SILENT, GONE = "UP", "DRAINING", "DEGRADED", "SILENT", "GONE"

@@ -21,9 +21,8 @@ from serverless_gpu.server.core.hub import SCHEDULER, Hub
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.db.tables import drains
 from serverless_gpu.server.http.routing import Call, Routes, reading, writing
-from serverless_gpu.server.records import audit
+from serverless_gpu.server.records import audit, runs
 from serverless_gpu.server.records.audit import Action
-from serverless_gpu.server.records.runs import runs
 from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX
 from serverless_gpu.wire.state import DrainRequest, DrainView
 

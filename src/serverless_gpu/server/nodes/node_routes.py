@@ -15,7 +15,7 @@ from serverless_gpu.server.http.routing import Call, Query, Routes, Stream, read
 from serverless_gpu.server.nodes.agent_service import AgentService
 from serverless_gpu.server.nodes.node_admission import JoinService, NodeAdmission
 from serverless_gpu.server.nodes.node_service import NodeCommand, NodeRuleService, NodeService
-from serverless_gpu.server.records.runs.orders import OPEN_MAX
+from serverless_gpu.server.records.orders import OPEN_MAX
 from serverless_gpu.wire.agents import (
     AgentHello,
     AgentWelcome,

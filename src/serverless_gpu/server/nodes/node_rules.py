@@ -40,11 +40,10 @@ from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.lifecycle.liveness import Leases
 from serverless_gpu.server.lifecycle.transitions import Announcer, TransitionResult
-from serverless_gpu.server.records import audit, nodes
+from serverless_gpu.server.records import audit, crews, nodes, runs
+from serverless_gpu.server.records.crews import StoredCrew
 from serverless_gpu.server.records.nodes import RuledNode
-from serverless_gpu.server.records.runs import crews, runs
-from serverless_gpu.server.records.runs.crews import StoredCrew
-from serverless_gpu.server.records.runs.runs import StoredRun
+from serverless_gpu.server.records.runs import StoredRun
 from serverless_gpu.wire.nodes import NodeCalendar, NodeDrain, NodeRules
 
 WARNING_S = 300.0

@@ -29,10 +29,9 @@ from serverless_gpu.server.lifecycle.liveness import Leases, Presence
 from serverless_gpu.server.lifecycle.transitions import Announcer, Note, TransitionResult
 from serverless_gpu.server.nodes import capacity, node_rules
 from serverless_gpu.server.nodes.capacity import GONE, Floor
-from serverless_gpu.server.records import audit, nodes, principals
+from serverless_gpu.server.records import audit, crews, nodes, principals, runs
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.nodes import StoredNode
-from serverless_gpu.server.records.runs import crews, runs
 from serverless_gpu.wire.agents import NodeView, PoolView
 from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX, NAME_CHARACTERS_MAX
 from serverless_gpu.wire.nodes import (

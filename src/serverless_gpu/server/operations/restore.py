@@ -57,9 +57,8 @@ from serverless_gpu.server.http.listener import alone_in_home
 from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.lifecycle.transitions import Note, TransitionResult
 from serverless_gpu.server.operations.backup import DATABASE, Manifest, check, copy, file_of, name_of, read_manifest
-from serverless_gpu.server.records import audit
+from serverless_gpu.server.records import audit, orders, runs
 from serverless_gpu.server.records.audit import SERVER, Action
-from serverless_gpu.server.records.runs import orders, runs
 from serverless_gpu.server.storage import storage
 
 FILE = "restored.json"

@@ -38,9 +38,8 @@ from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.http.listener import only_one
 from serverless_gpu.server.identity import bootstrap
-from serverless_gpu.server.records import audit, nodes, principals, stored_secrets
+from serverless_gpu.server.records import audit, crews, nodes, principals, runs, stored_secrets
 from serverless_gpu.server.records.audit import SERVER, Action
-from serverless_gpu.server.records.runs import crews, runs
 from serverless_gpu.wire.access import SecretView
 
 MARK, NEXT_KEY = "rotation.json", "key.next"

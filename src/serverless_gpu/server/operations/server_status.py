@@ -36,8 +36,8 @@ from serverless_gpu.server.http.routing import JSON, PUBLIC, Call, Routes, readi
 from serverless_gpu.server.lifecycle.liveness import Leases, Presence
 from serverless_gpu.server.nodes import capacity, drain
 from serverless_gpu.server.records import audit, charges, nodes
+from serverless_gpu.server.records.crews import CrewId
 from serverless_gpu.server.records.nodes import StoredNode
-from serverless_gpu.server.records.runs.crews import CrewId
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.base import PROTOCOL, PROTOCOLS
 from serverless_gpu.wire.state import Health, HealthCheck, Version

@@ -25,11 +25,11 @@ from serverless_gpu.model.hardware import CPU
 from serverless_gpu.model.lifecycle.attempt import ACTIVE
 from serverless_gpu.server.db.database import portions
 from serverless_gpu.server.db.tables import account_tags, accounts, attempts, charges, crews, runs, utilisations
+from serverless_gpu.server.records import attempts as attempt_rows
 from serverless_gpu.server.records import pools
-from serverless_gpu.server.records.runs import attempts as attempt_rows
-from serverless_gpu.server.records.runs.attempts import StoredAttempt
-from serverless_gpu.server.records.runs.crews import CrewId, Gang
-from serverless_gpu.server.records.runs.runs import StoredRun
+from serverless_gpu.server.records.attempts import StoredAttempt
+from serverless_gpu.server.records.crews import CrewId, Gang
+from serverless_gpu.server.records.runs import StoredRun
 
 _encode_sorted = msgspec.json.Encoder(order="sorted").encode
 _decode_tags = msgspec.json.Decoder(dict[str, str]).decode

@@ -20,7 +20,7 @@ from serverless_gpu.model.scheduling.fairness import charged
 from serverless_gpu.model.scheduling.values import Used
 from serverless_gpu.server.db.database import portions
 from serverless_gpu.server.db.tables import attempts, crews, runs
-from serverless_gpu.server.records.runs.attempts import COLUMNS, JOINED, StoredAttempt, from_row, whole
+from serverless_gpu.server.records.attempts import COLUMNS, JOINED, StoredAttempt, from_row, whole
 
 HALF_LIVES = 8
 """Use that is older counts less than one part in 250, and is left out."""

@@ -25,7 +25,7 @@ from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.server_key import PREFIX as ATTEMPT_PREFIX
 from serverless_gpu.server.core.server_key import Keys, encode, parse_attempt_token, sha256, token_until_s
 from serverless_gpu.server.db.tables import crews, members, principals, teams, tokens
-from serverless_gpu.server.records.runs.crews import WITHOUT_REPORT
+from serverless_gpu.server.records.crews import WITHOUT_REPORT
 from serverless_gpu.wire.access import PrincipalRequest, PrincipalView, TeamView, TokenMade, TokenView
 from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX
 

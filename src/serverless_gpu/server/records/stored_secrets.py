@@ -28,8 +28,8 @@ from serverless_gpu.model.secrets import Pinned
 from serverless_gpu.server.core.server_key import Sealer
 from serverless_gpu.server.db.tables import attempts as attempts_table
 from serverless_gpu.server.db.tables import members, runs, secrets
-from serverless_gpu.server.records.runs import attempts
-from serverless_gpu.server.records.runs.runs import StoredRun
+from serverless_gpu.server.records import attempts
+from serverless_gpu.server.records.runs import StoredRun
 from serverless_gpu.wire.access import SecretValue, SecretView
 
 

@@ -30,9 +30,8 @@ from serverless_gpu.server.lifecycle import owner_suspension
 from serverless_gpu.server.lifecycle.liveness import Leases
 from serverless_gpu.server.nodes import capacity, drain
 from serverless_gpu.server.policies import Allowed, PolicyAdmission
-from serverless_gpu.server.records import duration_history, pools
-from serverless_gpu.server.records.runs import runs
-from serverless_gpu.server.records.runs.runs import NewRun, StoredRun
+from serverless_gpu.server.records import duration_history, pools, runs
+from serverless_gpu.server.records.runs import NewRun, StoredRun
 from serverless_gpu.server.runs import submission
 from serverless_gpu.server.scheduling import queue_snapshot
 from serverless_gpu.server.scheduling.queue_snapshot import Past, queued_run

@@ -24,9 +24,8 @@ from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.http.routing import Call, Query, Routes, reading, writing
 from serverless_gpu.server.pools import PoolService
-from serverless_gpu.server.records import shares
-from serverless_gpu.server.records.runs import runs
-from serverless_gpu.server.records.runs.runs import StoredRun
+from serverless_gpu.server.records import runs, shares
+from serverless_gpu.server.records.runs import StoredRun
 from serverless_gpu.server.records.shares import Kind, StoredShare
 from serverless_gpu.server.runs import run_views
 from serverless_gpu.server.scheduling.wait_reasons import WaitNotice, WaitReasons

@@ -31,9 +31,8 @@ from serverless_gpu.model.calendars import HOUR_NS
 from serverless_gpu.model.lifecycle.retention import Policy, RunDirectory, to_delete
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.records import audit, charges
+from serverless_gpu.server.records import attempts, audit, charges, events, facts, files, orders, runs
 from serverless_gpu.server.records.audit import Action
-from serverless_gpu.server.records.runs import attempts, events, facts, files, orders, runs
 from serverless_gpu.server.secrets import SecretService
 from serverless_gpu.server.storage.logs import Logs
 from serverless_gpu.units import format_bytes

@@ -19,8 +19,8 @@ from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.http.routing import EVENTS, Bytes, Call, Query, Routes, Stream, part_of, reading, writing
 from serverless_gpu.server.lifecycle import endings, metering
 from serverless_gpu.server.lifecycle.liveness import Leases
-from serverless_gpu.server.records.runs import attempts, files, runs
-from serverless_gpu.server.records.runs.runs import StoredRun
+from serverless_gpu.server.records import attempts, files, runs
+from serverless_gpu.server.records.runs import StoredRun
 from serverless_gpu.server.runs import run_views
 from serverless_gpu.server.runs.run_service import RunQueries, StopService
 from serverless_gpu.server.runs.run_stream import Position, parse_offsets, parse_ranks

@@ -24,8 +24,8 @@ from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.lifecycle.reports import ReportService
 from serverless_gpu.server.lifecycle.transitions import Announcer, TransitionResult
-from serverless_gpu.server.records.runs import runs
-from serverless_gpu.server.records.runs.runs import StoredRun
+from serverless_gpu.server.records import runs
+from serverless_gpu.server.records.runs import StoredRun
 from serverless_gpu.server.runs import run_views
 from serverless_gpu.server.runs.run_stream import Look, Position, Watch
 from serverless_gpu.server.scheduling.wait_reasons import NOTHING, WaitReasons

@@ -20,12 +20,12 @@ from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.lifecycle import endings, gangs
 from serverless_gpu.server.lifecycle.endings import Early, Quiet
 from serverless_gpu.server.lifecycle.transitions import told_as
-from serverless_gpu.server.records.runs import events, files, runs
-from serverless_gpu.server.records.runs.attempts import StoredAttempt
-from serverless_gpu.server.records.runs.crews import CrewOutcome, StoredCrew
-from serverless_gpu.server.records.runs.events import StoredEvent
-from serverless_gpu.server.records.runs.files import StoredFile
-from serverless_gpu.server.records.runs.runs import StoredRun
+from serverless_gpu.server.records import events, files, runs
+from serverless_gpu.server.records.attempts import StoredAttempt
+from serverless_gpu.server.records.crews import CrewOutcome, StoredCrew
+from serverless_gpu.server.records.events import StoredEvent
+from serverless_gpu.server.records.files import StoredFile
+from serverless_gpu.server.records.runs import StoredRun
 from serverless_gpu.server.runs.run_stream import Look
 from serverless_gpu.server.scheduling.wait_reasons import NOTHING, WaitNotice
 from serverless_gpu.wire.base import Json

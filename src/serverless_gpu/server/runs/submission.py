@@ -48,11 +48,10 @@ from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.core.validation import check_range, check_text
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.policies import PackagesNotLoaded, PolicyAdmission, PolicyInputs
-from serverless_gpu.server.records import audit
+from serverless_gpu.server.records import audit, events, runs
 from serverless_gpu.server.records.audit import Action
-from serverless_gpu.server.records.runs import events, runs
-from serverless_gpu.server.records.runs.events import StoredEvent
-from serverless_gpu.server.records.runs.runs import NewRun, StoredRun
+from serverless_gpu.server.records.events import StoredEvent
+from serverless_gpu.server.records.runs import NewRun, StoredRun
 from serverless_gpu.server.runs import run_views
 from serverless_gpu.server.scheduling.feasibility import Feasibility, FeasibilityCache
 from serverless_gpu.server.scheduling.wait_reasons import WaitReasons

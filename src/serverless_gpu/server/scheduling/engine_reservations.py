@@ -27,9 +27,9 @@ from serverless_gpu.model.scheduling.values import Placement
 from serverless_gpu.server.core.hub import Hub, node_key, run_key
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.lifecycle.requeue import OrderDeliveries, Requeue
+from serverless_gpu.server.records import crews, orders, runs
+from serverless_gpu.server.records.active_runs import Active
 from serverless_gpu.server.records.nodes import StoredNode
-from serverless_gpu.server.records.runs import crews, orders, runs
-from serverless_gpu.server.records.runs.active_runs import Active
 
 _UNKNOWN = "\0"  # what an earlier process wrote may still stand there
 

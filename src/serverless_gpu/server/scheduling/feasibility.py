@@ -42,9 +42,8 @@ from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.lifecycle.liveness import Presence
 from serverless_gpu.server.lifecycle.transitions import Announcer, Note, TransitionResult
 from serverless_gpu.server.nodes import capacity
-from serverless_gpu.server.records import nodes, pools
-from serverless_gpu.server.records.runs import runs
-from serverless_gpu.server.records.runs.runs import StoredRun
+from serverless_gpu.server.records import nodes, pools, runs
+from serverless_gpu.server.records.runs import StoredRun
 from serverless_gpu.server.scheduling.queue_snapshot import Past, queued_run
 from serverless_gpu.server.scheduling.wait_reasons import WaitReasons
 

@@ -50,7 +50,7 @@ from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.lifecycle.liveness import Presence
 from serverless_gpu.server.nodes import capacity
-from serverless_gpu.server.records.runs import runs
+from serverless_gpu.server.records import runs
 from serverless_gpu.server.scheduling.queue_snapshot import QueueSnapshot, Reading
 from serverless_gpu.server.scheduling.wait_reasons import WaitReasons
 

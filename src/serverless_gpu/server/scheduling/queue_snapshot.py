@@ -48,11 +48,10 @@ from serverless_gpu.server.lifecycle import owner_suspension
 from serverless_gpu.server.lifecycle.liveness import Leases
 from serverless_gpu.server.nodes import capacity, drain
 from serverless_gpu.server.nodes.capacity import Floor
-from serverless_gpu.server.records import duration_history, policies, shares
-from serverless_gpu.server.records.runs import attempts, runs
-from serverless_gpu.server.records.runs.active_runs import Active, ActiveCrew
-from serverless_gpu.server.records.runs.crews import CrewId
-from serverless_gpu.server.records.runs.runs import StoredRun
+from serverless_gpu.server.records import attempts, duration_history, policies, runs, shares
+from serverless_gpu.server.records.active_runs import Active, ActiveCrew
+from serverless_gpu.server.records.crews import CrewId
+from serverless_gpu.server.records.runs import StoredRun
 
 
 class Past(msgspec.Struct, frozen=True, kw_only=True):

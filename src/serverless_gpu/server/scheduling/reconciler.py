@@ -29,9 +29,8 @@ from serverless_gpu.server.lifecycle.rendezvous import RendezvousService
 from serverless_gpu.server.lifecycle.requeue import OrderDeliveries
 from serverless_gpu.server.lifecycle.transitions import Announcer, ReportRequests
 from serverless_gpu.server.nodes.node_rules import Evacuation
-from serverless_gpu.server.records import nodes
-from serverless_gpu.server.records.runs import active_runs
-from serverless_gpu.server.records.runs.active_runs import Active
+from serverless_gpu.server.records import active_runs, nodes
+from serverless_gpu.server.records.active_runs import Active
 from serverless_gpu.server.scheduling.scheduler import Scheduler
 
 EVERY_S = 2.0

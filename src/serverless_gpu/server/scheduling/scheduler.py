@@ -49,12 +49,11 @@ from serverless_gpu.server.lifecycle.liveness import Leases
 from serverless_gpu.server.lifecycle.requeue import OrderDeliveries
 from serverless_gpu.server.lifecycle.transitions import Announcer, Note, TransitionResult
 from serverless_gpu.server.nodes import drain
-from serverless_gpu.server.records import audit, charges, nodes, prices, stored_secrets
+from serverless_gpu.server.records import audit, charges, nodes, prices, runs, stored_secrets
+from serverless_gpu.server.records.attempts import NewAttempt
+from serverless_gpu.server.records.crews import NewCrew
 from serverless_gpu.server.records.nodes import StoredNode, by_id
-from serverless_gpu.server.records.runs import runs
-from serverless_gpu.server.records.runs.attempts import NewAttempt
-from serverless_gpu.server.records.runs.crews import NewCrew
-from serverless_gpu.server.records.runs.runs import StoredRun
+from serverless_gpu.server.records.runs import StoredRun
 from serverless_gpu.server.scheduling import feasibility, queue_snapshot
 from serverless_gpu.server.scheduling.engine_reservations import EngineReservations
 from serverless_gpu.server.scheduling.feasibility import UnsatisfiableRuns

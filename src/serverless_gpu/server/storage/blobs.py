@@ -35,8 +35,8 @@ from serverless_gpu.server.core.disk_space import KEPT_FREE_BYTES, check_room, f
 from serverless_gpu.server.core.health import Unwell
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.http.routing import ATTEMPT, Bytes, Call, Incoming, Routes, writing
-from serverless_gpu.server.records.runs import runs
-from serverless_gpu.server.records.runs.files import StoredFile
+from serverless_gpu.server.records import runs
+from serverless_gpu.server.records.files import StoredFile
 from serverless_gpu.server.storage.upload_spool import UploadSpool
 from serverless_gpu.wire.blobs import NAMES_MAX, DigestList
 

@@ -33,7 +33,7 @@ from serverless_gpu.environment.stores.store_urls import is_remote, open_store
 from serverless_gpu.errors import EnvironmentProblem, StorageError
 from serverless_gpu.server.core.disk_space import KEPT_FREE_BYTES
 from serverless_gpu.server.core.server_metrics import ServerMetrics
-from serverless_gpu.server.records.runs import runs
+from serverless_gpu.server.records import runs
 from serverless_gpu.server.storage import object_cache
 from serverless_gpu.server.storage.blobs import Blobs
 from serverless_gpu.server.storage.environment_store import EnvironmentStore

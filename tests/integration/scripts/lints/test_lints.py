@@ -52,7 +52,7 @@ PLANTED = [
     (unpickling, "scripts/x.py", "import pickle\nread = pickle.load\n", "import json\nread = json.load\n"),
     (
         transactions,
-        "src/serverless_gpu/server/records/runs/runs.py",
+        "src/serverless_gpu/server/records/runs.py",
         "connection.commit()\n",
         "connection.execute(query)\n",
     ),

@@ -23,9 +23,8 @@ from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.invariants.self_check import check
 from serverless_gpu.server.lifecycle import metering
-from serverless_gpu.server.records import charges
+from serverless_gpu.server.records import attempts, charges, facts
 from serverless_gpu.server.records.charges import Account
-from serverless_gpu.server.records.runs import attempts, facts
 from serverless_gpu.server.runs.retention import EVERY_S
 from serverless_gpu.testing import FakeClock
 from tests.support.golden import golden

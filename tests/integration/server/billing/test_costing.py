@@ -21,8 +21,7 @@ from serverless_gpu.server.composition import Services
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.lifecycle.metering import Now
-from serverless_gpu.server.records import prices
-from serverless_gpu.server.records.runs import crews, facts, runs
+from serverless_gpu.server.records import crews, facts, prices, runs
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import AgentHello
 from serverless_gpu.wire.estimates import EstimateRequest

@@ -16,8 +16,7 @@ from serverless_gpu.model.billing.pricing import Price, Tariff
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.spec import Resources
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.records import charges, prices
-from serverless_gpu.server.records.runs import runs
+from serverless_gpu.server.records import charges, prices, runs
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import PoolRequest
 from tests.support.golden import golden

@@ -23,8 +23,8 @@ from serverless_gpu.model.spec import BlobReference, Function
 from serverless_gpu.server import environments
 from serverless_gpu.server.composition import Services, make_collector
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.records.runs import files, runs
-from serverless_gpu.server.records.runs.files import StoredFile
+from serverless_gpu.server.records import files, runs
+from serverless_gpu.server.records.files import StoredFile
 from serverless_gpu.server.storage import blobs
 from serverless_gpu.server.storage.blobs import Blobs
 from serverless_gpu.server.storage.environment_store import EnvironmentStore

@@ -20,8 +20,8 @@ from serverless_gpu.server.invariants import invariant_inputs
 from serverless_gpu.server.invariants.invariant_inputs import Books, Violation
 from serverless_gpu.server.invariants.run_invariants import History, Lendings, Stretch, violations
 from serverless_gpu.server.lifecycle import transitions
-from serverless_gpu.server.records.runs import facts, files
-from serverless_gpu.server.records.runs.files import StoredFile
+from serverless_gpu.server.records import facts, files
+from serverless_gpu.server.records.files import StoredFile
 from tests.support.golden import golden
 from tests.support.server.ganged import happened, place_met
 from tests.support.server.invariants import submitted

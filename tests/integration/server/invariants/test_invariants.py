@@ -34,11 +34,10 @@ from serverless_gpu.server.invariants.invariant_inputs import Books
 from serverless_gpu.server.invariants.run_invariants import MOVES, History, LiveState, Stretch, violations
 from serverless_gpu.server.invariants.self_check import check
 from serverless_gpu.server.lifecycle import transitions
-from serverless_gpu.server.records import audit
+from serverless_gpu.server.records import attempts, audit, events, facts, files, runs
 from serverless_gpu.server.records.audit import Action
-from serverless_gpu.server.records.runs import attempts, events, facts, files, runs
-from serverless_gpu.server.records.runs.events import StoredEvent
-from serverless_gpu.server.records.runs.files import StoredFile
+from serverless_gpu.server.records.events import StoredEvent
+from serverless_gpu.server.records.files import StoredFile
 from tests.support.golden import golden
 from tests.support.server.invariants import WHO, WHOLE, finished, ledger, submitted
 from tests.support.server.stored import T0, S, add_node, add_people, place, tell

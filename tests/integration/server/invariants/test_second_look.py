@@ -8,8 +8,7 @@ import pytest
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.spec import Resources
 from serverless_gpu.server.composition import Services, make_scheduler, make_self_check
-from serverless_gpu.server.records import nodes
-from serverless_gpu.server.records.runs import runs
+from serverless_gpu.server.records import nodes, runs
 from serverless_gpu.testing import FakeClock
 from tests.support.server.agents import NODE, find, hello, submit
 from tests.support.server.stored import add_people, new_run

@@ -19,9 +19,8 @@ from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.invariants import invariant_inputs, self_check
 from serverless_gpu.server.invariants.self_check import check as checked
-from serverless_gpu.server.records import audit
+from serverless_gpu.server.records import audit, runs
 from serverless_gpu.server.records.audit import SERVER, Action
-from serverless_gpu.server.records.runs import runs
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import AgentHello
 from serverless_gpu.wire.base import PROTOCOL

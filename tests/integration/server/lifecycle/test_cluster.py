@@ -20,7 +20,7 @@ from serverless_gpu.engines.simulated_engine import SimulatedEngine
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, Reason, State, StopReason
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.records.runs import events
+from serverless_gpu.server.records import events
 from tests.support.golden import golden
 from tests.support.server.simulation import Crash, World
 

@@ -27,8 +27,7 @@ from serverless_gpu.server.invariants import invariant_inputs, run_invariants
 from serverless_gpu.server.lifecycle import metering, transitions
 from serverless_gpu.server.lifecycle.transitions import Note
 from serverless_gpu.server.nodes import capacity
-from serverless_gpu.server.records import charges
-from serverless_gpu.server.records.runs import active_runs, attempts, runs
+from serverless_gpu.server.records import active_runs, attempts, charges, runs
 from serverless_gpu.server.runs import run_views
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import Ending, LogPiece

@@ -19,8 +19,8 @@ from serverless_gpu.server.core.hub import node_key
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.lifecycle.transitions import ReportRequests
-from serverless_gpu.server.records.runs import orders
-from serverless_gpu.server.records.runs.crews import CrewId
+from serverless_gpu.server.records import orders
+from serverless_gpu.server.records.crews import CrewId
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import ReportNow
 from serverless_gpu.wire.attempts import Ending, File

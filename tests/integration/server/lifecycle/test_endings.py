@@ -15,7 +15,7 @@ from serverless_gpu.node.base.protocol import Stopped
 from serverless_gpu.server.composition import Services
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.lifecycle.endings import CrewEnding, ending_of_gang
-from serverless_gpu.server.records.runs.crews import StoredCrew
+from serverless_gpu.server.records.crews import StoredCrew
 from serverless_gpu.server.runs import run_views
 from serverless_gpu.server.runs.run_stream import Look, Position, Watch
 from serverless_gpu.testing import FakeClock

@@ -17,7 +17,7 @@ from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.lifecycle import rendezvous
-from serverless_gpu.server.records.runs import attempts, orders, runs
+from serverless_gpu.server.records import attempts, orders, runs
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import Stop
 from serverless_gpu.wire.attempts import Ending

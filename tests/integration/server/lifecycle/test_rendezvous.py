@@ -22,8 +22,8 @@ from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.lifecycle import rendezvous
 from serverless_gpu.server.lifecycle.rendezvous import RendezvousStates
-from serverless_gpu.server.records.runs import attempts, runs
-from serverless_gpu.server.records.runs.attempts import StoredAttempt
+from serverless_gpu.server.records import attempts, runs
+from serverless_gpu.server.records.attempts import StoredAttempt
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import Ending
 from tests.support.golden import golden

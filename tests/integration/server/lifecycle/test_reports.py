@@ -20,9 +20,8 @@ from serverless_gpu.server.composition import Services
 from serverless_gpu.server.core.hub import SCHEDULER, run_key
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.records import audit
-from serverless_gpu.server.records.runs import crews, facts, files
-from serverless_gpu.server.records.runs.files import StoredFile
+from serverless_gpu.server.records import audit, crews, facts, files
+from serverless_gpu.server.records.files import StoredFile
 from serverless_gpu.server.runs import run_views
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import Ending, File

@@ -25,8 +25,7 @@ from serverless_gpu.model.lifecycle.run_lifecycle import (
 from serverless_gpu.server.composition import Services
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.records import audit
-from serverless_gpu.server.records.runs import events
+from serverless_gpu.server.records import audit, events
 from serverless_gpu.testing import FakeClock
 from tests.support.golden import golden
 from tests.support.server.made import made_services

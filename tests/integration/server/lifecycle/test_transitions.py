@@ -29,7 +29,7 @@ from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.lifecycle.transitions import Note
-from serverless_gpu.server.records.runs import attempts, crews, events, orders, runs
+from serverless_gpu.server.records import attempts, crews, events, orders, runs
 from tests.support.golden import golden
 from tests.support.server.stored import T0, S, add_node, add_people, add_run, outcome, place, rows, stored, tell
 

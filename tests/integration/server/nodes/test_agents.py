@@ -19,9 +19,8 @@ from serverless_gpu.server.core.hub import node_key
 from serverless_gpu.server.core.server_key import sha256
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.nodes.agent_service import AgentService
-from serverless_gpu.server.records import nodes
+from serverless_gpu.server.records import events, nodes, runs
 from serverless_gpu.server.records.nodes import StoredNode
-from serverless_gpu.server.records.runs import events, runs
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import AgentHello, AttemptSeen, ClockReading, Heartbeat, Order, PoolRequest, Start, Stop
 from serverless_gpu.wire.base import PROTOCOL, PROTOCOLS

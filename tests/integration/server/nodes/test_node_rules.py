@@ -18,9 +18,8 @@ from serverless_gpu.server.composition import Services, make_reconciler, make_sc
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.nodes import node_rules, node_service
 from serverless_gpu.server.nodes.node_service import NodeCommand
-from serverless_gpu.server.records import audit
-from serverless_gpu.server.records.runs import active_runs, events, runs
-from serverless_gpu.server.records.runs.runs import StoredRun
+from serverless_gpu.server.records import active_runs, audit, events, runs
+from serverless_gpu.server.records.runs import StoredRun
 from serverless_gpu.server.runs import run_views
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import Heartbeat, NodeView, Start

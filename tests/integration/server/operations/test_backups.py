@@ -22,8 +22,7 @@ from serverless_gpu.server.operations import backup
 from serverless_gpu.server.operations import restore as restoring
 from serverless_gpu.server.operations.backup import DATABASE, MANIFEST, read_manifest, verify
 from serverless_gpu.server.operations.restore import FILE, RestoreMark, restore
-from serverless_gpu.server.records import audit
-from serverless_gpu.server.records.runs import orders
+from serverless_gpu.server.records import audit, orders
 from serverless_gpu.wire.agents import PoolRequest, PoolView
 from serverless_gpu.wire.attempts import Ending, File, Report
 from serverless_gpu.wire.runs import EndedMessage, LogMessage, RunView, StateMessage, StreamMessage

@@ -17,9 +17,8 @@ from serverless_gpu.server.core.jump_tolerant_clock import SETTLING_S, JumpToler
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.http.auth_middleware import Authenticator
 from serverless_gpu.server.lifecycle import endings
-from serverless_gpu.server.records import principals
+from serverless_gpu.server.records import attempts, principals
 from serverless_gpu.server.records.principals import NewToken
-from serverless_gpu.server.records.runs import attempts
 from serverless_gpu.server.runs.retention import FIRST_S
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import Report

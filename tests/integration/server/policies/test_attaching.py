@@ -26,9 +26,8 @@ from serverless_gpu.server.composition import Services, make_planning, make_sche
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import SCHEDULER
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.records import audit
-from serverless_gpu.server.records.runs import runs
-from serverless_gpu.server.records.runs.runs import StoredRun
+from serverless_gpu.server.records import audit, runs
+from serverless_gpu.server.records.runs import StoredRun
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.access import PrincipalRequest
 from serverless_gpu.wire.agents import PoolRequest, Start

@@ -12,9 +12,8 @@ from serverless_gpu.server.composition import Services, make_retention
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.lifecycle import transitions
-from serverless_gpu.server.records import audit
-from serverless_gpu.server.records.runs import facts, files, runs
-from serverless_gpu.server.records.runs.files import StoredFile
+from serverless_gpu.server.records import audit, facts, files, runs
+from serverless_gpu.server.records.files import StoredFile
 from serverless_gpu.server.runs import retention
 from serverless_gpu.server.runs.retention import EVERY_S, FIRST_S, Retention
 from serverless_gpu.testing import FakeClock

@@ -30,8 +30,7 @@ from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import SCHEDULER
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.records import audit, pools
-from serverless_gpu.server.records.runs import runs
+from serverless_gpu.server.records import audit, pools, runs
 from serverless_gpu.server.runs import submission
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.base import INLINE_BYTES_MAX

@@ -11,8 +11,8 @@ from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, GivenUp, 
 from serverless_gpu.model.spec import BlobReference, Function
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.records.runs import attempts, crews
-from serverless_gpu.server.records.runs.runs import StoredRun
+from serverless_gpu.server.records import attempts, crews
+from serverless_gpu.server.records.runs import StoredRun
 from serverless_gpu.server.runs import run_views
 from serverless_gpu.server.runs.run_stream import Look
 from serverless_gpu.server.scheduling.wait_reasons import WaitNotice

@@ -16,8 +16,8 @@ from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, StopAsked
 from serverless_gpu.model.spec import Resources
 from serverless_gpu.server.composition import Services, make_reconciler, make_scheduler
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.records.runs import events
-from serverless_gpu.server.records.runs.runs import StoredRun
+from serverless_gpu.server.records import events
+from serverless_gpu.server.records.runs import StoredRun
 from serverless_gpu.server.runs import run_views
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import AttemptSeen, Order, Start, Stop

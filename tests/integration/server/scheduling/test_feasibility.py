@@ -13,7 +13,7 @@ from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.spec import Command, Resources, RunSpec
 from serverless_gpu.server.composition import Services, make_scheduler
 from serverless_gpu.server.core.caller import Caller
-from serverless_gpu.server.records.runs import runs
+from serverless_gpu.server.records import runs
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.runs import RunRequest, RunView, Target
 from serverless_gpu.wire.state import DrainRequest

@@ -15,8 +15,7 @@ from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.invariants.run_invariants import History
 from serverless_gpu.server.invariants.self_check import check
-from serverless_gpu.server.records import audit
-from serverless_gpu.server.records.runs import attempts, events, runs
+from serverless_gpu.server.records import attempts, audit, events, runs
 from serverless_gpu.server.runs import run_views
 from serverless_gpu.wire.agents import PoolRequest
 from tests.support.golden import golden

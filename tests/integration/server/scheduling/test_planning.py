@@ -30,8 +30,7 @@ from serverless_gpu.model.spec import Resources
 from serverless_gpu.server.composition import Services, make_scheduler
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import run_key
-from serverless_gpu.server.records import audit, shares
-from serverless_gpu.server.records.runs import events, runs
+from serverless_gpu.server.records import audit, events, runs, shares
 from serverless_gpu.server.records.shares import StoredShare
 from serverless_gpu.server.scheduling import wait_reasons
 from serverless_gpu.server.scheduling.queue_snapshot import FOREVER_NS

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from serverless_gpu.model.spec import Command, Kernel, Resources, RunSpec
-from serverless_gpu.server.records.runs import runs
-from serverless_gpu.server.records.runs.runs import NewRun, StoredRun
+from serverless_gpu.server.records import runs
+from serverless_gpu.server.records.runs import NewRun, StoredRun
 from serverless_gpu.server.scheduling import queue_snapshot
 from serverless_gpu.wire.runs import Target
 

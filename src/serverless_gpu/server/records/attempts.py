@@ -25,8 +25,8 @@ from serverless_gpu.model.secrets import Pinned
 from serverless_gpu.server.db.database import portions
 from serverless_gpu.server.db.tables import attempts, nodes
 from serverless_gpu.server.db.tables import crews as crews_table
-from serverless_gpu.server.records.runs import crews
-from serverless_gpu.server.records.runs.crews import Gang, StoredCrew
+from serverless_gpu.server.records import crews
+from serverless_gpu.server.records.crews import Gang, StoredCrew
 
 _OF_OTHERS = (Reason.PEER_FAILED, Reason.PREEMPTED, Reason.DRAINED)  # why a crew ends that nothing was wrong with
 _SAYING_MAX = 4

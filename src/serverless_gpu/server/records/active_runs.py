@@ -11,7 +11,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, State, StopReason
 from serverless_gpu.server.db.tables import attempts, crews, nodes, runs
-from serverless_gpu.server.records.runs.crews import CrewId
+from serverless_gpu.server.records.crews import CrewId
 
 
 class ActiveCrew(msgspec.Struct, frozen=True, gc=False):

@@ -16,7 +16,7 @@ from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.lifecycle.attempt import Fact
 from serverless_gpu.server.db.database import portions
 from serverless_gpu.server.db.tables import facts
-from serverless_gpu.server.records.runs.crews import CrewId
+from serverless_gpu.server.records.crews import CrewId
 
 _ENDS = 50  # of a crew on a server: what is not a sign of life is less, at either end
 _WHOSE = (facts.c.run_id, facts.c.fence, facts.c.crew)

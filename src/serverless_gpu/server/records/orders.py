@@ -18,7 +18,7 @@ import sqlalchemy as sa
 from serverless_gpu.model.lifecycle.attempt import StopReason
 from serverless_gpu.server.db.database import portions
 from serverless_gpu.server.db.tables import crews, orders
-from serverless_gpu.server.records.runs.crews import CrewId, Gang
+from serverless_gpu.server.records.crews import CrewId, Gang
 
 OPEN_MAX = 1_000
 """Orders that are looked at in one go; the rest comes when these are taken."""

@@ -26,10 +26,9 @@ from serverless_gpu.server.db.database import portions
 from serverless_gpu.server.db.tables import attempts as attempts_table
 from serverless_gpu.server.db.tables import audit, crews, runs
 from serverless_gpu.server.db.tables import crews as crews_table
-from serverless_gpu.server.records import policies
+from serverless_gpu.server.records import attempts, files, policies
+from serverless_gpu.server.records.attempts import StoredAttempt
 from serverless_gpu.server.records.audit import Action
-from serverless_gpu.server.records.runs import attempts, files
-from serverless_gpu.server.records.runs.attempts import StoredAttempt
 from serverless_gpu.wire.runs import Target
 
 _LEFT_S_MIN = 1.0
