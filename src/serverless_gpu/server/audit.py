@@ -1,27 +1,22 @@
-"""Chains rows of the audit (`model/audit_chain.py`) one second after they were written.
+"""The audit: the loop that chains its entries, the check of the chain, and the route that lists entries.
+
+`records/audit.py` writes an entry in the transaction of the change that it is about. `AuditChainWriter` gives it a
+number and a digest (`model/access/audit_chain.py`) a second later; `ChainCheck` follows the chain page by page.
 
     a request's transaction ── row of the audit ─▶ database ── each second ─▶ rows without a place ─▶ number, digest
-
-Rows that become visible out of order (PostgreSQL gives a row its number before it is committed) find their place
-later: every ten seconds the loop looks back by some thousand rows, and over everything when the server starts. In
-between it asks for the last row's number alone: of a server where nothing happens, that is one read by key a second.
-
-Failure cases: killed anywhere (the next server goes on where the chain ends); the database is away (tried again; the
-audit itself is written in the transactions that it tells of, so nothing is missing).
-
-Follows the chain of the audit (`model/audit_chain.py`) while the server works, page by page.
-
     from entry 1 ─▶ page ─▶ page ─▶ … ─▶ the end, and on with what is new ─▶ `begin_again` ─▶ from entry 1
-                                          └ remembered: the last entry that there was, and its digest
+                                          └ remembered: the last entry, and its digest
 
-What was remembered is held against the next time: a chain that is whole, and another one, was written anew; one that
-ends before, was cut off. A server that was just started remembers nothing: that is what copies are for
-(`sgpu audit export`).
+PostgreSQL gives a row its number before it commits, so rows become visible out of order. The writer looks back by some
+thousand rows every ten seconds, and over all rows at its start. In between it reads the newest number by key.
 
-Failure cases: an entry is wrong or missing (said; it goes on behind it, so that one wrong entry hides no other); the
-database is away (the caller's to hear; the place is kept).
+The check compares its memory with the next round: a whole chain with another digest was rewritten, a shorter one was
+cut off. A server that has just started remembers nothing, which is why operators keep copies (`sgpu audit export`).
 
-Routes of `wire/access.py`: who did what.
+Failure cases:
+- The writer is killed: the next server goes on where the chain ends. Entries are durable before they are chained.
+- An entry is wrong or missing: the check reports it and goes on behind it, so that it hides no other.
+- The database is away: the writer tries again; the check raises and keeps its place.
 """
 
 from __future__ import annotations

@@ -1,18 +1,17 @@
-"""The collector: parts and environments that nothing refers to are removed, in two steps that are far apart.
+"""Captured environments: garbage collection of the stores, and the routes of the objects.
 
-    a while after the start, then every six hours:   parts of payloads and outputs  ─▶ blobs.collect
-                                                     captured environments          ─▶ environments.collect
+    10 minutes after the start, then every six hours:   parts of payloads and outputs  ─▶ blobs.collect
+                                                        captured environments          ─▶ environments.collect
 
-What runs refer to is read from the database after the store was listed, and whatever is young or was asked about stays
-(`blobs.py`, `environment/stores/collection.py`), so nobody has to wait for this. A snapshot that a run had within the
-last month stays, though it may have been captured long before: its user will call again.
+The stores delete in two steps that are far apart (`blobs.py`, `environment/stores/collection.py`). The collector reads
+what runs refer to after a store has listed its objects; objects that are young or were asked about stay, so nothing
+waits for a collection. A snapshot that a run used within the last month stays.
 
-Failure cases: a store that does not answer (said in the log; the next time goes on where this one was); another
-collection at work in the same store (nothing is done this time); the server stops in the middle (likewise).
+An object's key is a capability: callers with the reach `own` name keys, and only operators (`all`) list them or see
+what a collection noted.
 
-Routes of `wire/blobs.py` about the objects of captured environments: `own` reaches them by key, `all` lists them.
-
-A key is a capability. Only operators are shown keys: the lists, and what garbage collection noted.
+Failure cases: a store does not answer (logged; the next collection goes on there); another collection works in the same
+store (this one does nothing); the server stops in the middle (the next one goes on).
 """
 
 from __future__ import annotations

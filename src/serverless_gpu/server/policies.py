@@ -1,14 +1,12 @@
-"""Makes, attaches, detaches and deletes usage policies; each change is audited and wakes the scheduler.
+"""Usage policies: the service that changes and attaches them, admission of runs, and the routes.
 
-Under which usage policy is a run, is it within it, and what does it get from it? Asked where runs are asked for.
+`PolicyAdmission` is called where a run is submitted or estimated. Decisions are in `model/access/usage_policy.py`.
 
-    spec, who ─▶ what is attached to them ─▶ which policy ─▶ within it? ─▶ the spec that is written down, a pool
+    spec, caller ─▶ policies attached to the caller ─▶ the one that applies ─▶ within it? ─▶ effective spec, pool
 
-The decisions are `model/usage_policy.py`'s. Whoever asks is in a transaction, so that a policy that is changed
-at the same moment holds for a run or does not, and nothing between. What is installed in an environment is read from
-the store, and that is no work for a transaction: `PackagesNotLoaded` ends it, the store is asked, and it begins again.
-
-Routes of `wire/access.py`: usage policies, and whom they are attached to.
+The caller is in a transaction, so a policy that changes at the same moment holds for a run or does not. The packages of
+an environment are read from the store, outside of the transaction: `PackagesNotLoaded` ends it, the caller reads them
+(`read_packages`) and begins again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Changes pools and shares of the queue; each change is audited and wakes the scheduler."""
+"""Pools and shares of the queue: the service that changes them, and the routes of pools.
+
+Each change has an entry in the audit and wakes the scheduler. `runs/queue_views.py` has the routes of shares.
+"""
 
 from __future__ import annotations
 

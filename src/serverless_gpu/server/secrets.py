@@ -1,6 +1,6 @@
-"""Sets, lists and deletes secrets; each change has an entry in the audit, without the value.
+"""Secrets: the service that sets, lists and deletes them, and its routes.
 
-Routes of `wire/access.py`: names and versions; no route returns a value.
+Each change has an entry in the audit. Neither the audit nor a route contains a value.
 """
 
 from __future__ import annotations

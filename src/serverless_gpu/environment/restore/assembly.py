@@ -64,7 +64,9 @@ def assemble(snapshot: Snapshot, outlines: Mapping[str, Outline], place: Assembl
     parts: list[TreePart] = []
     for number, root in enumerate(snapshot.roots):
         prefix, site = _Files(), _Files()
-        notes = _notes_by_directory(snapshot, number)
+        notes: dict[str, dict[str, str]] = {}  # by directory
+        for path, text in _notes(snapshot, number).items():
+            notes.setdefault(posixpath.dirname(path), {})[path] = text
         for member in root.members:
             outline = outlines[member.address]
             if member.kind == "distribution":
@@ -252,13 +254,6 @@ def _prefix_of(number: int) -> str:
 
 def _with_area(members: tuple[SnapshotMember, ...], outlines: Mapping[str, Outline], area: str) -> tuple[str, ...]:
     return tuple(member.address for member in members if area in outlines[member.address].areas)
-
-
-def _notes_by_directory(snapshot: Snapshot, number: int) -> dict[str, dict[str, str]]:
-    found: dict[str, dict[str, str]] = {}
-    for path, text in _notes(snapshot, number).items():
-        found.setdefault(posixpath.dirname(path), {})[path] = text
-    return found
 
 
 def _notes(snapshot: Snapshot, number: int) -> dict[str, str]:

@@ -15,9 +15,8 @@ from pathlib import Path
 
 import msgspec
 
-from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.progress import Report, nobody
-from serverless_gpu.environment.restore.assembly import AssemblyTarget, TreePart
+from serverless_gpu.environment.restore.assembly import AssemblyTarget
 from serverless_gpu.environment.restore.cache.cache_directory import (
     delete,
     free_bytes,
@@ -140,25 +139,26 @@ def _make(prepared: Prepared, cache: Cache, target: Path, *, copies: bool) -> Li
     try:
         make_public(fresh)
         with linking(cache):
-            linked = fill(fresh, [_source(part, snapshot, cache, copies=copies) for part in parts])
+            linked = fill(
+                fresh,
+                [
+                    ContentSource(
+                        part,
+                        [cache.unit(address) / part.area for address in part.units],
+                        copies or snapshot.roots[part.root].kind == "code",
+                    )
+                    for part in parts
+                ],
+            )
             if linked.linked:
                 cache.expose(snapshot.addresses())
-        _write_activate(fresh, target)
+        activate = fresh / "bin" / "activate"
+        if not activate.exists():
+            name = shlex.quote(str(target / "bin" / "activate"))
+            activate.write_text(_ACTIVATE.format(name=name, tree=shlex.quote(str(target))))
+            activate.chmod(0o644)
         fresh.rename(target)  # in place of an empty directory, too
     except BaseException:
         delete(fresh)
         raise
     return linked
-
-
-def _source(part: TreePart, snapshot: Snapshot, cache: Cache, *, copies: bool) -> ContentSource:
-    own = copies or snapshot.roots[part.root].kind == "code"
-    return ContentSource(part, [cache.unit(address) / part.area for address in part.units], own)
-
-
-def _write_activate(fresh: Path, target: Path) -> None:
-    path = fresh / "bin" / "activate"
-    if not path.exists():
-        text = _ACTIVATE.format(name=shlex.quote(str(target / "bin" / "activate")), tree=shlex.quote(str(target)))
-        path.write_text(text)
-        path.chmod(0o644)

@@ -39,6 +39,7 @@ from serverless_gpu.errors import EnvironmentRejected
 
 _REFUSED = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.EACCES})
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_MAKE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _COPY_BYTES = 8 * 1024 * 1024
 
 
@@ -277,7 +278,9 @@ class _Filler:
     def _fill(self, directory: int, path: str, listed: Sequence[tuple[int, _Listing, bool]]) -> None:
         if (generated := self._generated.get(path)) is not None:
             for name, (content, mode) in generated.files.items():
-                _write(name, content, mode, directory)
+                with open(os.open(name, _MAKE, 0o600, dir_fd=directory), "wb") as file:
+                    file.write(content)
+                    os.fchmod(file.fileno(), mode)
             for name, target in generated.links.items():
                 os.symlink(target, name, dir_fd=directory)
             for name in generated.directories:
@@ -364,13 +367,6 @@ def write_generated(directory: Path, part: TreePart) -> None:
     fill(directory, [ContentSource(msgspec.structs.replace(part, at=""), ())])
 
 
-def _write(name: str, content: bytes, mode: int, directory: int) -> None:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with open(os.open(name, flags, 0o600, dir_fd=directory), "wb") as file:
-        file.write(content)
-        os.fchmod(file.fileno(), mode)
-
-
 def link_new(source: Path, target: Path) -> None:
     """Link files that came to one unit into a tree that has its others: bytecode, made later.
 
@@ -393,9 +389,8 @@ def _copy(name: str, source: int, target: int, *, writable: bool) -> bool:
     reading = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=source)
     try:
         status = os.fstat(reading)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            writing = os.open(name, flags, 0o600, dir_fd=target)
+            writing = os.open(name, _MAKE, 0o600, dir_fd=target)
         except FileExistsError:
             return False
         try:

@@ -162,15 +162,12 @@ def is_inside(path: str, directory: str) -> bool:
 
 
 def _read_entry(entry: os.DirEntry[str], top: str) -> ListedFile | str:
-    if entry.is_symlink():
-        return _read_link(entry.path, top)
+    """Return what an entry is; of what is odd, the reason."""
     if entry.is_file(follow_symlinks=False):
         return _file(entry.path, entry.stat(follow_symlinks=False))
-    return "it is a device, a socket or a FIFO"
-
-
-def _read_link(path: str, top: str) -> ListedFile | str:
-    target = os.readlink(path)
+    if not entry.is_symlink():
+        return "it is a device, a socket or a FIFO"
+    path, target = entry.path, os.readlink(entry.path)
     resolved = os.path.realpath(path)
     if is_inside(resolved, os.path.realpath(top)):
         own = os.lstat(path)

@@ -38,7 +38,6 @@ import errno
 import os
 import re
 import select
-import stat
 import struct
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -202,7 +201,7 @@ def make_plan(gate: GatePart, names: Sequence[str], kinds: str) -> WatchPlan:
             compared.append(number)
         elif kinds[number] == "l":  # nobody can write to a link: another one has to take its place
             continue
-        elif _is_link(name):
+        elif os.path.islink(name):  # of one that is gone, placing the watch fails
             compared.append(number)
         else:
             watched.append(number)
@@ -276,13 +275,6 @@ def _is_changed(mounts_fd: int) -> bool:
 
 def _identities(tops: Iterable[str]) -> tuple[tuple[int, int], ...]:
     return tuple((found.st_dev, found.st_ino) for found in map(os.stat, tops))
-
-
-def _is_link(path: str) -> bool:
-    try:
-        return stat.S_ISLNK(os.lstat(path).st_mode)
-    except OSError:  # gone: placing its watch fails
-        return False
 
 
 def _unescape(point: str) -> str:

@@ -163,7 +163,12 @@ class ObjectStore(Store):
         """Return everything below `prefix/`, page by page."""
         pages = _Pages(check_prefix(prefix))
         while page := self._ask(f"list {prefix}", pages.turn):
-            yield from (stored for stored in page if _is_ours(stored.key))
+            for stored in page:
+                try:
+                    check_key(stored.key)
+                except EnvironmentRejected:
+                    continue  # what somebody else put there is not listed, so it is never deleted
+                yield stored
 
     def delete(self, keys: Iterable[str]) -> None:
         """Remove objects; those that are not there are no error."""
@@ -311,13 +316,6 @@ class _Pages:
         if page:
             self._last = page[-1].key
         return page
-
-
-def _is_ours(key: str) -> bool:
-    try:
-        return bool(check_key(key))
-    except EnvironmentRejected:
-        return False  # what somebody else put there is not listed, so it is never deleted
 
 
 def _head(client: Client, key: str) -> bool:

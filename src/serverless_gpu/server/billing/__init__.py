@@ -1,4 +1,5 @@
 """Money: prices, charges, costs of a run, usage reports.
 
-The ledger loop runs `charging.py`; routes call `usage_reports.py`. Decisions are in `model/billing`.
+`charging.py` runs as a loop; routes stand below their service, in `price_service.py` and `usage_reports.py`. Decisions
+are in `model/billing`.
 """

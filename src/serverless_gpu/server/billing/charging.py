@@ -1,22 +1,23 @@
-"""The loop that charges: facts of crews become entries of the ledger, which are only ever added to.
+"""The loop that charges: it turns facts of crews into entries of the ledger, which are never changed.
 
     report, end, settlement ─▶ `crews.uncharged`, in the same transaction ─▶ rings
     settled and uncharged   ─▶ facts ─▶ lines (`metering.py`) ─▶ what is missing (`ledger.post`) ─▶ charges
                                                                    some crews in each transaction ─┘
     a day (UTC) is over     ─▶ the same for crews that go on, but for their last day
 
-A crew is charged when its attempt is over and nothing more of it is awaited: one entry for each of its days. What goes
-on meanwhile is computed from its facts by whoever shows it. A crew whose node fell silent is charged up to its last
-sign of life, provisionally; facts that come later are charged then, and what was provisional is taken back. When its
-run is about to be removed (`retention.py`), what is known is final.
+A crew is charged when its attempt is over and no more reports are expected: one entry for each of its days. Until then
+readers compute its use from its facts. A crew whose node fell silent is charged provisionally, up to its last sign of
+life; facts that come later reverse the provisional entries. Before retention removes its run, the entries become final.
 
-Charges are a function of facts, tariff and how the attempt ended, so nothing is lost with this process: what it has not
-written is `uncharged`, what it has written is not written again. Each report that brings facts of a crew that has ended
-sets `crews.uncharged`, also where it is set: on PostgreSQL one of the two is done again when they cross.
+Charges are a function of facts, tariff and the attempt's end, so this process holds no state: `crews.uncharged` marks
+what is not written. Each report of an ended crew sets the mark, also where it is set: on PostgreSQL one of two
+transactions that cross is repeated.
 
-Failure cases: killed anywhere (a transaction is whole or not there); the database is away (tried again); a crew that
-cannot be charged, since a number of it is beyond all bounds (said in the log, left aside for a while, counted; the
-others are charged, and its run is kept).
+Failure cases:
+- The loop is killed: a transaction is whole or absent.
+- The database is away: the loop tries again.
+- A crew cannot be charged because a number is out of bounds: it is logged, counted and left aside for a while. The
+  others are charged, and its run is kept.
 """
 
 from __future__ import annotations

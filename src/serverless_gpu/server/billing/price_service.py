@@ -1,14 +1,12 @@
-"""Sets and ends prices of the price book; a price from a time on ends the one before.
+"""Prices: the service that sets and ends prices of the price book, and its routes.
 
-    set H100 2.99 from F      … ─ 3.49 ─┤F├─ 2.99 ─ …      the one that holds at F ends there
-                                                            one that is planned for later than F is where this one ends
-                                                            one that is planned for F itself is replaced
-    end H100 at F             … ─ 3.49 ─┤F                  those that are planned for later are withdrawn
+    set H100 2.99 from F      … ─ 3.49 ─┤F├─ 2.99 ─ …      the price in force at F ends there
+                                                            a price that is planned for later ends this one
+                                                            a price that is planned for F itself is replaced
+    end H100 at F             … ─ 3.49 ─┤F                  prices that are planned for later are withdrawn
 
-What was in force is never changed: an attempt's tariff was taken from it. So the past can be set only as long as
-nothing was placed since then that could have paid the price. Each change has its row in the audit.
-
-Routes of `wire/billing.py`: the price book.
+A price that was in force never changes, because tariffs of attempts were taken from it. A price in the past can be set
+only if nothing was placed since then that could have paid it. Each change has an entry in the audit.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""What runs cost by now, and what one would: read from the ledger, and from the facts that it does not have yet.
+"""Costs of runs so far, from the ledger and from facts that are not in it yet, and cost estimates.
 
     attempt ─┬─ charged ──────────────▶ its entries ──┐
              └─ goes on, or uncharged ─▶ its facts ───┴─▶ lines ─▶ `model.cost.together` ─▶ Cost
                                          up to the last sign of life
 
-    what is wanted ─▶ devices that could serve it, with the prices in force now ─▶ the node it would start on, or the
-                      dearest of them ─▶ `model.cost.estimated` ─▶ CostEstimate
+    resources ─▶ devices that could serve them, with the prices in force ─▶ the node it would start on, or the
+                 dearest of them ─▶ `model.cost.estimated` ─▶ CostEstimate
 
-Failure cases: facts that contradict each other (the attempt counts as nothing, as in the ledger, which says so); a run
-of which no node is known that could serve it has no price, and the words say so.
+Failure cases: facts contradict each other (the attempt counts as nothing, as in the ledger); no known node could serve
+a run (it has no price, and the estimate says so).
 """
 
 from __future__ import annotations

@@ -1,17 +1,13 @@
-"""What was used and what it cost, as whoever asks may see it: reports, and rows for billing tables.
+"""Usage reports: use and costs by group, rows for billing tables, list prices and demand; and their routes.
 
-Somebody who may not see everything gets sums of what they and their teams used, and nothing of others is in them: not
-in the totals, not in anybody's part of them.
+A report adds what the ledger has to what it does not have yet: attempts that go on, or that ended a moment ago.
 
-What attempts have used that the ledger does not say yet: those that go on, and those that ended a moment ago.
+    facts, up to the last sign of life ─▶ `metering.so_far` ─▶ minus posted entries ─▶ `UnpostedDay` of each crew
 
-    facts, up to the last sign of life ─▶ `metering.so_far` ─▶ less what is posted of them ─▶ lines that reports add
+Both parts are read in one transaction, so nothing counts twice or not at all. An attempt whose facts contradict each
+other counts as nothing, as in the ledger. At most `UNPOSTED_MAX` crews are read, and the report says if there are more.
 
-It is computed in the transaction that reads the ledger, so nothing counts twice or not at all. An attempt whose facts
-contradict each other counts as nothing, as in the ledger. So many attempts are looked at, and that others are not is
-said.
-
-Routes of `wire/billing.py`: what was used, and what it cost.
+A caller who may not see everything gets sums over their own and their teams' use. The totals contain nothing else.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
                                                                by plain account   ─▶ added to `used_plain_days`
                                      `folded` says how far that is, in the same transaction ┘
 
-Entries are only added, and become visible in the order of their numbers, so each is added once. A report takes the
-sums, and the entries after them as they are: it says the same whether this loop is behind or not, only faster. Killed
-anywhere, it goes on where it was.
+Entries are only added and become visible in the order of their numbers, so each is added once. A report reads the sums
+and the entries after them: its figures do not depend on how far this loop is. A loop that was killed goes on where it
+was.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Budgets: their routes, admission of a run, enforcement while runs go on, alarms and notices.
+"""Budgets: admission of a run, enforcement while runs go on, alarms and notices.
 
-`budget_enforcer.py` stops runs over a hard limit every few seconds. Start with `spending.py`, the sums in memory.
+`budget_enforcer.py` stops runs over a hard limit every few seconds; `budget_service.py` has the routes. Start with
+`spending.py`, the standing of every budget in memory.
 """

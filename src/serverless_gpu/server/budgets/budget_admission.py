@@ -1,9 +1,9 @@
-"""Is there money, or time, for a run? Asked where it is asked for, where it waits and where it is placed.
+"""Checks runs against budgets: when they are submitted or estimated, while they wait, and before they are placed.
 
-submit, estimate ─▶ `refuse`   a budget is used up for this period: refused, with its name and who can raise it
-estimate         ─▶ `left`     what is left, in words
-each tick        ─▶ `rooms`    what is left, counted down in the order of the queue; of an estimate, of one run
-placed           ─▶ `Spending.enter`, in the same transaction
+    submit, estimate ─▶ `refuse`   a budget is used up for this period: refused, with its name and who can raise it
+    estimate         ─▶ `left`     what is left, in words
+    each tick        ─▶ `rooms`    what is left, counted down in the order of the queue
+    placed           ─▶ `Spending.enter`, in the same transaction
 """
 
 from __future__ import annotations

@@ -1,17 +1,18 @@
-"""Budgets are kept: who has to stop is asked to, and marks that are reached are said; a loop, every five seconds.
+"""The loop that enforces budgets every five seconds: stops runs over a hard limit and sends threshold notices.
 
-    look (`spending.py`) ─▶ 80 %, 95 %, 100 %, closed ─▶ said: row, audit, notice (one transaction); event of its runs
-                        └─▶ a run holds nothing more ─▶ StopReason.BUDGET, by the server, with which budget ─▶ its node
+    look (`spending.py`) ─▶ 80 %, 95 %, 100 %, closed ─▶ row, audit, notice (one transaction); event of its runs
+                        └─▶ nothing left to hold ─▶ StopReason.BUDGET, by the server, with the budget ─▶ node
             its ranks write a checkpoint ─▶ BUDGET_STOPPED
 
-A stop that is asked is a row of the run: whatever is raised, deleted or paid meanwhile, the run stops (no flapping),
-and may be submitted again. A mark that was said is a row, too, so that a server that is killed says it once; a run
-whose event was lost with it is told by the next mark, and `sgpu budget list` has it in any case. That a hard budget is
-closed is written before anybody is stopped: what those who stop give back lets nobody in, until it is opened again.
+A stop request is a row of the run: the run stops even if the budget is raised, deleted or reset meanwhile (no
+flapping), and may be submitted again. A threshold that was announced is a row, too, so a server that is killed
+announces it once. A hard budget is closed before any run is stopped: what stopped runs release admits no other run
+until an operator opens the budget again.
 
-Failure cases: killed between judging and asking (judged anew five seconds later, within what every run holds ahead);
-the database is away (nothing is stopped; what goes on is heard of by nobody, either, and ends with its lease); a budget
-is raised between the look and the ask (looked at again in the transaction that asks).
+Failure cases:
+- Killed between judging and asking: the next server judges again five seconds later, within what each run holds ahead.
+- The database is away: nothing is stopped, and runs end with their leases.
+- A budget is raised between look and stop: the transaction that asks reads the budget again.
 """
 
 from __future__ import annotations

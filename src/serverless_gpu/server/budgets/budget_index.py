@@ -1,4 +1,4 @@
-"""The budgets, which of them count a run, and what they have left while those that wait are looked at."""
+"""Which budgets count a run (`BudgetIndex`), and what they have left within one tick (`BudgetsLeft`)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Lists, sets, reopens and deletes budgets; each change is audited and wakes the scheduler and the budget loop.
+"""The budget service: lists, sets, reopens and deletes budgets; and its routes.
 
-Routes of `wire/billing.py`: how much somebody may use, and how much of it is used.
+Each change has an entry in the audit and wakes the scheduler and the budget loop.
 """
 
 from __future__ import annotations

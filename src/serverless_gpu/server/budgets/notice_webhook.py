@@ -1,19 +1,20 @@
-"""The webhook: notices are posted to the address that the server was told, one by one, and nobody waits for it.
+"""The webhook: a loop that posts notices, one at a time, to the address that the operator configured.
 
-    a mark of a budget, an alarm ─▶ `notices` (written with what they tell of) ─▶ POST, JSON ─▶ 2xx: sent
-                                                                                    └─ else: again, later
+    a threshold of a budget, an alarm ─▶ `notices` (written with the event) ─▶ POST, JSON ─▶ 2xx: sent
+                                                                                 └─ else: again, later
 
     {"kind": "budget.warning", "at": "2026-11-22T17:40:00Z", "budget": "llm", "percent": 80, "used": …, "limit": …,
      "unit": "micros", "currency": "USD", "sentence": "budget 'llm' is at 80 %: …"}
 
-What may come twice has the same `id`. Without an address notices are kept for `sgpu budget list` and not sent.
+A notice may come twice, with the same `id`. Without an address notices are kept for `sgpu budget list` and not sent.
+Each notice has retries of its own, so one that is refused delays no other.
 
-Each notice has tries and pauses of its own: one that is refused keeps no other from being told.
-
-Failure cases: nobody answers, or not with 2xx (again after 5, 10, 20 … s, at most an hour; given up after ten times, or
-when it is a day old; a server that was started again knows the tries, not the pauses); an answer that never ends (5 s,
-and its body is not read); a redirect (not followed: what is told goes where the operator said); the address in the log
-is without its path, which may be a secret.
+Failure cases:
+- No answer, or not 2xx: again after 5, 10, 20 … s, at most an hour. It is given up after ten tries or a day. A server
+  that restarts knows the tries, not the pauses.
+- An answer that never ends: 5 s, and its body is not read.
+- A redirect: not followed, so notices go only where the operator said.
+- The log shows the address without its path, which may be a secret.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""Alarms: a run, or a team, that spends far more than it is used to; a loop, each minute.
+"""The loop that detects unusual spending of runs and teams, each minute.
 
-    run      what it uses in an hour  >  3 × the median of its owner's last 50 runs of that name          once
-    team     what it used in the last hour  >  3 × the median of its own hours in four weeks              once in a day
+    run      its use in an hour  >  3 × the median of its owner's last 50 runs of that name          once
+    team     its use in the last hour  >  3 × the median of its own hours in four weeks              once a day
 
-In money where there are prices, else in the time of devices. Said in the log, the audit, the notices (`sgpu budget
-list`, the webhook) and, of a run, to the run. What was said is a row (`budget_warnings`, per
-cent 0), so that it is said once.
+Amounts are money where there are prices, else device time. An alarm goes to the log, the audit, the notices (`sgpu
+budget list`, the webhook) and, for a run, to the run. A row of `budget_warnings` with 0 per cent marks it as sent.
 
-A team's hours are memory, read from the ledger at the start and read on from there: an entry is spread evenly over the
-time from its start to its end. What goes on is not in it before its day is over, so it is added for the last hour.
+A team's hours are kept in memory, read from the ledger: an entry is spread evenly over its time. What goes on is posted
+when its day is over, so it is added for the last hour.
 """
 
 from __future__ import annotations

@@ -1,31 +1,30 @@
-"""How every budget stands: what the ledger has, what goes on and what that holds; memory, made from the database.
+"""The standing of every budget, in memory: what the ledger has, what goes on and what that holds.
 
-    charges, by account and day ─┐  one read of the database: what is posted between two of them would count twice, or
+    charges, by account and day ─┐  one read of the database: what is posted between two reads would count twice, or
     attempts that go on ─────────┤  not at all
     what is posted of those ─────┘
             └─▶ look ─▶ standings ─┬─▶ `refuse`     submit: may it ever start in this period?
-                                   ├─▶ `Rooms.take` each tick: who of those that wait may start (`start_limits.py`)
+                                   ├─▶ `Rooms.take` each tick: which waiting runs may start (`queue_snapshot.py`)
                                    ├─▶ `enter`      the transaction that places one: is there room still?
-                                   └─▶ `budget_enforcer.py`: who is to stop, what is said
+                                   └─▶ `budget_enforcer.py`: which runs stop, which thresholds are reached
 
-What an attempt that goes on has used is not what the ledger has of it, but its devices' price from the start of user
-code, by the server's clock, until its last sign of life: it is known to the second, and replaced by charges once it has
-ended. It pays the tariff, and counts as, what was written when it was placed.
+`LedgerSums` holds posted use by budget and day, and reads on from where it was. An attempt that goes on counts with the
+price of its devices from the start of user code, by the server's clock, until its last sign of life. Its charges
+replace that once it has ended. It pays the tariff, and counts for the account, of its placement.
 
-Two loops look: the scheduler before each decision, so that what it placed a moment ago counts in the next, and the one
-that keeps budgets. Whoever looks gives the transaction. Between two looks `enter` counts what is placed. Who only wants
-to see how budgets stand is told what is `known`. All methods may be called from any thread.
+Two loops look: the scheduler before each decision, so that what it has just placed counts, and the budget enforcer.
+The caller provides the transaction. Between two looks `enter` counts what is placed. Readers get what is `known`. All
+methods may be called from any thread.
 
-Several look at once, each at a state of the database of its own. What happens here is numbered (`moment`), and a look
-says as of which number it began, before it read anything: one during which another look was done may be of an older
-state, so it changes nothing, and is answered what that one found. What was entered counts in each look that began
-before its transaction was over, whether that state has it or not.
+Several looks run at once, each at its own state of the database. Events here are numbered (`moment`), and a look says
+at which number it began, before it read anything. If another look finished meanwhile, its state may be older: it
+changes nothing and returns what the other one found. An attempt that was entered counts in each look that began before
+its transaction was over.
 
-Failure cases: before the first look nothing may start that a budget could be for (`look` is part of reading the queue);
-a look that fails leaves what was known, and whoever needs it fails with it; a budget that is changed while somebody
-looks is read at the next look.
-
-What the ledger has, by budget and day: read once, then what was written since.
+Failure cases:
+- Before the first look nothing may start that a budget could count (`look` is part of reading the queue).
+- A look fails: the standings stay, and the caller fails with it.
+- A budget changes during a look: the next look reads it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Principals, teams and tokens: their routes, first start, and pools that share a uid.
+"""Principals, teams and tokens: their service and routes, first start, and pools that share a uid.
 
 Start with `principal_service.py`.
 """

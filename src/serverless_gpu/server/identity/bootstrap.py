@@ -1,4 +1,4 @@
-"""Who is there before anybody was made: an administrator, and the node that the server is on.
+"""Creates the first administrator and the node service, and keeps their tokens in files.
 
     server/token         the administrator's, for the person who started the server
     server/node.token    of a service with the role `agent`, for this machine as a node; where the server has no node of
@@ -6,15 +6,13 @@
     server/join.token    of the same service, for one machine that joins, within a day; a start makes another when it
                          is used up or has expired
 
-Each start looks whether the files hold tokens that the database knows. One that it does not know (the first start, a
-lost file, another database, a crash between file and database) is replaced: the file first, then the row, so that a
-file never misses the token it should have, and what the same file held before is revoked: deleting a file and starting
-again is how its token is changed. A token that is known stays, also when it was revoked: what somebody took
-away does not come back by itself.
+Each start checks that the database knows the tokens in the files. An unknown one (the first start, a lost file, another
+database, a crash between file and database) is replaced: the file first, then the row, and the file's earlier token is
+revoked. So deleting a file and restarting changes its token. A known token stays, also when it was revoked.
 
-The first two end 90 days after they were made. The node's is renewed in place by its use. The administrator's is
-replaced in its last 30 days, at a start and by `FileTokens` while the server runs; the one of before stays good until
-its end, so that a client which waits with it is not refused.
+The first two end 90 days after they were made. Use renews the node's in place. The administrator's is replaced in its
+last 30 days, at a start and by `FileTokens` while the server runs; its predecessor stays good until its end, so clients
+that wait with it are not refused.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Creates and changes principals, teams and tokens, each with its entry in the audit in one transaction.
+"""The principal service: creates and changes users, services, teams and tokens; and its routes.
 
-A token with scopes is good for less than its owner, and must not be a way to more: it cannot make principals or change
-them, and the tokens it makes have no scope that it lacks.
-
-Routes of `wire/access.py`: who one is, users and services, teams, tokens.
+Each change and its entry in the audit are one transaction. A token with scopes must not be a way to more rights: it
+cannot create or change principals, and the tokens it makes have no scope that it lacks.
 """
 
 from __future__ import annotations

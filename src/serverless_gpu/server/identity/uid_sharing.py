@@ -1,13 +1,13 @@
-"""Which principals may run code on nodes that cannot keep principals apart, and what administrators decided about it.
+"""Pools whose runs share a uid: which principals they serve, and what administrators decided about it.
 
 Every run of a node shares the uid of its agent. The code of one run can read what another leaves there, and on the
 server's machine the server's key and tokens. A pool therefore serves one principal, the server's first administrator,
 until an administrator accepts the risk with `sgpu pool set --isolation none`.
 
-The first administrator is the oldest user of the database, as long as they are an enabled administrator. That is the
-person who started the server, so a personal server needs no decision; a member who submits first cannot take their
-place; and it is read from rows, so it survives restarts. Where that user is demoted or disabled, every principal waits
-for the decision.
+The first administrator is the oldest user of the database, as long as they are an enabled administrator: the person who
+started the server. So a personal server needs no decision, and a member who submits first cannot take their place. It
+is read from rows, so it survives restarts. Where that user is demoted or disabled, every principal waits for the
+decision.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""What the database says of some runs, as values: the room `run_invariants.py` is asked with. It only reads.
+"""Rows of some runs as values, which the invariants are checked on, and the violation that they yield.
 
     load(connection, after=…)     a page of runs in the order of their identifiers, and all that belongs to them
-    of_runs(connection, ids)      the same of runs that somebody names
+    of_runs(connection, ids)      the same for named runs
 
-A page costs a handful of queries by key, whatever the tables hold, and is one moment of the database. What would make
-it large is left out and said (`Books.skipped`): a run of many thousand events, an attempt of many thousand facts.
-
-What is wrong, as a value: the word that all invariants speak (`run_invariants.py`).
+It only reads. A page costs a handful of queries by key and is one moment of the database. What would make it large is
+left out and listed (`Books.skipped`): a run of many thousand events, an attempt of many thousand facts.
 """
 
 from __future__ import annotations

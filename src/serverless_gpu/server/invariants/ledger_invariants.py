@@ -1,11 +1,11 @@
-"""I7: facts, receipts and the entries of the ledger say the same.
+"""I7: facts, receipts and the entries of the ledger agree.
 
     facts in order ─▶ lines at the attempt's tariff ═ the entries that stand ═ the receipt, to the micro
     entries        numbered without a gap; a reversal takes back one that stands, whole; one stands for each day
-    provisional    nothing of it stands, and it adds up to nothing, once everything about the attempt is known
+    provisional    none stands, and they add up to nothing, once everything about the attempt is known
 
-A crew that goes on, or that is to be charged (`crews.uncharged`), has no entries that could be wrong yet but
-those of its days that are over, which are looked at by themselves.
+A crew that goes on, or that is to be charged (`crews.uncharged`), has only entries of days that are over, which are
+checked by themselves.
 """
 
 from __future__ import annotations

@@ -1,41 +1,36 @@
-"""What is always true of runs, whatever was killed, lost, doubled, delayed or full: one list, asked everywhere.
+"""Invariants of runs: what holds whatever was killed, lost, doubled, delayed or full.
 
-    Books (rows of some runs)     ─┐
-    History (what people and nodes ├─▶ violations ─▶ [I3 run …: attempts 1 and 2 were on devices at the same time]
-        saw, where somebody knows) │
-    Moment (what a server thinks) ─┘
+    Books (rows of some runs)          ─┐
+    History (what people and nodes saw, ├─▶ violations ─▶ [I3 run …: attempts 1 and 2 were on devices at the same time]
+        where a test kept it)           │
+    LiveState (what a server thinks)   ─┘
 
-Asked of simulated clusters, of servers that were killed at each named place, and of a server at work (`self_check.py`).
-Values only: no clock, no database, no log. What needs more than rows takes it as a value, and is not asked without it.
+Tests check simulated clusters and servers that were killed at each fault point; a server checks itself while it works
+(`self_check.py`). Values only: no clock, no database, no log. What needs more than rows is checked only if it is given.
 
 I1  a run whose submit was acknowledged can be read for ever (until retention removes it, which the audit says)
 I2  a run has one end, and it is its last event; nothing about it changes any more
 I3  attempts of a run come one after the other: no process of one is left when user code of the next begins (its
-    devices may still be looked at then); at most the last is open; each of its crews is on a node of its own, which
-    its orders are for; user code runs again only if that was asked for (of gangs: `gang_invariants.py`)
-I4  a device is never lent twice at the same time, from the reservation until it was looked at
+    devices may still be checked then); at most the last is open; user code runs again only if that was asked for
+    crews      as many as nodes, each on its own; numbers and ranks go on from one to the next; devices add up
+    ended      an attempt has ended when all of its crews have; no crew of a newer one is there before, nor where a
+               process of an older one may be left
+    met        user code of several crews begins once it is chosen how they meet; of a gang that was called off, never
+    released   all ranks had returned then; from there on it ends otherwise only by a crew whose results did not come
+    reason     that a peer failed is no crew's own reason
+I4  a device is never lent twice at the same time, from the reservation until it was checked
 I5  states move only along the table; events are numbered without a gap
 I6  SUCCEEDED: the result of every rank is stored, whole
-I7  the ledger: facts in order, a receipt only at an end; what is charged follows from facts and tariff, is never
-    changed, only taken back and said anew, and is what the receipt says (`ledger_invariants.py`)
+I7  the ledger: facts in order, a receipt only at an end; charges follow from facts and tariff, are never changed, only
+    reversed and posted again, and equal the receipt (`ledger_invariants.py`)
 I8  the audit has one row for each request that changed something, no secret, and its chain is whole
 I11 a run that could be placed is placed
-I12 who can hold nothing more of a hard budget is asked to stop: that bounds what is used beyond
-(`model/billing/budget.py`) I14 a run that waits has a sentence that says for what I15 what grows has a bound, and keeps
-it
+I12 a run for which a hard budget has nothing left is asked to stop: that bounds what is used beyond
+    (`model/billing/budget.py`)
+I14 a run that waits has a sentence that says for what
+I15 what grows has a bound, and keeps it
 
-Not asked: I9, I10 (processes and bytes on a node: its own tests look), I13 (there are no schedules yet).
-
-I3, of gangs: what the crews of an attempt are, what they amount to, and which of them may have run user code.
-
-crews      as many as nodes, each on its own; numbers and ranks go on from one to the next; devices add up
-ended      an attempt has ended when all of its crews have; no crew of a newer one is there before, nor where a
-           process of an older one may be left
-met        user code of several crews begins once it is chosen how they meet; of a gang that was called off, never
-released   all ranks had returned then; from there on it ends otherwise only by a crew whose results did not come
-reason     that a peer failed is nobody's own
-
-I4: a device is never lent twice at the same time, from the reservation until it was looked at.
+Not checked: I9, I10 (processes and bytes on a node: its own tests look), I13 (there are no schedules yet).
 """
 
 from __future__ import annotations

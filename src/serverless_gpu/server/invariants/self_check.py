@@ -1,29 +1,28 @@
-"""A server looks at its own books: the invariants that tests hold it to (`run_invariants.py`), asked while it works.
+"""The self-check loop: a working server checks the invariants that tests hold it to (`run_invariants.py`).
 
     every 5 s    a page of runs, in one read ─▶ violations ─▶ log (ERROR, once for each), `/metrics`
-                 the next entries of the audit's chain (`chain_check.py`)
-                 and what the server thinks: who could be placed and is not, who waits and is told nothing, what grows
-    the end      a minute's pause, then from the first run on again; 5 s while somebody is where nobody may stay
+                 the next entries of the audit's chain (`ChainCheck`)
+                 and the server's memory: runs that could be placed and are not, that wait without a reason, what grows
+    the end      a minute's pause, then from the first run on again; 5 s while a device or a run is found twice
 
     sgpu server check    everything at once, from the database alone: `check`
 
-It only reads, a page at a time, so a million runs take an hour and nobody waits for it. It remembers the ends of the
-runs it has seen, and finds one that is another one later; and who had which device, so that two runs that had one at
-once are found pages apart (of the last `LENDINGS_MAX` lendings).
+It only reads, a page at a time, so a million runs take an hour and delay nothing. It remembers the ends of runs, and
+reports one that changes later. It remembers lendings of devices (the last `LENDINGS_MAX`), so that two runs that had
+one at the same time are found pages apart.
 
-Failure cases: the database or the store is away (tried again, nothing is said to be wrong for it); more is wrong than
-anybody reads (each thing is logged once, whatever numbers its sentence has by then; beyond `TOLD_MAX` things the log
-says that it names no more, and they are counted at each look). What is wrong of the moment and no more is forgotten.
+`MissedRunCheck` looks for runs that the scheduler forgot:
 
-A second look at the queue, by somebody who was not told what the scheduler was: is anybody forgotten?
-
-    database ─▶ a planner of its own, with everybody who runs and nobody who waits
-                   └─ for each that waits: would it start at once if it came alone?
+    database ─▶ a planner of its own, with every running run and no waiting one
+                   └─ for each waiting run: would it start at once if it came alone?
                           └─ yes, and the scheduler says that there is no room ─▶ forgotten
 
-Who is kept back by a rule (devices are kept for others, somebody is ahead, a calendar, the server is drained) is not
-forgotten: that is what the scheduler says of them, and it is their wait to explain. What is found here is a scheduler
-that does not know what the database knows: a change that it was not told, a node that it counts as away.
+A run that a rule keeps back (reserved devices, runs ahead, a calendar, a drain) is not forgotten. The check finds a
+scheduler that does not know what the database knows: a change that it missed, a node that it counts as away.
+
+Failure cases: the database or the store is away (tried again, without a violation); very many violations (each is
+logged once; beyond `TOLD_MAX` the log says that it names no more, and they are counted). Violations of the moment are
+forgotten when they are over.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Nodes: how agents join and get orders, drain, evacuation, rules of people, capacity.
+"""Nodes: how agents join and get orders, drains, calendars and quarantines, capacity.
 
-The uplink of a node talks to `agent_service.py`; operators use `node_admin.py`. Start with `agent_service.py`.
+The uplink of a node calls `agent_service.py`; operators use `node_service.py`. `node_routes.py` has the routes of both.
 """

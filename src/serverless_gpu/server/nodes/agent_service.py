@@ -1,18 +1,18 @@
-"""Answers agents of nodes, for the routes of `wire/agents.py`.
+"""Answers agents of nodes, for the routes of `node_routes.py`.
 
-    hello ─▶ the node is written down; another boot of its machine: its attempts are over (proof, so nobody waits);
+    hello ─▶ the node is written down; another boot of its machine: its attempts are over (proof, so nothing waits);
              another machine under its name: refused while it is there, or attempts of it may still run
              attempts it has that the server did not know were taken: taken; attempts that are over here: stale
     heartbeat ─▶ it is there; its devices; stale attempts
     orders ─▶ what was decided and not taken, again and again until it is; no start of a gang that an engine has to
              reserve and has not
 
-What a node says is believed about the node itself and nothing else: an attempt it names that is not its own is stale.
-A node that was forgotten, or that this database does not know, is told so and says hello again.
+The server believes a node about the node itself and nothing else: an attempt it names that is not its own is stale. A
+node that was forgotten, or that this database does not know, is told to say hello again.
 
-A node is one home of one machine, and its token is good for it alone (`node_admission.py`). Another one under its name
-(another machine, or another home) is refused by name while the first is there, and while runs of the first may be going
-on: it would be given their orders once more.
+A node is one home of one machine, and its token is good for it alone (`node_admission.py`). Another machine or home
+under its name is refused while the first is there, and while runs of the first may go on: it would get their orders
+once more.
 """
 
 from __future__ import annotations

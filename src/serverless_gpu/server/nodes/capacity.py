@@ -1,4 +1,4 @@
-"""What there is to give: nodes as they were heard of last, minus what runs of this server have. Views of both, too."""
+"""Available capacity: the last reported nodes minus the devices of running attempts; views of nodes and pools."""
 
 from __future__ import annotations
 

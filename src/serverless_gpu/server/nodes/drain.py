@@ -1,12 +1,10 @@
-"""Nothing new is started: what an operator says before nodes or the server are worked on, until they take it back.
+"""The drain of the server: an operator stops new starts before maintenance; with its routes.
 
-    drain ─▶ a row ─▶ the scheduler places nothing; who waits is told who drains, since when and why; what runs goes on
+    drain ─▶ a row ─▶ the scheduler places nothing; waiting runs show who drains, since when and why; runs go on
     resume ─▶ no row ─▶ the scheduler looks at once
 
-The row outlives the server: one that is started again in the middle of the work starts nothing either. Runs are taken
-as ever, and wait.
-
-Routes of `wire/state.py` that operators use: whether anything new is started.
+The row outlives the server, so one that restarts during maintenance starts nothing either. Submitted runs are accepted
+and wait. `node_service.py` drains single nodes.
 """
 
 from __future__ import annotations

@@ -1,21 +1,17 @@
-"""Lets nodes in: checks whose a token is, keeps names waiting for an administrator, approves them, makes join tokens.
+"""Lets nodes in: invites machines, exchanges join tokens, checks whose a token is, and approves waiting nodes.
 
-    hello ─▶ check (model/access_control.py) ─▶ refused │ ask: pending ─▶ approve │ settle: bound, moved
-    invite ─▶ a join token for so many machines, for so long ─▶ server/nodes/node_admission.py
-
-Everything but a hello that is admitted is written into the audit: also refusals, each once while this server runs.
-
-Machines that join: what one gets for a join token.
-
+    invite ─▶ a join token for so many machines, for so long ─▶ JoinService.join
     join token (scope "joining") ─▶ an agent's token for this home alone, and how it joins the Ray cluster
     that agent's token, later    ─▶ how it joins the Ray cluster, after a crash or a boot
+    hello ─▶ check (model/access/node_identity.py) ─▶ refused │ ask: pending ─▶ approve │ settle: bound, moved
 
-Asked again with the same join token by the same home, the server makes another agent's token and revokes the one of
-before: its answer was lost. `sgpu token list` shows which machines have a token, and `sgpu token revoke` takes one
-away.
+If the same home asks again with the same join token, its answer was lost: the server makes another agent's token and
+revokes the one of before. `sgpu token list` shows which machines have a token, and `sgpu token revoke` revokes one.
 
-Failure cases: the server makes no pool of several machines; the join token is used up; the name belongs to another
-machine that is there. All are reported before Ray is started.
+Everything but an admitted hello is written to the audit; each refusal once while this server runs.
+
+Failure cases of a join: the server makes no pool of several machines; the join token is used up; the name belongs to
+another machine that is there. All are reported before Ray is started.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Routes of nodes: what operators and users call.
-
-Routes of `wire/agents.py` that nodes use: join, be there, be told what to do.
-"""
+"""Routes of nodes: those that operators and users call (`routes`), and those of agents (`agent_routes`)."""
 
 from __future__ import annotations
 

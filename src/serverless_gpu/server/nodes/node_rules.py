@@ -1,23 +1,21 @@
-"""What follows from what people decided about a node (`wire.nodes.NodeRules`): who may be placed there, who has to go.
+"""Effects of a node's rules (`wire.nodes.NodeRules`): which runs may be placed there, and which have to leave.
 
-    drained        nothing new is placed there; with `stop`, what runs there leaves at once
-    calendar       others than the owner are placed there while it is shared; when it ceases to be, they leave
+    drained        nothing new is placed there; with `stop`, its runs leave at once
+    calendar       others than the owner are placed there while it is shared; when that ends, they leave
     quarantined    the node gets its orders without those devices (`StoredNode.unavailable`)
 
-Values only; `node_admin.py` changes rules, `evacuation.py` has runs leave.
+`node_service.py` changes rules. `Evacuation` has runs leave, called by the reconciler:
 
-Failure cases: a zone that this machine does not know any more, or a window of another version, makes a calendar that
-cannot be read. Then nothing is placed on the node, and it says so; what runs there stays.
-
-Runs that have to leave their node: it is drained with `--stop`, or it ceases to be shared.
-
-    5 minutes before the turn   the run's owner is told, once; it is written down when the run has to be gone
+    5 minutes before the turn   the run's owner is told, once; the row of the crew says when the run has to leave
     then                        the run is asked to stop (DRAIN): grace, checkpoint; with `resume` it goes on elsewhere
-    a calendar that is changed  what was told is taken back (`node_admin.py`); the next look says it anew
-    `drain --stop`              at once: who asks for that does not want to wait
+    a calendar that is changed  the notice is taken back; the next look sends another
+    `drain --stop`              at once
 
-Nobody leaves without having been told five minutes before, also when the calendar was changed a moment ago or the
-server was away over the turn; a server that is killed in between knows from the crew's row who was told.
+A run leaves five minutes after its notice at the earliest, also when the calendar has just changed or the server was
+away over the turn. A server that is killed in between reads from the crew's row whose owner was told.
+
+Failure cases: a zone that this machine does not know any more, or a window of another version, makes a calendar
+unreadable. Then nothing is placed on the node, which says so, and its runs stay.
 """
 
 from __future__ import annotations

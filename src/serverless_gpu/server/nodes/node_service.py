@@ -1,10 +1,8 @@
-"""What operators do with nodes and pools, and what everybody may see of them.
+"""Views nodes and pools, gives up dead nodes, and changes rules: drains, calendars, quarantined devices.
 
-People decide about a node: drained or not, whose it is and when others may use it, devices that are left out.
-
-Operators decide about every node; whoever is a node's owner by its calendar about theirs, its calendar whoever set
-it. A drain or a quarantine of somebody else's an owner does not change. Each decision is a value in the node's row, and
-an entry of the audit.
+Operators change every node; the owner in a node's calendar changes that node, also if another person set the calendar.
+An owner does not change a drain or a quarantine of another person. Each decision is a value in the node's row, and an
+entry of the audit.
 """
 
 from __future__ import annotations

@@ -1,31 +1,31 @@
-"""A server goes on from a backup, and what that means for runs: nothing that the backup knows is started again.
+"""Restores a server from a backup, and detects a database that was rolled back.
 
     sgpu server restore ─▶ files, each checked ─▶ restored.json ─▶ home/server gets its name
     sgpu up ─▶ restored.json? ─▶ every run that had not ended, once ─▶ audit ─▶ the mark is removed ─▶ loops
 
-Between the backup and the restore the server went on. A run that waits in the backup may have run since, and ended; one
-that runs there may have ended, or gone on as another attempt. Nobody knows: what a node was answered it forgets. So
+Between backup and restore the server went on. A run that waits in the backup may have run and ended since; one that
+runs there may have ended, or gone on as another attempt. Nodes forget what the server confirmed, so no part knows. So
+nothing that the backup knows is started again:
 
     waits      LOST, `server_restored`: its owner submits it again if it did not run
-    goes on    stays as it is. If its node looks after it still, its reports come and it goes on to its end; if not, it
+    goes on    stays as it is. If its node still looks after it, its reports come and it goes on to its end; if not, it
                is LOST when its lease has run out. Its order is not sent again, and it gets no other attempt
-    came since is not known: its node is told that it is over, and its owner that there is no such run
+    came since is not known: its node hears that it is over, and its owner that there is no such run
 
-User code runs once, also then. A fence that was given since the backup is never given again, as nothing that has one
-gets another. Who knows that nothing ran since (a server that was drained and stopped before the backup, to go to
-another machine) says so: then everything goes on as after any restart.
+User code runs once, also then, and a fence that was given since the backup is never given again. With
+`nothing_ran_since` (a server that was drained and stopped before the backup, to move to another machine) everything
+goes on as after any restart.
 
-Failure cases: files that are not what was backed up, a home that has a server, or one runs whose directory was moved
-away (refused, nothing is changed); killed
-on the way (the home has no server, or all of it; what was settled stays so, and the rest is at the next start).
+A server that goes on from a rolled back database would start runs again that have ended since. Therefore it does not
+start until an operator has decided:
 
-Recognises a database that was rolled back, and refuses to start on it.
-
-    start            ─▶ mark against database ─▶ behind: refused, with the way back and the way on
+    start             ─▶ high-water mark against database ─▶ behind: refused, with both ways out
     --accept-rollback ─▶ restored.json ─▶ as after a restore: what waits is LOST, nothing runs twice
 
-A server that goes on from a rolled back database would start runs again that have ended since, and tell everyone else
-that theirs never were. So it does not start until a person has decided.
+Failure cases:
+- Files are not what was backed up, the home has a server, or a server runs whose directory was moved away: refused,
+  nothing is changed.
+- Killed on the way: the home has no server, or all of it. Settled runs stay so; the next start settles the rest.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""What is there, counted when somebody asks for figures: runs, nodes, devices, leases, orders, room on the disk.
+"""Health, version and metrics of the server: the routes, and the figures that are counted for a scrape.
 
-    GET /metrics ─▶ Sampling.refresh   one look at a time, kept for 2 s, waited for 3 s at most (`health.py`)
-                 └▶ registry ─▶ Sampling.collect ─▶ the last sample; `sgpu_sample_age_seconds` says how old it is
+    GET /metrics ─▶ StateMetrics.refresh   one look at a time, kept for 2 s, waited for 3 s at most (`health.py`)
+                 └▶ registry ─▶ StateMetrics.collect ─▶ the last sample; `sgpu_sample_age_seconds` is its age
 
-The queries go by indexes to what is alive: ended runs are counted when they end (`server_metrics.py`), not here. A
-database that is away costs a scrape its bound and no more: counters and the process's own figures are answered all the
-same.
-
-Routes of `wire/state.py`: is it there, what does it speak, how does it do. Silent about anybody's work.
+`StateMetrics` counts runs, nodes, devices, leases, orders and free disk space. Its queries go by indexes to what is
+alive: ended runs are counted when they end (`server_metrics.py`). If the database is away, a scrape waits for its bound
+and gets counters and the process's own figures. The routes reveal nothing about any caller's work.
 """
 
 from __future__ import annotations

@@ -1,29 +1,29 @@
-"""`sgpu up --engine ray`: the Ray of this machine, kept running, and the file with which other machines join.
+"""Sidecars of the server: the Ray of this machine (`--engine ray`), and an MLflow server (`--mlflow`).
+
+Ray, and the file with which other machines join:
 
     refuse        before anything is started: no Ray, a wrong address, a token that others can read
-    RayBeside     files, keeper (`engines/ray/ray_keeper.py`), looked after in a loop; it outlives the server
+    RayBeside     files, keeper (`engines/ray/ray_keeper.py`), ensured by a loop; it outlives the server
     join file     server/join.json: where this server is, and a token with which one machine joins, within a day
 
     server/ray/   token  node.json  keeper.json  keeper.lock  keeper.log  ray.log  engine/
 
-With `ray_address` the head is somebody else's: then this machine joins that cluster as every other one does, since who
-asks a cluster has to be on one of its machines.
+With `ray_address` another machine has the head. Then this machine joins that cluster as every other one does, because a
+cluster is asked from one of its machines.
 
-Failure cases: the keeper is killed, or Ray dies (started again, `/health` says so meanwhile; runs do not notice);
-nothing of Ray's comes up (the server works, and new gangs on other machines wait with a sentence).
-
-`sgpu up --mlflow`: an MLflow server beside ours, which ends with it.
+MLflow ends with the server. It serves the store of the home, at the same address, unless another store is named: runs
+that were tracked without a server are there, too. An MLflow of another interpreter that runs there is stopped.
 
     sgpu up ── keeper (`node/mlflow_server/`), in our own interpreter ── MLflow, on loopback
-       ├─ a thread starts another keeper, should it be killed
+       ├─ a thread starts another keeper if it is killed
        └─ /version says where it is: runs whose caller configured none are tracked there
 
-It is the server of the home's own store, at the same address, unless another store is named: what ran here before is
-there, and what runs here without a server is, too. Whatever ran there before with another interpreter's MLflow ends.
-
-Failure cases: MLflow is not installed, or other machines are to reach our server and could not reach MLflow's on
-loopback: refused at the start. MLflow does not come up, or dies: tried again with pauses, `/health` says why, and our
-own server does its work. Ours is killed: the kernel closes a pipe, and the keeper ends.
+Failure cases:
+- Ray's keeper is killed, or Ray dies: started again, `/health` says so meanwhile; runs do not notice.
+- Ray does not come up: the server works, and new gangs on other machines wait with a sentence.
+- MLflow is not installed, or other machines could not reach it on loopback: refused at the start.
+- MLflow does not come up, or dies: tried again with pauses, `/health` says why, and the server works.
+- The server is killed: the kernel closes a pipe, and MLflow's keeper ends.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""What systemd is told, and the unit with which it runs a server.
+"""Messages to systemd, and the unit with which it runs a server.
 
-The unit is made here, so that `sgpu server unit` prints it for this machine and `deploy/serverless-gpu.service` is an
-example that a test compares. Two things in it matter more than the rest:
+The unit is made here: `sgpu server unit` prints it for this machine, and a test compares it with
+`deploy/serverless-gpu.service`. Two settings matter most:
 
-    KillMode=process     stopping or restarting the server ends the server, and not the runs that its machine has
+    KillMode=process     stopping or restarting the server ends the server, and not the runs of its machine
     OOMPolicy=continue   a rank that the kernel ends for its memory does not take the unit with it
 
-The agent, and with it every rank, is a descendant of the server where that offers its own machine. What is taken away
-from the server is then taken away from user code and from what it starts: no new privileges (`nvidia-modprobe` is
-setuid), no devices (GPUs), no writable memory that is executable (compilers), no namespaces (environments). So a server
-with a node has none of that, and one without a node (`--no-node`) everything that there is.
+The agent, and with it every rank, is a descendant of the server where that offers its own machine. A restriction of the
+server is then one of user code: no new privileges (`nvidia-modprobe` is setuid), no devices (GPUs), no writable
+executable memory (compilers), no namespaces (environments). So a server with a node has none of these restrictions, and
+one without a node (`--no-node`) all of them.
 
-Failure cases: systemd does not listen (nothing is said, the server goes on).
+Failure cases: systemd does not listen (nothing is sent, the server goes on).
 """
 
 from __future__ import annotations

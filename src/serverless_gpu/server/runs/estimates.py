@@ -1,12 +1,10 @@
-"""When would a run start, and what would it cost? Checked as one that is asked for, answered, and forgotten.
+"""Estimates when a run would start and what it would cost; with its route. Nothing is stored.
 
-    spec, target ─▶ is it possible? ─▶ its policy ─▶ a run that is in no database ─▶ what it wants ─▶ `Planner.estimate`
+    spec, target ─▶ is it possible? ─▶ its policy ─▶ a run that is in no database ─▶ its demand ─▶ `Planner.estimate`
                                                                                   └▶ prices of what it may get ─▶ cost
 
-What would refuse the run refuses the question. What would keep it waiting whatever is free (the server starts nothing,
-its owner may start nothing, or has all that their policy allows; a budget has no room) is the answer.
-
-The route of `wire/estimates.py`: when would a run start, and what would it cost?
+What would refuse the run refuses the estimate. What would keep it waiting however much is free (the server is drained,
+its owner may start nothing or has all that their policy allows, a budget has no room) is part of the answer.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""The queue and its shares, as whoever asks may see them.
+"""Views of the queue and its shares, and their routes.
 
-Who waits ahead of whom is everybody's business: owner, team and need of each are shown. The identifier of a run and its
-sentence are for those who may see the run. What it is called is told to those, too, and to nobody who only looks; but
-who waits reads it in their own sentence where it has devices that they need, or is ahead: they know then whom to ask.
-
-Routes of `wire/queue.py`: who waits, and shares of the queue.
+Everybody sees who waits ahead of whom: owner, team and need of each run. Its identifier, name and sentence are for
+callers that may see the run. An owner who waits reads the name in their own sentence where that run has devices that
+they need, or is ahead, so that they know whom to ask.
 """
 
 from __future__ import annotations

@@ -1,22 +1,23 @@
-"""Retention: runs that ended long ago go, with their rows, their output and their results.
+"""The loop that removes runs that ended long ago, with their rows, their output and their results.
 
     an hour after the start, then every ten minutes:
         ended longer ago than `retention`  ─▶ rows removed, audit row (one transaction each)  ─▶ output removed
         output takes more than `logs_gib`  ─▶ audit row  ─▶ output of the oldest removed
         output of runs that were removed   ─▶ removed; of runs that the database lost: kept (`storage.py`)
-        secrets that were replaced, and that no attempt has any more  ─▶ removed
+        replaced secrets that no attempt has any more  ─▶ removed
 
-A run goes whole, and only when nothing more will come of it: it is final, and all of its attempts are settled and
-charged. What the ledger has of it only provisionally is made final first (`charging.py`); the ledger keeps it. The
-parts of its results are nobody's then, and are collected (`garbage_collection.py`). A tick does so much and goes on in
-the next one, so that the database has time for others. What ended within the last hour keeps its output however large
-it
-is: somebody reads it. What runs counts for nothing, so that one that floods does not cost the others theirs.
+A run is removed whole, and only when it is final and all of its attempts are settled and charged. Provisional entries
+of the ledger are made final first (`charging.py`), and the ledger keeps them. Garbage collection (`environments.py`)
+removes the parts of its results. A tick is small, so that the database has time for others. Output of runs that ended
+within the last hour stays however large it is, because people read it. Running runs do not count, so one that floods
+does not cost the others theirs.
 
-Failure cases: killed after the transaction and before the output is removed (the next round finds output without a
-run); the database is away (said in the log, and tried again); the clock was set back (ages are negative, nothing goes);
-the clock is ahead, as one that lost its battery may be until it is set: nothing goes within an hour of a start, or of
-a step by more than a day, which is said in the log.
+Failure cases:
+- Killed between the transaction and the removal of the output: the next round finds output without a run.
+- The database is away: logged, and tried again.
+- The clock was set back: ages are negative, nothing is removed.
+- The clock is ahead, as after a lost battery: nothing is removed within an hour of a start, or of a logged step by more
+  than a day.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Routes of `wire/runs.py`: ask for a run, look at runs, watch one, stop it, read what it wrote and left behind."""
+"""Routes of runs: submit, list, watch and stop them, read their output, results and costs."""
 
 from __future__ import annotations
 

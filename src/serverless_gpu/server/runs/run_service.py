@@ -1,9 +1,8 @@
-"""Views of single runs, and their streams, for the callers that may see them.
+"""Services of single runs: `RunQueries` reads and streams them, `StopService` asks them to stop.
 
-A run is asked to stop: written with who asked, and sent to its node.
-
-A stop and an end may cross. What was written first counts: a run whose results were durable before the stop arrived has
-succeeded, and whoever asked is told that it has ended. Asking again for the same is answered with what came of it.
+A stop request is written with its author and sent to the run's node. A stop and an end may cross, and the first one
+written counts: a run whose results were durable before the stop has succeeded, and the caller hears that it has ended.
+Repeating a request returns its outcome.
 """
 
 from __future__ import annotations

@@ -1,24 +1,23 @@
-"""One reader of one run: what is stored becomes a stream of messages, at the pace of whoever reads.
+"""Streams one run to one reader: stored events and output become messages, at the reader's pace.
 
     hub ── something changed ─▶ look: one read of the database, then of the log files ─▶ messages ─▶ reader
      ▲                                                                                      │
      └───────────── version noted before the look ◀──── nothing more to say ◀───────────────┘
 
-Nothing is queued for a reader: a slow one is simply behind, and what it has not read yet lies in the database and in
-the files. It says where it is by `after` (the last event) and `offsets` (the next byte of each stream), so one that
-comes again on another connection misses nothing and gets nothing twice.
+Nothing is queued for a reader: what a slow one has not read lies in the database and in the files. A reader says where
+it is by `after` (the last event) and `offsets` (the next byte of each stream), so one that reconnects misses nothing
+and gets nothing twice.
 
 The order is that of the run: events of an attempt, its output, its end; an ending comes after the last byte of output,
-the receipt after the ending, and then the stream is over. The end of a run on several nodes comes twice: once as soon
-as it is known what ended it and that nothing is tried again, with the words and files that are there by then, and once
-when all of its nodes have ended.
+the receipt after the ending, and then the stream is over. The end of a run on several nodes comes twice: as soon as its
+cause is known and no retry follows, with the words and files that exist by then, and when all of its nodes have ended.
 
-A flood is not carried: each rank may fill a bucket (`node/base/token_bucket.py`), 1 MB/s and some more at the
-beginning, and what does not fit is said as a gap, with the last lines of it. The files have everything. A run with more
-streams than `LIVE_STREAMS_MAX` shows those of its first ranks.
+Floods are limited: each rank has a token bucket (`node/base/token_bucket.py`) of 1 MB/s and a burst. What does not fit
+is reported as a gap, with its last lines. The files have everything. A run with more streams than `LIVE_STREAMS_MAX`
+shows those of its first ranks.
 
-Failure cases: the reader is gone (the stream is closed by whoever pulls it; nothing is held here); the server stops
-(the hub is closed, the stream ends without an ending, the reader comes again); the run is gone (the stream ends).
+Failure cases: the reader is gone (its caller closes the stream; nothing is held here); the server stops (the hub is
+closed, the stream ends without an ending, the reader comes again); the run is gone (the stream ends).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Runs as people and programs see them: rows become the words of `wire/runs.py`.
+"""Views of runs: turns rows into the messages of `wire/runs.py`.
 
-What somebody may not see is not there: `visible` raises `NotFound`, whichever of the two it is.
+A run that the caller may not see does not exist for them: `visible` raises `NotFound` in both cases.
 """
 
 from __future__ import annotations

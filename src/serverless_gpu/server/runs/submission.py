@@ -1,4 +1,4 @@
-"""A run is asked for: checked, its secrets sealed, written once, and acknowledged when it is durable.
+"""Submits a run: checks it, seals its secrets, writes it once, and acknowledges it when it is durable.
 
     request ─▶ is it possible? ─▶ are its bytes there? ─▶ is there room? ─▶ run + event + audit, one transaction ─▶ ring
 
@@ -6,10 +6,8 @@ The client makes the identifier and writes it to its disk before it asks. So the
 was lost or a button was pressed twice, finds the run that is there; another request under the same identifier is a
 conflict, and changes nothing.
 
-Nothing of the payload is looked into: the call is bytes, and the context (it holds the caller's variables) is sealed
-before it reaches the database.
-
-How many more runs each principal may have waiting: a bound on the queue that costs nothing until it is near.
+The server does not look into the payload: the call is bytes, and the context (it holds the caller's variables) is
+sealed before it reaches the database. `QueueLimits` bounds how many runs a principal may have waiting.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
-"""An engine reserves what was placed on nodes of its own; before that nothing of the gang leaves to any node.
+"""Reserves placed gangs with an engine; orders of a gang leave only when the engine has reserved its nodes.
 
     just placed ─▶ `ask`  ─┐
     each tick   ─▶ `look` ─┴▶ engine.submit
-         Placed       its nodes' streams look again: now their orders leave (`OrderDeliveries.is_held_back`)
-         Waiting      why is written where those look who wait; it is asked for again
-         Impossible   all of it goes back to the queue
+         Placed       the streams of its nodes look again: now their orders leave (`OrderDeliveries.is_held_back`)
+         Waiting      the run's wait reason says why; it is asked for again
+         Impossible   the gang goes back to the queue
     asked to stop before it was reserved ─▶ all of it is over at once
 
-A gang that is on nodes of the engine and on others waits as a whole: a crew that came first would meet nobody.
+A gang that is on nodes of the engine and on others waits as a whole, because a crew that came first would meet no
+other.
 
-Killed anywhere, the next server finds what is to start and what the engine has of it, and goes on from there. What the
+Killed anywhere, the next server reads the open orders and the engine's reservations, and goes on from there. What the
 engine does not have, and no node says that it took, never left: engines remember what they reserved.
 """
 

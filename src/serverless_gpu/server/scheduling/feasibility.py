@@ -1,23 +1,22 @@
-"""Refuses a run that no node known in the last day could ever serve, before the run is queued.
+"""Feasibility: refuses or ends runs that no node could ever serve.
+
+`Feasibility` refuses a run before it is queued:
 
     nodes heard of within `KNOWN_S`, drained and silent ones included ─▶ one could serve it   ─▶ queued
                                                                       └▶ none could           ─▶ NoSuitableNode
     no node known, or a node of the engine has not said hello yet     ─▶ queued; asked again once that is over
 
-A run with `wait` is queued in any case and ends after `unsatisfiable_after` (`unsatisfiable.py`), as does a run whose
-node goes away while it waits. What was found to be possible is remembered for some seconds: of a thousand equal
-requests one is looked at.
+`FeasibilityCache` remembers for some seconds what was possible, so of a thousand equal requests one is checked, and
+which runs were queued before nodes were known.
 
-Remembers for some seconds which runs some node could serve, and which runs were queued before that was known.
-
-What nothing that has joined can ever serve is told so at once, and ends when that has lasted for long enough.
+A run with `wait` is queued in any case. `UnsatisfiableRuns` ends it, and a run whose node went away, after
+`unsatisfiable_after`:
 
     a node leaves, a pool shrinks ─▶ "no node has H100 …" ─── as long as it is so ──▶ FAILED/unsatisfiable
                                      └─ a node joins ─▶ it waits as any other, and counts from the beginning
 
-How long it has been so is counted by the server that is there, in its memory: one that is started again begins anew, so
-that a run does not end because of what nobody looked at meanwhile. A node that is silent or drained can still come
-back, and counts as there until it is forgotten.
+The time counts in the server's memory, so it begins again with a restart: a run does not end because of a time in which
+no server looked. A node that is silent or drained can come back, and counts until it is forgotten.
 """
 
 from __future__ import annotations

@@ -1,20 +1,19 @@
-"""The scheduler's planner, and what it was told: at each tick it is told the difference to what there is.
+"""Keeps the scheduler's planner up to date: each tick tells it the difference to the database.
 
-    database, presence ─▶ what there is ─┐
+    database, presence ─▶ current state ─┐
                                          ├─ difference ─▶ Planner.apply ─▶ Planner.decide ─▶ placements, preemptions
     what it was told before ─────────────┘
 
-What the planner counts as done (a placement, a preemption) is noted as told. If it does not come about (the run was
-cancelled, the node restarted, the database was away), the next look finds another thing in the database than was told,
-and that is a difference like any other: nothing has to be taken back by hand.
+What the planner decides (a placement, a preemption) is noted as told. If it does not come about (the run was cancelled,
+the node restarted, the database was away), the next look finds another state than was told, and that is a difference
+like any other: nothing has to be undone.
 
-Its clock is this process's boottime, put to the wall clock's time when it begins: it never goes back, and people can
-read it. A wall clock that is set (by more than `OFF_S`) makes a new planner, told everything.
+Its clock is this process's boottime, set to the wall clock's time at its start: it never goes back, and people can read
+it. A wall clock that is set (by more than `OFF_S`) makes a new planner, which is told everything. The latest start that
+a run was promised is stored, and told to a new planner.
 
-A latest time that a run was told is written down, and told to a planner that is made anew.
-
-Failure cases: a tick that fails in the middle (`forget`: the next one begins from nothing, as after a start); a server
-that is killed between telling a latest time and writing it down may break it.
+Failure cases: a tick fails in the middle (`forget`: the next one begins from nothing, as after a start); a server that
+is killed between promising a latest start and storing it may break the promise.
 """
 
 from __future__ import annotations

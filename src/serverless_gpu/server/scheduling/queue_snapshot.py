@@ -1,22 +1,21 @@
-"""Everybody who waits or runs, as decisions take them: read at each tick, and remembered as far as it does not change.
+"""The snapshot of the queue: waiting and running runs as the planner takes them, and limits on starts.
 
-    queue, what goes on ── identifiers, fences ─▶ known? ── yes ─▶ the same value as before
-                                                     └─── no ──▶ rows, past ─▶ queued_run
+    queue, running runs ── identifiers, fences ─▶ known? ── yes ─▶ the same value as before
+                                                     └─── no ──▶ rows, past ─▶ `queued_run` (StoredRun → QueuedRun)
 
-A queue of 10,000 costs one query of identifiers; the rows of a run are read when it is new, and when it waits again.
-How long runs of a name take is asked for when the name is new and when one of its runs has ended, for `LEARN_AT_ONCE`
-names of a tick: those that are not reached are told later. A figure that hardly changes is not told anew.
+A queue of 10,000 costs one query of identifiers. The rows of a run are read when it is new, and when it waits again.
+Durations of past runs are read when a name is new and when one of its runs has ended, for `LEARN_AT_ONCE` names per
+tick. A duration that hardly changes is not passed on.
 
-What a run wants of the queue, made of its row: the one place where a `StoredRun` becomes a `QueuedRun`.
+`held_back` finds runs that may not start in this tick though devices may be free, because of caps of policies or
+budgets that have no room:
 
-Who of those that wait may not start in this tick, though devices may be free: caps of policies, rooms of budgets.
+    snapshot: queue, running runs ─▶ caps, budgets ─▶ model/scheduling/concurrency_limits.py ─▶ sentences by run
 
-    roster: queue, what runs ─▶ caps, budgets ─▶ model/scheduling/concurrency_limits.py ─▶ sentences by run
-
-    estimate, for one run that nobody asked for yet ─▶ `why_not`
+    estimate, for one run that is not submitted yet ─▶ `why_not`
     scheduler, in the transaction that places a run ─▶ `is_full`: what the user has by now, this run among it
 
-A run that is held back waits beside the line, and its sentence says for what. It is looked at again in each tick.
+A run that is held back waits beside the line, its sentence says for what, and each tick looks at it again.
 """
 
 from __future__ import annotations

@@ -1,23 +1,22 @@
 """The scheduler: load → decide → write the intents, a few placements in a transaction → tell.
 
     runs wait, a node came, devices are free ── ring ─▶ tick
-        load      nodes, who has what, who waits           one read                        `queue_snapshot.py`
+        load      nodes, running runs, the queue           one read                        `queue_snapshot.py`
         decide    the difference to what was known         `planner_state.py`, pure beyond: `model/scheduling/`
         place     attempt + order + event, if it still waits   some in a transaction  ← the intent is durable here
         reserve   the engine, where the nodes are its own  outside of any transaction   `engine_reservations.py`
-        tell      the node's stream, the run's stream, those who are asked to make room
+        tell      the node's stream, the run's stream, runs that are asked to make room
 
 Killed anywhere in between, the next server finds either a run that waits or an order that was not taken, and goes on
-from there: nothing is started by memory.
+from there: nothing is started from memory. The planner is rebuilt from the database at the start, when a tick fails,
+and when the clock is set.
 
-The planner is memory that is made again from the database: at the start, when a tick fails, when the clock is set.
-
-Who has to leave so that another one finds room is asked to stop, in order, and goes on later.
+`Preemptor` asks runs to stop so that others find room; they go on later:
 
     decided ─▶ does the other one still wait? ─▶ StopReason.PREEMPT, by the server, with who for ─▶ its node
             its ranks write a checkpoint ─▶ attempt over: PREEMPTED ─▶ it waits again, as old as before
 
-What was decided on something that is so no more is left out: the next decision finds it so.
+A preemption whose reason is gone is left out; the next decision takes that into account.
 """
 
 from __future__ import annotations

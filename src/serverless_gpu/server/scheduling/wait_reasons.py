@@ -1,13 +1,12 @@
-"""What those who wait are told: the scheduler's planner is asked when somebody wants to know, by any thread.
+"""Reasons for which runs wait: requests and streams ask the scheduler's planner, from any thread.
 
     scheduler ── changes, decide ─▶ planner ◀── why, estimate ── requests, streams         one at a time, by a lock
-        └─ after the tick: who was asked about lately, and is told something else now ─▶ the hub wakes their streams
+        └─ after the tick: runs that were asked about lately, and whose reason changed ─▶ the hub wakes their streams
 
-Why a run waits costs a look at the queue (milliseconds, of 10,000), so it is worked out for those that somebody asks
-about, and kept until the next decision; of a long queue most are asked about by nobody. Where very many are asked
-about, what was worked out is kept for longer, so that it takes a small part of a core however many ask: with a thousand
-streams a place in the queue is up to 20 s old. All of it is memory: a server that starts says nothing until its
-scheduler has looked, which is its first act.
+A reason costs a look at the queue (milliseconds, of 10,000), so it is computed on request and kept until the next
+decision. Where very many runs are asked about, answers are kept for longer, so that computing them takes a small part
+of a core: with a thousand streams a place in the queue is up to 20 s old. All of it is memory: a server that starts
+gives no reasons until its scheduler has looked, which is its first act.
 """
 
 from __future__ import annotations

@@ -137,7 +137,8 @@ class Fetch:
                     raise
             except (OSError, StorageError) as error:
                 needed = sum(map(size_of, self._waiting.values()))
-                if not _was_full(error):
+                cause = error if isinstance(error, OSError) else error.__cause__
+                if not (isinstance(cause, OSError) and is_full(cause)):
                     if isinstance(error, StorageError):
                         raise
                     message = f"{error.filename or self._places.units} cannot be written: {error.strerror}."
@@ -236,8 +237,3 @@ def totals(units: Iterable[Unit]) -> ProgressPoint:
 def _read_small(path: Path) -> bytes:
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
         return file.read(_SMALL_FILE_BYTES)
-
-
-def _was_full(error: OSError | StorageError) -> bool:
-    cause = error if isinstance(error, OSError) else error.__cause__
-    return isinstance(cause, OSError) and is_full(cause)
