@@ -465,18 +465,16 @@ class FakeMlflow:
         name = parts.path.removeprefix(_PREFIX)
         try:
             if name.startswith(_FILES):
-                return self._file(method, unquote(name.removeprefix(_FILES)), body)
+                path = unquote(name.removeprefix(_FILES))
+                if method == "PUT":
+                    self.store.put_file(path, body)
+                    return _Reply(200, {})
+                return _Reply(200, self.store.file(path))
             query = {key: values[-1] for key, values in parse_qs(parts.query).items()}
             asked: dict[str, Any] = msgspec.json.decode(body) if body else dict(query)
             return _Reply(200, self.store.do(method, name.removeprefix("mlflow/"), asked))
         except Refusal as refusal:
             return _Reply(refusal.status, {"error_code": refusal.code, "message": refusal.message})
-
-    def _file(self, method: str, path: str, body: bytes) -> _Reply:
-        if method == "PUT":
-            self.store.put_file(path, body)
-            return _Reply(200, {})
-        return _Reply(200, self.store.file(path))
 
     def _listen(self) -> None:
         if self._placeholder is not None:

@@ -171,7 +171,9 @@ class StoreConformance:
         def read() -> None:
             seen.extend(store.get("gc/condemned") for _ in range(10))
 
-        _together([lambda version=version: write(version) for version in versions] + [read])
+        with ThreadPoolExecutor(len(versions) + 1) as pool:
+            for done in [*(pool.submit(write, version) for version in versions), pool.submit(read)]:
+                done.result()
         assert set(seen) <= set(versions)
         assert len(seen) == 10
         assert store.get("gc/condemned") in versions
@@ -193,9 +195,3 @@ def _raised(call: Callable[[], object], kind: type[Exception]) -> Exception | No
     except kind as error:
         return error
     return None
-
-
-def _together(calls: list[Callable[[], None]]) -> None:
-    with ThreadPoolExecutor(len(calls)) as pool:
-        for done in [pool.submit(call) for call in calls]:
-            done.result()

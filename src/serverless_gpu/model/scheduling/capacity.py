@@ -2,21 +2,13 @@
 
     group   nodes of one pool, platform, Python, owner, calendar: runs that may use one of them may use all
       index   of one type: nodes by how many devices are free ─▶ best fit is one look, not a walk over nodes
+      order   kept from pass to pass: only nodes that changed, or whose estimate expired, take new places
     reach   groups and types that a shape may use; found once, until nodes of another kind come
 
 The node that keeps the least free afterwards is taken, so that whole nodes stay whole for gangs. A node on which
 something is kept or promised leaves the index for the pass (`book`): what may start there still is asked of its book.
 
 Runs are remembered by node, also for nodes that are not there: devices are free when their run is gone, not before.
-
-Nodes, what is free on them, and which of them the same runs may use: what a floor is made of.
-
-Orders of nodes that are kept from pass to pass: only nodes that have changed are looked at again.
-
-    a node changes, or what was thought of it expires  ─▶ the node is stale in each order that it belongs to
-    a pass reads an order                              ─▶ stale nodes take new places; the others stay
-
-An order says what a look at every node would say. It saves these looks, and decides nothing.
 """
 
 from __future__ import annotations
@@ -50,303 +42,8 @@ Look = Callable[[_P, int], tuple[Row | None, float]]
 """Returns the row of a node at a time, None where the node is not in the order, and when that has to be asked again."""
 _REBUILT = 4
 """The order is sorted as a whole when more than one node in so many is stale."""
-
-
-class NodeOrder(Generic[_P]):
-    """Nodes of one group in one order.
-
-    members: the nodes of the group by identifier; the group changes it. look: what says where a node belongs. No two
-    nodes have the same row.
-    """
-
-    __slots__ = ("_expiries", "_look", "_members", "_rows", "_seen", "_stale")
-
-    def __init__(self, members: Mapping[str, _P], look: Look[_P]) -> None:
-        self._members, self._look = members, look
-        self._rows: list[Row] = []
-        self._seen: dict[str, tuple[Row | None, float]] = {}
-        self._stale = set(members)
-        self._expiries: list[tuple[float, str]] = []
-
-    def mark(self, node_id: str) -> None:
-        """Note that a node has changed, has come or has gone."""
-        self._stale.add(node_id)
-
-    def rows(self, now_ns: int) -> list[Row]:
-        """Return the rows as of now, sorted; not to be changed, and not to be kept."""
-        expiries, stale = self._expiries, self._stale
-        while expiries and expiries[0][0] <= now_ns:
-            stale.add(heapq.heappop(expiries)[1])
-        if stale:
-            self._refresh(now_ns, is_whole=_REBUILT * len(stale) > len(self._members))
-            stale.clear()
-        return self._rows
-
-    def _refresh(self, now_ns: int, *, is_whole: bool) -> None:
-        rows, seen = self._rows, self._seen
-        for node_id in self._stale:
-            before, _ = seen.pop(node_id, (None, 0.0))
-            if before is not None and not is_whole:
-                del rows[bisect_left(rows, before)]
-            if node_id not in self._members:
-                continue
-            row, expires_ns = seen[node_id] = self._look(self._members[node_id], now_ns)
-            if row is not None and not is_whole:
-                insort(rows, row)
-            if not math.isinf(expires_ns):
-                heapq.heappush(self._expiries, (expires_ns, node_id))
-        if is_whole:
-            self._rows = sorted(row for row, _ in seen.values() if row is not None)
-        if len(self._expiries) > 2 * len(seen):  # most of them are of rows that are gone
-            self._expiries = [(at, node_id) for node_id, (_, at) in seen.items() if not math.isinf(at)]
-            heapq.heapify(self._expiries)
-
-
 _ORDERS_MAX = 64
 """So many orders of a group's nodes are kept for each type; the one that was made first gives way."""
-
-
-class Index:
-    """Nodes of a group by what is free of one type."""
-
-    __slots__ = ("counts", "free", "rows", "totals", "whole")
-
-    def __init__(self) -> None:
-        self.counts: list[int] = []
-        self.free = 0
-        self.rows: dict[int, list[tuple[str, str, NodeDevices]]] = {}
-        self.whole: dict[int, list[tuple[str, str, NodeDevices]]] = {}
-        self.totals = Counter[int]()
-
-    def add(self, place: NodeDevices, free: int, usable: int) -> None:
-        """Enter a node of which so many devices are free, of those that there are to give."""
-        if free <= 0:
-            return
-        self.free += free
-        row = self.rows.get(free)
-        if row is None:
-            row = self.rows[free] = []
-            insort(self.counts, free)
-        insort(row, place.entry)
-        if free == usable:
-            insort(self.whole.setdefault(free, []), place.entry)
-
-    def remove(self, place: NodeDevices, free: int, usable: int) -> None:
-        """Take a node out."""
-        if free <= 0:
-            return
-        self.free -= free
-        row = self.rows[free]
-        del row[bisect_left(row, place.entry)]
-        if not row:
-            del self.rows[free]
-            del self.counts[bisect_left(self.counts, free)]
-        if free == usable:
-            whole = self.whole[free]
-            del whole[bisect_left(whole, place.entry)]
-            if not whole:
-                del self.whole[free]
-
-    def best(self, count: int, avoid: Container[str]) -> tuple[int, NodeDevices] | None:
-        """Return the node with the least left over for so many devices, and how many that are."""
-        for free in self.counts[bisect_left(self.counts, count) :]:
-            for _, node_id, place in self.rows[free]:
-                if node_id not in avoid:
-                    return free - count, place
-        return None
-
-    def most(self) -> Iterator[tuple[int, NodeDevices]]:
-        """Return nodes that have something free, and how much, the most first."""
-        for free in reversed(self.counts):
-            for *_, place in self.rows[free]:
-                yield free, place
-
-
-class NodeGroup:
-    """Nodes that the same runs may use."""
-
-    __slots__ = ("_kept", "claim", "index", "is_plain", "members", "number", "order", "sample")
-
-    def __init__(self, sample: Node, number: int) -> None:
-        # `sample`: one of its nodes: all of them are the same in what decides that.
-        self.sample, self.number = sample, number
-        self.is_plain = not sample.owner and sample.shared and sample.turns_ns is None  # no calendar has to be asked
-        self.claim = NO_CLAIM  # the highest claim to these nodes among waiting runs: those with less have to wait, too
-        self.members: dict[str, NodeDevices] = {}
-        self.order: list[tuple[str, str, NodeDevices]] = []
-        self.index: dict[str, Index] = {}
-        self._kept: dict[str, dict[object, NodeOrder[NodeDevices]]] = {}
-
-    def add(self, place: NodeDevices) -> None:
-        """Take a node in."""
-        self.members[place.node.id] = place
-        insort(self.order, place.entry)
-
-    def remove(self, place: NodeDevices) -> None:
-        """Let a node go."""
-        del self.members[place.node.id]
-        del self.order[bisect_left(self.order, place.entry)]
-        for gpu_type in self._kept:
-            self.mark(place, gpu_type)
-
-    def mark(self, place: NodeDevices, gpu_type: str) -> None:
-        """Note that what is free of a node has changed, or who has it."""
-        for order in self._kept.get(gpu_type, {}).values():
-            order.mark(place.node.id)
-
-    def rows(self, gpu_type: str, key: object, look: Look[NodeDevices], now_ns: int) -> list[Row]:
-        """Return the nodes in an order that is kept; `key` tells orders of a type apart, and belongs to `look`."""
-        kept = self._kept.setdefault(gpu_type, {})
-        order = kept.get(key)
-        if order is None:
-            if len(kept) >= _ORDERS_MAX:
-                del kept[next(iter(kept))]
-            order = kept[key] = NodeOrder(self.members, look)
-        return order.rows(now_ns)
-
-    def first(self, gpu_type: str, count: int, books: Container[tuple[str, str]]) -> NodeDevices | None:
-        """Return the first node by name that is large enough, is there, and of which nothing is promised."""
-        for _, node_id, place in self.order:
-            if place.node.total[gpu_type] >= count and not place.node.away and (node_id, gpu_type) not in books:
-                return place
-        return None
-
-    def types(self) -> list[str]:
-        """Return the types of which there is something."""
-        return sorted(name for name, index in self.index.items() if index.totals)
-
-    def rank(self, terms: Terms, wanted: QueuedRun, pool: Pool | None, now_ns: int) -> int | None:
-        """Return whether a run may start here now: first the owner's own nodes, last what is lent; None for no."""
-        if pool is None and self.is_plain:
-            return 0
-        if standing(wanted, self.sample, terms) > self.claim or not may_use(wanted, self.sample, terms, now_ns):
-            return None
-        return 1 if pool is not None else -1 if self.sample.owner and self.sample.owner == wanted.owner else 0
-
-
-class NodeDevices:
-    """A node, and who has what of it."""
-
-    __slots__ = ("entry", "free", "group", "node", "runs", "used")
-
-    def __init__(
-        self, node: Node, group: NodeGroup, runs: dict[str, dict[str, HeldDevices]], used: Counter[str]
-    ) -> None:
-        self.node, self.group, self.runs, self.used = node, group, runs, used
-        self.entry: tuple[str, str, NodeDevices] = (node.name, node.id, self)
-        self.free: dict[str, int] = {}
-
-    def count(self, gpu_type: str) -> int:
-        """Return how many devices are free now, as the node and its runs say."""
-        return max(0, self.usable(gpu_type) - self.used[gpu_type])
-
-    def usable(self, gpu_type: str) -> int:
-        """Return how many devices there are to give."""
-        return self.node.total.get(gpu_type, 0) - self.node.outside.get(gpu_type, 0)
-
-    def book(self, gpu_type: str, now_ns: int) -> PromiseBook:
-        """Return what is free when."""
-        until = [(held.until(now_ns), held.count) for held in self.runs.get(gpu_type, {}).values()]
-        free = self.free[gpu_type]
-        likely = DeviceTimeline(now_ns, free, [(at[0], count) for at, count in until if not math.isinf(at[0])])
-        bound = DeviceTimeline(now_ns, free, [(at[1], count) for at, count in until if not math.isinf(at[1])])
-        return PromiseBook(likely, bound)
-
-    def ready(self, gpu_type: str, count: int, now_ns: int) -> Readiness:
-        """Return when so many devices are free: likely, and at the latest; infinite where unknown."""
-        missing = count - self.free[gpu_type]
-        if missing <= 0:
-            return now_ns, now_ns, math.inf
-        held = self.runs.get(gpu_type, {}).values()
-        until = [(*one.until(now_ns), one.count) for one in held]
-        return (
-            _enough(sorted((likely, number) for likely, _, number in until), missing),
-            _enough(sorted((bound, number) for _, bound, number in until), missing),
-            _expires(held, [likely for likely, _, _ in until], now_ns),
-        )
-
-    def guessed(self, gpu_type: str, count: int, now_ns: int, medians: Medians) -> Readiness:
-        """Return when so many devices are free by a guess; at the latest, nobody can say."""
-        missing = count - self.free[gpu_type]
-        if missing <= 0:
-            return now_ns, math.inf, math.inf
-        held = self.runs.get(gpu_type, {}).values()
-        until = [(one.guess(now_ns, medians), one.count) for one in held]
-        return _enough(sorted(until), missing), math.inf, _expires(held, [at for at, _ in until], now_ns)
-
-
-Readiness = tuple[float, float, float]
-"""When devices are free, likely and at the latest, and until when that holds where nothing changes."""
-
-
-def _expires(held: Iterable[HeldDevices], ends: Iterable[float], now_ns: int) -> float:
-    """Return when somebody takes longer than was thought: with the time where somebody is over the limit already."""
-    is_over = any(one.bound_ns <= now_ns for one in held)
-    return now_ns + 1 if is_over else min(ends, default=math.inf)
-
-
-def _enough(releases: list[tuple[float, int]], missing: int) -> float:
-    for at, number in releases:
-        missing -= number
-        if missing <= 0:
-            return at
-    return math.inf
-
-
-def together(sizes: Mapping[int, int]) -> int:
-    """Return how many devices a gang has at most that has as many nodes as it may."""
-    most, nodes = 0, NODES_MAX
-    for size in sorted(sizes, reverse=True):
-        number = min(nodes, sizes[size])
-        most += size * number
-        nodes -= number
-    return most
-
-
-PartReady = tuple[float, float, int, str, str, NodeDevices]
-"""When devices of a node are free, likely and at the latest; how many are left over; its name and identifier; it."""
-Entry = tuple[NodeGroup, tuple[str, ...], Pool | None]
-Single = tuple[NodeDevices, tuple[str, ...], Pool | None]
-
-
-class ShapeNodes:
-    """The nodes that a shape may use."""
-
-    __slots__ = ("entries", "is_lent", "kind", "most", "singles", "weight", "whole")
-
-    def __init__(self, entries: list[Entry], singles: dict[str, Single]) -> None:
-        # `singles`: nodes apart from their groups, by identifier: the caller's own machine, or the only one that will
-        # do.
-        # `entries`: groups, with the types that will do and the pool that would lend them.
-        self.entries, self.singles = entries, singles
-        # `most`: the most that a gang on several nodes can ever have.
-        # `whole`: devices that make a whole node.
-        self.whole = self.most = 0
-        self.weight: float | None = None  # by what the waiting of a run is divided, once that was found out
-        groups = [(group.number, name) for group, types, _ in entries for name in types]
-        alone = [(place.group.number, name) for place, types, _ in singles.values() for name in types]
-        self.kind = frozenset((*groups, *alone))  # groups and types, by their numbers: who is in line for the same
-        # Whether some of it would be lent by a reserved pool.
-        self.is_lent = any(pool is not None for *_, pool in (*entries, *singles.values()))
-
-    def of(self, place: NodeDevices) -> tuple[tuple[str, ...], Pool | None] | None:
-        """Return the types that will do on a node, and who would lend them; None when it is out of reach."""
-        single = self.singles.get(place.node.id)
-        if single is not None:
-            return single[1], single[2]
-        for group, types, pool in self.entries:
-            if place.group is group:
-                return types, pool
-        return None
-
-    def places(self) -> Iterator[tuple[NodeDevices, tuple[str, ...], Pool | None]]:
-        """Return every node in reach."""
-        for group, types, pool in self.entries:
-            for place in group.members.values():
-                yield place, types, pool
-        yield from self.singles.values()
-
-
 _S = 1_000_000_000
 _REACHES_MAX = 10_000
 
@@ -636,3 +333,294 @@ def _stays(old: Node, new: Node) -> bool:
     """Return whether a node differs only in what is free of it."""
     fixed = (old.name, old.machine, dict(old.total)) == (new.name, new.machine, dict(new.total))
     return fixed and _group_key(old) == _group_key(new)
+
+
+class NodeOrder(Generic[_P]):
+    """Nodes of one group in one order.
+
+    members: the nodes of the group by identifier; the group changes it. look: what says where a node belongs. No two
+    nodes have the same row.
+    """
+
+    __slots__ = ("_expiries", "_look", "_members", "_rows", "_seen", "_stale")
+
+    def __init__(self, members: Mapping[str, _P], look: Look[_P]) -> None:
+        self._members, self._look = members, look
+        self._rows: list[Row] = []
+        self._seen: dict[str, tuple[Row | None, float]] = {}
+        self._stale = set(members)
+        self._expiries: list[tuple[float, str]] = []
+
+    def mark(self, node_id: str) -> None:
+        """Note that a node has changed, has come or has gone."""
+        self._stale.add(node_id)
+
+    def rows(self, now_ns: int) -> list[Row]:
+        """Return the rows as of now, sorted; not to be changed, and not to be kept."""
+        expiries, stale = self._expiries, self._stale
+        while expiries and expiries[0][0] <= now_ns:
+            stale.add(heapq.heappop(expiries)[1])
+        if stale:
+            self._refresh(now_ns, is_whole=_REBUILT * len(stale) > len(self._members))
+            stale.clear()
+        return self._rows
+
+    def _refresh(self, now_ns: int, *, is_whole: bool) -> None:
+        rows, seen = self._rows, self._seen
+        for node_id in self._stale:
+            before, _ = seen.pop(node_id, (None, 0.0))
+            if before is not None and not is_whole:
+                del rows[bisect_left(rows, before)]
+            if node_id not in self._members:
+                continue
+            row, expires_ns = seen[node_id] = self._look(self._members[node_id], now_ns)
+            if row is not None and not is_whole:
+                insort(rows, row)
+            if not math.isinf(expires_ns):
+                heapq.heappush(self._expiries, (expires_ns, node_id))
+        if is_whole:
+            self._rows = sorted(row for row, _ in seen.values() if row is not None)
+        if len(self._expiries) > 2 * len(seen):  # most of them are of rows that are gone
+            self._expiries = [(at, node_id) for node_id, (_, at) in seen.items() if not math.isinf(at)]
+            heapq.heapify(self._expiries)
+
+
+class Index:
+    """Nodes of a group by what is free of one type."""
+
+    __slots__ = ("counts", "free", "rows", "totals", "whole")
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+        self.free = 0
+        self.rows: dict[int, list[tuple[str, str, NodeDevices]]] = {}
+        self.whole: dict[int, list[tuple[str, str, NodeDevices]]] = {}
+        self.totals = Counter[int]()
+
+    def add(self, place: NodeDevices, free: int, usable: int) -> None:
+        """Enter a node of which so many devices are free, of those that there are to give."""
+        if free <= 0:
+            return
+        self.free += free
+        row = self.rows.get(free)
+        if row is None:
+            row = self.rows[free] = []
+            insort(self.counts, free)
+        insort(row, place.entry)
+        if free == usable:
+            insort(self.whole.setdefault(free, []), place.entry)
+
+    def remove(self, place: NodeDevices, free: int, usable: int) -> None:
+        """Take a node out."""
+        if free <= 0:
+            return
+        self.free -= free
+        row = self.rows[free]
+        del row[bisect_left(row, place.entry)]
+        if not row:
+            del self.rows[free]
+            del self.counts[bisect_left(self.counts, free)]
+        if free == usable:
+            whole = self.whole[free]
+            del whole[bisect_left(whole, place.entry)]
+            if not whole:
+                del self.whole[free]
+
+    def best(self, count: int, avoid: Container[str]) -> tuple[int, NodeDevices] | None:
+        """Return the node with the least left over for so many devices, and how many that are."""
+        for free in self.counts[bisect_left(self.counts, count) :]:
+            for _, node_id, place in self.rows[free]:
+                if node_id not in avoid:
+                    return free - count, place
+        return None
+
+    def most(self) -> Iterator[tuple[int, NodeDevices]]:
+        """Return nodes that have something free, and how much, the most first."""
+        for free in reversed(self.counts):
+            for *_, place in self.rows[free]:
+                yield free, place
+
+
+class NodeGroup:
+    """Nodes that the same runs may use."""
+
+    __slots__ = ("_kept", "claim", "index", "is_plain", "members", "number", "order", "sample")
+
+    def __init__(self, sample: Node, number: int) -> None:
+        # `sample`: one of its nodes: all of them are the same in what decides that.
+        self.sample, self.number = sample, number
+        self.is_plain = not sample.owner and sample.shared and sample.turns_ns is None  # no calendar has to be asked
+        self.claim = NO_CLAIM  # the highest claim to these nodes among waiting runs: those with less have to wait, too
+        self.members: dict[str, NodeDevices] = {}
+        self.order: list[tuple[str, str, NodeDevices]] = []
+        self.index: dict[str, Index] = {}
+        self._kept: dict[str, dict[object, NodeOrder[NodeDevices]]] = {}
+
+    def add(self, place: NodeDevices) -> None:
+        """Take a node in."""
+        self.members[place.node.id] = place
+        insort(self.order, place.entry)
+
+    def remove(self, place: NodeDevices) -> None:
+        """Let a node go."""
+        del self.members[place.node.id]
+        del self.order[bisect_left(self.order, place.entry)]
+        for gpu_type in self._kept:
+            self.mark(place, gpu_type)
+
+    def mark(self, place: NodeDevices, gpu_type: str) -> None:
+        """Note that what is free of a node has changed, or who has it."""
+        for order in self._kept.get(gpu_type, {}).values():
+            order.mark(place.node.id)
+
+    def rows(self, gpu_type: str, key: object, look: Look[NodeDevices], now_ns: int) -> list[Row]:
+        """Return the nodes in an order that is kept; `key` tells orders of a type apart, and belongs to `look`."""
+        kept = self._kept.setdefault(gpu_type, {})
+        order = kept.get(key)
+        if order is None:
+            if len(kept) >= _ORDERS_MAX:
+                del kept[next(iter(kept))]
+            order = kept[key] = NodeOrder(self.members, look)
+        return order.rows(now_ns)
+
+    def first(self, gpu_type: str, count: int, books: Container[tuple[str, str]]) -> NodeDevices | None:
+        """Return the first node by name that is large enough, is there, and of which nothing is promised."""
+        for _, node_id, place in self.order:
+            if place.node.total[gpu_type] >= count and not place.node.away and (node_id, gpu_type) not in books:
+                return place
+        return None
+
+    def types(self) -> list[str]:
+        """Return the types of which there is something."""
+        return sorted(name for name, index in self.index.items() if index.totals)
+
+    def rank(self, terms: Terms, wanted: QueuedRun, pool: Pool | None, now_ns: int) -> int | None:
+        """Return whether a run may start here now: first the owner's own nodes, last what is lent; None for no."""
+        if pool is None and self.is_plain:
+            return 0
+        if standing(wanted, self.sample, terms) > self.claim or not may_use(wanted, self.sample, terms, now_ns):
+            return None
+        return 1 if pool is not None else -1 if self.sample.owner and self.sample.owner == wanted.owner else 0
+
+
+class NodeDevices:
+    """A node, and who has what of it."""
+
+    __slots__ = ("entry", "free", "group", "node", "runs", "used")
+
+    def __init__(
+        self, node: Node, group: NodeGroup, runs: dict[str, dict[str, HeldDevices]], used: Counter[str]
+    ) -> None:
+        self.node, self.group, self.runs, self.used = node, group, runs, used
+        self.entry: tuple[str, str, NodeDevices] = (node.name, node.id, self)
+        self.free: dict[str, int] = {}
+
+    def count(self, gpu_type: str) -> int:
+        """Return how many devices are free now, as the node and its runs say."""
+        return max(0, self.usable(gpu_type) - self.used[gpu_type])
+
+    def usable(self, gpu_type: str) -> int:
+        """Return how many devices there are to give."""
+        return self.node.total.get(gpu_type, 0) - self.node.outside.get(gpu_type, 0)
+
+    def book(self, gpu_type: str, now_ns: int) -> PromiseBook:
+        """Return what is free when."""
+        until = [(held.until(now_ns), held.count) for held in self.runs.get(gpu_type, {}).values()]
+        free = self.free[gpu_type]
+        likely = DeviceTimeline(now_ns, free, [(at[0], count) for at, count in until if not math.isinf(at[0])])
+        bound = DeviceTimeline(now_ns, free, [(at[1], count) for at, count in until if not math.isinf(at[1])])
+        return PromiseBook(likely, bound)
+
+    def ready(self, gpu_type: str, count: int, now_ns: int) -> Readiness:
+        """Return when so many devices are free: likely, and at the latest; infinite where unknown."""
+        missing = count - self.free[gpu_type]
+        if missing <= 0:
+            return now_ns, now_ns, math.inf
+        held = self.runs.get(gpu_type, {}).values()
+        until = [(*one.until(now_ns), one.count) for one in held]
+        return (
+            _enough(sorted((likely, number) for likely, _, number in until), missing),
+            _enough(sorted((bound, number) for _, bound, number in until), missing),
+            _expires(held, [likely for likely, _, _ in until], now_ns),
+        )
+
+    def guessed(self, gpu_type: str, count: int, now_ns: int, medians: Medians) -> Readiness:
+        """Return when so many devices are free by a guess; at the latest, nobody can say."""
+        missing = count - self.free[gpu_type]
+        if missing <= 0:
+            return now_ns, math.inf, math.inf
+        held = self.runs.get(gpu_type, {}).values()
+        until = [(one.guess(now_ns, medians), one.count) for one in held]
+        return _enough(sorted(until), missing), math.inf, _expires(held, [at for at, _ in until], now_ns)
+
+
+Readiness = tuple[float, float, float]
+"""When devices are free, likely and at the latest, and until when that holds where nothing changes."""
+
+
+def _expires(held: Iterable[HeldDevices], ends: Iterable[float], now_ns: int) -> float:
+    """Return when somebody takes longer than was thought: with the time where somebody is over the limit already."""
+    is_over = any(one.bound_ns <= now_ns for one in held)
+    return now_ns + 1 if is_over else min(ends, default=math.inf)
+
+
+def _enough(releases: list[tuple[float, int]], missing: int) -> float:
+    for at, number in releases:
+        missing -= number
+        if missing <= 0:
+            return at
+    return math.inf
+
+
+def together(sizes: Mapping[int, int]) -> int:
+    """Return how many devices a gang has at most that has as many nodes as it may."""
+    most, nodes = 0, NODES_MAX
+    for size in sorted(sizes, reverse=True):
+        number = min(nodes, sizes[size])
+        most += size * number
+        nodes -= number
+    return most
+
+
+PartReady = tuple[float, float, int, str, str, NodeDevices]
+"""When devices of a node are free, likely and at the latest; how many are left over; its name and identifier; it."""
+Entry = tuple[NodeGroup, tuple[str, ...], Pool | None]
+Single = tuple[NodeDevices, tuple[str, ...], Pool | None]
+
+
+class ShapeNodes:
+    """The nodes that a shape may use."""
+
+    __slots__ = ("entries", "is_lent", "kind", "most", "singles", "weight", "whole")
+
+    def __init__(self, entries: list[Entry], singles: dict[str, Single]) -> None:
+        # `singles`: nodes apart from their groups, by identifier: the caller's own machine, or the only one that will
+        # do.
+        # `entries`: groups, with the types that will do and the pool that would lend them.
+        self.entries, self.singles = entries, singles
+        # `most`: the most that a gang on several nodes can ever have.
+        # `whole`: devices that make a whole node.
+        self.whole = self.most = 0
+        self.weight: float | None = None  # by what the waiting of a run is divided, once that was found out
+        groups = [(group.number, name) for group, types, _ in entries for name in types]
+        alone = [(place.group.number, name) for place, types, _ in singles.values() for name in types]
+        self.kind = frozenset((*groups, *alone))  # groups and types, by their numbers: who is in line for the same
+        # Whether some of it would be lent by a reserved pool.
+        self.is_lent = any(pool is not None for *_, pool in (*entries, *singles.values()))
+
+    def of(self, place: NodeDevices) -> tuple[tuple[str, ...], Pool | None] | None:
+        """Return the types that will do on a node, and who would lend them; None when it is out of reach."""
+        single = self.singles.get(place.node.id)
+        if single is not None:
+            return single[1], single[2]
+        for group, types, pool in self.entries:
+            if place.group is group:
+                return types, pool
+        return None
+
+    def places(self) -> Iterator[tuple[NodeDevices, tuple[str, ...], Pool | None]]:
+        """Return every node in reach."""
+        for group, types, pool in self.entries:
+            for place in group.members.values():
+                yield place, types, pool
+        yield from self.singles.values()

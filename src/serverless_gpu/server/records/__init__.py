@@ -1,4 +1,4 @@
-"""SQL and row values, a module per noun; those of runs, attempts and crews are in `runs/`.
+"""Repositories: SQL and row values, a module per noun: runs, attempts, crews, nodes, charges, principals and so on.
 
-Every function takes a connection; services call them in their transactions. Start with `runs/runs.py`.
+Every function takes a connection; services call them in their transactions. Start with `runs.py`.
 """
