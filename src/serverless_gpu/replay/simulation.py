@@ -193,7 +193,7 @@ class PlannerReplay:
         self._spans: Spans = [[] for _ in jobs]
         self._ended = 0
         self._planner = Planner(_of_cluster(scheduling, cluster))
-        self._planner.apply(_floor(cluster))
+        self._planner.apply(_nodes_of(cluster))
 
     def run(self) -> Spans:
         """Return when each job had its GPUs."""
@@ -300,7 +300,7 @@ def _of_cluster(scheduling: QueuePolicy, cluster: Cluster) -> QueuePolicy:
     return msgspec.structs.replace(scheduling, **told)
 
 
-def _floor(cluster: Cluster) -> list[Change]:
+def _nodes_of(cluster: Cluster) -> list[Change]:
     pools: list[Change] = [PoolSeen(pool) for pool in cluster.pools]
     nodes = [
         NodeSeen(Node(id=each.name, name=each.name, pool=each.pool, total={each.gpu_type: each.gpus}))

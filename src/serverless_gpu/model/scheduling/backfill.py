@@ -43,18 +43,18 @@ Chosen = list[tuple[NodeDevices, str, int]]
 class Seeker:
     """A gang that is blocked looks for where it will start.
 
-    floor: what there is. wanted: the run. ask: what it asks for. now_ns: the time. by_guess: whether it goes by a guess
+    capacity: what there is. wanted: the run. ask: what it asks for. now_ns: the time. by_guess: whether it goes by a guess
     where nobody can say when somebody leaves.
     """
 
     def __init__(
-        self, floor: Capacity, wanted: QueuedRun, ask: TimedShape, now_ns: int, *, by_guess: bool = False
+        self, capacity: Capacity, wanted: QueuedRun, ask: TimedShape, now_ns: int, *, by_guess: bool = False
     ) -> None:
-        self._floor, self._wanted, self._ask, self._now_ns = floor, wanted, ask, now_ns
+        self._floor, self._wanted, self._ask, self._now_ns = capacity, wanted, ask, now_ns
         self._by_guess = by_guess
         self._count = ask.shape.gpus
         self._likely_ns, self._limit_ns = ask.spans(wanted)
-        self._is_several = is_several(floor, wanted, ask)
+        self._is_several = is_several(capacity, wanted, ask)
         self._closing: set[int] = set()  # groups of nodes that change hands before it would be over
 
     # --- promises ---
@@ -188,9 +188,9 @@ class Seeker:
 
     def _groups(self) -> Iterator[tuple[NodeGroup, str]]:
         """Yield groups of nodes, and types, that it may use now."""
-        floor, wanted = self._floor, self._wanted
-        for group, types, pool in floor.reach(self._ask.shape).entries:
-            if id(group) not in self._closing and group.rank(floor.terms, wanted, pool, self._now_ns) is not None:
+        capacity, wanted = self._floor, self._wanted
+        for group, types, pool in capacity.reach(self._ask.shape).entries:
+            if id(group) not in self._closing and group.rank(capacity.terms, wanted, pool, self._now_ns) is not None:
                 for name in types:
                     yield group, name
 
@@ -219,8 +219,8 @@ class Seeker:
 
         `count` None means a whole node, and 0 for a part of a gang all that the node has to give.
         """
-        floor, now_ns, by_guess = self._floor, self._now_ns, self._by_guess
-        medians = floor.medians
+        capacity, now_ns, by_guess = self._floor, self._now_ns, self._by_guess
+        medians = capacity.medians
 
         def look(where: NodeDevices, at_ns: int) -> tuple[PartReady | None, float]:
             there = where.usable(gpu_type) if is_part else where.node.total[gpu_type]
@@ -239,7 +239,7 @@ class Seeker:
             return (likely, bound, left, *where.entry), expires_ns
 
         for likely, bound, left, name, node_id, where in group.rows(gpu_type, (count, is_part, by_guess), look, now_ns):
-            if (node_id, gpu_type) not in floor.books:
+            if (node_id, gpu_type) not in capacity.books:
                 yield max(likely, now_ns), max(bound, now_ns), left, name, node_id, where
 
     def _soonest(self, kind: Kind) -> tuple[tuple[float, int], list[Need]] | None:
@@ -365,20 +365,20 @@ class Seeker:
 
     def _candidates(self) -> Iterator[tuple[NodeDevices, str]]:
         """Yield nodes among which is the one that lacks the fewest devices: of a group the one with the most free."""
-        floor, shape = self._floor, self._ask.shape
-        reach = floor.reach(shape)
-        if self._count is None or reach.is_lent or reach.singles or not floor.is_plain:
+        capacity, shape = self._floor, self._ask.shape
+        reach = capacity.reach(shape)
+        if self._count is None or reach.is_lent or reach.singles or not capacity.is_plain:
             yield from self._usable()
             return
         for group, types, _ in reach.entries:
             for name in types:
                 fits = (place for _, place in group.index[name].most() if place.node.total[name] >= self._count)
-                found = next(fits, None) or group.first(name, self._count, floor.books)
+                found = next(fits, None) or group.first(name, self._count, capacity.books)
                 if found is not None:
                     yield found, name
-        for node_id, name in floor.books:
-            if self._is_usable(floor.places[node_id], name):
-                yield floor.places[node_id], name
+        for node_id, name in capacity.books:
+            if self._is_usable(capacity.places[node_id], name):
+                yield capacity.places[node_id], name
 
     def _is_near(self, count: float) -> bool:
         """Return whether so many devices may be free where it could be; a quick look, before nodes are compared."""

@@ -219,7 +219,7 @@ class Capacity:
                 place.group.index[gpu_type].add(place, place.free[gpu_type], place.usable(gpu_type))
 
     def forecast(self) -> Capacity:
-        """Return a floor on which promises are tried: they leave this one as it is."""
+        """Return a capacity on which promises are tried: they leave this one as it is."""
         other = copy.copy(self)
         other.books, other._is_forecast = {}, True
         return other

@@ -64,7 +64,7 @@ class Clearing:
     def __init__(self, state: PlannerState, start: Start) -> None:
         self._state, self._start = state, start
         self._vain: set[object] = set()
-        self._hosts = [group for group in state.floor.groups.values() if _has_guests(group, state)]
+        self._hosts = [group for group in state.capacity.groups.values() if _has_guests(group, state)]
         self._host_ids = {id(group) for group in self._hosts}
         self._claims: list[Claim] | None = None
         self._is_last = not self._hosts
@@ -85,7 +85,7 @@ class Clearing:
             wanted, ask = found[0], found[1].ask
             missing = [self._missing(wanted, ask, share) for share in shares]
             is_whole = ask.shape.gpus is None or ask.shape.gpus == sum(share.count for share in shares)
-            is_coming = None not in missing and is_whole and are_one(state.floor, shares)
+            is_coming = None not in missing and is_whole and are_one(state.capacity, shares)
             if is_coming and any(missing):
                 self._keep(run_id, shares)
                 continue
@@ -101,9 +101,12 @@ class Clearing:
     def clear(self, wanted: QueuedRun, ask: TimedShape) -> bool:
         """Ask others to leave for a run that is blocked; return whether room is made for it."""
         state = self._state
-        key = (ask.shape, "" if state.floor.is_plain else wanted.owner)  # what a class may not, those after it may not
+        key = (
+            ask.shape,
+            "" if state.capacity.is_plain else wanted.owner,
+        )  # what a class may not, those after it may not
         is_late = self._looked >= LOOKED_MAX or len(state.clearing) >= state.policy.reservations
-        if not state.floor.leavers or is_late or key in self._vain or self._is_guest_soon(wanted, ask):
+        if not state.capacity.leavers or is_late or key in self._vain or self._is_guest_soon(wanted, ask):
             return False
         found = self._search(wanted, ask)
         if not found.shares:
@@ -125,9 +128,9 @@ class Clearing:
         """
         state = self._state
         for held in self._stayers:
-            state.floor.give(state.running[held.wanted.run_id])
+            state.capacity.give(state.running[held.wanted.run_id])
             state.running[held.wanted.run_id] = held
-            state.floor.take(held)
+            state.capacity.take(held)
         for run_id in self._cleared:
             if state.clearing.pop(run_id, None) is not None:
                 del state.reservations[run_id]
@@ -138,8 +141,8 @@ class Clearing:
             return False
         if self._claims is None:
             self._claims = _claims(self._state, self._hosts)
-        terms, now_ns = self._state.floor.terms, self._state.now_ns
-        for group, types, _ in self._state.floor.reach(ask.shape).entries:
+        terms, now_ns = self._state.capacity.terms, self._state.now_ns
+        for group, types, _ in self._state.capacity.reach(ask.shape).entries:
             if id(group) not in self._host_ids or not may_use(wanted, group.sample, terms, now_ns):
                 continue
             claim = self._claims[self._hosts.index(group)]
@@ -150,11 +153,11 @@ class Clearing:
     def _search(self, wanted: QueuedRun, ask: TimedShape) -> PreemptionPlan:
         """Return who has to leave for a run, of the first nodes that lack the fewest devices."""
         state = self._state
-        if is_several(state.floor, wanted, ask):
+        if is_several(state.capacity, wanted, ask):
             found = [self._site(where, name, ask) for where, name in self._parts(wanted, ask)]
             self._looked += len(found)
             sites = [site for site in found if site is not None]
-            return room(wanted, sites, state.floor.terms, state.now_ns) or PreemptionPlan()
+            return room(wanted, sites, state.capacity.terms, state.now_ns) or PreemptionPlan()
         ripe: list[Site] = []
         green: list[Site] = []
         for where, name in self._nodes(wanted, ask):
@@ -164,15 +167,15 @@ class Clearing:
                 (ripe if self._is_ripe(wanted, site) else green).append(site)
             if len(ripe) >= SITES_MAX or self._looked >= LOOKED_MAX:
                 break
-        return room(wanted, ripe or green[:SITES_MAX], state.floor.terms, state.now_ns) or PreemptionPlan()
+        return room(wanted, ripe or green[:SITES_MAX], state.capacity.terms, state.now_ns) or PreemptionPlan()
 
     def _nodes(self, wanted: QueuedRun, ask: TimedShape) -> Iterator[tuple[NodeDevices, str]]:
         """Yield nodes that a run may use where enough could get free, those that lack the fewest devices first."""
-        floor, count = self._state.floor, ask.shape.gpus
-        reach, leavers = floor.reach(ask.shape), floor.leavers
+        capacity, count = self._state.capacity, ask.shape.gpus
+        reach, leavers = capacity.reach(ask.shape), capacity.leavers
         orders: list[list[Row]] = []
         for group, types, pool in reach.entries:
-            if group.rank(floor.terms, wanted, pool, self._state.now_ns) is not None:
+            if group.rank(capacity.terms, wanted, pool, self._state.now_ns) is not None:
                 orders += [self._order(group, name, is_whole=count is None) for name in types]
         beside: list[Row] = []
         for where, *_ in reach.singles.values():
@@ -188,7 +191,7 @@ class Clearing:
 
     def _order(self, group: NodeGroup, gpu_type: str, *, is_whole: bool) -> list[Row]:
         """Return the nodes of a group where somebody could leave, those that lack the fewest devices first."""
-        counts = self._state.floor.leavers.counts
+        counts = self._state.capacity.leavers.counts
 
         def look(where: NodeDevices, _now_ns: int) -> tuple[Row | None, float]:
             is_there = (where.node.id, gpu_type) in counts
@@ -198,7 +201,7 @@ class Clearing:
 
     def _parts(self, wanted: QueuedRun, ask: TimedShape) -> list[tuple[NodeDevices, str]]:
         """Return nodes of which a gang on several could have some, those on which an attempt failed last of all."""
-        usable = gang_placement.usable(self._state.floor, wanted, ask, self._state.now_ns)
+        usable = gang_placement.usable(self._state.capacity, wanted, ask, self._state.now_ns)
         found = [(where, name) for where, name in usable if where.node.crews and where.usable(name) > 0]
         well = [entry for entry in found if entry[0].node.id not in wanted.avoid]
         several = well if sum(where.usable(name) for where, name in well) >= (wanted.gpus or 0) else found
@@ -206,8 +209,8 @@ class Clearing:
 
     def _site(self, where: NodeDevices, gpu_type: str, ask: TimedShape) -> Site | None:
         """Return a node with those who are there; None where somebody waits for what gets free by itself."""
-        floor, count = self._state.floor, ask.shape.gpus
-        book = floor.books.get((where.node.id, gpu_type))
+        capacity, count = self._state.capacity, ask.shape.gpus
+        book = capacity.books.get((where.node.id, gpu_type))
         if book is not None and not all(run_id in self._state.clearing for run_id, _ in book.names):
             return None
         total = where.node.total[gpu_type]
@@ -215,13 +218,13 @@ class Clearing:
             node=where.node,
             gpu_type=gpu_type,
             need=total if count is None else min(count, total if count <= total else where.usable(gpu_type)),
-            free=gang_placement.unkept(floor, where, gpu_type) + floor.leavers.leaving(where.node.id, gpu_type),
+            free=gang_placement.unkept(capacity, where, gpu_type) + capacity.leavers.leaving(where.node.id, gpu_type),
             holders=tuple(held.running for held in where.runs.get(gpu_type, {}).values()),
         )
 
     def _is_ripe(self, wanted: QueuedRun, site: Site) -> bool:
         """Return whether enough may be asked to leave a node now."""
-        terms, now_ns = self._state.floor.terms, self._state.now_ns
+        terms, now_ns = self._state.capacity.terms, self._state.now_ns
         missing = site.need - site.free
         for running in site.holders:
             if missing <= 0:
@@ -235,37 +238,37 @@ class Clearing:
     def _ask(self, preemption: Preemption) -> None:
         state = self._state
         held = state.running[preemption.run_id]
-        state.floor.give(held)
+        state.capacity.give(held)
         leaving = state.running[preemption.run_id] = msgspec.structs.replace(
             held, is_leaving=True, leaving_ns=state.now_ns
         )
-        state.floor.take(leaving)
+        state.capacity.take(leaving)
         self._stayers.append(held)
         self.preemptions.append(preemption)
 
     def _keep(self, run_id: str, shares: tuple[DeviceShare, ...]) -> None:
         state = self._state
         for share in shares:
-            book = state.floor.book(state.floor.places[share.node_id], share.gpu_type, state.now_ns)
+            book = state.capacity.book(state.capacity.places[share.node_id], share.gpu_type, state.now_ns)
             book.keep(run_id, share.count, state.now_ns)
         state.reservations[run_id] = Reservation(run_id=run_id, shares=shares, at_ns=None, is_bound=False)
 
     def _missing(self, wanted: QueuedRun, ask: TimedShape, share: DeviceShare) -> int | None:
         """Return how many devices of a share have yet to be given back; None when it will not come."""
         state = self._state
-        where = state.floor.places.get(share.node_id)
-        found = None if where is None else state.floor.reach(ask.shape).of(where)
+        where = state.capacity.places.get(share.node_id)
+        found = None if where is None else state.capacity.reach(ask.shape).of(where)
         if where is None or found is None or share.gpu_type not in found[0] or where.node.away:
             return None
-        if not may_use(wanted, where.node, state.floor.terms, state.now_ns):
+        if not may_use(wanted, where.node, state.capacity.terms, state.now_ns):
             return None
-        missing = share.count - gang_placement.unkept(state.floor, where, share.gpu_type)
-        return None if missing > state.floor.leavers.leaving(share.node_id, share.gpu_type) else max(0, missing)
+        missing = share.count - gang_placement.unkept(state.capacity, where, share.gpu_type)
+        return None if missing > state.capacity.leavers.leaving(share.node_id, share.gpu_type) else max(0, missing)
 
     def _types(self, wanted: QueuedRun, ask: TimedShape, where: NodeDevices) -> tuple[str, ...]:
         """Return the types that a run may use on a node now."""
-        found = self._state.floor.reach(ask.shape).of(where)
-        if found is None or where.group.rank(self._state.floor.terms, wanted, found[1], self._state.now_ns) is None:
+        found = self._state.capacity.reach(ask.shape).of(where)
+        if found is None or where.group.rank(self._state.capacity.terms, wanted, found[1], self._state.now_ns) is None:
             return ()
         return found[0]
 
@@ -281,7 +284,7 @@ def _has_room(group: NodeGroup, types: tuple[str, ...], wanted: QueuedRun) -> bo
 
 def close_to_guests(state: PlannerState) -> list[NodeGroup]:
     """Let nobody in who has no right to be on a node; return groups of nodes that may have guests."""
-    hosts = [group for group in state.floor.groups.values() if _has_guests(group, state)]
+    hosts = [group for group in state.capacity.groups.values() if _has_guests(group, state)]
     for group in hosts:
         group.claim = FULL_CLAIM
     return hosts
@@ -305,7 +308,7 @@ def open_to_guests(state: PlannerState, hosts: list[NodeGroup]) -> bool:
 
 def _claims(state: PlannerState, hosts: list[NodeGroup]) -> list[Claim]:
     """Return the most right to each group of nodes that anybody has who waits and could be there."""
-    floor, claims = state.floor, [NO_CLAIM] * len(hosts)
+    capacity, claims = state.capacity, [NO_CLAIM] * len(hosts)
     owners = {group.sample.owner for group in hosts if group.sample.owner_first}
     open_claims = set(range(len(hosts)))
     for line in state.queue.lines():
@@ -313,22 +316,22 @@ def _claims(state: PlannerState, hosts: list[NodeGroup]) -> list[Claim]:
             break  # no run has more right to any of them
         if not (line.ask.shape.pool or line.owner in owners):
             continue  # a run that names no pool and whose owner has no node has no more right than any other guest
-        wanted, reach = line.rows[0][2], floor.reach(line.ask.shape)
-        rights = {number: standing(wanted, hosts[number].sample, floor.terms) for number in open_claims}
+        wanted, reach = line.rows[0][2], capacity.reach(line.ask.shape)
+        rights = {number: standing(wanted, hosts[number].sample, capacity.terms) for number in open_claims}
         more = [number for number, right in rights.items() if right < claims[number]]
-        if not more or not could_be(floor, wanted, line.ask):
+        if not more or not could_be(capacity, wanted, line.ask):
             continue
         within = {id(group) for group, *_ in reach.entries} | {id(one.group) for one, *_ in reach.singles.values()}
         for number in more:
             sample = hosts[number].sample
-            if id(hosts[number]) in within and may_use(wanted, sample, floor.terms, state.now_ns):
+            if id(hosts[number]) in within and may_use(wanted, sample, capacity.terms, state.now_ns):
                 claims[number] = rights[number]
                 open_claims -= {number} if claims[number] == FULL_CLAIM else set()
     return claims
 
 
 def _has_guests(group: NodeGroup, state: PlannerState) -> bool:
-    pool = state.floor.terms.pools.get(group.sample.pool)
+    pool = state.capacity.terms.pools.get(group.sample.pool)
     lends = pool is not None and pool.reserved and pool.lends
     return lends or (group.sample.owner_first and bool(group.sample.owner))
 

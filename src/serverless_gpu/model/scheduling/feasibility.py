@@ -34,25 +34,27 @@ NO_GPU_REMEDY = '; gpu_type="CPU" runs on CPU slots'
 ELSEWHERE_REMEDY = '; env="snapshot" takes them along'
 
 
-def impossible(floor: Capacity, wanted: QueuedRun, ask: TimedShape) -> str:
+def impossible(capacity: Capacity, wanted: QueuedRun, ask: TimedShape) -> str:
     """Return why nothing that has joined can ever serve a run, or "" when something can."""
-    if not floor.places:
+    if not capacity.places:
         return "no node has joined this server yet"
-    return "" if could_be(floor, wanted, ask) else _sentence(floor, wanted)
+    return "" if could_be(capacity, wanted, ask) else _sentence(capacity, wanted)
 
 
-def could_be(floor: Capacity, wanted: QueuedRun, ask: TimedShape) -> bool:
+def could_be(capacity: Capacity, wanted: QueuedRun, ask: TimedShape) -> bool:
     """Return whether something that has joined can serve a run."""
-    if any((wanted.gpus or 1) <= size for _, size in sizes(floor, wanted, ask)):
+    if any((wanted.gpus or 1) <= size for _, size in sizes(capacity, wanted, ask)):
         return True
     if not ask.shape.several or wanted.gpus is None:
         return False
-    return max(most(floor, wanted, ask).values(), default=0) >= wanted.gpus
+    return max(most(capacity, wanted, ask).values(), default=0) >= wanted.gpus
 
 
-def _sentence(floor: Capacity, wanted: QueuedRun) -> str:
-    nodes = [place.node for place in sorted(floor.places.values(), key=lambda place: (place.node.name, place.node.id))]
-    admitted = [node for node in nodes if _admits(floor, node, wanted)]
+def _sentence(capacity: Capacity, wanted: QueuedRun) -> str:
+    nodes = [
+        place.node for place in sorted(capacity.places.values(), key=lambda place: (place.node.name, place.node.id))
+    ]
+    admitted = [node for node in nodes if _admits(capacity, node, wanted)]
     open_to = [node for node in admitted if is_open(wanted, node)]
     if admitted and not open_to:
         owners = sorted({node.owner for node in admitted if node.owner})
@@ -61,23 +63,23 @@ def _sentence(floor: Capacity, wanted: QueuedRun) -> str:
             return f"{first}: others need resume=True there"
         return f"every node that would do is its owner's alone: {', '.join(owners) or 'nobody else may use it'}"
     if not open_to:
-        return _nowhere(floor, wanted, nodes)
+        return _nowhere(capacity, wanted, nodes)
     anywhere = msgspec.structs.replace(wanted, machine="")
-    beyond = [node for node in nodes if _admits(floor, node, anywhere) and is_open(wanted, node)]
+    beyond = [node for node in nodes if _admits(capacity, node, anywhere) and is_open(wanted, node)]
     return _lacking(wanted, open_to) + _instead(wanted, beyond)
 
 
-def _admits(floor: Capacity, node: Node, wanted: QueuedRun) -> bool:
+def _admits(capacity: Capacity, node: Node, wanted: QueuedRun) -> bool:
     is_here = wanted.machine in ("", node.machine)
     on_platform = not wanted.platform or not node.platform or wanted.platform == node.platform
-    return could_use(wanted, node, floor.terms) and is_here and on_platform and _has_python(node, wanted)
+    return could_use(wanted, node, capacity.terms) and is_here and on_platform and _has_python(node, wanted)
 
 
 def _has_python(node: Node, wanted: QueuedRun) -> bool:
     return has_python(node, wanted.python) or wanted.caller == node.machine
 
 
-def _nowhere(floor: Capacity, wanted: QueuedRun, nodes: Sequence[Node]) -> str:
+def _nowhere(capacity: Capacity, wanted: QueuedRun, nodes: Sequence[Node]) -> str:
     """Return why no node may be used at all."""
     if wanted.pool and not any(node.pool == wanted.pool for node in nodes):
         pools = sorted({node.pool for node in nodes})
@@ -88,7 +90,7 @@ def _nowhere(floor: Capacity, wanted: QueuedRun, nodes: Sequence[Node]) -> str:
     platforms = sorted({node.platform for node in here if node.platform})
     if wanted.platform and platforms and wanted.platform not in platforms:
         return f"made on {wanted.platform}, and the nodes are {', '.join(platforms)}"
-    in_reach = [node for node in here if could_use(wanted, node, floor.terms)]
+    in_reach = [node for node in here if could_use(wanted, node, capacity.terms)]
     if in_reach and not any(_has_python(node, wanted) for node in in_reach):
         pythons = sorted(
             {python for node in in_reach for python in node.pythons},
@@ -97,7 +99,7 @@ def _nowhere(floor: Capacity, wanted: QueuedRun, nodes: Sequence[Node]) -> str:
         return f"needs Python {wanted.python}, and the nodes have {', '.join(pythons)}; `uv python install` adds one"
     if not wanted.pool and not in_reach:
         pools = sorted({node.pool for node in here})
-        lend = [name for name in pools if name in floor.terms.pools and floor.terms.pools[name].lends]
+        lend = [name for name in pools if name in capacity.terms.pools and capacity.terms.pools[name].lends]
         or_lent = (
             f"; runs of BEST_EFFORT with resume=True or a short timeout= are lent devices of {', '.join(lend)}"
             if lend
@@ -180,19 +182,19 @@ def _instead(wanted: QueuedRun, nodes: Sequence[Node]) -> str:
 
 def never_served(state: PlannerState, wanted: QueuedRun, ask: TimedShape) -> str:
     """Return why no node that has joined can ever serve a run, however pools isolate, or ""."""
-    never = impossible(state.floor, wanted, ask)
+    never = impossible(state.capacity, wanted, ask)
     if not never or not wanted.second_principal:
         return never
     allowed = _allowed(wanted)
-    return impossible(state.floor, allowed, state.queue.ask(allowed))
+    return impossible(state.capacity, allowed, state.queue.ask(allowed))
 
 
 def isolation_problem(state: PlannerState, wanted: QueuedRun, ask: TimedShape) -> str:
     """Return why isolation keeps a run from every node that would do, and the remedy, or ""."""
-    if not wanted.second_principal or not impossible(state.floor, wanted, ask):
+    if not wanted.second_principal or not impossible(state.capacity, wanted, ask):
         return ""
-    pools = state.floor.terms.pools
-    reach = state.floor.reach(state.queue.ask(_allowed(wanted)).shape)
+    pools = state.capacity.terms.pools
+    reach = state.capacity.reach(state.queue.ask(_allowed(wanted)).shape)
     closed = {place.node.pool for place, _types, _lender in reach.places()}
     named = sorted(name for name in closed if name in pools and pools[name].single_principal)
     return isolation_sentence(named or ["default"])
@@ -230,9 +232,9 @@ def shortage(nodes: Sequence[Node], pools: Iterable[Pool], wanted: QueuedRun) ->
     """Return why none of these nodes could ever serve a run, or None when one could."""
     state = PlannerState(QueuePolicy())
     for pool in pools:
-        state.floor.see_pool(pool)
+        state.capacity.see_pool(pool)
     for node in nodes:
-        state.floor.see(node)
+        state.capacity.see(node)
     why = never_served(state, wanted, state.queue.ask(wanted))
     if not why:
         return None

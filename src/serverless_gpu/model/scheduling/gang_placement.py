@@ -37,36 +37,36 @@ _Option = tuple[tuple[int, int, int], tuple[DeviceShare, ...]]
 """How many nodes, what is left over on the last one, the largest size; what the gang has."""
 
 
-def is_several(floor: Capacity, wanted: QueuedRun, ask: TimedShape) -> bool:
+def is_several(capacity: Capacity, wanted: QueuedRun, ask: TimedShape) -> bool:
     """Return whether a run has several nodes: it may, and none that it may ever use could hold it."""
-    return ask.shape.several and ask.shape.gpus is not None and ask.shape.gpus > largest(floor, wanted, ask)
+    return ask.shape.several and ask.shape.gpus is not None and ask.shape.gpus > largest(capacity, wanted, ask)
 
 
-def largest(floor: Capacity, wanted: QueuedRun, ask: TimedShape) -> int:
+def largest(capacity: Capacity, wanted: QueuedRun, ask: TimedShape) -> int:
     """Return how many devices the largest node has that a run may ever use, free or not."""
-    reach = floor.reach(ask.shape)
-    if floor.is_plain and not reach.is_lent:
+    reach = capacity.reach(ask.shape)
+    if capacity.is_plain and not reach.is_lent:
         return reach.whole
-    return max((size for _, size in sizes(floor, wanted, ask)), default=0)
+    return max((size for _, size in sizes(capacity, wanted, ask)), default=0)
 
 
-def most(floor: Capacity, wanted: QueuedRun, ask: TimedShape) -> dict[Kind, int]:
+def most(capacity: Capacity, wanted: QueuedRun, ask: TimedShape) -> dict[Kind, int]:
     """Return how many devices a gang on several nodes can ever have, by pool and type."""
     sizes: defaultdict[Kind, Counter[int]] = defaultdict(Counter)
-    for group, types, _ in floor.reach(ask.shape).entries:
-        if group.sample.crews and could_use(wanted, group.sample, floor.terms) and is_open(wanted, group.sample):
+    for group, types, _ in capacity.reach(ask.shape).entries:
+        if group.sample.crews and could_use(wanted, group.sample, capacity.terms) and is_open(wanted, group.sample):
             for name in types:
                 sizes[group.sample.pool, name].update(group.index[name].totals)
-    for where, types, _ in floor.reach(ask.shape).singles.values():
-        if where.node.crews and could_use(wanted, where.node, floor.terms) and is_open(wanted, where.node):
+    for where, types, _ in capacity.reach(ask.shape).singles.values():
+        if where.node.crews and could_use(wanted, where.node, capacity.terms) and is_open(wanted, where.node):
             for name in types:
                 sizes[where.node.pool, name][where.node.total[name]] += 1
     return {kind: together(row) for kind, row in sizes.items()}
 
 
-def are_one(floor: Capacity, shares: tuple[DeviceShare, ...]) -> bool:
+def are_one(capacity: Capacity, shares: tuple[DeviceShare, ...]) -> bool:
     """Return whether devices that were promised or cleared are still what one gang may have."""
-    nodes = [floor.places[share.node_id].node for share in shares]
+    nodes = [capacity.places[share.node_id].node for share in shares]
     kinds = {(node.pool, share.gpu_type) for node, share in zip(nodes, shares, strict=True)}
     return len(nodes) < 2 or (len(kinds) == 1 and all(node.crews for node in nodes))
 
@@ -86,13 +86,13 @@ def apart(wanted: QueuedRun) -> Iterator[frozenset[str]]:
 
 
 def spread(
-    floor: Capacity, wanted: QueuedRun, ask: TimedShape, now_ns: int, avoid: frozenset[str] = frozenset()
+    capacity: Capacity, wanted: QueuedRun, ask: TimedShape, now_ns: int, avoid: frozenset[str] = frozenset()
 ) -> tuple[DeviceShare, ...] | None:
     """Return devices of several nodes that a gang can have now, lent ones only where there is nothing else; or None.
 
     What is kept for the gang itself counts as free.
     """
-    stocks = _stocks(floor, wanted, ask, now_ns)
+    stocks = _stocks(capacity, wanted, ask, now_ns)
     count = ask.shape.gpus or 0
     for last in sorted({rank for stock in stocks.values() for rank in stock.ranks()}):
         options = [
@@ -197,33 +197,33 @@ class _Stock:
         return left, node_id
 
 
-def sizes(floor: Capacity, wanted: QueuedRun, ask: TimedShape) -> Iterator[tuple[str, int]]:
+def sizes(capacity: Capacity, wanted: QueuedRun, ask: TimedShape) -> Iterator[tuple[str, int]]:
     """Yield types and sizes of the nodes that a run may ever use."""
-    for group, types, _ in floor.reach(ask.shape).entries:
-        if could_use(wanted, group.sample, floor.terms) and is_open(wanted, group.sample):
+    for group, types, _ in capacity.reach(ask.shape).entries:
+        if could_use(wanted, group.sample, capacity.terms) and is_open(wanted, group.sample):
             yield from ((name, size) for name in types for size in group.index[name].totals)
-    for where, types, _ in floor.reach(ask.shape).singles.values():
-        if could_use(wanted, where.node, floor.terms) and is_open(wanted, where.node):
+    for where, types, _ in capacity.reach(ask.shape).singles.values():
+        if could_use(wanted, where.node, capacity.terms) and is_open(wanted, where.node):
             yield from ((name, where.node.total[name]) for name in types)
 
 
-def _stocks(floor: Capacity, wanted: QueuedRun, ask: TimedShape, now_ns: int) -> dict[Kind, _Stock]:
+def _stocks(capacity: Capacity, wanted: QueuedRun, ask: TimedShape, now_ns: int) -> dict[Kind, _Stock]:
     """Return what a gang could have now, by pool and type."""
-    reach, ends = floor.reach(ask.shape), floor.ends(wanted, ask, now_ns)
+    reach, ends = capacity.reach(ask.shape), capacity.ends(wanted, ask, now_ns)
     stocks: dict[Kind, _Stock] = {}
     for group, types, pool in reach.entries:
-        rank = group.rank(floor.terms, wanted, pool, now_ns) if group.sample.crews else None
+        rank = group.rank(capacity.terms, wanted, pool, now_ns) if group.sample.crews else None
         for name in types if rank is not None else ():
             stock = stocks.setdefault((group.sample.pool, name), _Stock([], []))
             stock.indexes.append((rank or 0, group.index[name]))
     alone = [(where, name) for where, types, _ in reach.singles.values() for name in types]
-    alone = [entry for entry in alone if (entry[0].node.id, entry[1]) not in floor.books]
-    for where, name in (*alone, *((floor.places[node_id], name) for node_id, name in floor.books)):
+    alone = [entry for entry in alone if (entry[0].node.id, entry[1]) not in capacity.books]
+    for where, name in (*alone, *((capacity.places[node_id], name) for node_id, name in capacity.books)):
         found = reach.of(where) if where.node.crews and not where.node.away else None
-        rank = None if found is None else where.group.rank(floor.terms, wanted, found[1], now_ns)
+        rank = None if found is None else where.group.rank(capacity.terms, wanted, found[1], now_ns)
         if found is None or rank is None or name not in found[0]:
             continue
-        book = floor.books.get((where.node.id, name))
+        book = capacity.books.get((where.node.id, name))
         spare = where.free[name] if book is None else min(where.free[name], book.most(ends, but=wanted.run_id))
         if spare > 0:
             stock = stocks.setdefault((where.node.pool, name), _Stock([], []))
@@ -236,46 +236,46 @@ Option = tuple[tuple[int, int, str, str], NodeDevices, str, int]
 """Rank, devices left over, name and identifier; the node, the type, how many."""
 
 
-def place(floor: Capacity, wanted: QueuedRun, ask: TimedShape, now_ns: int) -> tuple[DeviceShare, ...] | None:
+def place(capacity: Capacity, wanted: QueuedRun, ask: TimedShape, now_ns: int) -> tuple[DeviceShare, ...] | None:
     """Return devices that a run can have now, or None; nothing is taken."""
     avoids = (wanted.avoid, _NOBODY) if wanted.avoid else (_NOBODY,)
-    if is_several(floor, wanted, ask):
-        ways = (spread(floor, wanted, ask, now_ns, avoid) for avoid in apart(wanted))
+    if is_several(capacity, wanted, ask):
+        ways = (spread(capacity, wanted, ask, now_ns, avoid) for avoid in apart(wanted))
         return next((shares for shares in ways if shares is not None), None)
     for avoid in avoids:
-        found = min(_options(floor, wanted, ask, now_ns, avoid), key=lambda option: option[0], default=None)
+        found = min(_options(capacity, wanted, ask, now_ns, avoid), key=lambda option: option[0], default=None)
         if found is not None:
             _, where, gpu_type, count = found
             return (DeviceShare(node_id=where.node.id, gpu_type=gpu_type, count=count),)
     return None
 
 
-def fits(floor: Capacity, shares: tuple[DeviceShare, ...], wanted: QueuedRun, ask: TimedShape, now_ns: int) -> bool:
+def fits(capacity: Capacity, shares: tuple[DeviceShare, ...], wanted: QueuedRun, ask: TimedShape, now_ns: int) -> bool:
     """Return whether a gang can have just these devices now, all of them, beside what is promised to others."""
     for share in shares:
-        book = floor.books.get((share.node_id, share.gpu_type))
-        if floor.places[share.node_id].free[share.gpu_type] < share.count:
+        book = capacity.books.get((share.node_id, share.gpu_type))
+        if capacity.places[share.node_id].free[share.gpu_type] < share.count:
             return False
-        if book is not None and not book.fits(share.count, floor.ends(wanted, ask, now_ns)):
+        if book is not None and not book.fits(share.count, capacity.ends(wanted, ask, now_ns)):
             return False
     return True
 
 
-def take(floor: Capacity, shares: tuple[DeviceShare, ...], wanted: QueuedRun, ask: TimedShape, now_ns: int) -> None:
+def take(capacity: Capacity, shares: tuple[DeviceShare, ...], wanted: QueuedRun, ask: TimedShape, now_ns: int) -> None:
     """Enter devices that a run gets now into the books of their nodes."""
     for share in shares:
-        book = floor.books.get((share.node_id, share.gpu_type))
+        book = capacity.books.get((share.node_id, share.gpu_type))
         if book is not None:
-            book.take(share.count, floor.ends(wanted, ask, now_ns))
+            book.take(share.count, capacity.ends(wanted, ask, now_ns))
 
 
 def _options(
-    floor: Capacity, wanted: QueuedRun, ask: TimedShape, now_ns: int, avoid: frozenset[str]
+    capacity: Capacity, wanted: QueuedRun, ask: TimedShape, now_ns: int, avoid: frozenset[str]
 ) -> Iterator[Option]:
-    reach = floor.reach(ask.shape)
+    reach = capacity.reach(ask.shape)
     count = ask.shape.gpus
     for group, types, pool in reach.entries:
-        rank = group.rank(floor.terms, wanted, pool, now_ns)
+        rank = group.rank(capacity.terms, wanted, pool, now_ns)
         if rank is None:
             continue
         for name in types:
@@ -292,24 +292,24 @@ def _options(
                 left, where = best
                 yield (rank, left, *where.entry[:2]), where, name, count
     for where, types, pool in reach.singles.values():
-        rank = where.group.rank(floor.terms, wanted, pool, now_ns)
+        rank = where.group.rank(capacity.terms, wanted, pool, now_ns)
         if rank is not None and where.node.id not in avoid and not where.node.away:
             for name in types:
                 needed = where.node.total[name] if count is None else count
                 left = where.free[name] - needed
-                if needed > 0 and left >= 0 and (where.node.id, name) not in floor.books:
+                if needed > 0 and left >= 0 and (where.node.id, name) not in capacity.books:
                     yield (rank, left, *where.entry[:2]), where, name, needed
-    if floor.books:
-        yield from _beside(floor, wanted, ask, now_ns, avoid)
+    if capacity.books:
+        yield from _beside(capacity, wanted, ask, now_ns, avoid)
 
 
 def _beside(
-    floor: Capacity, wanted: QueuedRun, ask: TimedShape, now_ns: int, avoid: frozenset[str]
+    capacity: Capacity, wanted: QueuedRun, ask: TimedShape, now_ns: int, avoid: frozenset[str]
 ) -> Iterator[Option]:
     """Return what may be used of nodes on which something is kept."""
-    reach, ends = floor.reach(ask.shape), floor.ends(wanted, ask, now_ns)
-    for (node_id, name), book in floor.books.items():
-        where = floor.places[node_id]
+    reach, ends = capacity.reach(ask.shape), capacity.ends(wanted, ask, now_ns)
+    for (node_id, name), book in capacity.books.items():
+        where = capacity.places[node_id]
         needed = ask.shape.needs(where.node, name)
         left = where.free[name] - needed
         if left < 0 or needed <= 0 or where.node.away or node_id in avoid:
@@ -317,29 +317,29 @@ def _beside(
         found = reach.of(where)
         if found is None or name not in found[0]:
             continue
-        rank = where.group.rank(floor.terms, wanted, found[1], now_ns)
+        rank = where.group.rank(capacity.terms, wanted, found[1], now_ns)
         if rank is not None and book.fits(needed, ends):
             yield (rank, left, *where.entry[:2]), where, name, needed
 
 
-def usable(floor: Capacity, wanted: QueuedRun, ask: TimedShape, now_ns: int) -> Iterator[tuple[NodeDevices, str]]:
+def usable(capacity: Capacity, wanted: QueuedRun, ask: TimedShape, now_ns: int) -> Iterator[tuple[NodeDevices, str]]:
     """Return nodes and types that a run may use now, free or not."""
-    for where, types, pool in floor.reach(ask.shape).places():
-        if not where.node.away and where.group.rank(floor.terms, wanted, pool, now_ns) is not None:
+    for where, types, pool in capacity.reach(ask.shape).places():
+        if not where.node.away and where.group.rank(capacity.terms, wanted, pool, now_ns) is not None:
             for name in types:
                 yield where, name
 
 
-def is_usable(floor: Capacity, wanted: QueuedRun, ask: TimedShape, at: tuple[NodeDevices, str], now_ns: int) -> bool:
+def is_usable(capacity: Capacity, wanted: QueuedRun, ask: TimedShape, at: tuple[NodeDevices, str], now_ns: int) -> bool:
     """Return whether a run may use a type of a node now, free or not."""
     where, name = at
-    found = floor.reach(ask.shape).of(where)
+    found = capacity.reach(ask.shape).of(where)
     if found is None or name not in found[0] or where.node.away:
         return False
-    return where.group.rank(floor.terms, wanted, found[1], now_ns) is not None
+    return where.group.rank(capacity.terms, wanted, found[1], now_ns) is not None
 
 
-def unkept(floor: Capacity, where: NodeDevices, gpu_type: str) -> int:
+def unkept(capacity: Capacity, where: NodeDevices, gpu_type: str) -> int:
     """Return what is free of a node now beside what is kept; less than 0 where more is waited for."""
-    book = floor.books.get((where.node.id, gpu_type))
+    book = capacity.books.get((where.node.id, gpu_type))
     return where.free[gpu_type] if book is None else book.likely.free()

@@ -1,6 +1,6 @@
 """The planner: the state of the queue, kept from change to change, the passes that decide, and what it is asked.
 
-    apply   changes ─▶ queue (who waits), floor (nodes, who has what), fairness (who had how much)
+    apply   changes ─▶ queue (who waits), capacity (nodes, who has what), fairness (who had how much)
     decide  one pass over the classes: placements, preemptions, and what is kept for whom; another one where a run
             started elsewhere than was expected. Who leaves is what the last one says
     why     from what the pass has left behind: what is free, promises, the order (`wait_explanation.py`)
@@ -99,11 +99,11 @@ class Planner:
                     state.queue.remove(run_id)
                     self._end(run_id, began=True)
                 case NodeSeen(node):
-                    state.floor.see(node)
+                    state.capacity.see(node)
                 case NodeGone(node_id):
-                    state.floor.forget(node_id)
+                    state.capacity.forget(node_id)
                 case PoolSeen(pool):
-                    state.floor.see_pool(pool)
+                    state.capacity.see_pool(pool)
                 case QueuePolicySet(policy):
                     state.set_policy(policy)
                 case Used():
@@ -119,17 +119,17 @@ class Planner:
         if known == running:
             return
         if known is not None:
-            state.floor.give(known)
+            state.capacity.give(known)
         if known is None or known.shares != running.shares:
             state.fairness.end(run_id)
             state.fairness.begin(run_id, running.wanted, charged_all(running.shares), running.since_ns)
         state.running[run_id] = running
-        state.floor.take(running)
+        state.capacity.take(running)
 
     def _end(self, run_id: str, *, began: bool) -> None:
         running = self._state.running.pop(run_id, None)
         if running is not None:
-            self._state.floor.give(running)
+            self._state.capacity.give(running)
             self._state.fairness.end(run_id)
             if began:
                 self._state.ended.append(running)
@@ -159,7 +159,7 @@ class Planner:
     def _wake_ns(self, now_ns: int, ripe_ns: int | None) -> int | None:
         """Return when the state next changes by itself: a new run in line or under the guard, or a calendar."""
         state = self._state
-        times = [ripe_ns, state.queue.next_ns(), state.floor.turns_ns(now_ns)]
+        times = [ripe_ns, state.queue.next_ns(), state.capacity.turns_ns(now_ns)]
         oldest_ns = state.queue.oldest_ns()
         if oldest_ns is not None and not math.isinf(state.policy.guard_s):
             guard_ns = math.ceil(state.policy.guard_s * _S)
@@ -290,13 +290,13 @@ class ClassPass:
                 heapq.heappop(due)
 
     def _keep_guarded(self, line: QueueLine) -> bool:
-        wanted, floor = line.rows[0][2], self._state.floor
+        wanted, capacity = line.rows[0][2], self._state.capacity
         if wanted.run_id in self._state.reservations or self.clearing.clear(wanted, line.ask):
             return True
-        seeker = Seeker(floor, wanted, line.ask, self._now_ns)
+        seeker = Seeker(capacity, wanted, line.ask, self._now_ns)
         if wanted.queued_ns <= self._state.guarded_ns(self._now_ns, times=2):
             return self._promise(line, seeker.promise() or seeker.keep(0.0))
-        by_guess = Seeker(floor, wanted, line.ask, self._now_ns, by_guess=True)
+        by_guess = Seeker(capacity, wanted, line.ask, self._now_ns, by_guess=True)
         return self._promise(line, seeker.promise() or by_guess.promise())
 
     def _serve_team(self, team: _Team) -> bool:
@@ -340,7 +340,7 @@ class ClassPass:
     def _place(self, line: QueueLine, wanted: QueuedRun) -> bool:
         """Start a run if it fits; else its line is closed for this pass."""
         state = self._state
-        shares = gang_placement.place(state.floor, wanted, line.ask, self._now_ns)
+        shares = gang_placement.place(state.capacity, wanted, line.ask, self._now_ns)
         if shares is None:
             self._block(line, wanted)
             return False
@@ -352,12 +352,12 @@ class ClassPass:
         running = RunningRun(wanted=wanted, shares=shares, since_ns=self._now_ns)
         state.queue.remove(run_id)
         state.running[run_id] = running
-        gang_placement.take(state.floor, shares, wanted, ask, self._now_ns)
-        state.floor.take(running)
+        gang_placement.take(state.capacity, shares, wanted, ask, self._now_ns)
+        state.capacity.take(running)
         cleared = state.clearing.pop(run_id, None)
         state.promises.pop(run_id, None)
         kept = state.reservations.pop(run_id, None)
-        places = state.floor.places
+        places = state.capacity.places
         self.is_stale |= cleared is not None
         self.is_stale |= kept is not None and any(
             share.node_id in places and places[share.node_id].free.get(share.gpu_type) for share in kept.shares
@@ -375,13 +375,13 @@ class ClassPass:
 
     def _block(self, line: QueueLine, wanted: QueuedRun) -> None:
         """Note who else does not fit, either: all of the shape, unless it matters for how long, or whose it is."""
-        floor, ask = self._state.floor, line.ask
+        capacity, ask = self._state.capacity, line.ask
         shape = ask.shape
-        if not floor.is_plain:
+        if not capacity.is_plain:
             line.blocked = self._number
-        elif floor.reach(shape).is_lent:
+        elif capacity.reach(shape).is_lent:
             ask.blocked = self._number
-        elif floor.books:  # what takes longer does not fit, either
+        elif capacity.books:  # what takes longer does not fit, either
             shape.wall(self._number, ask.spans(wanted))
         else:
             shape.blocked = self._number
@@ -395,13 +395,13 @@ class ClassPass:
             return False
         is_new = ask.shape.unreserved != self._number
         is_early = is_new and self._promised < state.policy.reservations
-        if is_early and self._promise(line, Seeker(state.floor, wanted, ask, self._now_ns).promise()):
+        if is_early and self._promise(line, Seeker(state.capacity, wanted, ask, self._now_ns).promise()):
             return True
         whose = (self._kind(ask), line.team)
         is_behind = whose not in self._behind and self._is_behind(line)
         if not (is_new or is_behind):
             return False
-        seeker = Seeker(state.floor, wanted, ask, self._now_ns)
+        seeker = Seeker(state.capacity, wanted, ask, self._now_ns)
         if is_behind and self._note(self._keep_share(seeker, wanted, ask)):
             self._behind.add(whose)
             return True
@@ -420,10 +420,12 @@ class ClassPass:
         share.
         """
         has_waited = self._now_ns - wanted.queued_ns >= self._state.policy.node_patience_s * 1e9
-        floor = self._state.floor
-        if not self._state.is_gang_of_nodes(ask) or (has_waited and not gang_placement.is_several(floor, wanted, ask)):
+        capacity = self._state.capacity
+        if not self._state.is_gang_of_nodes(ask) or (
+            has_waited and not gang_placement.is_several(capacity, wanted, ask)
+        ):
             return seeker.keep(0.0)
-        return Seeker(floor, wanted, ask, self._now_ns, by_guess=True).promise()
+        return Seeker(capacity, wanted, ask, self._now_ns, by_guess=True).promise()
 
     def _promise(self, line: QueueLine, reservation: Reservation | None) -> bool:
         """Note a promise. The latest time of a user's first gang of a kind is kept from then on; others may move."""
@@ -451,9 +453,9 @@ class ClassPass:
 
     def _redeem_one(self, wanted: QueuedRun, line: QueueLine, promised: Reservation) -> None:
         state, ask = self._state, line.ask
-        seeker = Seeker(state.floor, wanted, ask, self._now_ns)
+        seeker = Seeker(state.capacity, wanted, ask, self._now_ns)
         if seeker.may_have(promised.shares) and gang_placement.fits(
-            state.floor, promised.shares, wanted, ask, self._now_ns
+            state.capacity, promised.shares, wanted, ask, self._now_ns
         ):
             self._start(wanted, ask, promised.shares)
             return
@@ -469,12 +471,12 @@ class ClassPass:
 
     def _kind(self, ask: TimedShape) -> frozenset[tuple[int, str]]:
         """Return what a run is in line for: groups of nodes, and types."""
-        return self._state.floor.reach(ask.shape).kind
+        return self._state.capacity.reach(ask.shape).kind
 
     def _is_behind(self, line: QueueLine) -> bool:
         """Return whether others that wait had so much more that a gang's devices are kept for it as they get free."""
         state, team = self._state, self._teams.get(line.team)
-        gpus = line.ask.shape.gpus or state.floor.reach(line.ask.shape).whole
+        gpus = line.ask.shape.gpus or state.capacity.reach(line.ask.shape).whole
         if team is None:
             return False
         due, fairness = gpus * state.policy.patience_s, state.fairness

@@ -172,8 +172,8 @@ class PlannerState:
     def __init__(self, policy: QueuePolicy) -> None:
         self.policy = policy  # what the operator decides
         # `fairness`: who had how much.
-        # `floor`: nodes, and who has what of them.
-        self.queue, self.floor, self.fairness = Queue(), Capacity(policy), Fairness(policy)
+        # `capacity`: nodes, and who has what of them.
+        self.queue, self.capacity, self.fairness = Queue(), Capacity(policy), Fairness(policy)
         self.running: dict[str, RunningRun] = {}  # who has devices
         # What the last pass kept or promised, by run, in the order of the queue.
         self.reservations: dict[str, Reservation] = {}
@@ -189,7 +189,7 @@ class PlannerState:
         """Decide otherwise from now on."""
         self.policy = policy
         self.fairness.set_policy(policy)
-        self.floor.set_policy(policy)
+        self.capacity.set_policy(policy)
 
     def begin(self, now_ns: int) -> None:
         """Begin a pass: what the last one kept is free again."""
@@ -198,10 +198,10 @@ class PlannerState:
         self.fairness.settle(now_ns)
         for running in self.ended:
             size = sum(share.count for share in running.shares if share.gpu_type != CPU)
-            self.floor.medians.note(size, max(0, now_ns - running.since_ns) / _S)
+            self.capacity.medians.note(size, max(0, now_ns - running.since_ns) / _S)
         self.ended.clear()
         self.queue.admit(now_ns)
-        self.floor.close_books()
+        self.capacity.close_books()
         self.reservations.clear()
 
     def guarded_ns(self, now_ns: int, *, times: int = 1) -> float:
@@ -218,7 +218,7 @@ class PlannerState:
 
     def weight(self, ask: TimedShape) -> float:
         """Return by what the waiting of a run is divided."""
-        reach = self.floor.reach(ask.shape)
+        reach = self.capacity.reach(ask.shape)
         if reach.weight is None:
             whole = self.policy.whole_node or reach.whole or 1
             count = ask.shape.gpus or reach.whole or 1
@@ -227,5 +227,5 @@ class PlannerState:
 
     def is_gang_of_nodes(self, ask: TimedShape) -> bool:
         """Return whether a run takes a whole node or more."""
-        reach = self.floor.reach(ask.shape)
+        reach = self.capacity.reach(ask.shape)
         return ask.shape.gpus is None or ask.shape.gpus >= (self.policy.whole_node or reach.whole)

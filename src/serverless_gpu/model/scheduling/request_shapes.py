@@ -36,7 +36,7 @@ class Shape:
     )
 
     def __init__(self, wanted: QueuedRun, number: int = -1) -> None:
-        self.number = number  # its own; the floor remembers by it what is in reach
+        self.number = number  # its own; the capacity remembers by it what is in reach
         self.gpus, self.gpu_type, self.several = wanted.gpus, wanted.gpu_type, wanted.several_nodes
         self.pool, self.machine, self.platform = wanted.pool, wanted.machine, wanted.platform
         self.python, self.caller = wanted.python, wanted.caller if wanted.python else ""

@@ -69,7 +69,7 @@ def queue(state: PlannerState, now_ns: int, limit: int) -> tuple[str, ...]:
     """
     order = _Order(state, now_ns)
     lines = list(state.queue.lines())
-    never = [not state.floor.is_possible(line.ask.shape) for line in lines]
+    never = [not state.capacity.is_possible(line.ask.shape) for line in lines]
     heads = [(never[number], order.rank(line, 0), number, 0) for number, line in enumerate(lines)]
     heapq.heapify(heads)
     found: list[str] = []
@@ -94,7 +94,7 @@ def estimate(state: PlannerState, wanted: QueuedRun, now_ns: int) -> StartEstima
     if closed:
         wait = Wait(run_id=wanted.run_id, reason=WaitReason.ISOLATION, words=closed)
         return StartEstimate(at_ns=None, basis=closed, wait=wait)
-    shares = gang_placement.place(state.floor, wanted, ask, now_ns)
+    shares = gang_placement.place(state.capacity, wanted, ask, now_ns)
     if shares is not None:
         return StartEstimate(
             at_ns=now_ns, node=_node(state, shares), nodes=_nodes(state, shares), basis="enough is free"
@@ -106,7 +106,7 @@ def estimate(state: PlannerState, wanted: QueuedRun, now_ns: int) -> StartEstima
     ahead = [(other, line) for line, count in lines for *_, other in line.rows[:count]]
     order = _Order(state, now_ns)
     ahead.sort(key=lambda entry: order.of(entry[0], entry[1].ask))
-    forecast = state.floor.forecast()
+    forecast = state.capacity.forecast()
     for number, (other, line) in enumerate(ahead):
         if Seeker(forecast, other, line.ask, now_ns).promise() is None:
             before = f"nobody can say when {other.title} starts, which is ahead"
@@ -138,19 +138,19 @@ def estimate(state: PlannerState, wanted: QueuedRun, now_ns: int) -> StartEstima
 
 def _unknown(state: PlannerState, wanted: QueuedRun, ask: TimedShape, ahead: list[tuple[QueuedRun, QueueLine]]) -> str:
     """Return why nobody can say when devices get free."""
-    if next(iter(gang_placement.usable(state.floor, wanted, ask, state.now_ns)), None) is None:
+    if next(iter(gang_placement.usable(state.capacity, wanted, ask, state.now_ns)), None) is None:
         closed = _Explained(state, wanted, ask, state.now_ns).wait(0)
         return closed.words or "no node that would do may be used now"
     open_ended = [
         held.running.wanted.title
-        for where, types, _ in state.floor.reach(ask.shape).places()
+        for where, types, _ in state.capacity.reach(ask.shape).places()
         for name in types
         for held in where.runs.get(name, {}).values()
         if math.isinf(held.likely_ns) or _says_no_end(held.running.wanted)
     ]
     open_ended += [other.title for other, line in ahead if math.isinf(line.ask.spans(other)[0]) or _says_no_end(other)]
     if not open_ended:
-        one = "several nodes" if is_several(state.floor, wanted, ask) else "one node"
+        one = "several nodes" if is_several(state.capacity, wanted, ask) else "one node"
         return f"nobody can say when enough of {one} is free"
     named = ", ".join(some(sorted(set(open_ended))))
     return f"no timeout was declared for {named}, and too few like them have ended to learn from"
@@ -169,14 +169,14 @@ def _rests_on_caps(
     return any(
         _says_no_end(held.running.wanted) and held.bound_ns <= at_ns
         for share in shares
-        if share.node_id in state.floor.places
-        for held in state.floor.places[share.node_id].runs.get(share.gpu_type, {}).values()
+        if share.node_id in state.capacity.places
+        for held in state.capacity.places[share.node_id].runs.get(share.gpu_type, {}).values()
     )
 
 
 def _is_far(state: PlannerState, kept: Reservation, now_ns: int) -> bool:
     """Return whether the time of a reservation only says when a cap of days would end others."""
-    books = [state.floor.books.get((share.node_id, share.gpu_type)) for share in kept.shares]
+    books = [state.capacity.books.get((share.node_id, share.gpu_type)) for share in kept.shares]
     names = {run_id for book in books if book is not None for run_id, _ in book.names} - {kept.run_id}
     ahead = [other for other in map(state.queue.find, sorted(names)) if other is not None]
     return _rests_on_caps(state, kept.shares, ahead, kept.at_ns or 0, now_ns)
@@ -193,11 +193,11 @@ def reservations(state: PlannerState, now_ns: int) -> tuple[Reservation, ...]:
 
 
 def _node(state: PlannerState, shares: tuple[DeviceShare, ...]) -> str:
-    return state.floor.places[shares[0].node_id].node.name if len(shares) == 1 else ""
+    return state.capacity.places[shares[0].node_id].node.name if len(shares) == 1 else ""
 
 
 def _nodes(state: PlannerState, shares: tuple[DeviceShare, ...]) -> tuple[str, ...]:
-    return tuple(state.floor.places[share.node_id].node.name for share in shares) if len(shares) > 1 else ()
+    return tuple(state.capacity.places[share.node_id].node.name for share in shares) if len(shares) > 1 else ()
 
 
 class _Order:
@@ -240,9 +240,9 @@ def _ahead(state: PlannerState, wanted: QueuedRun, ask: TimedShape, now_ns: int)
     """Return who is served before a run and wants the same kind of devices: so many of the first of each line."""
     order = _Order(state, now_ns)
     mine = order.of(wanted, ask)
-    floor, kind = state.floor, state.floor.reach(ask.shape).kind
-    same = (line for line in state.queue.lines() if not kind.isdisjoint(floor.reach(line.ask.shape).kind))
-    counts = [(line, order.count(line, mine)) for line in same if floor.is_possible(line.ask.shape)]
+    capacity, kind = state.capacity, state.capacity.reach(ask.shape).kind
+    same = (line for line in state.queue.lines() if not kind.isdisjoint(capacity.reach(line.ask.shape).kind))
+    counts = [(line, order.count(line, mine)) for line in same if capacity.is_possible(line.ask.shape)]
     return [(line, count) for line, count in counts if count]
 
 
@@ -250,9 +250,9 @@ class _Explained:
     """The explanation of the wait of a run that could be served."""
 
     def __init__(self, state: PlannerState, wanted: QueuedRun, ask: TimedShape, now_ns: int) -> None:
-        self._state, self._floor = state, state.floor
+        self._state, self._floor = state, state.capacity
         self._wanted, self._ask, self._now_ns = wanted, ask, now_ns
-        self._is_several = is_several(state.floor, wanted, ask)
+        self._is_several = is_several(state.capacity, wanted, ask)
         self._reservation: Reservation | None = state.reservations.get(wanted.run_id)
 
     def wait(self, place: int) -> Wait:
@@ -537,10 +537,10 @@ def _part(where: NodeDevices, gpu_type: str, count: int) -> GangPart:
     return GangPart(node=where.node.name, count=count, free=where.free[gpu_type])
 
 
-def _claimed(where: NodeDevices, wanted: QueuedRun, floor: Capacity) -> str:
+def _claimed(where: NodeDevices, wanted: QueuedRun, capacity: Capacity) -> str:
     """Return whose right keeps a guest out of a node, or "" when that is not the reason."""
     node = where.node
-    if standing(wanted, node, floor.terms) <= where.group.claim:
+    if standing(wanted, node, capacity.terms) <= where.group.claim:
         return ""
     if node.owner_first and node.owner and wanted.owner != node.owner:
         return f"{node.name} is {node.owner}'s, who is first there and waits, too"
