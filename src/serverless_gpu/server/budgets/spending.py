@@ -102,7 +102,7 @@ def use_until(line: LedgerLine, use: BudgetUse, at_ns: int) -> BudgetUse:
     return BudgetUse(micros=micros, gpu_ms=gpu_ms, unpriced_ms=unpriced_ms)
 
 
-class Sums:
+class LedgerSums:
     """What the ledger has, by budget and day; read on from where it was read to."""
 
     def __init__(self, first_day: int = -1, index: BudgetIndex | None = None, currency: str = "") -> None:
@@ -246,7 +246,7 @@ class Spending:
         self._book_of = 0  # as of when they were read
         self._looked = 0  # when the last look was done
         self._index = BudgetIndex(())
-        self._ledger = Sums()
+        self._ledger = LedgerSums()
         self._known: dict[Gang, _Known] = {}
         self._lives: dict[Gang, Lifetime] = {}
         self._going: dict[Gang, GoingOn] = {}
@@ -276,7 +276,7 @@ class Spending:
             first_day = first_day_of(as_of.wall_ns)
             if self._book_of < self._changed or first_day != self._ledger.first_day:
                 self._index = BudgetIndex(budgets.every(connection), pools.every(connection))
-                self._ledger = Sums(first_day, self._index, as_of.currency)
+                self._ledger = LedgerSums(first_day, self._index, as_of.currency)
                 self._known = {}
                 self._book_of = as_of.moment
             elif as_of.moment < self._looked:
