@@ -1,9 +1,9 @@
 """Checks runs against budgets: when they are submitted or estimated, while they wait, and before they are placed.
 
-    submit, estimate ─▶ `refuse`   a budget is used up for this period: refused, with its name and who can raise it
-    estimate         ─▶ `left`     what is left, in words
-    each tick        ─▶ `rooms`    what is left, counted down in the order of the queue
-    placed           ─▶ `Spending.enter`, in the same transaction
+submit, estimate ─▶ `refuse`   a budget is used up for this period: refused, with its name and who can raise it
+estimate         ─▶ `left`     what is left, in words
+each tick        ─▶ `rooms`    what is left, counted down in the order of the queue
+placed           ─▶ `Spending.enter`, in the same transaction
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from serverless_gpu.server.budgets.spending import AsOf, Spending, rate_of
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.lifecycle.liveness import Leases
-from serverless_gpu.server.nodes.capacity import Floor
+from serverless_gpu.server.nodes.capacity import Capacity
 from serverless_gpu.server.policies import Allowed
 from serverless_gpu.server.records import prices
 
@@ -71,7 +71,7 @@ class BudgetAdmission:
         subject = _subject(allowed, who)
         return self._spending.left(subject, currency=self._settings.currency, sees_all=sees_all)[:LEFT_MAX]
 
-    def rooms(self, connection: sa.Connection, there: Floor) -> BudgetsLeft | None:
+    def rooms(self, connection: sa.Connection, there: Capacity) -> BudgetsLeft | None:
         """Return what budgets had left at the last look, to be counted down for one tick; None without budgets."""
         if not self._spending.standings():
             return None
