@@ -83,7 +83,7 @@ from serverless_gpu.server.http.auth_middleware import Authenticator
 from serverless_gpu.server.identity import uid_sharing
 from serverless_gpu.server.identity.bootstrap import FirstTokens, first_tokens, join_token
 from serverless_gpu.server.operations import restore, rotation
-from serverless_gpu.server.operations.sidecars import RayBeside, mlflow_checks
+from serverless_gpu.server.operations.sidecars import RaySidecar, mlflow_checks
 from serverless_gpu.server.records import audit, runs, stored_secrets
 from serverless_gpu.server.records.audit import SERVER, Action
 from serverless_gpu.server.storage.storage import LOOK_MAX, DiskLimits, open_storage, orphan_runs, orphan_sentence
@@ -217,10 +217,10 @@ def assembled(
             room=DiskLimits(nearby_bytes_max=settings.nearby_bytes_max),
             measures=measures,
         )
-        beside: RayBeside | None = None
+        beside: RaySidecar | None = None
         if settings.ray is not None:
             join_token(database, settings.directory, now_ns=clock.wall_ns())  # for machines that join
-            beside = RayBeside(settings, url=url, node_token=tokens.node_token)
+            beside = RaySidecar(settings, url=url, node_token=tokens.node_token)
         engines: list[Engine] = []
         services = compose(
             ServerResources(
@@ -282,7 +282,7 @@ def _unknown_files(settings: Settings, database: Database) -> tuple[str, ...]:
     return (found,)
 
 
-def _several_machines(services: Services, beside: RayBeside) -> Engine:
+def _several_machines(services: Services, beside: RaySidecar) -> Engine:
     """Return the engine of every machine that has joined."""
     engine = RayEngine(
         beside.directory / "engine",
@@ -305,7 +305,7 @@ def _looking_after(
     services: Services,
     engine: Engine | None,
     database: Database,
-    beside: RayBeside | None,
+    beside: RaySidecar | None,
     mark: MarkFile,
     renewed: Callable[[], None],
 ) -> Iterator[None]:

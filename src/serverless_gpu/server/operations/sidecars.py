@@ -101,7 +101,7 @@ def node_address(settings: Settings, ray: RaySettings) -> str:
         return ray_machine.own_address()
 
 
-class RayBeside:
+class RaySidecar:
     """The Ray of this machine."""
 
     def __init__(self, settings: Settings, *, url: str, node_token: str) -> None:
@@ -267,7 +267,7 @@ _PAUSE_S = 1.0
 
 
 @contextlib.contextmanager
-def mlflow_beside(settings: Settings) -> Iterator[Settings]:
+def mlflow_sidecar(settings: Settings) -> Iterator[Settings]:
     """Have an MLflow server for as long as the server runs; yield the settings with its address."""
     if not settings.mlflow:
         yield settings

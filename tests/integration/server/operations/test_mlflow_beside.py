@@ -19,7 +19,7 @@ from serverless_gpu.errors import InvalidOption, InvalidValue, ServerProblem
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.mlflow_server.server import ServerFiles, Serving, ensure_server, look, place_of, stop_servers
 from serverless_gpu.server.core.settings import Settings, read_settings
-from serverless_gpu.server.operations.sidecars import mlflow_beside, mlflow_checks
+from serverless_gpu.server.operations.sidecars import mlflow_checks, mlflow_sidecar
 from tests.support.golden import golden
 from tests.support.local.observe import wait_for
 from tests.support.local.pretended_mlflow import PretendedMlflow, asked, environ_of, keeper_of, server_of
@@ -105,7 +105,7 @@ def test_the_server_is_unwell_while_mlflow_is(home: Path, place: ServerFiles, ml
     mlflow.has_trouble("ModuleNotFoundError: No module named 'flask'")
     settings = read_settings(home, {"mlflow": True})
     (check,) = mlflow_checks(settings)
-    with mlflow_beside(settings):
+    with mlflow_sidecar(settings):
         assert golden("local.mlflow_server.mlflow-skinny-enough") in wait_for(check, "what is wrong")
         mlflow.has_trouble("")
         wait_for(lambda: check() == "", "MLflow is tried again")
@@ -117,7 +117,7 @@ def test_a_server_of_before_is_replaced_by_one_of_this_interpreter(
 ) -> None:
     wait_for(lambda: ensure_server(Home(home), mlflow.python, environ=mlflow.environ).ready, "MLflow's server answers")
     before = keeper_of(place)
-    with mlflow_beside(read_settings(home, {"mlflow": True})) as settings:
+    with mlflow_sidecar(read_settings(home, {"mlflow": True})) as settings:
         assert not before.alive()
         assert settings.mlflow_url == f"http://127.0.0.1:{place.noted().port}"
 
@@ -128,12 +128,12 @@ def test_other_machines_are_told_of_a_proxy_and_mlflow_takes_its_name(
     options = {"mlflow": True, "host": "0.0.0.0", "behind_proxy": ("10.0.0.1",), "hosts": ("gpu.internal",)}
     with (
         pytest.raises(InvalidValue, match=re.escape(golden("server.mlflow_beside.could-reach-mlflow"))) as raised,
-        mlflow_beside(read_settings(home, options)),
+        mlflow_sidecar(read_settings(home, options)),
     ):
         pytest.fail("it was started")
     assert "--mlflow-url" in raised.value.hint
     options["mlflow_url"] = "https://mlflow.internal/"
-    with mlflow_beside(read_settings(home, options)) as settings:
+    with mlflow_sidecar(read_settings(home, options)) as settings:
         assert settings.mlflow_url == "https://mlflow.internal"
         wait_for(lambda: is_ready(place), "MLflow's server answers")
         hosts = environ_of(look(place, SystemClock()).uri)["MLFLOW_SERVER_ALLOWED_HOSTS"]
@@ -141,14 +141,14 @@ def test_other_machines_are_told_of_a_proxy_and_mlflow_takes_its_name(
 
 
 def test_without_mlflow_it_is_refused_with_what_to_install(home: Path) -> None:
-    with pytest.raises(ServerProblem, match="mlflow") as raised, mlflow_beside(read_settings(home, {"mlflow": True})):
+    with pytest.raises(ServerProblem, match="mlflow") as raised, mlflow_sidecar(read_settings(home, {"mlflow": True})):
         pytest.fail("it was started")
     assert raised.value.hint == "pip install 'serverless-gpu[server,mlflow]'"
 
 
 def test_a_server_can_tell_of_an_mlflow_that_is_there_already(home: Path) -> None:
     settings = read_settings(home, {"mlflow_url": "https://mlflow.example.com"})
-    with mlflow_beside(settings) as complete:
+    with mlflow_sidecar(settings) as complete:
         assert complete == settings
     assert not (home / "mlflow").exists()
 
