@@ -60,7 +60,7 @@ from serverless_gpu.server.runs.run_service import RunQueries, StopService
 from serverless_gpu.server.runs.submission import QueueLimits, SubmissionService
 from serverless_gpu.server.scheduling.engine_reservations import EngineReservations
 from serverless_gpu.server.scheduling.feasibility import Feasibility, FeasibilityCache, UnsatisfiableRuns
-from serverless_gpu.server.scheduling.planner_state import Planning
+from serverless_gpu.server.scheduling.planner_state import PlannerSync
 from serverless_gpu.server.scheduling.queue_snapshot import QueueSnapshot
 from serverless_gpu.server.scheduling.reconciler import Reconciler
 from serverless_gpu.server.scheduling.scheduler import Preemptor, Scheduler
@@ -439,9 +439,9 @@ def make_notifier(services: Services) -> NoticeWebhook:
     )
 
 
-def make_planning(services: Services) -> Planning:
+def make_planning(services: Services) -> PlannerSync:
     """Build the planner state of a scheduler."""
-    return Planning(
+    return PlannerSync(
         settings=services.settings,
         clock=services.clock,
         database=services.database,

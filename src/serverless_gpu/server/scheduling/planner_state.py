@@ -57,7 +57,7 @@ OFF_S = 1.0
 V = TypeVar("V")
 
 
-class Planning:
+class PlannerSync:
     """A planner that knows what the server knows. For one thread; others ask `WaitReasons`."""
 
     def __init__(

@@ -56,7 +56,7 @@ from serverless_gpu.server.records.runs import StoredRun
 from serverless_gpu.server.scheduling import feasibility, queue_snapshot
 from serverless_gpu.server.scheduling.engine_reservations import EngineReservations
 from serverless_gpu.server.scheduling.feasibility import UnsatisfiableRuns
-from serverless_gpu.server.scheduling.planner_state import Planning
+from serverless_gpu.server.scheduling.planner_state import PlannerSync
 from serverless_gpu.server.scheduling.queue_snapshot import Reading
 from serverless_gpu.server.scheduling.wait_reasons import WaitReasons
 
@@ -140,7 +140,7 @@ class Scheduler:
         spending: Spending,
         announcer: Announcer,
         impossible: UnsatisfiableRuns,
-        planning: Planning,
+        planning: PlannerSync,
         preemptor: Preemptor,
         reserving: EngineReservations,
     ) -> None:

@@ -13,7 +13,7 @@ from serverless_gpu.model.lifecycle.run_lifecycle import StopAsked
 from serverless_gpu.model.scheduling.values import Decision
 from serverless_gpu.server.composition import Services, make_scheduler
 from serverless_gpu.server.core.caller import Caller
-from serverless_gpu.server.scheduling.planner_state import Planning
+from serverless_gpu.server.scheduling.planner_state import PlannerSync
 from serverless_gpu.wire.attempts import Report
 from tests.support.server.agents import NODE, find, hello, submit, tell
 from tests.support.server.stored import add_people
@@ -33,9 +33,9 @@ def test_placements_share_transactions_and_one_that_is_cancelled_meanwhile_hinde
 ) -> None:
     waiting = [submit(services, 1) for _ in range(5)]
     writes: list[object] = []
-    scheduler, decide, write = make_scheduler(services), Planning.decide, services.database.write
+    scheduler, decide, write = make_scheduler(services), PlannerSync.decide, services.database.write
 
-    def cancelled_first(planning: Planning) -> Decision:
+    def cancelled_first(planning: PlannerSync) -> Decision:
         decision = decide(planning)
         tell(services, waiting[2], StopAsked(why=StopReason.CANCEL))
         monkeypatch.setattr(services.database, "write", counted)
@@ -45,7 +45,7 @@ def test_placements_share_transactions_and_one_that_is_cancelled_meanwhile_hinde
         writes.append(work)
         return write(work)
 
-    monkeypatch.setattr(Planning, "decide", cancelled_first)
+    monkeypatch.setattr(PlannerSync, "decide", cancelled_first)
     scheduler.tick(services.clock.boottime_ns())
     states = [find(services, run_id).state for run_id in waiting]
     assert states == [State.STARTING, State.STARTING, State.CANCELLED, State.STARTING, State.STARTING]

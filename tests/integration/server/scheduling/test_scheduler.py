@@ -26,7 +26,7 @@ from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.records import active_runs, orders, runs
 from serverless_gpu.server.scheduling.engine_reservations import EngineReservations
-from serverless_gpu.server.scheduling.planner_state import Planning
+from serverless_gpu.server.scheduling.planner_state import PlannerSync
 from serverless_gpu.server.scheduling.queue_snapshot import Reading
 from serverless_gpu.server.scheduling.scheduler import AT_ONCE, Scheduler
 from serverless_gpu.testing import FakeClock
@@ -143,14 +143,14 @@ def test_a_run_that_was_cancelled_between_the_look_and_the_placement_is_not_plac
     services: Services, node_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_id = submit(services)
-    read = Planning.read
+    read = PlannerSync.read
 
-    def then_cancel(planning: Planning) -> Reading:
+    def then_cancel(planning: PlannerSync) -> Reading:
         found = read(planning)
         tell(services, run_id, StopAsked(why=StopReason.CANCEL))
         return found
 
-    monkeypatch.setattr(Planning, "read", then_cancel)
+    monkeypatch.setattr(PlannerSync, "read", then_cancel)
     tick(services)
     assert find(services, run_id).state is State.CANCELLED
 
