@@ -1,6 +1,6 @@
 """Compiles Python files to bytecode in a process of its own: this file is run by the interpreter of an environment.
 
-    <interpreter> -I -S -B compiling.py <bytes of memory>
+    <interpreter> -I -S -B compiler_process.py <bytes of memory>
         stdin   one JSON array per line: [source, bytecode, size]
         stdout  the number of each line as it is dealt with, and 1 if there is bytecode now
 

@@ -6,7 +6,7 @@
 In each directory generated files and links come first, then the directories in it, then files of units, then their
 links. What is there already is not replaced.
 
-A file of a unit that links lead to already is looked at before it is linked (`exposure.py`).
+A file of a unit that links lead to already is looked at before it is linked (`unit_integrity.py`).
 
 Where units share a path a directory wins, then the first unit, as in an overlay. Each directory is made, opened without
 following a link, filled relative to its descriptor, and then given its mode; so no path is followed through a link of a

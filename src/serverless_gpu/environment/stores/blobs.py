@@ -1,6 +1,6 @@
 """Snapshots, units and packs in a store: the one door through which documents come in and go out.
 
-    read_*    bounded, decoded strictly, checked by `rules.py` and against its address before anybody sees it; what is
+    read_*    bounded, decoded strictly, checked by its rules and against its address before a caller sees it; what is
               wrong is read once more (a line that cut or flipped it), then it is an error
     write_*   checked by the same rules; packs before the units that point into them, units before the snapshot that
               lists them, so whatever is there is whole, whoever was killed and when

@@ -4,7 +4,7 @@
     of_runs(connection, ids)      the same for named runs
 
 It only reads. A page costs a handful of queries by key and is one moment of the database. What would make it large is
-left out and listed (`Books.skipped`): a run of many thousand events, an attempt of many thousand facts.
+left out and listed (`RecordedRuns.skipped`): a run of many thousand events, an attempt of many thousand facts.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class SeenReceipt(msgspec.Struct, frozen=True):
     bill: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
-class BookedOrder(msgspec.Struct, frozen=True, kw_only=True):
+class RecordedOrder(msgspec.Struct, frozen=True, kw_only=True):
     """An order, taken or not."""
 
     seq: int
@@ -69,13 +69,13 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
     parts: tuple[str, ...] = ()  # digests of those that are in the store, some of them when they are very many
 
 
-class Booked(msgspec.Struct, frozen=True, kw_only=True):
+class RecordedRun(msgspec.Struct, frozen=True, kw_only=True):
     """One run, and all that is written about it."""
 
     run: StoredRun
     attempts: tuple[StoredAttempt, ...] = ()  # in the order of their fences
     events: tuple[StoredEvent, ...] = ()  # in the order of their numbers; none when there are too many
-    orders: tuple[BookedOrder, ...] = ()
+    orders: tuple[RecordedOrder, ...] = ()
     facts: Mapping[OfCrew, tuple[Fact, ...]] = {}  # by crew, in the order of their numbers
     unread: frozenset[OfCrew] = frozenset()  # crews that have too many facts to be read here
     receipts: Mapping[OfCrew, SeenReceipt] = {}  # by crew, of those that have one
@@ -85,10 +85,10 @@ class Booked(msgspec.Struct, frozen=True, kw_only=True):
     actions: Mapping[str, int] = {}  # how often the audit has each action with this run as its subject
 
 
-class Books(msgspec.Struct, frozen=True, kw_only=True):
+class RecordedRuns(msgspec.Struct, frozen=True, kw_only=True):
     """Some runs at one moment of the database."""
 
-    runs: tuple[Booked, ...] = ()  # in the order of their identifiers
+    runs: tuple[RecordedRun, ...] = ()  # in the order of their identifiers
     absent: Mapping[str, Mapping[str, int]] = {}
     """Runs that were asked for by name and are not there: how often the audit has each action about them."""
     details: tuple[str, ...] = ()  # what the audit has written beside its rows about these runs
@@ -96,7 +96,7 @@ class Books(msgspec.Struct, frozen=True, kw_only=True):
     skipped: tuple[str, ...] = ()  # what was left out because it is too much
 
 
-def load(connection: sa.Connection, *, after: str = "", limit: int = PAGE_RUNS) -> Books:
+def load(connection: sa.Connection, *, after: str = "", limit: int = PAGE_RUNS) -> RecordedRuns:
     """Return a page of runs.
 
     `after` is `following` of the page before, "" for the first page.
@@ -107,7 +107,7 @@ def load(connection: sa.Connection, *, after: str = "", limit: int = PAGE_RUNS) 
     return msgspec.structs.replace(books, following=ids[-1] if len(ids) == limit else "")
 
 
-def of_runs(connection: sa.Connection, run_ids: Sequence[str]) -> Books:
+def of_runs(connection: sa.Connection, run_ids: Sequence[str]) -> RecordedRuns:
     """Return some runs; those that are not there are `absent`."""
     found = {run.id: run for run in run_rows.find_many(connection, run_ids)}
     ids = sorted(found)
@@ -119,7 +119,7 @@ def of_runs(connection: sa.Connection, run_ids: Sequence[str]) -> Books:
     placed, results = _orders(connection, ids), _results(connection, ids)
     actions, details = _audit(connection, run_ids)
     booked = tuple(
-        Booked(
+        RecordedRun(
             run=found[run_id],
             attempts=tuple(tries.get(run_id, ())),
             events=tuple(told.get(run_id, ())),
@@ -137,7 +137,7 @@ def of_runs(connection: sa.Connection, run_ids: Sequence[str]) -> Books:
         run_id: actions.get(run_id, {}) for run_id in run_ids if run_id not in found
     }
     skipped += [f"facts of attempt {run_id}:{fence}" for run_id, fence, _ in left_out]
-    return Books(runs=booked, absent=absent, details=details, skipped=tuple(skipped))
+    return RecordedRuns(runs=booked, absent=absent, details=details, skipped=tuple(skipped))
 
 
 def _of(run_id: str, values: Mapping[Gang, Any]) -> dict[int, Any]:
@@ -197,11 +197,11 @@ def _seen(text: str) -> SeenReceipt:
         return SeenReceipt()
 
 
-def _orders(connection: sa.Connection, ids: Sequence[str]) -> dict[str, list[BookedOrder]]:
-    columns = [orders.c[name] for name in BookedOrder.__struct_fields__]
+def _orders(connection: sa.Connection, ids: Sequence[str]) -> dict[str, list[RecordedOrder]]:
+    columns = [orders.c[name] for name in RecordedOrder.__struct_fields__]
     query = sa.select(orders.c.run_id, *columns).where(orders.c.run_id.in_(ids)).order_by(orders.c.seq)
     return _grouped(
-        (row[0], BookedOrder(seq=row[1], node_id=row[2], fence=row[3], crew=row[4], kind=row[5]))
+        (row[0], RecordedOrder(seq=row[1], node_id=row[2], fence=row[3], crew=row[4], kind=row[5]))
         for row in connection.execute(query)
     )
 
@@ -253,7 +253,9 @@ def _audit(connection: sa.Connection, ids: Sequence[str]) -> tuple[dict[str, Cou
     return actions, tuple(details)
 
 
-def pages(read: Callable[[Callable[[sa.Connection], Books]], Books], *, limit: int = PAGE_RUNS) -> Iterable[Books]:
+def pages(
+    read: Callable[[Callable[[sa.Connection], RecordedRuns]], RecordedRuns], *, limit: int = PAGE_RUNS
+) -> Iterable[RecordedRuns]:
     """Yield all runs page by page, each as of its own moment."""
     after = ""
     while True:
@@ -275,6 +277,6 @@ class Violation(msgspec.Struct, frozen=True, kw_only=True, order=True):
         return f"{self.invariant} {self.subject}: {self.sentence}"
 
 
-def violation_of(booked: Booked, invariant: str, sentence: str) -> Violation:
+def violation_of(booked: RecordedRun, invariant: str, sentence: str) -> Violation:
     """Return what is wrong with a run."""
     return Violation(invariant=invariant, subject=f"run {booked.run.id}", sentence=sentence)

@@ -18,14 +18,14 @@ import msgspec
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.billing.ledger import EntryKind, LedgerLine, charge, reversed_line, standing, sum_of
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Fact, FactKind, Reason
-from serverless_gpu.server.invariants.invariant_inputs import Booked, OfCrew, SeenReceipt, Violation, violation_of
+from serverless_gpu.server.invariants.invariant_inputs import OfCrew, RecordedRun, SeenReceipt, Violation, violation_of
 from serverless_gpu.server.lifecycle import metering
 from serverless_gpu.server.records.attempts import StoredAttempt
 from serverless_gpu.server.records.charges import Posted
 from serverless_gpu.server.records.crews import StoredCrew
 
 
-def ledger(booked: Booked) -> Iterator[Violation]:
+def ledger(booked: RecordedRun) -> Iterator[Violation]:
     """Yield what is wrong with the facts, receipts and entries of a run."""
     all_crews = [_OfCrew(attempt=attempt, crew=crew) for attempt in booked.attempts for crew in attempt.crews]
     ended = {one.key for one in all_crews if one.crew.ended_ns is not None}
@@ -62,7 +62,7 @@ class _OfCrew(msgspec.Struct, frozen=True, kw_only=True):
         return f"attempt {self.crew.fence}{f' (crew {number})' if number else ''}"
 
 
-def _receipt(one: _OfCrew, own: Sequence[Fact], booked: Booked) -> Iterator[str]:
+def _receipt(one: _OfCrew, own: Sequence[Fact], booked: RecordedRun) -> Iterator[str]:
     receipt = booked.receipts.get(one.key)
     if receipt is None or receipt.gpu_ms is None or receipt.facts is None:
         return
@@ -105,7 +105,7 @@ def _takes_back(one: Posted, before: Posted) -> bool:
     return is_same and one.entry.line == reversed_line(before.entry.line)
 
 
-def _charged(of: _OfCrew, own: Sequence[Fact], posted: Sequence[Posted], booked: Booked) -> Iterator[str]:
+def _charged(of: _OfCrew, own: Sequence[Fact], posted: Sequence[Posted], booked: RecordedRun) -> Iterator[str]:
     """Yield what is not charged as facts and tariff say."""
     if of.crew.settled_ns is None or of.crew.uncharged:
         return

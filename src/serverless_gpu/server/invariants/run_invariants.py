@@ -46,7 +46,13 @@ from serverless_gpu.model.billing import metering
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, TERMINAL, Fact, FactKind, Reason, State
 from serverless_gpu.model.lifecycle.run_lifecycle import FAULT_RETRIES_MAX, INFRA_RETRIES_MAX
 from serverless_gpu.model.spec import Function
-from serverless_gpu.server.invariants.invariant_inputs import Booked, BookedOrder, Books, Violation, violation_of
+from serverless_gpu.server.invariants.invariant_inputs import (
+    RecordedOrder,
+    RecordedRun,
+    RecordedRuns,
+    Violation,
+    violation_of,
+)
 from serverless_gpu.server.invariants.ledger_invariants import ledger
 from serverless_gpu.server.records.attempts import StoredAttempt
 from serverless_gpu.server.records.audit import Action
@@ -65,7 +71,7 @@ class LentDevice(msgspec.Struct, frozen=True):
     gang: str
 
 
-def lent_once(books: Books) -> Iterator[Violation]:
+def lent_once(books: RecordedRuns) -> Iterator[Violation]:
     lent: dict[Place, list[LentDevice]] = {}
     for booked in books.runs:
         for attempt in booked.attempts:
@@ -99,7 +105,7 @@ class Lendings:
         self._known: dict[tuple[Place, str, int], LentDevice] = {}
         self._of: dict[Place, list[LentDevice]] = {}
 
-    def look(self, books: Books) -> list[Violation]:
+    def look(self, books: RecordedRuns) -> list[Violation]:
         """Return which devices of these books were lent twice, among them and together with those before."""
         found: set[Violation] = set()
         for booked in books.runs:
@@ -146,7 +152,7 @@ def doubly(device: str, ones: list[LentDevice]) -> Iterator[Violation]:
             latest = one
 
 
-def gangs(booked: Booked) -> Iterator[Violation]:
+def gangs(booked: RecordedRun) -> Iterator[Violation]:
     """Yield what is wrong with the crews of a run."""
     for attempt in booked.attempts:
         for sentence in (*_laid_out(attempt), *_amounting(attempt), *_met(attempt, booked), *_released(attempt)):
@@ -194,7 +200,7 @@ def _amounting(attempt: StoredAttempt) -> Iterator[str]:
         yield "ends because of a peer, and none of its crews says why"
 
 
-def _met(attempt: StoredAttempt, booked: Booked) -> Iterator[str]:
+def _met(attempt: StoredAttempt, booked: RecordedRun) -> Iterator[str]:
     if attempt.called_off and (attempt.chosen_json is not None or attempt.began):
         yield "was called off, and its crews have met"
     chosen = attempt.chosen
@@ -289,7 +295,7 @@ class LiveState(msgspec.Struct, frozen=True, kw_only=True):
     missing_parts: frozenset[str] = frozenset()  # digests of results that the store does not have
 
 
-def violations(books: Books, history: History | None = None, moment: LiveState | None = None) -> list[Violation]:
+def violations(books: RecordedRuns, history: History | None = None, moment: LiveState | None = None) -> list[Violation]:
     """Return everything that is wrong."""
     history, moment = history or History(), moment or LiveState()
     found = [violation for booked in books.runs for rule in RULES for violation in rule(booked)]
@@ -309,7 +315,7 @@ def violations(books: Books, history: History | None = None, moment: LiveState |
 # --- I1 ---------------------------------------------------------------------------------------------------------------
 
 
-def _readable(books: Books, history: History) -> Iterator[Violation]:
+def _readable(books: RecordedRuns, history: History) -> Iterator[Violation]:
     for run_id, actions in books.absent.items():
         created, expired = actions.get(Action.RUN_CREATE, 0), actions.get(Action.RUN_EXPIRE, 0)
         if (created or run_id in history.acknowledged) and not expired:
@@ -319,7 +325,7 @@ def _readable(books: Books, history: History) -> Iterator[Violation]:
 # --- I2, I5 -----------------------------------------------------------------------------------------------------------
 
 
-def _one_end(booked: Booked) -> Iterator[Violation]:
+def _one_end(booked: RecordedRun) -> Iterator[Violation]:
     run, told = booked.run, booked.events
     ends = [event for event in told if event.state in TERMINAL]
     if len(ends) > 1:
@@ -337,14 +343,14 @@ def _one_end(booked: Booked) -> Iterator[Violation]:
         )
 
 
-def _still_ended(booked: Booked, history: History) -> Iterator[Violation]:
+def _still_ended(booked: RecordedRun, history: History) -> Iterator[Violation]:
     end = history.ends.get(booked.run.id)
     if end is not None and end != (booked.run.state, booked.run.reason):
         state, reason = end
         yield violation_of(booked, "I2", f"was {state} ({reason}), and is {booked.run.state} ({booked.run.reason})")
 
 
-def _moves(booked: Booked) -> Iterator[Violation]:
+def _moves(booked: RecordedRun) -> Iterator[Violation]:
     told = booked.events
     if not told:
         return
@@ -358,7 +364,7 @@ def _moves(booked: Booked) -> Iterator[Violation]:
         yield from _move(booked, before, event)
 
 
-def _move(booked: Booked, before: StoredEvent, event: StoredEvent) -> Iterator[Violation]:
+def _move(booked: RecordedRun, before: StoredEvent, event: StoredEvent) -> Iterator[Violation]:
     if event.state not in MOVES[before.state] and not is_remark(before, event):
         yield violation_of(booked, "I5", f"went from {before.state} to {event.state} (event {event.seq})")
     places = before.state is State.QUEUED and event.state is State.STARTING
@@ -371,7 +377,7 @@ def _move(booked: Booked, before: StoredEvent, event: StoredEvent) -> Iterator[V
 # --- I3 ---------------------------------------------------------------------------------------------------------------
 
 
-def _attempts_in_order(booked: Booked) -> Iterator[Violation]:
+def _attempts_in_order(booked: RecordedRun) -> Iterator[Violation]:
     run, tries = booked.run, booked.attempts
     fences = [attempt.fence for attempt in tries]
     if fences != list(range(1, run.fence + 1)):
@@ -396,7 +402,7 @@ def _attempts_in_order(booked: Booked) -> Iterator[Violation]:
         yield violation_of(booked, "I3", f"used more retries than it has: {used}")
 
 
-def _attempt(booked: Booked, attempt: StoredAttempt) -> Iterator[Violation]:
+def _attempt(booked: RecordedRun, attempt: StoredAttempt) -> Iterator[Violation]:
     if (attempt.ended_ns is None) != (attempt.state in _OPEN) or (attempt.ended_ns is None) != (attempt.reason is None):
         yield violation_of(booked, "I3", f"attempt {attempt.fence} is {attempt.state}, ended {attempt.ended_ns}")
     if attempt.fence == booked.run.fence and attempt.ended_ns is None and attempt.state is not booked.run.state:
@@ -406,7 +412,7 @@ def _attempt(booked: Booked, attempt: StoredAttempt) -> Iterator[Violation]:
         yield from _crew(booked, crew, [order for order in own if order.crew == crew.number])
 
 
-def _crew(booked: Booked, crew: StoredCrew, own: Sequence[BookedOrder]) -> Iterator[Violation]:
+def _crew(booked: RecordedRun, crew: StoredCrew, own: Sequence[RecordedOrder]) -> Iterator[Violation]:
     name = f"attempt {crew.fence}{f' (crew {crew.number})' if crew.number else ''}"
     if (crew.ended_ns is None) != (crew.state in _OPEN) or (crew.ended_ns is None) != (crew.reason is None):
         yield violation_of(booked, "I3", f"{name} is {crew.state} on {crew.node_id}, ended {crew.ended_ns}")
@@ -418,7 +424,7 @@ def _crew(booked: Booked, crew: StoredCrew, own: Sequence[BookedOrder]) -> Itera
             yield violation_of(booked, "I3", f"{name} is on {crew.node_id}, order {order.seq} is not")
 
 
-def _facts_in_order(booked: Booked) -> Iterator[Violation]:
+def _facts_in_order(booked: RecordedRun) -> Iterator[Violation]:
     """Attempts on one boot of one node are compared by its clock."""
     for fence, following in pairwise(sorted({fence for fence, _ in booked.facts})):
         before = [facts for (other, _), facts in booked.facts.items() if other == fence]
@@ -453,7 +459,7 @@ def _pairs_of_attempts(own: Sequence[Stretch]) -> Iterator[tuple[Stretch, Stretc
         yield from product((one for one in own if one.fence == fence), (one for one in own if one.fence == following))
 
 
-def _ran_as_asked(books: Books, history: History) -> Iterator[Violation]:
+def _ran_as_asked(books: RecordedRuns, history: History) -> Iterator[Violation]:
     """What the node saw, and not what it could tell: an attempt that began although nobody heard so counts, too."""
     attempts = {(one.run_id, one.fence) for one in history.stretches}
     ran = Counter(run_id for run_id, _ in attempts)
@@ -483,7 +489,7 @@ def _on_devices_alone(stretches: Sequence[Stretch]) -> Iterator[Violation]:
 # --- I6 ---------------------------------------------------------------------------------------------------------------
 
 
-def _stored(booked: Booked, missing: frozenset[str]) -> Iterator[Violation]:
+def _stored(booked: RecordedRun, missing: frozenset[str]) -> Iterator[Violation]:
     run, attempt = booked.run, booked.run.attempt
     if run.state is not State.SUCCEEDED or attempt is None or not isinstance(run.spec.payload, Function):
         return
@@ -502,7 +508,7 @@ def _stored(booked: Booked, missing: frozenset[str]) -> Iterator[Violation]:
 # --- I8 ---------------------------------------------------------------------------------------------------------------
 
 
-def _created_once(booked: Booked) -> Iterator[Violation]:
+def _created_once(booked: RecordedRun) -> Iterator[Violation]:
     created = booked.actions.get(Action.RUN_CREATE, 0)
     if created != 1:
         yield violation_of(booked, "I8", f"the audit says {created} times that it was asked for")
@@ -517,7 +523,7 @@ def broken_chain(number: int, sentence: str) -> Violation:
     return Violation(invariant="I8", subject=f"audit entry {number}", sentence=sentence)
 
 
-def _audited(books: Books, history: History) -> Iterator[Violation]:
+def _audited(books: RecordedRuns, history: History) -> Iterator[Violation]:
     actions = {booked.run.id: booked.actions for booked in books.runs} | dict(books.absent)
     for (action, subject), count in history.changed.items():
         written = actions[subject].get(action, 0) if subject in actions else count
@@ -554,7 +560,7 @@ def _listed(values: Iterable[object]) -> str:
     return ", ".join(str(value) for value in values)
 
 
-RULES: tuple[Callable[[Booked], Iterator[Violation]], ...] = (
+RULES: tuple[Callable[[RecordedRun], Iterator[Violation]], ...] = (
     _one_end,
     _moves,
     _attempts_in_order,

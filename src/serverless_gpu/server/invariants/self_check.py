@@ -48,7 +48,7 @@ from serverless_gpu.server.core.server_metrics import ServerMetrics
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions, portions
 from serverless_gpu.server.invariants import invariant_inputs
-from serverless_gpu.server.invariants.invariant_inputs import PAGE_RUNS, Books, Violation
+from serverless_gpu.server.invariants.invariant_inputs import PAGE_RUNS, RecordedRuns, Violation
 from serverless_gpu.server.invariants.run_invariants import History, Lendings, LiveState, broken_chain, violations
 from serverless_gpu.server.lifecycle.liveness import Presence
 from serverless_gpu.server.nodes import capacity
@@ -212,7 +212,7 @@ class SelfCheck:
             sizes=self._hub.sizes(),
         )
 
-    def _missing(self, page: Books) -> frozenset[str]:
+    def _missing(self, page: RecordedRuns) -> frozenset[str]:
         """Return which of the results' parts are not in the store; of very many, some are looked for."""
         parts = [part for booked in page.runs for results in booked.results.values() for part in results.parts]
         if not parts:
@@ -238,7 +238,7 @@ class SelfCheck:
             self.found += 1
             self._measures.violations.labels(violation.invariant).inc()
 
-    def _remember(self, page: Books) -> None:
+    def _remember(self, page: RecordedRuns) -> None:
         for booked in page.runs:
             run = booked.run
             if run.state in TERMINAL and run.reason is not None:

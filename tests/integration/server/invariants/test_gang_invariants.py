@@ -17,7 +17,7 @@ from serverless_gpu.server.billing import charging
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.invariants import invariant_inputs
-from serverless_gpu.server.invariants.invariant_inputs import Books, Violation
+from serverless_gpu.server.invariants.invariant_inputs import RecordedRuns, Violation
 from serverless_gpu.server.invariants.run_invariants import History, Lendings, Stretch, violations
 from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.records import facts, files
@@ -270,7 +270,7 @@ def stretch(fence: int, crew: int, began: int, ended: int | None, *, device: str
 
 
 def of_stretches(*stretches: Stretch) -> list[str]:
-    return [str(one) for one in violations(Books(), History(stretches=stretches))]
+    return [str(one) for one in violations(RecordedRuns(), History(stretches=stretches))]
 
 
 def test_crews_of_one_attempt_run_beside_each_other_and_of_two_never() -> None:

@@ -30,7 +30,7 @@ from serverless_gpu.server.billing import charging
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.invariants import invariant_inputs
-from serverless_gpu.server.invariants.invariant_inputs import Books
+from serverless_gpu.server.invariants.invariant_inputs import RecordedRuns
 from serverless_gpu.server.invariants.run_invariants import MOVES, History, LiveState, Stretch, violations
 from serverless_gpu.server.invariants.self_check import check
 from serverless_gpu.server.lifecycle import transitions
@@ -223,7 +223,7 @@ def stretch(fence: int, began: int, ended: int | None, *, run: str = "r", device
 
 
 def of_stretches(*stretches: Stretch) -> set[str]:
-    return {one.invariant for one in violations(Books(), History(stretches=stretches))}
+    return {one.invariant for one in violations(RecordedRuns(), History(stretches=stretches))}
 
 
 def test_what_the_cluster_did_is_compared_by_one_clock() -> None:
@@ -241,7 +241,7 @@ def test_what_a_server_thinks_is_asked_for_too() -> None:
         unstopped_s={"d": 31, "e": 29},
         sizes={"keys": (3, 2), "leases": (2, 2)},
     )
-    assert [(one.invariant, one.subject) for one in violations(Books(), None, moment)] == [
+    assert [(one.invariant, one.subject) for one in violations(RecordedRuns(), None, moment)] == [
         ("I11", "run a"),
         ("I12", "run d"),
         ("I14", "run c"),

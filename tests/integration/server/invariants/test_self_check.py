@@ -82,7 +82,7 @@ def test_all_runs_are_looked_at_page_by_page(
     make_scheduler(services).tick(clock.boottime_ns())
     load = invariant_inputs.load
 
-    def pages_of_two(connection: sa.Connection, *, after: str) -> invariant_inputs.Books:
+    def pages_of_two(connection: sa.Connection, *, after: str) -> invariant_inputs.RecordedRuns:
         return load(connection, after=after, limit=2)
 
     monkeypatch.setattr(invariant_inputs, "load", pages_of_two)

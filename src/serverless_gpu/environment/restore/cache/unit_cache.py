@@ -3,13 +3,13 @@
     ensure ─ there, and looked at in this boot of the machine, not long ago? nothing to do
            ├ its lock is free: fetch it   (many processes at once: each takes what nobody fetches yet)
            └ somebody fetches it: wait until it is there, or until they died and it is ours to fetch
-    look   ─ one sweep over its files: has anybody written to them? (`unit_seal.py`) then every byte is read
+    look   ─ one sweep over its files: has anybody written to them? (`unit_integrity.py`) then every byte is read
     verify ─ what is on the disk against its rows; a damaged unit is replaced by a rename, whoever looks at the old one
              keeps seeing it
     evict  ─ what was not used for longest goes; never what somebody uses
 
-Lives here: who does what when. `cache_layout.py` says where, `fetch.py` brings, `inspection.py` looks,
-`eviction_run.py` removes. Must not: know what an environment looks like.
+Here is decided who does what when. `cache_directory.py` says where, `fetch.py` brings, `unit_integrity.py` looks,
+`eviction.py` removes.
 
 Failure cases: disk full (StorageError naming it; nothing half-visible, F27), a unit damaged on the disk (refetched,
 F29), a process killed at any point (the kernel frees its lock, the next one goes on from what is whole), an altered
@@ -263,7 +263,7 @@ class Cache(Places):
         """Look at the units of an environment, and put those aside that somebody has written to.
 
         Each is looked at once in a boot of this machine, and again after `LOOK_S`; units that links lead to are looked
-        at by `tree_repair.py`, before each use.
+        at by `trees.py`, before each use.
 
         The caller holds the environment.
         """
