@@ -107,7 +107,7 @@ def _lines(
 # --- before it runs ---------------------------------------------------------------------------------------------------
 
 
-class Wish(msgspec.Struct, frozen=True, kw_only=True):
+class CostRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A run that is not there."""
 
     spec: RunSpec  # what it asks for, with what its policy adds
@@ -118,7 +118,7 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
     limit: str = "timeout"  # what limits how long it takes at a time
 
 
-def estimate(connection: sa.Connection, wish: Wish, *, now_ns: int, currency: str) -> CostEstimate:
+def estimate(connection: sa.Connection, wish: CostRequest, *, now_ns: int, currency: str) -> CostEstimate:
     """Return what a run would cost."""
     spec = wish.spec
     lasting = Lasting(
@@ -150,7 +150,7 @@ def estimate(connection: sa.Connection, wish: Wish, *, now_ns: int, currency: st
     return msgspec.structs.replace(dearest, basis=f"{dearest.basis}; the dearest of what it may get")
 
 
-def _places(connection: sa.Connection, wish: Wish) -> list[tuple[str, str, int]]:
+def _places(connection: sa.Connection, wish: CostRequest) -> list[tuple[str, str, int]]:
     """Return the types, pools and numbers of devices that a run may get, where it would start, else where it could."""
     wanted = wish.spec.resources
     reserved = {pool.name for pool in pools.every(connection) if pool.kind == RESERVED}

@@ -17,7 +17,7 @@ from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.scheduling.values import StartEstimate
 from serverless_gpu.model.spec import Command, Function, Kernel, check_command
 from serverless_gpu.server.billing import run_costs
-from serverless_gpu.server.billing.run_costs import Wish
+from serverless_gpu.server.billing.run_costs import CostRequest
 from serverless_gpu.server.budgets.budget_admission import BudgetAdmission
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.settings import Settings
@@ -87,7 +87,7 @@ class EstimateService:
         expected_s = before.expected_s
         asked = queued_run(run, before, now_ns=now_ns)
         found = StartEstimate(at_ns=None, basis=held_back) if held_back else self._sentences.estimate(asked)
-        wish = Wish(
+        wish = CostRequest(
             spec=allowed.spec,
             pool=allowed.pool,
             node=found.node or next(iter(found.nodes), ""),

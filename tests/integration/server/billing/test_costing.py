@@ -16,7 +16,7 @@ from serverless_gpu.model.lifecycle.attempt import FactKind, Reason
 from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp, UserCodeStarted
 from serverless_gpu.model.spec import Resources, RunSpec
 from serverless_gpu.server.billing import run_costs
-from serverless_gpu.server.billing.run_costs import Wish
+from serverless_gpu.server.billing.run_costs import CostRequest
 from serverless_gpu.server.composition import Services
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
@@ -203,7 +203,7 @@ def book(database: Database) -> None:
 
 def would_cost(database: Database, *, pool: str = "", node: str = "", **spec: Any) -> CostEstimate:
     asked = RunSpec(remote=True, **{"resources": Resources(gpus=2, gpu_type="H100"), **spec})
-    wish = Wish(spec=asked, pool=pool, node=node)
+    wish = CostRequest(spec=asked, pool=pool, node=node)
     return database.read(lambda connection: run_costs.estimate(connection, wish, now_ns=T0, currency="EUR"))
 
 
