@@ -23,7 +23,7 @@ from serverless_gpu.server.budgets.spending import AsOf, Spending, rate_of
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.lifecycle.liveness import Leases
-from serverless_gpu.server.nodes.capacity import Capacity
+from serverless_gpu.server.nodes.capacity import CapacitySnapshot
 from serverless_gpu.server.policies import Allowed
 from serverless_gpu.server.records import prices
 
@@ -71,7 +71,7 @@ class BudgetAdmission:
         subject = _subject(allowed, who)
         return self._spending.left(subject, currency=self._settings.currency, sees_all=sees_all)[:LEFT_MAX]
 
-    def rooms(self, connection: sa.Connection, there: Capacity) -> BudgetsLeft | None:
+    def rooms(self, connection: sa.Connection, there: CapacitySnapshot) -> BudgetsLeft | None:
         """Return what budgets had left at the last look, to be counted down for one tick; None without budgets."""
         if not self._spending.standings():
             return None

@@ -27,7 +27,7 @@ from serverless_gpu.wire.agents import NodeView, PoolView
 STATES = UP, DRAINING, DEGRADED, SILENT, GONE = "UP", "DRAINING", "DEGRADED", "SILENT", "GONE"
 
 
-class Capacity(msgspec.Struct, frozen=True, kw_only=True):
+class CapacitySnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that has joined, at one moment of the database."""
 
     nodes: tuple[StoredNode, ...]
@@ -71,10 +71,10 @@ def now(settings: Settings, clock: Clock) -> Times:
     return Times(boottime_ns=clock.boottime_ns(), wall_ns=clock.wall_ns(), gone_ns=gone_ns)
 
 
-def load(connection: sa.Connection, leases: Leases) -> Capacity:
+def load(connection: sa.Connection, leases: Leases) -> CapacitySnapshot:
     """Return what there is."""
     freed = leases.freed()  # before the query: a run that is not active any more does no harm
-    return Capacity(
+    return CapacitySnapshot(
         nodes=tuple(nodes.every(connection)),
         pools=tuple(pools.every(connection)),
         active=tuple(active_runs.active_briefly(connection)),
@@ -93,7 +93,7 @@ class Offers:
     def __init__(self) -> None:
         self._known: dict[str, tuple[tuple[object, ...], Node]] = {}
 
-    def of(self, floor: Capacity, presence: Presence, times: Times) -> list[Node]:
+    def of(self, floor: CapacitySnapshot, presence: Presence, times: Times) -> list[Node]:
         """Return the nodes."""
         known, self._known = self._known, {}
         for node in floor.nodes:
@@ -106,18 +106,20 @@ class Offers:
         return [offered for _, offered in self._known.values()]
 
 
-def offers(floor: Capacity, presence: Presence, times: Times) -> list[Node]:
+def offers(floor: CapacitySnapshot, presence: Presence, times: Times) -> list[Node]:
     """Return the nodes as decisions take them."""
     return Offers().of(floor, presence, times)
 
 
-def view_nodes(floor: Capacity, presence: Presence, times: Times) -> list[NodeView]:
+def view_nodes(floor: CapacitySnapshot, presence: Presence, times: Times) -> list[NodeView]:
     """Return the nodes as people see them."""
     held = floor.by_node()
     return [_view(node, held.get(node.id, ()), presence, times) for node in floor.nodes]
 
 
-def view_pools(floor: Capacity, presence: Presence, times: Times, *, queued: Mapping[str, int]) -> list[PoolView]:
+def view_pools(
+    floor: CapacitySnapshot, presence: Presence, times: Times, *, queued: Mapping[str, int]
+) -> list[PoolView]:
     """Return the pools as people see them.
 
     `queued` counts waiting runs by the pool they name; those under "" wait for every on-demand pool.

@@ -26,7 +26,7 @@ from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.lifecycle.liveness import Leases, Presence
 from serverless_gpu.server.lifecycle.transitions import Announcer, Note, TransitionResult
 from serverless_gpu.server.nodes import capacity, node_rules
-from serverless_gpu.server.nodes.capacity import GONE, Capacity
+from serverless_gpu.server.nodes.capacity import GONE, CapacitySnapshot
 from serverless_gpu.server.records import audit, crews, nodes, principals, runs
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.nodes import StoredNode
@@ -73,7 +73,7 @@ class NodeService:
     def view_pools(self) -> list[PoolView]:
         """Return all pools as people see them."""
 
-        def work(connection: sa.Connection) -> tuple[Capacity, Counter[str]]:
+        def work(connection: sa.Connection) -> tuple[CapacitySnapshot, Counter[str]]:
             return capacity.load(connection, self._leases), Counter(runs.queued_by_pool(connection))
 
         there, queued = self._database.read(work)

@@ -136,7 +136,7 @@ class Feasibility:
             for node in nodes.every(connection)
             if times.wall_ns - capacity.last_seen_ns(node, presence, times) <= KNOWN_S * 1e9
         ]
-        there = capacity.Capacity(nodes=tuple(known), pools=tuple(pools.every(connection)), active=())
+        there = capacity.CapacitySnapshot(nodes=tuple(known), pools=tuple(pools.every(connection)), active=())
         found = None
         if known:
             found = shortage(capacity.offers(there, presence, times), [pool.planned for pool in there.pools], asked)

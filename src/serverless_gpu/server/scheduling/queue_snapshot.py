@@ -46,7 +46,7 @@ from serverless_gpu.server.identity import uid_sharing
 from serverless_gpu.server.lifecycle import owner_suspension
 from serverless_gpu.server.lifecycle.liveness import Leases
 from serverless_gpu.server.nodes import capacity, drain
-from serverless_gpu.server.nodes.capacity import Capacity
+from serverless_gpu.server.nodes.capacity import CapacitySnapshot
 from serverless_gpu.server.records import attempts, duration_history, policies, runs, shares
 from serverless_gpu.server.records.active_runs import Active, ActiveCrew
 from serverless_gpu.server.records.crews import CrewId
@@ -161,7 +161,7 @@ _Name = tuple[str, str]
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
     """What the database says at one moment."""
 
-    floor: Capacity
+    floor: CapacitySnapshot
     waiting: Mapping[str, QueuedRun]  # by identifier, in order of class and age
     running: Mapping[str, RunningRun]  # those that have devices, by identifier
     policy: QueuePolicy  # what operators decided
@@ -309,7 +309,7 @@ class QueueSnapshot:
         self,
         connection: sa.Connection,
         queue: list[tuple[str, int]],
-        there: Capacity,
+        there: CapacitySnapshot,
         underway: Mapping[str, int],
         as_of: AsOf,
     ) -> dict[str, QueuedRun]:
@@ -336,7 +336,7 @@ class QueueSnapshot:
             for run_id, entry in entries.items()
         }
 
-    def _having(self, there: Capacity, underway: Mapping[str, int]) -> Iterable[tuple[Candidate, int]]:
+    def _having(self, there: CapacitySnapshot, underway: Mapping[str, int]) -> Iterable[tuple[Candidate, int]]:
         """Return who has devices, or is about to be given some, and how many."""
         for run in there.active:
             entry = self._known.get(run.id)
@@ -347,7 +347,7 @@ class QueueSnapshot:
             if run_id in self._known and self._known[run_id].waits:
                 yield self._known[run_id].candidate, count
 
-    def _running(self, there: Capacity, now_ns: int) -> Iterable[tuple[str, RunningRun]]:
+    def _running(self, there: CapacitySnapshot, now_ns: int) -> Iterable[tuple[str, RunningRun]]:
         for run in there.active:
             entry = self._known.get(run.id)
             having = there.having(run)

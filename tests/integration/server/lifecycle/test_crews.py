@@ -310,7 +310,7 @@ def test_freed_is_of_one_crew(services: Services, database: Database, run_id: st
     began(services, run_id)
     say(services, run_id, 1, State.STOPPING, freed=True)
     active = tuple(database.read(active_runs.active_briefly))
-    there = capacity.Capacity(nodes=(), pools=(), active=active, freed=services.leases.freed())
+    there = capacity.CapacitySnapshot(nodes=(), pools=(), active=active, freed=services.leases.freed())
     assert {node: [one.gpus for one in held] for node, held in there.by_node().items()} == {"node-1": [2]}
     assert services.leases.freed() == {(run_id, 1, 1)}
 
