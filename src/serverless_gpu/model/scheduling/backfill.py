@@ -41,11 +41,7 @@ Chosen = list[tuple[NodeDevices, str, int]]
 
 
 class Seeker:
-    """A gang that is blocked looks for where it will start.
-
-    capacity: what there is. wanted: the run. ask: what it asks for. now_ns: the time. by_guess: whether it goes by a guess
-    where nobody can say when somebody leaves.
-    """
+    """Looks for where a blocked gang will start; `by_guess` where it is unknown when others leave."""
 
     def __init__(
         self, capacity: Capacity, wanted: QueuedRun, ask: TimedShape, now_ns: int, *, by_guess: bool = False

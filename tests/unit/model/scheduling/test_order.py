@@ -71,7 +71,7 @@ def test_asking_changes_nothing() -> None:
 
 def test_F82_what_can_never_be_is_listed_after_all_that_wait() -> None:
     state = PlannerState(QueuePolicy())
-    state.floor.see(Node(id="n", name="n", total={"H100": 8}))
+    state.capacity.see(Node(id="n", name="n", total={"H100": 8}))
     for number, (gpus, gpu_type) in enumerate([(1, "A10"), (16, "H100"), (8, "H100"), (1, "H100")]):
         state.queue.put(QueuedRun(run_id=f"r{number}", title="t", gpus=gpus, gpu_type=gpu_type, queued_ns=number))
     late = QueuedRun(
