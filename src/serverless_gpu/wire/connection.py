@@ -5,7 +5,8 @@
     get     bytes, or a range of them          likewise
     stream  server-sent events, one by one     not tried again: only the reader knows where to go on
 
-Failure cases: those of `http_client.py`; a stream that is silent for longer than the server ever is → `ServerUnavailable`.
+Failure cases: those of `http_client.py`; a stream that is silent for longer than the server ever is →
+`ServerUnavailable`.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def capture(python: str | None, store: str | None, *, repair: bool, as_json: boo
     removed: tuple[str, ...] = ()
     with Meters() as meters:
         if repair:
-            removed = mending.repair(blobs, recogniser.scan(described, meters.report).snapshot.addresses())
+            removed = mending.repair_units(blobs, recogniser.scan(described, meters.report).snapshot.addresses())
         captured = take(described, recogniser, blobs, level=level, report=meters.report)
     took_ms = (clock.boottime_ns() - began_ns) // 1_000_000
     if as_json:

@@ -9,8 +9,7 @@
 An `Assembly` is a list of parts: a place below the tree, the units that lie there one over the other, and generated
 files over them all. With overlays each part is a mount, with links each is a directory filled from its units.
 
-Lives here: the layout, which a path in the original environment is translated to as well (`moved`). Must not: touch a
-disk.
+`moved` translates a path of the original environment to this layout.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ following a link, filled relative to its descriptor, and then given its mode; so
 unit. Links are refused between file systems (EXDEV), for files of others (`fs.protected_hardlinks`, EPERM), and past
 the 65,000th of a file (EMLINK): those files are copied.
 
-Lives here: the work on a fresh, private directory. Must not: know where it goes, or what a unit is.
+It works on a fresh, private directory, and knows nothing of where that goes, or what a unit is.
 
 Failure cases: any OSError, or a file that may have been written to (`Linked.suspect`): the directory is then to be
 thrown away; a directory of one unit that is a file of another (EnvironmentRejected).

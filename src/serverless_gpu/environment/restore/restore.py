@@ -57,7 +57,7 @@ from serverless_gpu.environment.restore.trees import (
 )
 from serverless_gpu.environment.snapshot_rules import check_snapshot
 from serverless_gpu.environment.stores.blobs import StoreBlobs
-from serverless_gpu.environment.stores.repair import mended, read_snapshot
+from serverless_gpu.environment.stores.repair import error_after_repair, read_snapshot
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentMissing, EnvironmentRejected, StorageError
 
 FEW_BYTES = 128 * 1024
@@ -93,7 +93,7 @@ class RestoredTree(msgspec.Struct, frozen=True, kw_only=True):
     units_fetched: int = 0
     ms: int = 0
     note: str = ""  # what is different from where it was captured, or ""
-    mended: str = ""  # what a run had changed in it, and was put right by this call, a sentence, or ""
+    error_after_repair: str = ""  # what a run had changed in it, and was put right by this call, a sentence, or ""
 
 
 def restore(
@@ -274,7 +274,7 @@ def prepare(snapshot: Snapshot, blobs: StoreBlobs, cache: Cache, python: str, re
     try:
         ensured = cache.ensure(snapshot.addresses(), blobs, report, accept=_as_listed(snapshot))
     except (EnvironmentCorrupt, EnvironmentMissing) as error:
-        raise mended(error, blobs, snapshot.addresses()) from None
+        raise error_after_repair(error, blobs, snapshot.addresses()) from None
     return Prepared(snapshot=snapshot, base=base, ensured=ensured)
 
 

@@ -10,7 +10,7 @@ imported may change, come and go: modules and metadata are looked up when they a
 
 What a snapshot says of its units beside their addresses (names, modules) is for people: addresses do not cover it.
 
-Lives here: the decision. Must not: look at files, or know where units lie (`Units` says what was seen there).
+It looks at no files: `Units` says what was seen in them.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     gate(d)      ~10 ms   unchanged since it was remembered? its snapshot, else None          recognition.py
     check()      ~50 ms   after a gate that said so, beside the launch: files edited in place
     watch()     ~200 ms   in a process that stays: from then on it proves that the libraries are unchanged   watcher.py
-    scan(d)      < 1 s    everything: roots, units, addresses                                  roots.py, units.py 
+    scan(d)      < 1 s    everything: roots, units, addresses                                  roots.py, units.py
     remember(s)           after a capture: what the gate compares with from now on             index.py
 
 A scan reads what RECORD does not answer for: code, unowned files, files of unknown installers, edited ones; and of

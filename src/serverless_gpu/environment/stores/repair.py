@@ -122,7 +122,7 @@ def read_snapshot(blobs: StoreBlobs, address: str) -> Snapshot:
         raise _explained(error, _repaired(blobs, [key]), blobs, [key]) from None
 
 
-def mended(error: EnvironmentProblem, blobs: StoreBlobs, addresses: Iterable[str]) -> EnvironmentProblem:
+def error_after_repair(error: EnvironmentProblem, blobs: StoreBlobs, addresses: Iterable[str]) -> EnvironmentProblem:
     """Look at all that units need in a store, remove what is altered, and return the error to raise.
 
     `error` is what was raised when they were fetched: something is altered, or missing.
@@ -136,7 +136,7 @@ def mended(error: EnvironmentProblem, blobs: StoreBlobs, addresses: Iterable[str
     return _explained(error, removed, blobs, bad) if removed or bad else error
 
 
-def repair(blobs: StoreBlobs, addresses: Iterable[str]) -> tuple[str, ...]:
+def repair_units(blobs: StoreBlobs, addresses: Iterable[str]) -> tuple[str, ...]:
     """Check all that units need in a store, and remove what no restore can use.
 
     Raises StoreUnavailable: the store does not answer, or does not let itself be changed.

@@ -33,8 +33,124 @@ from serverless_gpu.model.scheduling.values import DeviceShare, QueuedRun
 Kind = tuple[str, str]
 """A pool and a type: of one such all devices of a gang are."""
 _PAIRS_MAX = 4
+
+_NOBODY: frozenset[str] = frozenset()
+
 _Option = tuple[tuple[int, int, int], tuple[DeviceShare, ...]]
 """How many nodes, what is left over on the last one, the largest size; what the gang has."""
+
+
+Option = tuple[tuple[int, int, str, str], NodeDevices, str, int]
+"""Rank, devices left over, name and identifier; the node, the type, how many."""
+
+
+def place(capacity: Capacity, wanted: QueuedRun, ask: TimedShape, now_ns: int) -> tuple[DeviceShare, ...] | None:
+    """Return devices that a run can have now, or None; nothing is taken."""
+    avoids = (wanted.avoid, _NOBODY) if wanted.avoid else (_NOBODY,)
+    if is_several(capacity, wanted, ask):
+        ways = (spread(capacity, wanted, ask, now_ns, avoid) for avoid in apart(wanted))
+        return next((shares for shares in ways if shares is not None), None)
+    for avoid in avoids:
+        found = min(_options(capacity, wanted, ask, now_ns, avoid), key=lambda option: option[0], default=None)
+        if found is not None:
+            _, where, gpu_type, count = found
+            return (DeviceShare(node_id=where.node.id, gpu_type=gpu_type, count=count),)
+    return None
+
+
+def fits(capacity: Capacity, shares: tuple[DeviceShare, ...], wanted: QueuedRun, ask: TimedShape, now_ns: int) -> bool:
+    """Return whether a gang can have just these devices now, all of them, beside what is promised to others."""
+    for share in shares:
+        book = capacity.books.get((share.node_id, share.gpu_type))
+        if capacity.places[share.node_id].free[share.gpu_type] < share.count:
+            return False
+        if book is not None and not book.fits(share.count, capacity.ends(wanted, ask, now_ns)):
+            return False
+    return True
+
+
+def take(capacity: Capacity, shares: tuple[DeviceShare, ...], wanted: QueuedRun, ask: TimedShape, now_ns: int) -> None:
+    """Enter devices that a run gets now into the books of their nodes."""
+    for share in shares:
+        book = capacity.books.get((share.node_id, share.gpu_type))
+        if book is not None:
+            book.take(share.count, capacity.ends(wanted, ask, now_ns))
+
+
+def _options(
+    capacity: Capacity, wanted: QueuedRun, ask: TimedShape, now_ns: int, avoid: frozenset[str]
+) -> Iterator[Option]:
+    reach = capacity.reach(ask.shape)
+    count = ask.shape.gpus
+    for group, types, pool in reach.entries:
+        rank = group.rank(capacity.terms, wanted, pool, now_ns)
+        if rank is None:
+            continue
+        for name in types:
+            index = group.index[name]
+            if count is None:
+                for size, row in index.whole.items():
+                    for _, node_id, where in row:  # alike but for their names, and in the order of these
+                        if node_id not in avoid and where.node.total[name] == size:
+                            yield (rank, 0, *where.entry[:2]), where, name, size
+                            break
+                continue
+            best = index.best(count, avoid)
+            if best is not None:
+                left, where = best
+                yield (rank, left, *where.entry[:2]), where, name, count
+    for where, types, pool in reach.singles.values():
+        rank = where.group.rank(capacity.terms, wanted, pool, now_ns)
+        if rank is not None and where.node.id not in avoid and not where.node.away:
+            for name in types:
+                needed = where.node.total[name] if count is None else count
+                left = where.free[name] - needed
+                if needed > 0 and left >= 0 and (where.node.id, name) not in capacity.books:
+                    yield (rank, left, *where.entry[:2]), where, name, needed
+    if capacity.books:
+        yield from _beside(capacity, wanted, ask, now_ns, avoid)
+
+
+def _beside(
+    capacity: Capacity, wanted: QueuedRun, ask: TimedShape, now_ns: int, avoid: frozenset[str]
+) -> Iterator[Option]:
+    """Return what may be used of nodes on which something is kept."""
+    reach, ends = capacity.reach(ask.shape), capacity.ends(wanted, ask, now_ns)
+    for (node_id, name), book in capacity.books.items():
+        where = capacity.places[node_id]
+        needed = ask.shape.needs(where.node, name)
+        left = where.free[name] - needed
+        if left < 0 or needed <= 0 or where.node.away or node_id in avoid:
+            continue
+        found = reach.of(where)
+        if found is None or name not in found[0]:
+            continue
+        rank = where.group.rank(capacity.terms, wanted, found[1], now_ns)
+        if rank is not None and book.fits(needed, ends):
+            yield (rank, left, *where.entry[:2]), where, name, needed
+
+
+def usable(capacity: Capacity, wanted: QueuedRun, ask: TimedShape, now_ns: int) -> Iterator[tuple[NodeDevices, str]]:
+    """Return nodes and types that a run may use now, free or not."""
+    for where, types, pool in capacity.reach(ask.shape).places():
+        if not where.node.away and where.group.rank(capacity.terms, wanted, pool, now_ns) is not None:
+            for name in types:
+                yield where, name
+
+
+def is_usable(capacity: Capacity, wanted: QueuedRun, ask: TimedShape, at: tuple[NodeDevices, str], now_ns: int) -> bool:
+    """Return whether a run may use a type of a node now, free or not."""
+    where, name = at
+    found = capacity.reach(ask.shape).of(where)
+    if found is None or name not in found[0] or where.node.away:
+        return False
+    return where.group.rank(capacity.terms, wanted, found[1], now_ns) is not None
+
+
+def unkept(capacity: Capacity, where: NodeDevices, gpu_type: str) -> int:
+    """Return what is free of a node now beside what is kept; less than 0 where more is waited for."""
+    book = capacity.books.get((where.node.id, gpu_type))
+    return where.free[gpu_type] if book is None else book.likely.free()
 
 
 def is_several(capacity: Capacity, wanted: QueuedRun, ask: TimedShape) -> bool:
@@ -229,117 +345,3 @@ def _stocks(capacity: Capacity, wanted: QueuedRun, ask: TimedShape, now_ns: int)
             stock = stocks.setdefault((where.node.pool, name), _Stock([], []))
             stock.beside.append(_Beside(where, name, rank, spare))
     return stocks
-
-
-_NOBODY: frozenset[str] = frozenset()
-Option = tuple[tuple[int, int, str, str], NodeDevices, str, int]
-"""Rank, devices left over, name and identifier; the node, the type, how many."""
-
-
-def place(capacity: Capacity, wanted: QueuedRun, ask: TimedShape, now_ns: int) -> tuple[DeviceShare, ...] | None:
-    """Return devices that a run can have now, or None; nothing is taken."""
-    avoids = (wanted.avoid, _NOBODY) if wanted.avoid else (_NOBODY,)
-    if is_several(capacity, wanted, ask):
-        ways = (spread(capacity, wanted, ask, now_ns, avoid) for avoid in apart(wanted))
-        return next((shares for shares in ways if shares is not None), None)
-    for avoid in avoids:
-        found = min(_options(capacity, wanted, ask, now_ns, avoid), key=lambda option: option[0], default=None)
-        if found is not None:
-            _, where, gpu_type, count = found
-            return (DeviceShare(node_id=where.node.id, gpu_type=gpu_type, count=count),)
-    return None
-
-
-def fits(capacity: Capacity, shares: tuple[DeviceShare, ...], wanted: QueuedRun, ask: TimedShape, now_ns: int) -> bool:
-    """Return whether a gang can have just these devices now, all of them, beside what is promised to others."""
-    for share in shares:
-        book = capacity.books.get((share.node_id, share.gpu_type))
-        if capacity.places[share.node_id].free[share.gpu_type] < share.count:
-            return False
-        if book is not None and not book.fits(share.count, capacity.ends(wanted, ask, now_ns)):
-            return False
-    return True
-
-
-def take(capacity: Capacity, shares: tuple[DeviceShare, ...], wanted: QueuedRun, ask: TimedShape, now_ns: int) -> None:
-    """Enter devices that a run gets now into the books of their nodes."""
-    for share in shares:
-        book = capacity.books.get((share.node_id, share.gpu_type))
-        if book is not None:
-            book.take(share.count, capacity.ends(wanted, ask, now_ns))
-
-
-def _options(
-    capacity: Capacity, wanted: QueuedRun, ask: TimedShape, now_ns: int, avoid: frozenset[str]
-) -> Iterator[Option]:
-    reach = capacity.reach(ask.shape)
-    count = ask.shape.gpus
-    for group, types, pool in reach.entries:
-        rank = group.rank(capacity.terms, wanted, pool, now_ns)
-        if rank is None:
-            continue
-        for name in types:
-            index = group.index[name]
-            if count is None:
-                for size, row in index.whole.items():
-                    for _, node_id, where in row:  # alike but for their names, and in the order of these
-                        if node_id not in avoid and where.node.total[name] == size:
-                            yield (rank, 0, *where.entry[:2]), where, name, size
-                            break
-                continue
-            best = index.best(count, avoid)
-            if best is not None:
-                left, where = best
-                yield (rank, left, *where.entry[:2]), where, name, count
-    for where, types, pool in reach.singles.values():
-        rank = where.group.rank(capacity.terms, wanted, pool, now_ns)
-        if rank is not None and where.node.id not in avoid and not where.node.away:
-            for name in types:
-                needed = where.node.total[name] if count is None else count
-                left = where.free[name] - needed
-                if needed > 0 and left >= 0 and (where.node.id, name) not in capacity.books:
-                    yield (rank, left, *where.entry[:2]), where, name, needed
-    if capacity.books:
-        yield from _beside(capacity, wanted, ask, now_ns, avoid)
-
-
-def _beside(
-    capacity: Capacity, wanted: QueuedRun, ask: TimedShape, now_ns: int, avoid: frozenset[str]
-) -> Iterator[Option]:
-    """Return what may be used of nodes on which something is kept."""
-    reach, ends = capacity.reach(ask.shape), capacity.ends(wanted, ask, now_ns)
-    for (node_id, name), book in capacity.books.items():
-        where = capacity.places[node_id]
-        needed = ask.shape.needs(where.node, name)
-        left = where.free[name] - needed
-        if left < 0 or needed <= 0 or where.node.away or node_id in avoid:
-            continue
-        found = reach.of(where)
-        if found is None or name not in found[0]:
-            continue
-        rank = where.group.rank(capacity.terms, wanted, found[1], now_ns)
-        if rank is not None and book.fits(needed, ends):
-            yield (rank, left, *where.entry[:2]), where, name, needed
-
-
-def usable(capacity: Capacity, wanted: QueuedRun, ask: TimedShape, now_ns: int) -> Iterator[tuple[NodeDevices, str]]:
-    """Return nodes and types that a run may use now, free or not."""
-    for where, types, pool in capacity.reach(ask.shape).places():
-        if not where.node.away and where.group.rank(capacity.terms, wanted, pool, now_ns) is not None:
-            for name in types:
-                yield where, name
-
-
-def is_usable(capacity: Capacity, wanted: QueuedRun, ask: TimedShape, at: tuple[NodeDevices, str], now_ns: int) -> bool:
-    """Return whether a run may use a type of a node now, free or not."""
-    where, name = at
-    found = capacity.reach(ask.shape).of(where)
-    if found is None or name not in found[0] or where.node.away:
-        return False
-    return where.group.rank(capacity.terms, wanted, found[1], now_ns) is not None
-
-
-def unkept(capacity: Capacity, where: NodeDevices, gpu_type: str) -> int:
-    """Return what is free of a node now beside what is kept; less than 0 where more is waited for."""
-    book = capacity.books.get((where.node.id, gpu_type))
-    return where.free[gpu_type] if book is None else book.likely.free()

@@ -1,6 +1,4 @@
-"""State of the planner between changes, and the results of its last pass.
-
-The queue: waiting runs by class, then team, then user, then request.
+"""State of the planner between changes: the queue, capacity, fairness, and the results of the last pass.
 
     class ─▶ team ─▶ user ─▶ line      a line: runs of one user that ask for the same, the oldest first
 
@@ -22,6 +20,7 @@ from serverless_gpu.model.scheduling.request_shapes import Shape, TimedShape
 from serverless_gpu.model.scheduling.values import DeviceShare, QueuedRun, QueuePolicy, Reservation, RunningRun
 
 _AGES_SPARE = 1000
+_S = 1e9
 LineKey = tuple[int, str, str, int]
 
 
@@ -161,9 +160,6 @@ class Queue:
             del users[owner]
         if not users:
             del self.classes[priority][team]
-
-
-_S = 1e9
 
 
 class PlannerState:

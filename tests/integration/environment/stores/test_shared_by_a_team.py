@@ -27,7 +27,7 @@ from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.codec import encode
 from serverless_gpu.environment.stores.directory_store import DirectoryStore
 from serverless_gpu.environment.stores.memory_store import MemoryStore
-from serverless_gpu.environment.stores.repair import Unequal, check_content, repair
+from serverless_gpu.environment.stores.repair import Unequal, check_content, repair_units
 from serverless_gpu.environment.stores.server_store import ServedStore
 from serverless_gpu.environment.stores.store_urls import open_store
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentMissing, EnvironmentProblem, EnvironmentRejected
@@ -142,10 +142,10 @@ def test_22A5_repair_believes_nobody(team: Team) -> None:
     unit = put_honest(team.own)
     other = poisoned(make_unit(b"y" * 40, "0" * 64, name="other"), team.own)
     team.own.put({f"units/{other.address}": encode(other)})
-    removed = repair(StoreBlobs(team.store("member")), [unit.address, other.address, "0" * 64])
+    removed = repair_units(StoreBlobs(team.store("member")), [unit.address, other.address, "0" * 64])
     assert removed == (f"units/{other.address}",)
     assert team.own.present([f"units/{unit.address}", f"packs/{unit.packs[0]}"])
-    assert repair(StoreBlobs(team.store("member")), [unit.address]) == ()
+    assert repair_units(StoreBlobs(team.store("member")), [unit.address]) == ()
 
 
 def test_22A5_a_pack_that_rots_in_the_store_is_removed_when_its_unit_is_put_again(team: Team) -> None:

@@ -63,7 +63,8 @@ class UnitNote(msgspec.Struct, frozen=True, kw_only=True):
     boot: str
     settled: bool = False
     looked_ns: int = 0  # when it was last looked at, since that boot
-    files: bytes = b""  # its seal (`unit_integrity.py`), when its bytes were last known to be right; b"" before it had one
+    # its seal (`unit_integrity.py`), when its bytes were last known to be right; b"" before it had one
+    files: bytes = b""
     documents: bytes = b""
 
 
