@@ -25,7 +25,7 @@ from serverless_gpu.model.spec import BLOB_PART_BYTES
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink.control import stop_all
 from serverless_gpu.testing import stop_agent
-from serverless_gpu.wire.agents import NodeList
+from serverless_gpu.wire.nodes import NodeList
 from serverless_gpu.wire.runs import RunPage, RunView
 
 T = TypeVar("T")

@@ -119,24 +119,24 @@ def up(hosts: Sequence[str], behind_proxy: Sequence[str], **options: Any) -> Non
     for problem in (*settings_module.unknown(os.environ), *disk_warnings(home)):
         say(f"warning: {problem}", err=True)
 
-    ray_beside = load("serverless_gpu.server.operations.sidecars")
-    ray_beside.refuse(settings)
+    sidecars = load("serverless_gpu.server.operations.sidecars")
+    sidecars.refuse_ray(settings)
 
     def write_files(url: str, running: Running) -> list[str]:
         token = (settings.directory / "token").read_text(encoding="ascii").strip()
         write_profile(home.root, ServerProfile(url=url, token=token, embedded=True, machine=machine()))
-        said: list[str] = ray_beside.offer_joining(settings, url=url, port=running.port, certified=running.certified)
+        said: list[str] = sidecars.offer_joining(settings, url=url, port=running.port, certified=running.certified)
         return said
 
     def ready(url: str, running: Running, mlflow: str) -> None:
         joining = write_files(url, running)
-        for line in (*_address_lines(url, home, mlflow), *_outside(settings, running), *joining):
+        for line in (*_address_lines(url, home, mlflow), *_outside_lines(settings, running), *joining):
             say(line)
         for warning in running.warnings:
             say(f"warning: {warning}", err=True)
 
     try:
-        with load("serverless_gpu.server.operations.sidecars").mlflow_beside(settings) as complete:
+        with sidecars.mlflow_sidecar(settings) as complete:
             load("serverless_gpu.server.process").serve(
                 complete,
                 ready=lambda url, running: ready(url, running, complete.mlflow_url if complete.mlflow else ""),
@@ -198,7 +198,7 @@ def disk_warnings(home: Home) -> list[str]:
     ]
 
 
-def _outside(settings: Settings, running: Running) -> list[str]:
+def _outside_lines(settings: Settings, running: Running) -> list[str]:
     if running.certificate:
         others = f"others: https://…:{running.port}; {running.certificate}"
         ended = "warning: the certificate has ended, so no other machine reaches this server: renew it, then SIGHUP"
@@ -272,7 +272,7 @@ def drain(note: str, wait: str | None) -> None:
     limit_s = duration_s("--wait", wait) if wait is not None else 0.0
     with server(patience_s=limit_s) as connection:
         view = connection.ask("PUT", "/drain", DrainRequest(on=True, note=note), answer=DrainView)
-        say(f"nothing new is started; {_counted(view)}")
+        say(f"nothing new is started; {_drain_text(view)}")
         clock, said = SystemClock(), view.going
         deadline_ns = clock.boottime_ns() + round(limit_s * 1e9)
         while view.going and clock.boottime_ns() < deadline_ns:
@@ -280,7 +280,7 @@ def drain(note: str, wait: str | None) -> None:
             view = connection.ask("GET", "/drain", answer=DrainView)
             if view.going != said:
                 said = view.going
-                say(_counted(view))
+                say(_drain_text(view))
     if wait is not None and view.going:
         raise ServerProblem(f"{view.going} runs still go on after {wait}", hint="`sgpu runs` lists them")
 
@@ -290,7 +290,7 @@ def resume() -> None:
     """Start again what waits: the end of `sgpu server drain`."""
     with server() as connection:
         view = connection.ask("PUT", "/drain", DrainRequest(on=False), answer=DrainView)
-    say(f"what waits is started again; {_counted(view)}")
+    say(f"what waits is started again; {_drain_text(view)}")
 
 
 @server_group.command()
@@ -395,11 +395,11 @@ def rotate(certain: bool) -> None:
         click.confirm("Revoke every token of this server, and replace its key?", abort=True, err=True)
     login = load("serverless_gpu.server.startup").login()
     rotated = load("serverless_gpu.server.operations.rotation").rotate(settings, clock=SystemClock(), login=login)
-    sealed = f"{_number(len(rotated.secrets), 'secret')} and variables of unended runs are sealed with it"
+    sealed = f"{_count_text(len(rotated.secrets), 'secret')} and variables of unended runs are sealed with it"
     say(f"the server's key is new; {sealed}")
     say(f"new tokens of this machine are in {settings.directory}; `sgpu up` gives them to this home and its node")
     for name, count in rotated.revoked:
-        say(f"{name}: {_number(count, 'token')} revoked; a new one: sgpu token create --for {name}")
+        say(f"{name}: {_count_text(count, 'token')} revoked; a new one: sgpu token create --for {name}")
     for node in rotated.nodes:
         say(f"node {node}: its token is revoked; join again with a new one, within the partition grace of its runs")
     for secret in rotated.secrets:
@@ -410,11 +410,11 @@ def rotate(certain: bool) -> None:
     say("change at their source: passwords and keys in server.toml, SGPU_* variables and the file of --tls-key")
 
 
-def _number(count: int, noun: str) -> str:
+def _count_text(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
-def _counted(view: DrainView) -> str:
+def _drain_text(view: DrainView) -> str:
     return f"{view.going} runs go on, {view.waiting} wait"
 
 
@@ -441,7 +441,7 @@ def server_logs(follow: bool, run_id: str, level: str, lines: int, as_json: bool
         raise NotFound(f"there is no log of a server at {path}", hint="`sgpu up` starts one; it writes there")
 
     def is_wanted(line: bytes) -> bool:
-        found = _parsed(line)
+        found = _parse_line(line)
         if run_id and not str(found.get("run", "")).startswith(run_id):
             return False
         return found.get("level") not in _LEVELS[: _LEVELS.index(level.upper())]
@@ -452,7 +452,7 @@ def server_logs(follow: bool, run_id: str, level: str, lines: int, as_json: bool
             say(each)
 
     followed = FollowedFile(path)
-    kept = deque((line for line in _before(path, followed) if is_wanted(line)), maxlen=lines)
+    kept = deque((line for line in _kept_lines(path, followed) if is_wanted(line)), maxlen=lines)
     for line in kept:
         show(line)
     if run_id and lines and level.upper() == _LEVELS[0] and not kept and not follow:
@@ -505,7 +505,7 @@ class FollowedFile:
             yield from whole
 
 
-def _before(path: Path, followed: FollowedFile) -> Iterator[bytes]:
+def _kept_lines(path: Path, followed: FollowedFile) -> Iterator[bytes]:
     """Yield the lines of all files, the oldest first; the follower reads the last file."""
     for number in range(KEPT, 0, -1):
         try:
@@ -516,7 +516,7 @@ def _before(path: Path, followed: FollowedFile) -> Iterator[bytes]:
     yield from followed.more()
 
 
-def _parsed(line: bytes) -> Mapping[str, object]:
+def _parse_line(line: bytes) -> Mapping[str, object]:
     try:
         found = msgspec.json.decode(line)
     except msgspec.DecodeError:
@@ -525,7 +525,7 @@ def _parsed(line: bytes) -> Mapping[str, object]:
 
 
 def _told(line: bytes) -> str:
-    found = _parsed(line)
+    found = _parse_line(line)
     if not found:
         return line.decode("utf-8", "replace").rstrip("\n")
     said = (*_HEAD, "method", "route") if found.get("logger") == "access" else _HEAD  # its message has them

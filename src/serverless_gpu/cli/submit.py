@@ -57,7 +57,7 @@ _SUBMITTING = "serverless_gpu.client.remote.submission"
 _SERVER = "serverless_gpu.client.remote.server"
 _SHORT = 12
 _NEVER = 1  # as of a run that ends because nothing can serve it
-_IMPORTS = {
+_ENVIRONMENT_TEXTS = {
     "live": "this machine's files, where they lie",
     "auto": "this machine's files if the server is its own and has no other, else a snapshot of them",
 }
@@ -172,26 +172,26 @@ def submit(program: str, arguments: Sequence[str], local: bool, detach: bool, **
     _enter(options.pop("workdir"), options.pop("variables"), is_here=local)
     spec = _spec(program, arguments, remote=not local, options=options)
     if dry_run:
-        with _in_words_of_the_shell(program):
+        with _command_line_syntax(program):
             rehearse(spec, as_json=as_json)
         return
     if detach:
-        say(_launched(spec, program, watch=False).id)
+        say(_launch(spec, program, watch=False).id)
         return
     with terminable():
-        error = _launched(spec, program, watch=True).follow(raises=False)
+        error = _launch(spec, program, watch=True).follow(raises=False)
     if error is not None:
         say_failure(error)
     sys.exit(exit_code(error))
 
 
-def _launched(spec: RunSpec, program: str, *, watch: bool) -> Run[None]:
-    with _in_words_of_the_shell(program):
+def _launch(spec: RunSpec, program: str, *, watch: bool) -> Run[None]:
+    with _command_line_syntax(program):
         return launch_command(spec, watch=watch)
 
 
 @contextlib.contextmanager
-def _in_words_of_the_shell(program: str) -> Iterator[None]:
+def _command_line_syntax(program: str) -> Iterator[None]:
     """Let a refusal name options as they are typed after `sgpu submit`."""
     try:
         yield
@@ -248,7 +248,7 @@ def _ranks(text: str) -> str | tuple[int, ...]:
         raise click.BadParameter(f"{text!r} is neither 'all' nor ranks", param_hint="--ranks-log") from None
 
 
-class _Imported(msgspec.Struct, frozen=True, kw_only=True):
+class _RankEnvironment(msgspec.Struct, frozen=True, kw_only=True):
     """The environment of ranks."""
 
     environment: str  # ``"live"``, ``"snapshot"``, or ``"auto"`` where only the server decides
@@ -257,8 +257,8 @@ class _Imported(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def text(self) -> str:
         """Return it in words."""
-        if self.environment in _IMPORTS:
-            return _IMPORTS[self.environment]
+        if self.environment in _ENVIRONMENT_TEXTS:
+            return _ENVIRONMENT_TEXTS[self.environment]
         if self.snapshot:
             return f"snapshot {self.snapshot[:_SHORT]} of this environment, which is there already"
         return "a snapshot of this environment, which is captured first"
@@ -271,49 +271,49 @@ def rehearse(spec: RunSpec, *, as_json: bool) -> None:
     check_command(command)
     home = find_home(os.environ)
     url = find_profile(home.root, os.environ).url if spec.remote else ""
-    spec, imported = _resolved(home, spec)
+    spec, imported = _resolve(home, spec)
     if as_json:
         estimate = estimate_run(spec)
         print_json(_as_json(spec, url, imported, estimate))
     else:
-        for line in _wished(spec, command, url, imported):
+        for line in _request_lines(spec, command, url, imported):
             say(line)
         estimate = estimate_run(spec)
-        for line in _foreseen(estimate):
+        for line in _estimate_lines(estimate):
             say(line)
     if estimate.impossible:
         sys.exit(_NEVER)
 
 
-def _resolved(home: Home, spec: RunSpec) -> tuple[RunSpec, _Imported]:
+def _resolve(home: Home, spec: RunSpec) -> tuple[RunSpec, _RankEnvironment]:
     """Return the request after variables and server defaults, without waiting for a server that is away."""
     if not spec.remote:
-        return spec, _imported(home, spec.environment, None)
+        return spec, _rank_environment(home, spec.environment, None)
     server = load(_SERVER).server_of(home.root, os.environ)
     try:
         server.version(patiently=False)
         choice = load(_SUBMITTING).choose_pool(spec, os.environ, functools.partial(server.pools, patiently=False))
         environment = load(_SUBMITTING).environment_of(spec, server)
     except ServerUnavailable:
-        return spec, _Imported(environment=spec.environment)
-    return choice.applied(spec), _imported(home, environment, server.store())
+        return spec, _RankEnvironment(environment=spec.environment)
+    return choice.applied(spec), _rank_environment(home, environment, server.store())
 
 
-def _imported(home: Home, environment: str, store: Where | None) -> _Imported:
+def _rank_environment(home: Home, environment: str, store: Where | None) -> _RankEnvironment:
     """Return the ranks' environment without capturing it."""
     if environment != "snapshot":
-        return _Imported(environment=environment)
+        return _RankEnvironment(environment=environment)
     with contextlib.suppress(EnvironmentProblem):  # the run itself would say it
         recognition = snapshot_environment.Recognition(home, capture=False, store=store)
         try:
             wanted = recognition.wanted()
         finally:
             recognition.close()
-        return _Imported(environment=environment, snapshot=wanted.snapshot if wanted is not None else "")
-    return _Imported(environment=environment)
+        return _RankEnvironment(environment=environment, snapshot=wanted.snapshot if wanted is not None else "")
+    return _RankEnvironment(environment=environment)
 
 
-def _wished(spec: RunSpec, command: Command, url: str, imported: _Imported) -> Iterator[str]:
+def _request_lines(spec: RunSpec, command: Command, url: str, imported: _RankEnvironment) -> Iterator[str]:
     """Yield the lines of the request, with defaults that decide something."""
     resources = spec.resources
     per = "process per node" if command.per == "node" else "process per GPU"
@@ -335,7 +335,7 @@ def _wished(spec: RunSpec, command: Command, url: str, imported: _Imported) -> I
     yield f"further: {' · '.join(parts) or 'nothing'}"
 
 
-def _foreseen(estimate: Estimate) -> Iterator[str]:
+def _estimate_lines(estimate: Estimate) -> Iterator[str]:
     """Yield the lines of the estimate by a server or this machine."""
     yield f"would start: {estimate.start_text()}"
     if estimate.policy:
@@ -345,7 +345,7 @@ def _foreseen(estimate: Estimate) -> Iterator[str]:
     yield from (f"from budget: {budget}" for budget in estimate.budgets)
 
 
-def _as_json(spec: RunSpec, url: str, imported: _Imported, estimate: Estimate) -> dict[str, object]:
+def _as_json(spec: RunSpec, url: str, imported: _RankEnvironment, estimate: Estimate) -> dict[str, object]:
     start = estimate.start
     return {
         "submitted": False,
@@ -400,7 +400,7 @@ def _module_command(arguments: Sequence[str]) -> tuple[tuple[str, ...], str]:
 def _has_module(name: str) -> bool:
     """Return whether `python -m` finds a module, without importing it."""
     first, *inner = name.split(".")
-    spec = PathFinder.find_spec(first, [os.getcwd()]) or _installed(first)
+    spec = PathFinder.find_spec(first, [os.getcwd()]) or _find_installed(first)
     for position in range(1, len(inner) + 1):
         places = spec.submodule_search_locations if spec is not None else None
         if places is None:
@@ -411,7 +411,7 @@ def _has_module(name: str) -> bool:
     return spec is not None
 
 
-def _installed(name: str) -> ModuleSpec | None:
+def _find_installed(name: str) -> ModuleSpec | None:
     try:
         return find_spec(name)
     except (ImportError, ValueError):  # ValueError: not a valid name, or a module without a spec

@@ -120,7 +120,7 @@ def estimate_run(spec: RunSpec) -> Estimate:
     if spec.remote:
         # By name: HTTP is loaded only for those who use a server.
         return cast("Estimate", importlib.import_module(_REMOTE).estimate(spec))
-    return _here(spec)
+    return _local_estimate(spec)
 
 
 def made(estimate: values.StartEstimate, now_ns: int, cost: CostEstimate | None = None) -> Estimate:
@@ -148,7 +148,7 @@ def unknown(why: str) -> Estimate:
     return Estimate(start=None, seconds=None, basis=why)
 
 
-def _here(spec: RunSpec) -> Estimate:
+def _local_estimate(spec: RunSpec) -> Estimate:
     """Return when a run of this machine would start, from its agent's devices and their locks."""
     home = noted_home()
     channel, greeting = connect(home)

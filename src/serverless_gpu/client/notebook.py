@@ -96,7 +96,7 @@ def run_magic(shell: Shell, line: str, cell: str) -> list[object] | None:
         try:
             results = decorate(distributed_cell).distributed(*code)  # type: ignore[call-arg]  # rank and world_size are filled in
         except NotPicklable as error:
-            raise NotPicklable(_of_the_cell(error.message), hint=error.hint) from None
+            raise NotPicklable(_cell_frames(error.message), hint=error.hint) from None
         except NoSuitableNode as error:
             explain(error, "command line")
             raise
@@ -231,13 +231,13 @@ def _shown_briefly() -> Iterator[None]:
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
-        text = _told(error)
+        text = _error_text(error)
         with contextlib.suppress(Exception):  # an exception class of the user's may refuse attributes
             object.__setattr__(error, "_render_traceback_", lambda: text.splitlines())
         raise
 
 
-def _of_the_cell(message: str) -> str:
+def _cell_frames(message: str) -> str:
     """Return a sentence about our function as one about the cell, which its reader knows."""
     for ours, theirs in (
         ("the call to distributed_cell", "the cell"),
@@ -248,7 +248,7 @@ def _of_the_cell(message: str) -> str:
     return message
 
 
-def _told(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     cause = error.__cause__
     if isinstance(cause, RemoteTraceback):
         notes = [note for note in getattr(error, "__notes__", []) if str(note) not in cause.text]
@@ -281,7 +281,7 @@ def compile_cell(first_line: str, text: str, namespace: dict[str, object], *, na
         expression = tree.body.pop()
         assert isinstance(expression, ast.Expr)
         last = _compile(ast.Expression(expression.value), name, flags)
-    return Cell(_compile(tree, name, flags), last, _referring(needed, namespace))
+    return Cell(_compile(tree, name, flags), last, _reference_function(needed, namespace))
 
 
 def ends_silently(text: str) -> bool:
@@ -338,7 +338,7 @@ def _walk(statements: Iterable[ast.stmt], bound: set[str], needed: set[str]) -> 
         match statement:
             case ast.For():
                 needed |= _read(statement.iter) - bound
-                inside = bound | _bound(statement.target, needed, bound)
+                inside = bound | _bound_names(statement.target, needed, bound)
                 _branches([statement.body], inside, needed)
                 _branches([statement.orelse], bound, needed)
             case ast.While():
@@ -351,7 +351,7 @@ def _walk(statements: Iterable[ast.stmt], bound: set[str], needed: set[str]) -> 
                 for item in statement.items:
                     needed |= _read(item.context_expr) - bound
                     if item.optional_vars is not None:
-                        bound |= _bound(item.optional_vars, needed, bound)
+                        bound |= _bound_names(item.optional_vars, needed, bound)
                 _walk(statement.body, bound, needed)
             case _:
                 code = _code(statement)
@@ -374,7 +374,7 @@ def _branches(branches: list[list[ast.stmt]], bound: set[str], needed: set[str])
     return set.intersection(*after)
 
 
-def _bound(target: ast.expr, needed: set[str], bound: set[str]) -> set[str]:
+def _bound_names(target: ast.expr, needed: set[str], bound: set[str]) -> set[str]:
     """Return the names that a target binds; names it reads (`for rows[i] in …`) are needed."""
     code = _code(ast.Assign([target], ast.Constant(0)))
     needed |= _reads(code) - bound
@@ -419,7 +419,7 @@ def _compile(tree: ast.Module | ast.Expression, name: str, flags: int) -> CodeTy
     return code
 
 
-def _referring(names: Iterable[str], namespace: Mapping[str, object]) -> FunctionType:
+def _reference_function(names: Iterable[str], namespace: Mapping[str, object]) -> FunctionType:
     """Return a function that refers to these globals and is never called, so that pickling takes them."""
     code = compile(f"lambda: [{', '.join(names)}]", "<names>", "eval", dont_inherit=True)
     inner = next(constant for constant in code.co_consts if isinstance(constant, CodeType))

@@ -36,7 +36,7 @@ class TrackedRun(NamedTuple):
     experiment_id: str = ""
 
 
-class _Written(msgspec.Struct, frozen=True):
+class _TrackingFile(msgspec.Struct, frozen=True):
     state: str = ""
     run_id: str = ""
     url: str = ""
@@ -54,7 +54,7 @@ def from_directory(directory: Path) -> TrackedRun | None:
     """Return the MLflow run from an attempt's directory on this machine, or None."""
     try:
         with (directory / _FILE).open("rb") as file:
-            written = from_json(file.read(_FILE_BYTES_MAX), _Written)
+            written = from_json(file.read(_FILE_BYTES_MAX), _TrackingFile)
     except (OSError, msgspec.MsgspecError):
         return None
     return from_link(written.url, written.run_id) if written.state == "ready" else None

@@ -4,17 +4,13 @@
     (a run for no team: all teams they are in)           several: `policy=` (or SGPU_POLICY) says which; else refused
                                                          none: any unattached policy may be named
     mandatory ones ─▶ all that are attached apply beside that one, whatever the run says: the strictest rule holds
+    defaults       ─▶ a team and a time limit, before the rules are checked
     each policy ─▶ is the run within it? ── no ──▶ refused: the policy, what is not accepted, what would be
                └─▶ what it adds: default tags, pool, limits ─▶ the spec that is written down
     CRITICAL    ─▶ only where a policy that applies lists it, or who asks may grant it (`operator`, `admin`)
 
-What is decided here depends on values only. A policy fills in what the user left open and never loosens what they said.
-Which installed packages are accepted is a question to the store of environments: `server/policies.py`
-asks it.
-
-Defaults of usage policies for a run: a team and a time limit.
-
-The rules (`usage_policy.apply`) are checked afterwards, on the run as it is then.
+Policies decide from values only. A policy fills in what the user left open and never loosens what they said. Which
+installed packages are accepted is a question to the store of environments, which the server's policies ask.
 """
 
 from __future__ import annotations
@@ -192,6 +188,30 @@ def apply(
         attempts_max=attempts_max,
         unsaved_max=UNSAVED_MAX if unsaved_max is None else unsaved_max,
     )
+
+
+def with_defaults(policies: Iterable[tuple[str, UsagePolicy]], spec: RunSpec, teams: Collection[str]) -> RunSpec:
+    """Return a run with its policies' defaults.
+
+    A run without a team gets the first `team` of a policy that its owner is in. Where a policy requires a team, an
+    owner of one team need not name it.
+
+    Raises PolicyViolation when a policy requires a team, and it is not known which.
+    """
+    policies = list(policies)
+    team, timeout_s = spec.team, spec.timeout_s
+    for name, policy in policies:
+        if team is None and policy.team in teams:
+            team = policy.team
+        if team is None and policy.team_required:
+            if len(teams) != 1:
+                known = f"team= one of: {', '.join(sorted(teams))}" if teams else ""
+                hint = known or "an operator can add you: sgpu team join TEAM USER"
+                raise PolicyViolation(f"usage policy {name!r} requires a team, and the run names none", hint=hint)
+            team = next(iter(teams))
+        if timeout_s is None:
+            timeout_s = policy.timeout_s
+    return msgspec.structs.replace(spec, team=team, timeout_s=timeout_s)
 
 
 def where(policies: Sequence[NamedPolicy], spec: RunSpec) -> str:
@@ -376,27 +396,3 @@ def _listed(names: Iterable[str]) -> str:
     there = list(names)
     more = f" and {len(there) - _NAMED_MAX} more" if len(there) > _NAMED_MAX else ""
     return ", ".join(there[:_NAMED_MAX]) + more
-
-
-def with_defaults(policies: Iterable[tuple[str, UsagePolicy]], spec: RunSpec, teams: Collection[str]) -> RunSpec:
-    """Return a run with its policies' defaults.
-
-    A run without a team gets the first `team` of a policy that its owner is in. Where a policy requires a team, an
-    owner of one team need not name it.
-
-    Raises PolicyViolation when a policy requires a team, and it is not known which.
-    """
-    policies = list(policies)
-    team, timeout_s = spec.team, spec.timeout_s
-    for name, policy in policies:
-        if team is None and policy.team in teams:
-            team = policy.team
-        if team is None and policy.team_required:
-            if len(teams) != 1:
-                known = f"team= one of: {', '.join(sorted(teams))}" if teams else ""
-                hint = known or "an operator can add you: sgpu team join TEAM USER"
-                raise PolicyViolation(f"usage policy {name!r} requires a team, and the run names none", hint=hint)
-            team = next(iter(teams))
-        if timeout_s is None:
-            timeout_s = policy.timeout_s
-    return msgspec.structs.replace(spec, team=team, timeout_s=timeout_s)

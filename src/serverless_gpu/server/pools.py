@@ -22,7 +22,7 @@ from serverless_gpu.server.records import audit, pools, principals, shares
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.pools import NO_ISOLATION, ON_DEMAND, RESERVED, UNSET, StoredPool
 from serverless_gpu.server.records.shares import KINDS, Kind, StoredShare
-from serverless_gpu.wire.agents import PoolList, PoolRequest, PoolView
+from serverless_gpu.wire.nodes import PoolList, PoolRequest, PoolView
 from serverless_gpu.wire.queue import ShareView
 
 WEIGHT_MIN, WEIGHT_MAX = 1e-3, 1e6

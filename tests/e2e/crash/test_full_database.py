@@ -20,7 +20,7 @@ from serverless_gpu.errors import RunCancelled, ServerStorageFull, ServerUnavail
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.http.routing import problem
 from serverless_gpu.wire.access import PrincipalRequest, TokenMade
-from serverless_gpu.wire.agents import NodeList
+from serverless_gpu.wire.nodes import NodeList
 from serverless_gpu.wire.state import Health
 from tests.support.crash.machine import FAKES, WAIT_S, Machine
 from tests.support.crash.scenarios import LARGE_BYTES, executions, submitted, work

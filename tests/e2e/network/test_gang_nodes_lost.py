@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.model.lifecycle.attempt import Reason
-from serverless_gpu.wire.agents import ForgetRequest, NodeView
+from serverless_gpu.wire.nodes import ForgetRequest, NodeView
 from serverless_gpu.wire.runs import AttemptList
 from tests.e2e.network.cluster import Cluster, ClusterNode
 from tests.support.local.observe import wait_for

@@ -17,7 +17,8 @@ import pytest
 from serverless_gpu.model.lifecycle.attempt import FactKind, Reason
 from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.node.attempt.history import read_ending
-from serverless_gpu.wire.agents import NodeList, clock_text, is_off
+from serverless_gpu.wire.agents import clock_text, is_off
+from serverless_gpu.wire.nodes import NodeList
 from serverless_gpu.wire.runs import AttemptList, AttemptView
 from tests.e2e.network.cluster import Cluster
 from tests.support.local.observe import wait_for

@@ -16,7 +16,7 @@ from serverless_gpu.node.attempt.server_attempt import open_attempts
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.server.db import database
 from serverless_gpu.wire.access import PrincipalRequest, TokenMade
-from serverless_gpu.wire.agents import NodeList
+from serverless_gpu.wire.nodes import NodeList
 from serverless_gpu.wire.runs import RunView
 from tests.support.crash.machine import FAKES, WAIT_S, Machine
 from tests.support.crash.scenarios import executions, submitted

@@ -78,9 +78,9 @@ def export(file: Path) -> None:
         before = head
         _refuse_another(connection, head, file)
         for page in _pages(connection, after=head.number):
-            head = _followed(page.entries, after=head)
+            head = _check_followed(page.entries, after=head)
             append_entries(copy, page.entries)
-    say(f"{head.number - before.number} new entries; {file} ends with {_named(head)}")
+    say(f"{head.number - before.number} new entries; {file} ends with {_head_text(head)}")
 
 
 @audit.command()
@@ -95,15 +95,17 @@ def verify(file: Path | None, offline: bool) -> None:
         if file is None:
             raise click.UsageError("--offline needs a FILE to look at")
         head = check_copy(file)
-        say(f"{file} is whole: {_named(head)}")
+        say(f"{file} is whole: {_head_text(head)}")
         return
     with server() as connection:
         pages = _pages(connection, after=0)
         first = next(pages)
         links = chain.from_iterable(page.entries for page in chain([first], pages))
-        head = _followed(links if file is None else compare_links(links, read_copy(file), file), after=ChainHead())
+        head = _check_followed(
+            links if file is None else compare_links(links, read_copy(file), file), after=ChainHead()
+        )
     _refuse_stuck(first)
-    say(f"the audit is whole: {_named(head)}")
+    say(f"the audit is whole: {_head_text(head)}")
 
 
 def _pages(connection: Connection, *, after: int) -> Iterator[AuditPage]:
@@ -116,7 +118,7 @@ def _pages(connection: Connection, *, after: int) -> Iterator[AuditPage]:
         after = page.entries[-1].number
 
 
-def _followed(links: Iterable[ChainedEntry], *, after: ChainHead) -> ChainHead:
+def _check_followed(links: Iterable[ChainedEntry], *, after: ChainHead) -> ChainHead:
     head, problem = follow(links, after=after)
     if problem:
         raise AuditBroken(
@@ -135,7 +137,7 @@ def compare_links(links: Iterable[ChainedEntry], copied: Iterator[ChainedEntry],
             fields = " and ".join(
                 name for name in ChainedEntry.__struct_fields__ if getattr(known, name) != getattr(link, name)
             )
-            both = f"entry {known.number} of {file} is {_told(known)}; the server's is {_told(link)}"
+            both = f"entry {known.number} of {file} is {_entry_text(known)}; the server's is {_entry_text(link)}"
             raise AuditBroken(
                 f"{both}: they differ in {fields}",
                 hint="one of them was changed since it was written down; a copy that only you could write to was not",
@@ -143,7 +145,9 @@ def compare_links(links: Iterable[ChainedEntry], copied: Iterator[ChainedEntry],
         yield link
     known = next(copied, None)
     if known is not None:
-        raise AuditBroken(f"{file} goes on with entry {known.number}, {_told(known)}, which the server does not have")
+        raise AuditBroken(
+            f"{file} goes on with entry {known.number}, {_entry_text(known)}, which the server does not have"
+        )
 
 
 def _refuse_another(connection: Connection, head: ChainHead, file: Path) -> None:
@@ -154,7 +158,7 @@ def _refuse_another(connection: Connection, head: ChainHead, file: Path) -> None
     found = connection.ask("GET", "/audit", answer=AuditPage, query=asked).entries
     if not found or (found[0].number, found[0].sha256) != (head.number, head.sha256):
         raise AuditBroken(
-            f"{file} ends with {_named(head)}, which is not what the server has there",
+            f"{file} ends with {_head_text(head)}, which is not what the server has there",
             hint="the server was restored from a backup, is another one, or its audit was changed; "
             "`sgpu audit verify` says more. Export into a new file and keep this one",
         )
@@ -169,11 +173,11 @@ def _refuse_stuck(page: AuditPage) -> None:
         )
 
 
-def _told(link: ChainedEntry) -> str:
+def _entry_text(link: ChainedEntry) -> str:
     return f"{link.action or 'gone'} of {link.principal or 'nobody'} on {link.subject or 'nothing'}"
 
 
-def _named(head: ChainHead) -> str:
+def _head_text(head: ChainHead) -> str:
     return f"entry {head.number}, {head.sha256[:16]}…" if head.number else "no entry"
 
 

@@ -39,14 +39,14 @@ def policy() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def list_policies(as_json: bool) -> None:
     """List usage policies and whom they are attached to."""
-    _say_policies(_asked(mine=False), as_json=as_json)
+    _say_policies(_fetch_policies(mine=False), as_json=as_json)
 
 
 @policy.command("mine")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def my_policies(as_json: bool) -> None:
     """List the usage policies that your own runs can be under."""
-    found = _asked(mine=True)
+    found = _fetch_policies(mine=True)
     _say_policies(found, as_json=as_json)
     if as_json:
         return
@@ -124,7 +124,7 @@ def set_policy(name: str, **said: Any) -> None:
 @click.option("--team", multiple=True, metavar="NAME", help="A team. Repeatable.")
 def attach_policy(name: str, user: tuple[str, ...], service: tuple[str, ...], team: tuple[str, ...]) -> None:
     """Attach a usage policy: runs that are asked for from now on are under it."""
-    _each(name, "PUT", {"user": user, "service": service, "team": team})
+    _change_holders(name, "PUT", {"user": user, "service": service, "team": team})
 
 
 @policy.command("detach")
@@ -134,7 +134,7 @@ def attach_policy(name: str, user: tuple[str, ...], service: tuple[str, ...], te
 @click.option("--team", multiple=True, metavar="NAME", help="A team. Repeatable.")
 def detach_policy(name: str, user: tuple[str, ...], service: tuple[str, ...], team: tuple[str, ...]) -> None:
     """Detach a usage policy from somebody; their runs that were submitted keep what they got."""
-    _each(name, "DELETE", {"user": user, "service": service, "team": team})
+    _change_holders(name, "DELETE", {"user": user, "service": service, "team": team})
 
 
 @policy.command("delete")
@@ -146,7 +146,7 @@ def delete_policy(name: str) -> None:
     say(f"policy {view.name} is gone")
 
 
-def _asked(*, mine: bool) -> tuple[PolicyView, ...]:
+def _fetch_policies(*, mine: bool) -> tuple[PolicyView, ...]:
     with server() as connection:
         query = {"mine": f"{mine}".lower()}
         return connection.ask("GET", "/policies", answer=PolicyList, query=query).policies
@@ -165,7 +165,7 @@ def _holders(view: PolicyView) -> str:
     return ", ".join(f"{holder.kind} {holder.name}" for holder in view.holders) or "-"
 
 
-def _each(name: str, method: str, said: Mapping[str, tuple[str, ...]]) -> None:
+def _change_holders(name: str, method: str, said: Mapping[str, tuple[str, ...]]) -> None:
     whom = [(kind, holder) for kind in HOLDER_KINDS for holder in said[kind]]
     if not whom:
         raise click.UsageError("say whom: --user, --service or --team")
@@ -190,12 +190,13 @@ def _changes(said: Mapping[str, Any]) -> dict[str, object]:
         changes["team_required"] = said["team_required"]
     for option in ("pools", "gpu_types", "priorities"):
         if said[option] is not None:
-            changes[option] = _names(said[option])
+            changes[option] = _parse_names(said[option])
     if "priorities" in changes:
         named = {each.value: each for each in Priority}
         unknown = f"is none of {', '.join(named)}"
         changes["priorities"] = tuple(
-            named.get(name.upper()) or _bad("priorities", f"{name!r} {unknown}") for name in _names(said["priorities"])
+            named.get(name.upper()) or _refuse_option("priorities", f"{name!r} {unknown}")
+            for name in _parse_names(said["priorities"])
         )
     for option, field in _COUNTS.items():
         if said[option] is not None:
@@ -207,22 +208,22 @@ def _changes(said: Mapping[str, Any]) -> dict[str, object]:
         if said[option] is not None:
             changes[field] = None if said[option] == ANY else duration_s(_option(option), said[option])
     if said["required"]:
-        changes["required_tags"] = dict(_required(text) for text in _texts(said["required"]))
+        changes["required_tags"] = dict(_parse_required_tag(text) for text in _without_any(said["required"]))
     if said["default"]:
-        for text in _texts(said["default"]):
+        for text in _without_any(said["default"]):
             if "=" not in text:
-                _bad("default_tag", f"{text!r} is not like team=search")
-        changes["default_tags"] = dict(text.split("=", 1) for text in _texts(said["default"]))
+                _refuse_option("default_tag", f"{text!r} is not like team=search")
+        changes["default_tags"] = dict(text.split("=", 1) for text in _without_any(said["default"]))
     if said["environments"]:
-        changes["environments"] = tuple(_texts(said["environments"]))
+        changes["environments"] = tuple(_without_any(said["environments"]))
     return changes
 
 
-def _names(text: str) -> tuple[str, ...]:
+def _parse_names(text: str) -> tuple[str, ...]:
     return () if text == ANY else tuple(name.strip() for name in text.split(",") if name.strip())
 
 
-def _texts(texts: Iterable[str]) -> list[str]:
+def _without_any(texts: Iterable[str]) -> list[str]:
     return [text for text in texts if text != ANY]
 
 
@@ -230,18 +231,20 @@ def _count(option: str, text: str) -> int | None:
     if text == ANY:
         return None
     what = "GPUs" if option.startswith("gpus") else "attempts"
-    return int(text) if text.isascii() and text.isdecimal() else _bad(option, f"{text!r} is no number of {what}")
+    return (
+        int(text) if text.isascii() and text.isdecimal() else _refuse_option(option, f"{text!r} is no number of {what}")
+    )
 
 
-def _required(text: str) -> tuple[str, tuple[str, ...]]:
+def _parse_required_tag(text: str) -> tuple[str, tuple[str, ...]]:
     key, sign, values = text.partition("=")
     accepted = tuple(value for value in values.split(",") if value)
     if sign and not accepted:
-        _bad("require_tag", f"{text!r} accepts no value; {key!r} alone accepts any")
+        _refuse_option("require_tag", f"{text!r} accepts no value; {key!r} alone accepts any")
     return key, accepted
 
 
-def _bad(option: str, why: str) -> NoReturn:
+def _refuse_option(option: str, why: str) -> NoReturn:
     raise click.BadParameter(why, param_hint=_option(option))
 
 

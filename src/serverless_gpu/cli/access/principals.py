@@ -33,7 +33,7 @@ from serverless_gpu.wire.access import (
     TokenRequest,
     TokenView,
 )
-from serverless_gpu.wire.agents import PoolList
+from serverless_gpu.wire.nodes import PoolList
 from serverless_gpu.wire.state import Version
 
 _ROLES = click.Choice(get_args(Role))

@@ -41,7 +41,7 @@ def set_secret(name: str, path: Path | None, team: str, local: bool) -> None:
     A line's end at the end of what is typed or piped is left out; a file is taken as it is.
     """
     _refuse_both(team, local)
-    value = check_value(check_name(name), _read(name, path))
+    value = check_value(check_name(name), _read_value(name, path))
     if local:
         local_secrets.write(durable_home("secrets are kept there"), name, value)
         say(f"{name} is set for runs of this machine")
@@ -49,7 +49,7 @@ def set_secret(name: str, path: Path | None, team: str, local: bool) -> None:
     with server() as connection:
         request = SecretRequest(value=value, team=team)
         view = connection.ask("PUT", f"/secrets/{quote(name, safe='')}", request, answer=SecretView)
-    say(f"{view.name}@{view.version}{_of(view)} is set")
+    say(f"{view.name}@{view.version}{_team_suffix(view)} is set")
 
 
 @secret.command("list")
@@ -91,10 +91,10 @@ def delete_secret(name: str, team: str, local: bool) -> None:
     with server() as connection:
         query = {"team": team} if team else {}
         view = connection.ask("DELETE", f"/secrets/{quote(name, safe='')}", answer=SecretView, query=query)
-    say(f"{view.name}{_of(view)} is gone")
+    say(f"{view.name}{_team_suffix(view)} is gone")
 
 
-def _read(name: str, path: Path | None) -> bytes:
+def _read_value(name: str, path: Path | None) -> bytes:
     if path is not None:
         with path.open("rb") as file:
             return file.read(VALUE_BYTES_MAX + 1)
@@ -108,5 +108,5 @@ def _refuse_both(team: str, local: bool) -> None:
         raise click.UsageError("--team is a server's, --local is this home's: say one of them")
 
 
-def _of(view: SecretView) -> str:
+def _team_suffix(view: SecretView) -> str:
     return f" of team {view.team}" if view.team else ""

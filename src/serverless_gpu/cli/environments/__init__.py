@@ -65,7 +65,7 @@ def show(address: str | None, everything: bool, python: str | None, store: str |
     Without ADDRESS that of the interpreter as it is now; with ADDRESS a captured one.
     """
     with _interruptible("nothing was changed"):
-        module = _room("show")
+        module = _module("show")
         if address is None:
             module.show_now(python, as_json=as_json, everything=everything)
         else:
@@ -81,7 +81,7 @@ def fingerprint(python: str | None, as_json: bool) -> None:
     Nothing is captured.
     """
     with _interruptible("nothing was changed"):
-        _room("show").fingerprint(python, as_json=as_json)
+        _module("show").fingerprint(python, as_json=as_json)
 
 
 @env.command()
@@ -95,7 +95,7 @@ def capture(repair: bool, python: str | None, store: str | None, as_json: bool) 
     What was sent stays when it is interrupted: the next capture goes on from there.
     """
     with _interruptible("what was sent stays, and the next capture goes on from there; no snapshot was made"):
-        _room("store").capture(python, store, repair=repair, as_json=as_json)
+        _module("store").capture(python, store, repair=repair, as_json=as_json)
 
 
 @env.command()
@@ -111,7 +111,7 @@ def restore(address: str, directory: str, copies: bool, python: str | None, stor
     --python names the interpreter to put it on; default: one of the same version that is found on this machine.
     """
     with _interruptible("the directory was not made; what was fetched stays, and the next restore goes on from there"):
-        _room("store").restore_into(address, directory, python, store, copies=copies, as_json=as_json)
+        _module("store").restore_into(address, directory, python, store, copies=copies, as_json=as_json)
 
 
 @env.command()
@@ -128,7 +128,7 @@ def diff(first: str | None, second: str | None, python: str | None, store: str |
     """
     with _interruptible("nothing was changed"):
         try:
-            differs = _room("show").differences(first, second, python, store, as_json=as_json)
+            differs = _module("show").differences(first, second, python, store, as_json=as_json)
         except (ServerlessGpuError, OSError) as error:
             say_lines(f"sgpu: {error}", err=True)
             sys.exit(_TROUBLE)
@@ -158,10 +158,10 @@ def gc(keep: str, grace: str, cache: str | None, store: str | None, **flags: boo
     deleted by a later gc, at least --grace after that.
     """
     with _interruptible("what was deleted is gone, the rest is as it was, and the next gc goes on"):
-        _room("store").collect_garbage((keep, grace, cache), store, **flags)
+        _module("store").collect_garbage((keep, grace, cache), store, **flags)
 
 
-def _room(name: str) -> ModuleType:
+def _module(name: str) -> ModuleType:
     return importlib.import_module(f"{__name__}.{name}")
 
 

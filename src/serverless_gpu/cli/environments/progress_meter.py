@@ -60,8 +60,10 @@ class ProgressMeter:
         seen = self._latest
         parts = []
         if seen.bytes_done or seen.bytes_total:  # a walk counts files only
-            parts.append(_of(format_bytes(seen.bytes_done), format_bytes(seen.bytes_total), known=seen.bytes_total > 0))
-        parts.append(_of(f"{seen.files_done:,}", f"{seen.files_total:,}", known=seen.files_total > 0) + " files")
+            parts.append(
+                _of_total(format_bytes(seen.bytes_done), format_bytes(seen.bytes_total), known=seen.bytes_total > 0)
+            )
+        parts.append(_of_total(f"{seen.files_done:,}", f"{seen.files_total:,}", known=seen.files_total > 0) + " files")
         first_ns, first = self._seen[0]
         rate = 0  # while it would be a guess
         if now_ns - self._began_ns >= _SURE_NS and now_ns > first_ns:
@@ -78,7 +80,7 @@ class ProgressMeter:
         return f"{_WORDS[self.phase]}: {' · '.join(parts)}"
 
 
-def _of(done: str, total: str, *, known: bool) -> str:
+def _of_total(done: str, total: str, *, known: bool) -> str:
     return f"{done} of {total}" if known else done
 
 

@@ -59,7 +59,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 
 def show_now(python: str | None, *, as_json: bool, everything: bool) -> None:
     """Print an interpreter's environment as it is now."""
-    look = _look(python, read_all=True)
+    look = _current_state(python, read_all=True)
     contents = _contents(look.sources)
     if as_json:
         print_json({"known": look.known, **snapshot_json(look.now, contents)})
@@ -83,7 +83,7 @@ def show_stored(address: str, store: str | None, *, as_json: bool, everything: b
 
 def fingerprint(python: str | None, *, as_json: bool) -> None:
     """Print an environment's address, whether it was known, and its changes if not."""
-    look = _look(python)
+    look = _current_state(python)
     difference = (
         Difference(changes=())
         if look.last is None
@@ -113,7 +113,7 @@ def differences(first: str | None, second: str | None, python: str | None, store
     if old is not None and second is not None:
         look = EnvironmentState(last=old, now=locations.choose_snapshot(second, blobs), sources={}, times={})
     else:
-        look = _look(python)
+        look = _current_state(python)
         look.last = old or look.last
     if look.last is None:
         raise EnvironmentMissing(
@@ -129,7 +129,7 @@ def differences(first: str | None, second: str | None, python: str | None, store
     return bool(said)
 
 
-def _look(python: str | None, *, read_all: bool = False) -> EnvironmentState:
+def _current_state(python: str | None, *, read_all: bool = False) -> EnvironmentState:
     """Check an environment's files, and scan it when something is new or `read_all` is set."""
     times: dict[str, int] = {}
     description = _timed(times, "asking the interpreter", lambda: locations.describe(python))
@@ -205,7 +205,7 @@ def described(snapshot: Snapshot, contents: Contents, *, everything: bool, state
     python, count = snapshot.interpreter, sum(_is_distribution(m) for root in snapshot.roots for m in root.members)
     glibc = f", glibc {python.glibc}" if python.glibc else ""
     where = f": {snapshot.facts.python}" if snapshot.facts.python else ""
-    total = f"{format_bytes(snapshot.size)}, {_files(snapshot.files)}, {_many(count, 'distribution')}"
+    total = f"{format_bytes(snapshot.size)}, {_files(snapshot.files)}, {_count_text(count, 'distribution')}"
     lines = [
         f"environment  {snapshot.address}",
         f"             {total}; {state}",
@@ -275,7 +275,7 @@ def _root_lines(snapshot: Snapshot, number: int, root: Root, contents: Contents,
     place = ", before the standard library" if root.before else ""
     kind = {"own": "the interpreter's own", "library": "packages", "code": "code"}[root.kind]
     if root.kind != "code":
-        kind += f", {_many(sum(_is_distribution(member) for member in root.members), 'distribution')}"
+        kind += f", {_count_text(sum(_is_distribution(member) for member in root.members), 'distribution')}"
     lines = [f"{directory_of(snapshot, number)}  ({kind}, {size}{place})"]
     named = sorted((m for m in root.members if m.kind != "unowned"), key=lambda member: (-member.size, member.name))
     shown = named if everything else named[:_LARGEST]
@@ -353,8 +353,8 @@ def _file(path: str) -> str:
 
 
 def _files(count: int) -> str:
-    return _many(count, "file")
+    return _count_text(count, "file")
 
 
-def _many(count: int, noun: str) -> str:
+def _count_text(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -21,9 +21,9 @@ from serverless_gpu.environment.progress import ProgressPoint
 from serverless_gpu.environment.restore.cache.eviction import environments
 from serverless_gpu.environment.restore.cache.unit_cache import Cache
 from serverless_gpu.environment.restore.export import Exported, ExportRequest, export
-from serverless_gpu.environment.stores import repair as mending
 from serverless_gpu.environment.stores.blobs import CAPTURE_S_MAX
 from serverless_gpu.environment.stores.collection import CollectionResult, Tally, collect
+from serverless_gpu.environment.stores.repair import repair_units
 from serverless_gpu.environment.stores.store_urls import is_remote
 from serverless_gpu.errors import InvalidValue, StorageError
 from serverless_gpu.units import format_bytes, format_duration_ms
@@ -43,7 +43,7 @@ def capture(python: str | None, store: str | None, *, repair: bool, as_json: boo
     removed: tuple[str, ...] = ()
     with Meters() as meters:
         if repair:
-            removed = mending.repair_units(blobs, recogniser.scan(described, meters.report).snapshot.addresses())
+            removed = repair_units(blobs, recogniser.scan(described, meters.report).snapshot.addresses())
         captured = take(described, recogniser, blobs, level=level, report=meters.report)
     took_ms = (clock.boottime_ns() - began_ns) // 1_000_000
     if as_json:

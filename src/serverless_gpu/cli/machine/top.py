@@ -77,9 +77,9 @@ def top(once: bool, as_json_: bool) -> None:
     feed.open()
     try:
         if as_json_:
-            print_json(as_json(_first(feed, home)))
+            print_json(as_json(_first_table(feed, home)))
         elif once or not sys.stdout.isatty() or os.environ.get("TERM", "dumb") == "dumb":
-            table, style = _first(feed, home), _style(colour=False)
+            table, style = _first_table(feed, home), _style(colour=False)
             columns = (os.get_terminal_size(1).columns if sys.stdout.isatty() else 0) or _COLUMNS_UNKNOWN
             for line in draw(table, columns=columns, style=style, user=user_name(os.environ)):
                 say(line)
@@ -120,7 +120,7 @@ def _table(feed: Feed, home: Home) -> TopTable | None:
     return tabulate(feed.frame, feed.before, look_around(feed.frame.devices, home.root, os.environ))
 
 
-def _first(feed: Feed, home: Home) -> TopTable:
+def _first_table(feed: Feed, home: Home) -> TopTable:
     """Return the first frame with loads, which takes two samples; raise AgentUnavailable without one."""
     clock = SystemClock()
     deadline_ns = clock.boottime_ns() + int(_FIRST_S * 1e9)
@@ -292,7 +292,7 @@ class Terminal:
 
     def __enter__(self) -> Terminal:
         for number in (signal.SIGWINCH, signal.SIGCONT, signal.SIGTERM, signal.SIGTSTP):
-            self._handlers[number] = signal.signal(number, self._signalled)
+            self._handlers[number] = signal.signal(number, self._on_signal)
         self._take()
         return self
 
@@ -341,7 +341,7 @@ class Terminal:
                 termios.tcsetattr(self._in, termios.TCSANOW, self._attributes)  # type: ignore[arg-type]  # its own
             self._attributes = None
 
-    def _signalled(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGTERM:
             sys.exit(_TERMINATED)
         if number == signal.SIGTSTP:

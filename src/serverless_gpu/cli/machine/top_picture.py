@@ -133,18 +133,19 @@ def as_json(table: TopTable) -> dict[str, object]:
     return {
         "at_ns": table.at_ns,
         "node": table.node,
-        "host": _named(table.host) | {"receive_bytes_s": table.rates.receive, "transmit_bytes_s": table.rates.transmit},
+        "host": _as_dict(table.host)
+        | {"receive_bytes_s": table.rates.receive, "transmit_bytes_s": table.rates.transmit},
         "devices": [
             {"uuid": row.device.uuid, "index": row.device.index, "type": row.device.type, "kind": row.device.kind.value}
-            | _named(row.now)
+            | _as_dict(row.now)
             | {"owner": None if row.owner is None else msgspec.to_builtins(row.owner), "quarantined": row.quarantined}
             for row in table.devices
         ],
-        "runs": [msgspec.to_builtins(row) | {"ranks": [_named(rank) for rank in row.ranks]} for row in table.runs],
+        "runs": [msgspec.to_builtins(row) | {"ranks": [_as_dict(rank) for rank in row.ranks]} for row in table.runs],
     }
 
 
-def _named(value: msgspec.Struct) -> dict[str, object]:
+def _as_dict(value: msgspec.Struct) -> dict[str, object]:
     return {name: getattr(value, name) for name in value.__struct_fields__}
 
 
@@ -230,7 +231,7 @@ def _head(table: TopTable, columns: int, style: Style) -> list[str]:
     if host.cpu_percent is not None:
         parts.append(f"cpu {host.cpu_percent:.0f} %")
     if host.memory_bytes is not None and host.memory_total_bytes:
-        parts.append(f"memory {_of(host.memory_bytes, host.memory_total_bytes, format_bytes)}")
+        parts.append(f"memory {_ratio_text(host.memory_bytes, host.memory_total_bytes, format_bytes)}")
     if host.disk_bytes is not None and host.disk_total_bytes is not None:
         parts.append(f"disk {format_bytes(max(0, host.disk_total_bytes - host.disk_bytes))} free")
     down, up = ("↓", "↑") if style.unicode else ("in", "out")
@@ -239,7 +240,7 @@ def _head(table: TopTable, columns: int, style: Style) -> list[str]:
             f"{down} {format_bytes(round(table.rates.receive))}/s {up} {format_bytes(round(table.rates.transmit))}/s"
         )
         parts.append(f"network {network}")
-    return [*_wrapped(parts, columns, style), *_wrapped(_summary(table), columns, style)]
+    return [*_wrap(parts, columns, style), *_wrap(_summary(table), columns, style)]
 
 
 def _summary(table: TopTable) -> list[str]:
@@ -263,7 +264,7 @@ def _type_name(row: DeviceRow) -> str:
     return _clean(row.device.type) + (" (fake)" if row.device.kind is DeviceKind.FAKE else "")
 
 
-def _wrapped(parts: Sequence[str], columns: int, style: Style) -> list[str]:
+def _wrap(parts: Sequence[str], columns: int, style: Style) -> list[str]:
     dot = " · " if style.unicode else " | "
     lines: list[str] = []
     for part in parts:
@@ -290,7 +291,7 @@ def _devices(table: TopTable, columns: int, style: Style, user: str) -> list[str
         _Column("POWER", 4, _power),
         _Column("TEMP", 5, lambda row: _temperature(row, style)),
         _Column("CLOCK", 3, _clock),
-        _Column("WHO", 7, lambda row: _who(row, user)),
+        _Column("WHO", 7, lambda row: _owner_cell(row, user)),
     ]
     shown = [
         column
@@ -310,7 +311,7 @@ def _devices(table: TopTable, columns: int, style: Style, user: str) -> list[str
     spare = columns - sum(_widths(rows, shown, bar)) - 2 * (len(shown) - 1)
     bar = min(_BAR_MAX, bar + max(0, spare) // barred) if spare >= 0 else 0
     bar = bar if bar >= _BAR_MIN else 0
-    return _aligned(rows, shown, bar, style)
+    return _align(rows, shown, bar, style)
 
 
 def _cells(row: DeviceRow, shown: Sequence[_Column], bar: int, style: Style) -> list[_Cell]:
@@ -325,7 +326,7 @@ def _widths(rows: Sequence[DeviceRow], shown: Sequence[_Column], bar: int) -> li
     return [*widths[:-1], min(widths[-1], _LAST_MAX)]  # the last one is cut where there is no room
 
 
-def _aligned(rows: Sequence[DeviceRow], shown: Sequence[_Column], bar: int, style: Style) -> list[str]:
+def _align(rows: Sequence[DeviceRow], shown: Sequence[_Column], bar: int, style: Style) -> list[str]:
     widths = _widths(rows, shown, bar)
     head = "  ".join(column.head.ljust(width) for column, width in zip(shown, widths, strict=True)).rstrip()
     lines = [style.paint(head, _DIM)]
@@ -355,7 +356,7 @@ def _memory(row: DeviceRow, bar: int, style: Style) -> _Cell:
     if not total:
         return _Cell(form(used))
     return _Cell(
-        f"{_bar(used / total, bar, style)}{_of(used, total, form):>13}", _GOOD if used / total >= 0.01 else _DIM
+        f"{_bar(used / total, bar, style)}{_ratio_text(used, total, form):>13}", _GOOD if used / total >= 0.01 else _DIM
     )
 
 
@@ -380,7 +381,7 @@ def _clock(row: DeviceRow) -> _Cell:
     return _Cell(" ".join(filter(None, (megahertz, why, errors))), _BAD if errors else _WARN if why else "")
 
 
-def _who(row: DeviceRow, user: str) -> _Cell:
+def _owner_cell(row: DeviceRow, user: str) -> _Cell:
     if row.quarantined:
         return _Cell(f"quarantined: {_clean(row.quarantined)}", _BAD)
     if row.owner is None:
@@ -400,7 +401,7 @@ def _bar(share: float, width: int, style: Style) -> str:
     return (("█" if style.unicode else "#") * full) + (("░" if style.unicode else ".") * (width - full)) + " "
 
 
-def _of(used: int, total: int, form: Callable[[int], str]) -> str:
+def _ratio_text(used: int, total: int, form: Callable[[int], str]) -> str:
     """Return as ``61.3/79.6 GiB``: both in the unit of the larger."""
     whole, unit = form(total).split(" ")
     scale = total / float(whole) if float(whole) else 1.0
@@ -423,7 +424,7 @@ def _run(run: RunRow, now_ns: int, columns: int, style: Style) -> list[str]:
     took = "" if run.began_ns <= 0 else format_duration_ms(max(0, now_ns - run.began_ns) // 1_000_000)
     attempt = f"attempt {run.fence}" if run.fence > 1 else ""
     name = _clean(run.name)[:_NAME_MAX]
-    lines = _wrapped([part for part in (f"run {run.run_id}", name, run.state, took, attempt) if part], columns, style)
+    lines = _wrap([part for part in (f"run {run.run_id}", name, run.state, took, attempt) if part], columns, style)
     link = f"  MLflow: {_clean(run.tracked)}"
     if run.tracked and len(link) <= columns:  # a part of it is of no use
         lines.append(link)

@@ -73,7 +73,7 @@ def usage(as_json: bool, as_csv: bool, parquet: Path | None, **asked: Any) -> No
             "--by goes with neither --chargeback, which is by team and user, nor --records, all rows"
         )
     window = _window(asked)
-    where = _where(asked["where"])
+    where = _parse_filters(asked["where"])
     if asked["records"]:
         if where:
             raise click.UsageError("--where does not go with --records, which are all rows; --from and --to do")
@@ -100,7 +100,7 @@ def usage(as_json: bool, as_csv: bool, parquet: Path | None, **asked: Any) -> No
     else:
         table = usage_files.report(found)
     if as_json:
-        print_json({"report": table.rows(), **_told(found)})
+        print_json({"report": table.rows(), **_report_json(found)})
     elif as_csv or parquet is not None:
         usage_files.put(table, parquet)
         for line in _remarks(found):
@@ -134,7 +134,7 @@ def _window(asked: dict[str, Any]) -> DayRange:
     return model.checked(DayRange(max(0, until - length), until))
 
 
-def _where(texts: Sequence[str]) -> dict[str, str]:
+def _parse_filters(texts: Sequence[str]) -> dict[str, str]:
     where: dict[str, str] = {}
     for text in texts:
         # A tag's key may have anything in it but this: what is before the first = is the field.
@@ -190,7 +190,7 @@ def _lines(view: UsageView) -> list[str]:
         rows.append([*row, _percent(amounts.busy), _percent(amounts.idle)])
     dates = f"{calendars.format_day(view.from_day)} to {calendars.format_day(view.until_day - 1)}, UTC"
     waiting = f"QUEUED: {unit.name} of waiting, else " if has["queued_ms"] else ""
-    note = f"{dates}; {waiting}{_word(view)}-{unit.name}"
+    note = f"{dates}; {waiting}{_device_unit(view)}-{unit.name}"
     return [*columns(rows), note, *_remarks(view), *(FORMULAS if has["observed_ms"] or has["idle_ms"] else ())]
 
 
@@ -214,14 +214,14 @@ def _chargeback_lines(view: UsageView) -> list[str]:
         cost = _cost(total, exact=exact)
         rows.append(["all", "", f"{amounts.runs:,}", *used, cost, "100.00 %" if amounts.micros else "-"])
     first, last = calendars.format_day(view.from_day), calendars.format_day(view.until_day - 1)
-    dates = f"{first} to {last}, UTC; {_word(view)}-{unit.name}"
+    dates = f"{first} to {last}, UTC; {_device_unit(view)}-{unit.name}"
     return [*columns(rows), dates, *_remarks(view)]
 
 
 def _remarks(view: UsageView) -> list[str]:
     """Return remarks on cut rows, missing prices, provisional amounts and rows not in the ledger yet."""
     found = []
-    word = _word(view)
+    word = _device_unit(view)
     shown = {total.currency: total.amounts for total in model.totals(view.groups)}
     for total in view.totals if view.is_cut else ():
         part = shown.get(total.currency, Amounts())
@@ -245,14 +245,14 @@ def _remarks(view: UsageView) -> list[str]:
     return found
 
 
-def _word(view: UsageView) -> str:
+def _device_unit(view: UsageView) -> str:
     """Return the kind of device that the report adds up: GPUs, CPU slots, or both."""
     if "gpu_type" not in view.by or view.is_cut:
         return time_unit()
     return time_unit(group.key[view.by.index("gpu_type")] for group in view.groups)
 
 
-def _told(view: UsageView) -> dict[str, object]:
+def _report_json(view: UsageView) -> dict[str, object]:
     return {
         "from": calendars.format_day(view.from_day),
         "to": calendars.format_day(view.until_day - 1),

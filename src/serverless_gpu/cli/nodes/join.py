@@ -64,7 +64,7 @@ def join(host: str, token_file: Path, **options: Any) -> None:
         address=options["node_address"] or "",
         port=options["ray_port"],
     )
-    with _alone(home), _told() as stop:
+    with _join_lock(home), _signal_pipe() as stop:
         ready = joining.prepare(wish, home, os.environ)
 
         def started() -> None:
@@ -95,7 +95,7 @@ def _leave(home: Home, profile: Path, name: str) -> None:
 
 
 @contextlib.contextmanager
-def _alone(home: Home) -> Iterator[None]:
+def _join_lock(home: Home) -> Iterator[None]:
     """Hold the lock that lets one process join for a home; raise ServerProblem when it is taken."""
     directory = home.root / "ray"
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -109,7 +109,7 @@ def _alone(home: Home) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[int]:
+def _signal_pipe() -> Iterator[int]:
     """Yield a descriptor that can be read once Ctrl-C, or SIGTERM, has come."""
     reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 

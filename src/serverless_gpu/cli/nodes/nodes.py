@@ -22,16 +22,19 @@ from serverless_gpu.errors import InvalidValue, ServerProblem
 from serverless_gpu.lazy_import import load
 from serverless_gpu.model.hardware import CPU, Device
 from serverless_gpu.units import format_duration_ms
-from serverless_gpu.wire.agents import ForgetRequest, NodeList, NodeView, clock_text
+from serverless_gpu.wire.agents import clock_text
 from serverless_gpu.wire.base import Request
 from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.nodes import (
     ApproveRequest,
     CalendarRequest,
+    ForgetRequest,
     InviteAnswer,
     InviteRequest,
     NodeCalendar,
     NodeDrainRequest,
+    NodeList,
+    NodeView,
     QuarantineRequest,
 )
 
@@ -175,20 +178,22 @@ def drain(name: str, stop: bool, note: str, wait: str | None) -> None:
     """
     limit_s = duration_s("--wait", wait) if wait is not None else 0.0
     with server(patience_s=limit_s) as connection:
-        view = _put(connection, _found(connection, name), "drain", NodeDrainRequest(on=True, stop=stop, note=note))
-        say(f"{view.name} is given nothing new; {_going(view)}")
+        view = _put_rule(
+            connection, _fetch_node(connection, name), "drain", NodeDrainRequest(on=True, stop=stop, note=note)
+        )
+        say(f"{view.name} is given nothing new; {_runs_text(view)}")
         if view.runs and view.rules.drain is not None and view.rules.drain.stop:
             say("what runs there is asked to stop: with resume it goes on elsewhere, else it ends as drained")
         clock, said = SystemClock(), len(view.runs)
         deadline_ns = clock.boottime_ns() + round(limit_s * 1e9)
         while view.runs and clock.boottime_ns() < deadline_ns:
             time.sleep(_LOOK_S)
-            view = _found(connection, view.id)
+            view = _fetch_node(connection, view.id)
             if len(view.runs) != said:
                 said = len(view.runs)
-                say(_going(view))
+                say(_runs_text(view))
     if wait is not None and view.runs:
-        raise ServerProblem(f"{_going(view)} on {view.name} still, after {wait}", hint="`sgpu runs` lists them")
+        raise ServerProblem(f"{_runs_text(view)} on {view.name} still, after {wait}", hint="`sgpu runs` lists them")
 
 
 @click.command()
@@ -196,7 +201,7 @@ def drain(name: str, stop: bool, note: str, wait: str | None) -> None:
 def resume(name: str) -> None:
     """Place runs on a machine again: the end of `sgpu node drain`."""
     with server() as connection:
-        view = _put(connection, _found(connection, name), "drain", NodeDrainRequest(on=False))
+        view = _put_rule(connection, _fetch_node(connection, name), "drain", NodeDrainRequest(on=False))
     say(f"{view.name} is {view.state}{f': {view.sentence}' if view.sentence else ''}")
 
 
@@ -220,13 +225,13 @@ def calendar(name: str, clear: bool, as_json: bool, **said: object) -> None:
     """
     given = {key: value for key, value in said.items() if value not in (None, ())}
     with server() as connection:
-        view = _found(connection, name)
+        view = _fetch_node(connection, name)
         if given or clear:
             before = NodeCalendar() if clear else view.rules.calendar
             asked = CalendarRequest(**(msgspec.structs.asdict(before) | given))
             if asked.shared and not asked.zone:
                 asked = msgspec.structs.replace(asked, zone=local_zone())
-            view = _put(connection, view, "calendar", asked)
+            view = _put_rule(connection, view, "calendar", asked)
     if as_json:
         print_json(view.rules.calendar)
         return
@@ -243,7 +248,7 @@ def quarantine(name: str, gpu: str, note: str) -> None:
 
     A run that has it goes on. Runs of the machine's own that do not come from the server are not affected.
     """
-    _leave_out(name, gpu, on=True, note=note)
+    _set_quarantine(name, gpu, on=True, note=note)
 
 
 @click.command()
@@ -251,7 +256,7 @@ def quarantine(name: str, gpu: str, note: str) -> None:
 @click.argument("gpu")
 def release(name: str, gpu: str) -> None:
     """Give a GPU to runs again: the end of `sgpu node quarantine`."""
-    _leave_out(name, gpu, on=False, note="")
+    _set_quarantine(name, gpu, on=False, note="")
 
 
 for _command in (drain, resume, calendar, quarantine, release):
@@ -305,14 +310,14 @@ def local_zone() -> str:
         return "UTC"
 
 
-def _leave_out(name: str, gpu: str, *, on: bool, note: str) -> None:
+def _set_quarantine(name: str, gpu: str, *, on: bool, note: str) -> None:
     with server() as connection:
-        view = _found(connection, name)
+        view = _fetch_node(connection, name)
         marked = [one.uuid for one in view.rules.quarantined]
         uuid = gpu if not on and gpu in marked else find_device(view.devices, gpu, view.name)
-        view = _put(connection, view, "quarantine", QuarantineRequest(uuid=uuid, on=on, note=note))
+        view = _put_rule(connection, view, "quarantine", QuarantineRequest(uuid=uuid, on=on, note=note))
     if on:
-        has = f"; {_going(view)}, and whichever has it keeps it" if view.runs else ""
+        has = f"; {_runs_text(view)}, and whichever has it keeps it" if view.runs else ""
         say(f"{uuid} of {view.name} is left out{has}")
         return
     kept = uuid in view.unavailable
@@ -320,14 +325,14 @@ def _leave_out(name: str, gpu: str, *, on: bool, note: str) -> None:
     say(f"{uuid} of {view.name} {told}{f'; {view.name} itself does not offer it now' if kept else ''}")
 
 
-def _found(connection: Connection, name: str) -> NodeView:
+def _fetch_node(connection: Connection, name: str) -> NodeView:
     return find_node(connection.ask("GET", "/nodes", answer=NodeList).nodes, name)
 
 
-def _put(connection: Connection, view: NodeView, what: str, body: Request) -> NodeView:
+def _put_rule(connection: Connection, view: NodeView, what: str, body: Request) -> NodeView:
     return connection.ask("PUT", f"/nodes/{quote(view.id, safe='')}/{what}", body, answer=NodeView)
 
 
-def _going(view: NodeView) -> str:
+def _runs_text(view: NodeView) -> str:
     count = len(view.runs)
     return f"{count} {'run goes' if count == 1 else 'runs go'} on there" if count else "nothing runs there"

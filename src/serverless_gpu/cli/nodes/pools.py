@@ -17,7 +17,7 @@ from serverless_gpu.model.hardware import time_unit
 from serverless_gpu.model.scheduling import wait_messages
 from serverless_gpu.model.scheduling.wait_messages import REVOKE
 from serverless_gpu.units import format_days_ms, format_duration_ms, format_gpu_ms
-from serverless_gpu.wire.agents import PoolList, PoolRequest, PoolView
+from serverless_gpu.wire.nodes import PoolList, PoolRequest, PoolView
 from serverless_gpu.wire.queue import (
     LIMIT_MAX,
     QueueEntry,

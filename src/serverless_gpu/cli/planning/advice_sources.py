@@ -145,7 +145,7 @@ def of_rows(rows: Iterable[DemandRow], wanted: UseFilter) -> PastUse:
                 peak_memory_bytes=first.peak_memory_bytes,
             )
         )
-    return _begun(past)
+    return _since_first_use(past)
 
 
 def book_of_server(connection: Connection) -> PriceBook:
@@ -196,7 +196,7 @@ def of_home(home: Home, wanted: UseFilter) -> PastUse:
         past.remarks.append(f"{untold:,} of the runs, which go on or have no receipt")
     if len(ids) > _RUNS_MAX:
         past.remarks.append(f"{len(ids) - _RUNS_MAX:,} older runs")
-    return _begun(past)
+    return _since_first_use(past)
 
 
 def book_of_home(configuration: Configuration) -> PriceBook:
@@ -226,11 +226,11 @@ def _add(past: PastUse, record: RunRecord) -> bool:
     kind.billed_ms += receipt.gpu_ms if receipt.bill is None else receipt.bill.billed_ms
     kind.micros += receipt.micros or 0
     kind.unpriced_ms += receipt.gpu_ms if receipt.micros is None else 0
-    past.ran.append(_ran(record, receipt))
+    past.ran.append(_ran_of(record, receipt))
     return True
 
 
-def _ran(record: RunRecord, receipt: Receipt) -> Ran:
+def _ran_of(record: RunRecord, receipt: Receipt) -> Ran:
     seen = observed(receipt.uses)
     return Ran(
         owner="",
@@ -297,7 +297,7 @@ def chosen(past: PastUse, wanted: UseFilter) -> tuple[str, GpuTypeUses]:
     return name, found[name]
 
 
-def _begun(past: PastUse) -> PastUse:
+def _since_first_use(past: PastUse) -> PastUse:
     """Return the use since its first one."""
     starts = [use.start_ns for kind in past.kinds.values() for use in kind.uses]
     past.start_ns = min(past.end_ns - 1, max(past.start_ns, min(starts, default=past.start_ns)))

@@ -87,8 +87,8 @@ def advise_command(**options: Any) -> None:
     """
     drawing = None if options["png"] is None else drawing_room(options["png"], "serverless_gpu.replay.charts")
     configuration = read_configuration(this_home())
-    wanted = _wanted(options)
-    past, book = _known(options, wanted, configuration)
+    wanted = _parse_filter(options)
+    past, book = _read_use(options, wanted, configuration)
     report = _report(past, chosen(past, wanted), book, options, configuration.types)
     if options["as_json_"]:
         print_json(as_json(report))
@@ -102,7 +102,7 @@ def advise_command(**options: Any) -> None:
         written(lambda: drawing.draw_advice(advice, title_of(report), path), path)
 
 
-def _wanted(options: Mapping[str, Any]) -> UseFilter:
+def _parse_filter(options: Mapping[str, Any]) -> UseFilter:
     now_ns = SystemClock().wall_ns()
     last_s = duration_s("--last", options["last"])
     if not last_s:
@@ -111,7 +111,7 @@ def _wanted(options: Mapping[str, Any]) -> UseFilter:
     return UseFilter(start_ns=now_ns - round(last_s) * 1_000_000_000, end_ns=now_ns, **asked)
 
 
-def _known(options: Mapping[str, Any], wanted: UseFilter, configuration: Configuration) -> tuple[PastUse, PriceBook]:
+def _read_use(options: Mapping[str, Any], wanted: UseFilter, configuration: Configuration) -> tuple[PastUse, PriceBook]:
     book = book_of_home(configuration)
     if options["trace"] is not None:
         return of_trace(read_trace(options["trace"]), wanted), book
@@ -169,7 +169,7 @@ def _rates(options: Mapping[str, Any], book: PriceBook, gpu_type: str, billed: F
     if options["buy"] is not None and options["reserved"] is not None:
         raise click.UsageError("--buy is in place of --reserved")
     on_demand = _price("--on-demand", options["on_demand"] or "", book, gpu_type)
-    reserved = _bought(options) if options["buy"] is not None else None
+    reserved = _purchase_rate(options) if options["buy"] is not None else None
     if reserved is None and options["reserved"] is not None:
         reserved = _price("--reserved", options["reserved"], book, gpu_type)
     if on_demand is None:
@@ -198,7 +198,7 @@ def _price(option: str, text: str, book: PriceBook, gpu_type: str) -> int | None
     return found
 
 
-def _bought(options: Mapping[str, Any]) -> int:
+def _purchase_rate(options: Mapping[str, Any]) -> int:
     """Return what an hour of a bought GPU costs: its price over its life, and what it takes to run it."""
     buy, years, running = (float(options[name]) for name in ("buy", "years", "running"))
     if not (0 <= buy <= 1e9 and 0.1 <= years <= 100 and 0 <= running <= _PRICE_MAX):
@@ -348,13 +348,13 @@ def _money(each: Mix) -> tuple[int, ...]:
 
 def _slots(advice: Advice) -> list[str]:
     rows = [["SLOT", "WANTED", "PAYS"]]
-    for slot in _few(advice.slots):
+    for slot in _select_slots(advice.slots):
         number = str(slot.first) if slot.first == slot.last else f"{slot.first}–{slot.last}"
         rows.append([number, f"{slot.share_percent:.1f} %", "yes" if slot.pays else "no"])
     return columns(rows)
 
 
-def _few(slots: Sequence[Slot]) -> list[Slot]:
+def _select_slots(slots: Sequence[Slot]) -> list[Slot]:
     """Return a few slots: the first, the last, both sides of the advice, and some between."""
     if len(slots) <= SLOTS_MAX:
         return list(slots)

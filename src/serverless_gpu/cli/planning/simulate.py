@@ -40,7 +40,7 @@ _TEAMS_MAX = 10
 _DRAWING = "serverless_gpu.replay.charts"
 
 
-class _Asked(NamedTuple):
+class _TraceChoice(NamedTuple):
     """Where the jobs come from: one of the three."""
 
     trace: Path | None
@@ -86,7 +86,7 @@ def simulate_command(**options: Any) -> None:
     TRACE is a file: parquet or CSV with the columns submit_time_s, duration_s, num_gpus; Philly's cluster_job_log; or
     what `sgpu runs --json` printed. Nothing is run: this is arithmetic.
     """
-    asked = _Asked(options["trace"], options["history"], options["made_up"])
+    asked = _TraceChoice(options["trace"], options["history"], options["made_up"])
     if sum(map(bool, asked)) != 1:
         raise click.UsageError("what is to be replayed? a TRACE, or --history, or --generate JOBS")
     cluster = read_cluster(options["cluster"])
@@ -119,7 +119,7 @@ def simulate_command(**options: Any) -> None:
 # --- what is asked ----------------------------------------------------------------------------------------------------
 
 
-def _trace(asked: _Asked, cluster: Cluster, options: Mapping[str, Any]) -> Trace:
+def _trace(asked: _TraceChoice, cluster: Cluster, options: Mapping[str, Any]) -> Trace:
     only = _pairs("--only", options["only"])
     if asked.trace is not None:
         return read_trace(asked.trace, only)

@@ -38,7 +38,7 @@ def clean(run: tuple[str, ...], older_than: str | None, keep: str | None, dry_ru
     home = this_home()
     if run and (older_than or keep):
         raise click.UsageError("name runs, or give --older-than and --keep; not both")
-    chosen, spared = (_named(home, run), "") if run else _kept_no_longer(home, older_than, keep)
+    chosen, spared = (_find_named(home, run), "") if run else _find_expired(home, older_than, keep)
     if dry_run:
         rows = []
         for place, entry in chosen:
@@ -66,7 +66,7 @@ def clean(run: tuple[str, ...], older_than: str | None, keep: str | None, dry_ru
         sys.exit(1)
 
 
-class _Chosen(NamedTuple):
+class _Directory(NamedTuple):
     """A directory of a run, and in which place it lies."""
 
     place: Path
@@ -78,7 +78,7 @@ def _places(home: Home) -> tuple[Path, Path]:
     return home.runs, home.remote
 
 
-def _named(home: Home, runs: tuple[str, ...]) -> list[_Chosen]:
+def _find_named(home: Home, runs: tuple[str, ...]) -> list[_Directory]:
     queued = queued_runs(home)
     own, copied = (run_ids(place) for place in _places(home))
     ids = sorted({*own, *copied}, reverse=True)
@@ -97,18 +97,18 @@ def _named(home: Home, runs: tuple[str, ...]) -> list[_Chosen]:
     return chosen
 
 
-def _entry(place: Path, run_id: str, ended_ns: int | None) -> _Chosen:
-    return _Chosen(place, RunDirectory(run_id=run_id, ended_ns=ended_ns, size_bytes=size_on_disk(place / run_id)))
+def _entry(place: Path, run_id: str, ended_ns: int | None) -> _Directory:
+    return _Directory(place, RunDirectory(run_id=run_id, ended_ns=ended_ns, size_bytes=size_on_disk(place / run_id)))
 
 
-def _kept_no_longer(home: Home, older_than: str | None, keep: str | None) -> tuple[list[_Chosen], str]:
+def _find_expired(home: Home, older_than: str | None, keep: str | None) -> tuple[list[_Directory], str]:
     """Return the directories that the rules delete, and in words those spared as just ended."""
     policy, now_ns, queued = _policy(home, older_than, keep), SystemClock().wall_ns(), queued_runs(home)
-    scanned = [[_Chosen(place, entry) for entry in scan(place, queued, now_ns)] for place in _places(home)]
+    scanned = [[_Directory(place, entry) for entry in scan(place, queued, now_ns)] for place in _places(home)]
     # The configuration holds for each place; a size from the command line is for both together.
     groups = scanned if keep is None else [[*scanned[0], *scanned[1]]]
-    chosen = [each for group in groups for each in _lost(group, policy, now_ns)]
-    old = [each for group in groups for each in _lost(group, replace(policy, spared_ns=0), now_ns)]
+    chosen = [each for group in groups for each in _deletable(group, policy, now_ns)]
+    old = [each for group in groups for each in _deletable(group, replace(policy, spared_ns=0), now_ns)]
     young = _runs_of(old) - _runs_of(chosen)
     if not young:
         return chosen, ""
@@ -117,12 +117,12 @@ def _kept_no_longer(home: Home, older_than: str | None, keep: str | None) -> tup
     return chosen, f"{more}: name {'it' if young == 1 else 'them'} to delete {'it' if young == 1 else 'them'} now"
 
 
-def _lost(group: list[_Chosen], policy: Policy, now_ns: int) -> list[_Chosen]:
+def _deletable(group: list[_Directory], policy: Policy, now_ns: int) -> list[_Directory]:
     lost = {id(entry) for entry in to_delete([each.entry for each in group], policy, now_ns)}
     return [each for each in group if id(each.entry) in lost]
 
 
-def _runs_of(chosen: Iterable[_Chosen]) -> int:
+def _runs_of(chosen: Iterable[_Directory]) -> int:
     return len({each.entry.run_id for each in chosen})
 
 

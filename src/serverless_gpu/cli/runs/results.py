@@ -69,7 +69,7 @@ def result(run: str | None, rank: str, directory: Path | None, as_json: bool) ->
         else:
             state, served = found.view.state.value, stack.enter_context(served_results(home, found.view))
             results = {number: Result(each.size, each.pieces()) for number, each in served.items()}
-        chosen = _chosen(found.run_id, state, results, rank)
+        chosen = _select_results(found.run_id, state, results, rank)
         copied = [
             (number, write_result(result, target / f"{number}.pkl"), result.size) for number, result in chosen.items()
         ]
@@ -82,7 +82,7 @@ def result(run: str | None, rank: str, directory: Path | None, as_json: bool) ->
     say(f"sgpu: {total}; in Python: serverless_gpu.attach({found.run_id!r}).results()", err=True)
 
 
-def _chosen(run_id: str, state: str, results: dict[int, Result], rank: str) -> dict[int, Result]:
+def _select_results(run_id: str, state: str, results: dict[int, Result], rank: str) -> dict[int, Result]:
     """Return the selected results; raise InvalidValue when the run continues or the rank has none."""
     if state not in TERMINAL:
         raise InvalidValue(f"run {run_id} is {state}: it has returned nothing yet", hint=f"sgpu attach {run_id}")

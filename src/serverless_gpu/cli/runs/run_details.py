@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from serverless_gpu.wire.runs import AttemptList, CrewView, FileList, RunView
 
 _FILES_MAX = 200
-_NOT_ASKED = frozenset({"name", "resources", "tracker", "ray"})  # shown otherwise, or not an option
+_OMITTED_OPTIONS = frozenset({"name", "resources", "tracker", "ray"})  # shown otherwise, or not an option
 _SHOWN_MAX = 128
 
 
@@ -69,7 +69,7 @@ def _story(home: Home, record: RunRecord) -> str:
     parts = [head]
     if record.problem:
         parts.append(record.problem)
-    asked = _asked_text(record)
+    asked = _request_text(record)
     if asked:
         parts.append(f"asked for: {asked}")
     took = f" · took {took_text(record)}" if took_ms(record) is not None else ""
@@ -81,7 +81,7 @@ def _story(home: Home, record: RunRecord) -> str:
         parts.append(f"cost: {cost}")
     if record.receipt is not None:
         parts += ["", "receipt:", *(f"  {line}" for line in record.receipt.text().splitlines()[1:])]
-    link = _link(record)
+    link = _mlflow_link(record)
     if link and (record.receipt is None or not record.receipt.tracked):  # it came after the receipt was written
         parts.append(f"tracked: {link}")
     uses = use_lines(sampled_uses(record.directory) if record.receipt is None else record.receipt.uses)
@@ -90,7 +90,7 @@ def _story(home: Home, record: RunRecord) -> str:
     return "\n".join([*parts, "", *_files_text(home, record)])
 
 
-def _link(record: RunRecord) -> str:
+def _mlflow_link(record: RunRecord) -> str:
     """Return where the run is in MLflow, as is known now, or ""."""
     tracked = from_directory(record.directory)
     if tracked is not None:
@@ -98,13 +98,13 @@ def _link(record: RunRecord) -> str:
     return record.receipt.tracked if record.receipt is not None else ""
 
 
-def _asked_text(record: RunRecord) -> str:
+def _request_text(record: RunRecord) -> str:
     if record.spec is None:
         return ""
     spec = msgspec.to_builtins(record.spec)
     usual = msgspec.to_builtins(RunSpec())
     asked = {key: value for key, value in spec["resources"].items() if value != usual["resources"][key]}
-    asked |= {key: value for key, value in spec.items() if key not in _NOT_ASKED and value != usual[key]}
+    asked |= {key: value for key, value in spec.items() if key not in _OMITTED_OPTIONS and value != usual[key]}
     if "tags" in asked:
         asked["tags"] = ",".join(f"{name}={value}" for name, value in record.spec.tags.items())
     ranks = [f"{record.world_size} rank{'' if record.world_size == 1 else 's'}"] if record.world_size else []
@@ -138,7 +138,7 @@ def _details(record: RunRecord) -> dict[str, object]:
     return {
         "spec": record.spec,
         "stopped": record.stopped,
-        "tracked": _link(record),
+        "tracked": _mlflow_link(record),
         "receipt": record.receipt,
         "failure": failure,
         "files": [{"name": name, "size_bytes": size} for name, size in _files(record)],
@@ -222,7 +222,7 @@ def metrics(run: str | None, plot: Path | None, as_json: bool) -> None:
 
 def details(view: RunView) -> dict[str, object]:
     """Return everything about a run, for machines."""
-    files, attempts = _asked(view)
+    files, attempts = _fetch_files_and_attempts(view)
     cost = _cost(view)
     return server_runs.as_json(view, cost) | {
         "spec": view.spec,
@@ -237,7 +237,7 @@ def details(view: RunView) -> dict[str, object]:
 
 def story(view: RunView) -> Iterator[str]:
     """Yield the lines that tell everything about a run."""
-    files, attempts = _asked(view)
+    files, attempts = _fetch_files_and_attempts(view)
     reason = "" if view.reason is None else view.reason.value
     yield " · ".join(part for part in (f"run {view.id}", view.name, view.state.value, reason) if part)
     if view.sentence:
@@ -310,7 +310,7 @@ def _cost(view: RunView) -> Cost | None:
     return found
 
 
-def _asked(view: RunView) -> tuple[FileList, AttemptList]:
+def _fetch_files_and_attempts(view: RunView) -> tuple[FileList, AttemptList]:
     wire = load("serverless_gpu.wire.runs")
     with patient_server(this_home().root) as connection:
         files: FileList = (

@@ -71,7 +71,7 @@ def locate(home: Home, wanted: str | None) -> Located:
     own = own_runs(home)
     if wanted is not None and len(meant(own, wanted)) == 1:
         return Located(meant(own, wanted)[0], None)
-    found, elsewhere = _of_the_server(home, wanted, own)
+    found, elsewhere = _find_on_server(home, wanted, own)
     views = {view.id: view for view in found}
     ids = sorted({*own, *views}, reverse=True)
     if wanted is None and not ids:
@@ -80,7 +80,7 @@ def locate(home: Home, wanted: str | None) -> Located:
     return Located(run_id, views.get(run_id))
 
 
-def _of_the_server(home: Home, wanted: str | None, own: Sequence[str]) -> tuple[tuple[RunView, ...], str]:
+def _find_on_server(home: Home, wanted: str | None, own: Sequence[str]) -> tuple[tuple[RunView, ...], str]:
     """Return the server's runs that a text may mean, and the end of the error if there are none.
 
     An identifier is requested by itself, and a beginning among the runs that begin so; an end is searched among the
@@ -96,10 +96,10 @@ def _of_the_server(home: Home, wanted: str | None, own: Sequence[str]) -> tuple[
             found = _asked(connection, wanted.strip().lower())
             return found, f", and none at {connection.url} that you may see"
     except ServerUnavailable as error:
-        raise _unknown(error, wanted, own) from None
+        raise _unreachable_error(error, wanted, own) from None
 
 
-def _unknown(error: ServerUnavailable, wanted: str | None, own: Sequence[str]) -> ServerUnavailable:
+def _unreachable_error(error: ServerUnavailable, wanted: str | None, own: Sequence[str]) -> ServerUnavailable:
     """Return the error for a run that only the server can know."""
     if wanted is not None:
         return ServerUnavailable(f"run {wanted!r} is not on this machine, and {error.message}", hint=error.hint)
@@ -166,8 +166,12 @@ def choose(home: Home, wanted: str | None, ids: Sequence[str] | None = None, *, 
     if len(found) == 1:
         return found[0]
     if found:
-        raise InvalidValue(f"{wanted!r} means {len(found)} runs: {_listed(found)}", hint="type more of the identifier")
-    raise InvalidValue(f"there is no run {wanted!r} in {home.runs}{elsewhere}", hint=_near(wanted.strip().lower(), ids))
+        raise InvalidValue(
+            f"{wanted!r} means {len(found)} runs: {_list_text(found)}", hint="type more of the identifier"
+        )
+    raise InvalidValue(
+        f"there is no run {wanted!r} in {home.runs}{elsewhere}", hint=_suggestion(wanted.strip().lower(), ids)
+    )
 
 
 def meant(ids: Sequence[str], wanted: str) -> list[str]:
@@ -178,15 +182,15 @@ def meant(ids: Sequence[str], wanted: str) -> list[str]:
     return [run_id for run_id in ids if text and (run_id.startswith(text) or run_id.endswith(text))]
 
 
-def _near(text: str, ids: Sequence[str]) -> str:
+def _suggestion(text: str, ids: Sequence[str]) -> str:
     if not ids:
         return "there are no runs here; is SERVERLESS_GPU_HOME the one that the run was started with?"
     close = difflib.get_close_matches(text, ids, n=1, cutoff=0.8)
     if close:
         return f"did you mean {close[0]}?"
-    return f"the latest are {_listed(ids)}; `sgpu runs` lists all"
+    return f"the latest are {_list_text(ids)}; `sgpu runs` lists all"
 
 
-def _listed(ids: Sequence[str]) -> str:
+def _list_text(ids: Sequence[str]) -> str:
     more = len(ids) - _NAMED_MAX
     return ", ".join(ids[:_NAMED_MAX]) + (f" and {more} more" if more > 0 else "")

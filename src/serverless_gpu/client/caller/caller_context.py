@@ -123,12 +123,16 @@ def _umask() -> int:
 def origins() -> dict[str, str]:
     """Return the files of modules that are imported here and may be others in a zygote."""
     entries: Sequence[object] = sys.path
-    path = [(entry, _names(entry)) for entry in entries if isinstance(entry, str)]  # import ignores other types, too
+    path = [
+        (entry, _importable_names(entry)) for entry in entries if isinstance(entry, str)
+    ]  # import ignores other types, too
     state = (*map(id, sys.meta_path), *path)
-    return {name: origin for name in sorted({*PRELOAD_ROOTS, *_twice(path)}) if (origin := _origin(name, state))}
+    return {
+        name: origin for name in sorted({*PRELOAD_ROOTS, *_shadowed_names(path)}) if (origin := _origin(name, state))
+    }
 
 
-def _twice(path: Sequence[tuple[str, frozenset[str]]]) -> set[str]:
+def _shadowed_names(path: Sequence[tuple[str, frozenset[str]]]) -> set[str]:
     """Return names in a directory of the user's that also occur further down the path."""
     library = os.path.dirname(os.__file__)
     further = set(sys.stdlib_module_names)
@@ -143,7 +147,7 @@ def _twice(path: Sequence[tuple[str, frozenset[str]]]) -> set[str]:
     return found
 
 
-def _names(entry: str) -> frozenset[str]:
+def _importable_names(entry: str) -> frozenset[str]:
     """Return the importable names in a directory of the path."""
     try:
         directory = os.path.abspath(entry)  # "" is the working directory

@@ -44,7 +44,7 @@ _RUN = re.compile(r"[a-zA-Z0-9][\w-]{0,255}")
 _EXPERIMENT = re.compile(r"[a-zA-Z0-9][\w-]{0,63}")
 _EXPERIMENT_CHARACTERS_MAX = 250
 _URI_CHARACTERS_MAX = 2_000
-_ITS_OWN = frozenset({"databricks", "databricks-uc", "uc"})  # also with nothing behind them
+_MLFLOW_SCHEMES = frozenset({"databricks", "databricks-uc", "uc"})  # also with nothing behind them
 _MEMORY = ("", ":memory:")
 _LOCAL_HOSTS = frozenset({"", "localhost"})
 _NOWHERE = (
@@ -145,7 +145,7 @@ def place_of(uri: str, directory: str) -> TrackingStore:
         return TrackingStore(problem=f"{URI} is no address of an MLflow server; runs are not tracked")
     scheme, colon, rest = text.partition(":")
     scheme = scheme.lower()
-    if scheme not in _ITS_OWN and (not colon or "/" in scheme):
+    if scheme not in _MLFLOW_SCHEMES and (not colon or "/" in scheme):
         return TrackingStore(store=_path(directory, text))
     if scheme in ("http", "https"):
         return _server(text)
@@ -282,7 +282,7 @@ def _tracking(
     experiment = "" if experiment_id else environ.get(EXPERIMENT_NAME, "").strip()
     if not experiment and not experiment_id:
         experiment_id = _valid(_EXPERIMENT, environ.get(EXPERIMENT_ID))
-        experiment = "" if experiment_id else f"/Users/{_part(user)}/{_part(program.name)}"
+        experiment = "" if experiment_id else f"/Users/{_path_part(user)}/{_path_part(program.name)}"
     tags = {"mlflow.user": user, "mlflow.source.name": program.path or program.name, "mlflow.source.type": program.kind}
     commit = commit_of(Path(program.path).parent) if os.path.isabs(program.path) else None
     if commit is not None and commit.commit:
@@ -311,7 +311,7 @@ def _params(arguments: Mapping[str, object]) -> dict[str, str]:
         return {}
 
 
-def _part(name: str) -> str:
+def _path_part(name: str) -> str:
     return "".join(char if char.isprintable() and char not in "/\\" else "_" for char in name) or "_"
 
 

@@ -64,7 +64,7 @@ class _Search:
         if id(value) in self._innocent or not self._fails([value]):
             return None
         if len(above) >= _DEPTH_MAX or self._is_refused(value):
-            return [_told(value)]
+            return [_culprit_name(value)]
         above = (*above, value)
         parts = list(islice(_parts(value), _CHILDREN_MAX))
         others = [part for part in parts if not any(part.value is owner for owner in above)]
@@ -78,7 +78,7 @@ class _Search:
         if loops and len(above) > 1:
             self._innocent[id(value)] = value
             return None
-        return [_told(value)]
+        return [_culprit_name(value)]
 
     def _first_failing(self, parts: list[_Part], start: int) -> int | None:
         """Index of the first part from `start` on that does not pickle, found by halving."""
@@ -115,7 +115,7 @@ class _Search:
         return False
 
 
-def _told(value: object) -> str:
+def _culprit_name(value: object) -> str:
     """A name for the culprit that people know it by."""
     if isinstance(value, io.IOBase):
         return f"open file {getattr(value, 'name', '')}".rstrip()
@@ -158,7 +158,7 @@ def _parts(value: object) -> Iterator[_Part]:
         return iter(())
     if type(value) is dict:
         pairs = cast("dict[object, object]", value).items()
-        return (part for key, item in pairs for part in (_Part("a key", key), _Part(f"key {_short(key)}", item)))
+        return (part for key, item in pairs for part in (_Part("a key", key), _Part(f"key {_short_repr(key)}", item)))
     if type(value) in (list, tuple, set, frozenset):
         items = cast("Iterable[object]", value)
         return (_Part(f"item {index}", item) for index, item in enumerate(items))
@@ -203,7 +203,7 @@ def _class_parts(cls: type) -> Iterator[_Part]:
             yield _Part(label, value)
 
 
-def _short(key: object) -> str:
+def _short_repr(key: object) -> str:
     try:
         text = repr(key)
     except KeyboardInterrupt:
@@ -243,7 +243,7 @@ def _reduced_parts(value: object) -> Iterator[_Part]:
     for index, item in enumerate(items if items is not None else ()):
         yield _Part(f"item {index}", item)
     for key, item in pairs if pairs is not None else ():
-        yield _Part(f"key {_short(key)}", item)
+        yield _Part(f"key {_short_repr(key)}", item)
 
 
 def _state_parts(state: object) -> Iterator[_Part]:
@@ -281,12 +281,12 @@ def largest_captured(
             continue
         size = scale.weigh(value)
         if size:
-            labels, value = _narrowed(labels, value, size)
+            labels, value = _narrow(labels, value, size)
             found.append((f"{' -> '.join(label for label in labels if label)}: {_type_name(value)}", size))
     return sorted(found, key=lambda entry: -entry[1])
 
 
-def _narrowed(labels: tuple[str, ...], value: object, size: int) -> tuple[tuple[str, ...], object]:
+def _narrow(labels: tuple[str, ...], value: object, size: int) -> tuple[tuple[str, ...], object]:
     """Go on to an attribute or a key that is nearly all of `value`."""
     for _ in range(_DEPTH_MAX):
         if type(value) in (list, tuple, set, frozenset) or _own_bytes(value) is not None:

@@ -90,7 +90,7 @@ def check_function(function: object) -> None:
             f"{name} is a task or an actor of Ray's, which a driver starts with .remote(...)",
             hint="leave @ray.remote out, or decorate the function that starts it: that is the driver",
         )
-    body = _body(function)
+    body = _unwrap(function)
     if inspect.iscoroutinefunction(body):
         raise NotDistributable(
             f"{_name(function)} is an async function, which ranks do not await",
@@ -187,7 +187,7 @@ def _not_picklable(
     )
 
 
-def _body(function: Callable[..., object]) -> object:
+def _unwrap(function: Callable[..., object]) -> object:
     body: object = function
     for _ in range(_UNWRAP_MAX):
         if isinstance(body, functools.partial):
@@ -257,7 +257,7 @@ def _size_warning(
 
 def _sources(function: Callable[..., object]) -> dict[str, list[str]]:
     """Return source lines of code outside files: the function's own first, then the newest."""
-    code = getattr(_body(function), "__code__", None)
+    code = getattr(_unwrap(function), "__code__", None)
     own = getattr(code, "co_filename", None)
     sources: dict[str, list[str]] = {}
     left = _SOURCES_SIZE_MAX
@@ -333,7 +333,7 @@ def _is_ray(origin: str) -> bool:
 def refusing_reducer(spec: RunSpec) -> Reducer | None:
     """Return a reducer that refuses objects of one process or of another Ray cluster, or None."""
     of_ray = ray_reference_reducer(spec)
-    kinds, data_modules = _loaded(_PROCESS_STATE_KINDS), _loaded(_DATA_MODULES)
+    kinds, data_modules = _loaded_classes(_PROCESS_STATE_KINDS), _loaded_classes(_DATA_MODULES)
     if not kinds:
         return of_ray
 
@@ -353,7 +353,7 @@ def refusing_reducer(spec: RunSpec) -> Reducer | None:
     return refuse
 
 
-def _loaded(names: Sequence[tuple[str, str]]) -> tuple[type, ...]:
+def _loaded_classes(names: Sequence[tuple[str, str]]) -> tuple[type, ...]:
     """Return those of some classes that this process has imported."""
     found = (getattr(sys.modules.get(module), name, None) for module, name in names)
     return tuple(kind for kind in found if isinstance(kind, type))

@@ -16,7 +16,7 @@ CHOICES_MAX = 4
 
 def explain(error: NoSuitableNode, syntax: Syntax) -> None:
     """Replace an error's hint with one in the syntax of the request."""
-    written = [_written(choice, syntax) for choice in error.choices[:CHOICES_MAX]]
+    written = [_choice_text(choice, syntax) for choice in error.choices[:CHOICES_MAX]]
     wait = "wait=True" if syntax == "python" else "--wait"
     parts = [f"would work: {' · '.join(written)}"] if written else []
     parts.append(f"{wait} queues the run until a node joins that could serve it")
@@ -31,7 +31,7 @@ def no_server(typed: str, instead: str = "") -> ServerNotConfigured:
     )
 
 
-def _written(choice: Mapping[str, int | str], syntax: Syntax) -> str:
+def _choice_text(choice: Mapping[str, int | str], syntax: Syntax) -> str:
     if syntax == "python":
         return ", ".join(
             f'{name}="{value}"' if isinstance(value, str) else f"{name}={value}" for name, value in choice.items()

@@ -44,7 +44,7 @@ _clock = SystemClock()
 _MODES: tuple[Mode, ...] = ("overlay", "links")
 
 
-class _Gone(Exception):
+class _ServiceEnded(Exception):
     """The service has ended."""
 
 
@@ -79,7 +79,7 @@ class _Service:
                 os.close(log)
 
     def ask(self, description: dict[str, object], store: Where, *, capture: bool) -> int:
-        """Send a question and return its number; raise _Gone when the service has ended."""
+        """Send a question and return its number; raise _ServiceEnded when the service has ended."""
         with self._turn:
             self._number += 1
             number = self._number
@@ -97,12 +97,12 @@ class _Service:
         return number
 
     def answer(self, number: int, *, within_s: float) -> service_messages.Answer | None:
-        """Return the next answer, or None after a time; one waiting thread reads for all. Raises _Gone."""
+        """Return the next answer, or None after a time; one waiting thread reads for all. Raises _ServiceEnded."""
         until_ns = _clock.boottime_ns() + round(within_s * 1e9)
         with self._turn:
             while not self._inbox[number]:
                 if not self.alive:
-                    raise _Gone
+                    raise _ServiceEnded
                 left_s = (until_ns - _clock.boottime_ns()) / 1e9
                 if left_s <= 0:
                     return None
@@ -122,7 +122,7 @@ class _Service:
         with self._turn:
             self._inbox.pop(number, None)
         if abandon:
-            with contextlib.suppress(_Gone):
+            with contextlib.suppress(_ServiceEnded):
                 self._send(service_messages.Abandon(number=number))
 
     def close(self) -> None:
@@ -156,7 +156,7 @@ class _Service:
             self._channel.send(service_messages.encode(question))
         except OSError:
             self.alive = False
-            raise _Gone from None
+            raise _ServiceEnded from None
 
 
 _services: dict[Path, _Service] = {}
@@ -183,7 +183,7 @@ class Recognition:
         self._home = home
         self._mode = asked_mode(os.environ.get(RESTORE))
         self._capture = capture
-        self._store = store or _own(home)
+        self._store = store or _own_store(home)
         self._display: Display | None = None
         self._description = describe()
         self._tries = 0
@@ -224,7 +224,7 @@ class Recognition:
 
     def is_about(self, home: Home, store: Where | None) -> bool:
         """Return whether `recognise` of this home and store would ask the same."""
-        return self._home.root == home.root and self._store == (store or _own(home))
+        return self._home.root == home.root and self._store == (store or _own_store(home))
 
     def close(self) -> None:
         """Be done with it; a second call does nothing."""
@@ -243,7 +243,7 @@ class Recognition:
             try:
                 self._number = self._service.ask(self._description, self._store, capture=self._capture)
                 return
-            except _Gone:
+            except _ServiceEnded:
                 self._count_try()
 
     def _count_try(self) -> None:
@@ -257,7 +257,7 @@ class Recognition:
     def _next(self) -> service_messages.Answer:
         try:
             answer = self._heard()
-        except _Gone:
+        except _ServiceEnded:
             self._put()
             return self._next()
         if isinstance(answer, service_messages.CaptureFailed):
@@ -289,7 +289,7 @@ class Recognition:
                 )
 
     def _until_known(self, display: Display | None) -> str:
-        said = _Said(display)
+        said = _CaptureNotices(display)
         while True:
             answer = self._next()
             match answer:
@@ -306,7 +306,7 @@ class Recognition:
                     said.take(answer)
 
 
-class _Said:
+class _CaptureNotices:
     """Shows a capture on a display, if any: its changes once, its progress, its result."""
 
     def __init__(self, display: Display | None) -> None:
@@ -339,7 +339,7 @@ class _Said:
                 pass
 
 
-def _own(home: Home) -> Where:
+def _own_store(home: Home) -> Where:
     return Where(str(home.environments / "store"))
 
 

@@ -59,15 +59,15 @@ class CurveMark(NamedTuple):
 def lanes(metrics: Mapping[str, Curve], totals: Mapping[tuple[int, int], int] | None = None) -> list[Lane]:
     """Return the curves of each GPU, or of each rank without GPUs; `totals` has GPU memory in bytes."""
     found = []
-    for place, series in sorted(_found(metrics, _GPU).items()):
-        memory = _scaled(series.get("memory_usage_megabytes", _EMPTY), 1e6 / _GIB)
+    for place, series in sorted(_curves_by_device(metrics, _GPU).items()):
+        memory = _scale(series.get("memory_usage_megabytes", _EMPTY), 1e6 / _GIB)
         total = (totals or {}).get(place)
         busy = series.get("utilization_percentage", _EMPTY)
         found.append(Lane(place[0], f"GPU {place[1]}", busy, memory, None if total is None else total / _GIB))
     if found:
         return found
-    for (node, number), series in sorted(_found(metrics, _RANK).items()):
-        memory = _scaled(series.get("memory_usage_megabytes", _EMPTY), 1e-3)
+    for (node, number), series in sorted(_curves_by_device(metrics, _RANK).items()):
+        memory = _scale(series.get("memory_usage_megabytes", _EMPTY), 1e-3)
         found.append(Lane(node, f"rank {number}", series.get("cpu_utilization_percentage", _EMPTY), memory, None))
     return found
 
@@ -89,7 +89,7 @@ def line(curve: Curve) -> tuple[list[float], list[float]]:
     """Return a curve as a line: NaN where it has a hole, and at most as many points as pixels."""
     times, values = curve
     if len(times) > POINTS_MAX:
-        times, values = _thinned(times, values)
+        times, values = _thin(times, values)
     drawn_times: list[float] = list(times[:1])
     drawn: list[float] = list(values[:1])
     for is_hole, moment, value in zip(_holes(times), times[1:], values[1:], strict=True):
@@ -163,7 +163,9 @@ def spread(places: Sequence[float], gap: float, end: float) -> list[float]:
     return moved
 
 
-def _found(metrics: Mapping[str, Curve], pattern: re.Pattern[str]) -> dict[tuple[int, int], dict[str, Curve]]:
+def _curves_by_device(
+    metrics: Mapping[str, Curve], pattern: re.Pattern[str]
+) -> dict[tuple[int, int], dict[str, Curve]]:
     found: dict[tuple[int, int], dict[str, Curve]] = {}
     for name, curve in metrics.items():
         match = pattern.fullmatch(name)
@@ -172,7 +174,7 @@ def _found(metrics: Mapping[str, Curve], pattern: re.Pattern[str]) -> dict[tuple
     return found
 
 
-def _scaled(curve: Curve, factor: float) -> Curve:
+def _scale(curve: Curve, factor: float) -> Curve:
     return curve[0], [value * factor for value in curve[1]]
 
 
@@ -185,7 +187,7 @@ def _holes(times: Sequence[float]) -> list[bool]:
     return [step > _HOLE * max(1.0, min(before[place : place + 2])) for place, step in enumerate(steps)]
 
 
-def _thinned(times: Sequence[float], values: Sequence[float]) -> Curve:
+def _thin(times: Sequence[float], values: Sequence[float]) -> Curve:
     """Return means of neighbours, so many that a picture can show them; none across a hole."""
     at_once = math.ceil(len(times) / POINTS_MAX)
     holes = _holes(times)
@@ -239,7 +241,7 @@ def read_try(directory: Path) -> Try:
         began_ns=next((fact.wall_ns for fact in facts if fact.kind is FactKind.EXEC), None),
         ended_ns=None if stopped is None else _written_ns(directory / "stopped.json"),
         asked_ns=_written_ns(directory / STOP_FILE),
-        asked=_word(directory / STOP_FILE),
+        asked=_read_word(directory / STOP_FILE),
         failed_ns=failed_ns,
         rank=None if cause is None else cause.rank,
     )
@@ -280,7 +282,7 @@ def _written_ns(path: Path) -> int | None:
         return None
 
 
-def _word(path: Path) -> str:
+def _read_word(path: Path) -> str:
     try:
         with path.open(encoding="ascii", errors="replace") as file:
             return file.read(_WORD_CHARACTERS).strip()

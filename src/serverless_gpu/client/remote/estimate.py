@@ -25,14 +25,14 @@ def estimate(spec: RunSpec) -> Estimate:
     home = remote_home(os.environ)
     server = server_of(home.root, os.environ)
     try:
-        return _asked(server, spec)
+        return _fetch_estimate(server, spec)
     except ServerUnavailable as error:
         return unknown(f"the server at {server.profile.url} does not answer: {error.message}")
     except NotFound:
         return unknown(f"the server at {server.profile.url} is of an earlier version, which cannot say")
 
 
-def _asked(server: RemoteServer, spec: RunSpec) -> Estimate:
+def _fetch_estimate(server: RemoteServer, spec: RunSpec) -> Estimate:
     server.version(patiently=False)  # remembered: whether it is on this machine follows from it
     environment = environment_of(spec, server)
     travels = environment == "snapshot"

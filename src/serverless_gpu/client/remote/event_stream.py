@@ -210,7 +210,7 @@ class EventStream:
                         away_ms = (self._clock.boottime_ns() - away_ns) // 1_000_000
                         self._put(Away(f"the server is back, after {format_duration_ms(away_ms)}"))
                     away_ns, told = 0, False
-                    if self._taken(message):
+                    if self._queue_new(message):
                         pause_s = _PAUSE_S
                     if isinstance(message, SettledMessage):
                         return
@@ -220,7 +220,7 @@ class EventStream:
                     continue  # another server listens by now where ours was
                 if isinstance(error, NotAuthenticated) and self._request is None:
                     if not self._server.wait_for_token(
-                        self._explained(error),
+                        self._with_run_state(error),
                         token,
                         say=lambda sentence: self._put(Away(sentence)),
                         closed=self._closed,
@@ -228,7 +228,7 @@ class EventStream:
                         return
                     continue
                 if not error.retryable:
-                    raise self._explained(error) from None
+                    raise self._with_run_state(error) from None
                 problem = error.message
                 self._server.look_again()
             now_ns = self._clock.boottime_ns()
@@ -244,7 +244,7 @@ class EventStream:
             self._closed.wait(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, _PAUSE_S_MAX)
 
-    def _explained(self, error: E) -> E:
+    def _with_run_state(self, error: E) -> E:
         """Return a refusal with the state of the run if the server had accepted it."""
         if self._request is None and isinstance(error, NotAuthenticated | NotAllowed):
             still = f"run {self._run_id} goes on: `sgpu cancel {self._run_id}` with a token that may stops it"
@@ -264,7 +264,7 @@ class EventStream:
         finally:
             connection.close()
 
-    def _taken(self, message: StreamMessage) -> bool:
+    def _queue_new(self, message: StreamMessage) -> bool:
         """Queue the new part of a message; return whether the stream has advanced."""
         if isinstance(message, AcceptedMessage):
             self._request = None

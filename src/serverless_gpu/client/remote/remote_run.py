@@ -101,7 +101,7 @@ class RemoteRun(RunSource):
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when there is news, or -1."""
-        return -1 if self._over else self._opened().fileno()
+        return -1 if self._over else self._open_stream().fileno()
 
     def receive(self, timeout_s: float | None) -> protocol.AnyMessage | ConnectionNote | None:
         """Return the next message, or None after the last."""
@@ -117,18 +117,18 @@ class RemoteRun(RunSource):
                 # A viewer must not miss its first messages, nor the ending of a run that has one.
                 fresh = self._stream is None or (self._is_over_there and self._stopped is None)
                 left_s = None if deadline_ns is None else max(0.0, (deadline_ns - SystemClock().boottime_ns()) / 1e9)
-                heard = self._opened().read(max(left_s, _FIRST_S) if fresh and left_s is not None else left_s)
+                heard = self._open_stream().read(max(left_s, _FIRST_S) if fresh and left_s is not None else left_s)
                 if heard is None:
                     self._over = True
                 else:
                     self._take(heard)
         except NotFound:
-            return self._forgotten()
+            return self._unknown_run()
         if not self._pending:
             raise TimeoutError
         return self._pending.popleft()
 
-    def _forgotten(self) -> protocol.Refused:
+    def _unknown_run(self) -> protocol.Refused:
         """Return the refusal of a run that the server had accepted and no longer knows."""
         self.close()
         return protocol.Refused(
@@ -228,7 +228,7 @@ class RemoteRun(RunSource):
 
     # --- taking in -----------------------------------------------------------------------------------------------
 
-    def _opened(self) -> EventStream:
+    def _open_stream(self) -> EventStream:
         if self._stream is None:
             self._stream = EventStream(self._server, self.run_id)
         return self._stream

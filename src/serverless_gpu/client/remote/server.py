@@ -27,10 +27,10 @@ from serverless_gpu.model.cost import Cost
 from serverless_gpu.model.lifecycle.attempt import StopReason
 from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.wire.access import PrincipalView
-from serverless_gpu.wire.agents import PoolList, PoolView
 from serverless_gpu.wire.blobs import DigestList
 from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.estimates import EstimateRequest, EstimateView
+from serverless_gpu.wire.nodes import PoolList, PoolView
 from serverless_gpu.wire.runs import AttemptList, AttemptView, CostView, RunRequest, RunView, StopRequest
 from serverless_gpu.wire.state import Version
 

@@ -70,8 +70,8 @@ from serverless_gpu.node.attempt.submission import Submission
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.operating_system import require_linux
 from serverless_gpu.version import __version__
-from serverless_gpu.wire.agents import PoolView
 from serverless_gpu.wire.base import INLINE_BYTES_MAX
+from serverless_gpu.wire.nodes import PoolView
 from serverless_gpu.wire.runs import AcceptedMessage, RunRequest, RunView, Target
 
 R = TypeVar("R")
@@ -212,7 +212,7 @@ def _submit(server: RemoteServer, request: RunRequest, root: Path, *, watch: boo
         with interruptible():
             return _asked(server, request, root, watch=watch)
     except KeyboardInterrupt:
-        if _stopped(server, request.id):
+        if _stop_submitted(server, request.id):
             shutil.rmtree(root, ignore_errors=True)
         else:
             TerminalDisplay(quiet=False).say(f"{_UNKNOWN.format(request.id)}; `sgpu cancel {request.id}` ends it")
@@ -235,13 +235,13 @@ def _asked(server: RemoteServer, request: RunRequest, root: Path, *, watch: bool
         return RemoteRun(server, server.submit(request), root)
     stream = EventStream(server, request.id, request)
     try:
-        return RemoteRun(server, _accepted(stream, quiet=request.spec.quiet), root, stream=stream)
+        return RemoteRun(server, _await_acceptance(stream, quiet=request.spec.quiet), root, stream=stream)
     except BaseException:
         stream.close()
         raise
 
 
-def _stopped(server: RemoteServer, run_id: str) -> bool:
+def _stop_submitted(server: RemoteServer, run_id: str) -> bool:
     """Stop a possibly submitted run; return whether it is known to be over."""
     clock = SystemClock()
     until_ns = clock.boottime_ns() + round(_ON_ITS_WAY_S * 1e9)
@@ -261,7 +261,7 @@ def _stopped(server: RemoteServer, run_id: str) -> bool:
             return True
 
 
-def _accepted(stream: EventStream, *, quiet: bool) -> RunView:
+def _await_acceptance(stream: EventStream, *, quiet: bool) -> RunView:
     while True:
         heard = stream.read(None)
         if isinstance(heard, AcceptedMessage):
@@ -280,7 +280,7 @@ def upload_payload(server: RemoteServer, path: Path) -> BlobReference:
         for digest, part in zip(parts, _parts(content, size), strict=True):
             if digest in missing:
                 missing.discard(digest)
-                _put(server, digest, part)
+                _put_part(server, digest, part)
     return BlobReference(size=size, parts=parts)
 
 
@@ -289,7 +289,7 @@ def _parts(content: mmap.mmap, size: int) -> Iterator[bytes]:
         yield content[start : start + BLOB_PART_BYTES]
 
 
-def _put(server: RemoteServer, digest: str, part: bytes) -> None:
+def _put_part(server: RemoteServer, digest: str, part: bytes) -> None:
     for attempt in range(_TRIES):
         try:
             return server.put_part(digest, part)

@@ -114,7 +114,7 @@ def load_result(directory: Path, rank: int, run_id: str, origin: Origin = HERE) 
     except FileNotFoundError as error:
         if path.exists():  # then it is the user's code that misses a file
             raise _not_loadable(error, path, rank, run_id) from error
-        raise _gone(directory, path, rank, run_id) from None
+        raise _files_deleted(directory, path, rank, run_id) from None
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # loading runs the user's code, which may raise SystemExit
@@ -131,12 +131,12 @@ def make_exception(
     with_tail: bool = True,
 ) -> BaseException:
     """Return the exception for a run's ending; `with_tail` adds the failed rank's output."""
-    rank, origin = _raised_by(stopped), _where(stopped, origin)
+    rank, origin = _raising_rank(stopped), _failed_origin(stopped, origin)
     error: BaseException
     if rank is None:
         error = _ended(stopped, directory, run_id, spec, origin, with_tail=with_tail)
     else:
-        error = _raised(rank, _detail(stopped), directory, run_id, origin)
+        error = _rank_exception(rank, _detail(stopped), directory, run_id, origin)
     for text in (stopped.hint, *_consequences(stopped)):
         if text:
             add_note(error, text)
@@ -154,7 +154,7 @@ def failed_rank(stopped: Stopped) -> int | None:
 def carries_tail(stopped: Stopped) -> bool:
     """Return whether the exception for an ending has its rank's last output in a note."""
     cause = stopped.cause
-    return cause is not None and cause.rank is not None and _raised_by(stopped) is None and bool(stopped.log_tail)
+    return cause is not None and cause.rank is not None and _raising_rank(stopped) is None and bool(stopped.log_tail)
 
 
 def untold_tails(stopped: Stopped, *, with_tail: bool = True) -> dict[int, str]:
@@ -165,17 +165,17 @@ def untold_tails(stopped: Stopped, *, with_tail: bool = True) -> dict[int, str]:
 
 def ending_text(stopped: Stopped, directory: Path, run_id: str, spec: RunSpec | None, origin: Origin = HERE) -> str:
     """Return a run's ending as text: as `make_exception`, but without loading or running user code."""
-    rank, origin = _raised_by(stopped), _where(stopped, origin)
+    rank, origin = _raising_rank(stopped), _failed_origin(stopped, origin)
     if rank is None:
         error = _ended(stopped, directory, run_id, spec, origin)
         parts = [error.message, *getattr(error, "__notes__", [])]
     else:
         traceback = str(_record(directory, rank).get("traceback") or "").rstrip()
-        parts = [f"{_who(stopped, rank)}: {_detail(stopped) or MEANINGS[stopped.reason].sentence}", traceback]
+        parts = [f"{_rank_name(stopped, rank)}: {_detail(stopped) or MEANINGS[stopped.reason].sentence}", traceback]
     return "\n".join(part for part in (*parts, stopped.hint, *_consequences(stopped)) if part)
 
 
-def _where(stopped: Stopped, origin: Origin) -> Origin:
+def _failed_origin(stopped: Stopped, origin: Origin) -> Origin:
     """Return the origin of the files: of a run on several nodes, the node that failed."""
     node = _node(stopped)
     return origin._replace(node=node) if node else origin
@@ -186,13 +186,13 @@ def _node(stopped: Stopped) -> str:
     return stopped.cause.node if stopped.cause is not None else ""
 
 
-def _who(stopped: Stopped, rank: int) -> str:
+def _rank_name(stopped: Stopped, rank: int) -> str:
     """Return a rank's name for messages: with its node if there are several."""
     node = _node(stopped)
     return f"rank {rank} on {node}" if node else f"rank {rank}"
 
 
-def _raised_by(stopped: Stopped) -> int | None:
+def _raising_rank(stopped: Stopped) -> int | None:
     """Return the rank whose exception ended the run; None for another ending."""
     return stopped.cause.rank if stopped.cause is not None and stopped.reason in _RAISED else None
 
@@ -224,7 +224,7 @@ def _not_loadable(error: BaseException, path: Path, rank: int, run_id: str) -> R
     )
 
 
-def _gone(directory: Path, path: Path, rank: int, run_id: str) -> ResultUnavailableHere:
+def _files_deleted(directory: Path, path: Path, rank: int, run_id: str) -> ResultUnavailableHere:
     cleaned = not directory.exists()
     message = f"the files of run {run_id} were deleted" if cleaned else f"the file {path} is missing"
     return ResultUnavailableHere(
@@ -236,7 +236,7 @@ def _gone(directory: Path, path: Path, rank: int, run_id: str) -> ResultUnavaila
     )
 
 
-def _raised(rank: int, detail: str, directory: Path, run_id: str, origin: Origin) -> BaseException:
+def _rank_exception(rank: int, detail: str, directory: Path, run_id: str, origin: Origin) -> BaseException:
     record = _record(directory, rank)
     if not record:  # its disk was full: what the event carried is all there is
         record = {"kind": "exception", "type": detail, "message": "", "traceback": ""}
@@ -392,7 +392,7 @@ def _message(stopped: Stopped, rank: int | None, directory: Path, spec: RunSpec 
         is_whole = detail.startswith(meaning)  # the server says both
         what = detail if is_whole else f"{meaning}: {detail}" if detail and detail not in meaning else meaning
         return f"node {node}: {what}" if node else what
-    who = _who(stopped, rank)
+    who = _rank_name(stopped, rank)
     match stopped.reason:
         case Reason.RESULT_UNSERIALISABLE | Reason.RESULT_TOO_LARGE | Reason.RESULT_STORAGE:
             return _result_message(stopped.reason, who, detail, _record(directory, rank))

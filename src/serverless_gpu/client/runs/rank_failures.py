@@ -72,7 +72,7 @@ class NotebookTraceback:
         error = self._error
         assert error is not None
         shell = sys.modules["IPython"].get_ipython()
-        frames = _of_the_caller(error.__traceback__)
+        frames = _caller_frames(error.__traceback__)
         lines: list[str] = shell.InteractiveTB.structured_traceback(type(error), error, frames, tb_offset=1)
         return lines
 
@@ -88,7 +88,7 @@ def in_notebooks(error: E) -> E:
     return error
 
 
-def _of_the_caller(frames: TracebackType | None) -> TracebackType | None:
+def _caller_frames(frames: TracebackType | None) -> TracebackType | None:
     """Return a traceback without the frames of this package."""
     links: list[TracebackType] = []
     while frames is not None:
@@ -126,11 +126,11 @@ def rebuild(
     object.__setattr__(error, "__cause__", RemoteTraceback(text))
     add_note(error, _printable(f"rank {rank} on host {host}, run {run_id}; log: {log_path}"))
     if (description.get("module"), description.get("type")) == _DEBUGGER_LEFT:
-        add_note(error, _debugging(Path(log_path).parent.parent / "_air.py"))
+        add_note(error, _debugging_hint(Path(log_path).parent.parent / "_air.py"))
     return error
 
 
-def _debugging(program: Path) -> str:
+def _debugging_hint(program: Path) -> str:
     """Return how to debug a function, from the local program that repeats the run."""
     by_hand = (
         f"`python {program}` repeats rank 0 in this terminal, and stops there"

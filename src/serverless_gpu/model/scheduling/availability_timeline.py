@@ -1,4 +1,4 @@
-"""Availability over time: the devices of one type on one node from now on, and their bookings.
+"""Availability over time: the devices of one type on one node from now on, their holders, and their bookings.
 
     free
       8 ┤              ┌──────────            releases: those who have devices give them back, likely or at the latest
@@ -10,8 +10,6 @@ There are three such profiles of a node: by when runs likely end, by when they e
 gang's reservation is entered into the second only where everybody has said how long they run at most; what is let in
 before it then has to end in time by both. The third is there only for those who are next whatever it takes (the guard,
 a share that is behind) where nothing is known: what is let in before them has to be over in time by a guess.
-
-Runs that hold devices of a node: when they give them back, and which of them can be asked to leave.
 """
 
 from __future__ import annotations

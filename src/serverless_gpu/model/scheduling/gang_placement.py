@@ -1,13 +1,12 @@
 """Gang placement: where a gang starts now, whole or not at all, on devices of one type.
 
-now     best fit: the node that keeps the least free; of those alike the first by name
-        several nodes: where none could hold it; whole free ones and one part (`multi_node_placement.py`)
-later   the node that likely has enough first (`promise`), or that lacks the fewest devices (`keep`)
+    now     best fit: the node that keeps the least free; of those alike the first by name
+    later   `backfill.py`: the node that likely has enough first (`promise`), or that lacks the fewest devices (`keep`)
 
-Gangs on several nodes: who is one, how many devices there are for it at most, and how it is put together now.
+A gang on several nodes:
 
     could one node that it may ever use hold it?   ── yes ─▶ it is a gang on one node, whatever is free elsewhere
-       │ no                                                  (`gang_placement.py`)
+       │ no
        ▼
     whole free nodes and one part of another, of one type in one pool, beside what is promised to others
        1. as few nodes as possible
@@ -33,13 +32,9 @@ from serverless_gpu.model.scheduling.values import DeviceShare, QueuedRun
 Kind = tuple[str, str]
 """A pool and a type: of one such all devices of a gang are."""
 _PAIRS_MAX = 4
-
 _NOBODY: frozenset[str] = frozenset()
-
-_Option = tuple[tuple[int, int, int], tuple[DeviceShare, ...]]
+_Spread = tuple[tuple[int, int, int], tuple[DeviceShare, ...]]
 """How many nodes, what is left over on the last one, the largest size; what the gang has."""
-
-
 Option = tuple[tuple[int, int, str, str], NodeDevices, str, int]
 """Rank, devices left over, name and identifier; the node, the type, how many."""
 
@@ -249,7 +244,7 @@ class _Stock:
         indexes = [(rank, index) for rank, index in self.indexes if rank <= last]
         return _Stock(indexes, [one for one in self.beside if one.rank <= last])
 
-    def gathered(self, gpu_type: str, count: int, avoid: frozenset[str]) -> _Option | None:
+    def gathered(self, gpu_type: str, count: int, avoid: frozenset[str]) -> _Spread | None:
         """Return the best way to put a gang together, or None."""
         free = sum(index.free for _, index in self.indexes) + sum(one.spare for one in self.beside)
         if free < count:
@@ -260,7 +255,7 @@ class _Stock:
         found = [option for option in options if option is not None]
         return min(found, key=lambda option: option[0]) if found else None
 
-    def _of(self, gpu_type: str, size: int, count: int, avoid: frozenset[str]) -> _Option | None:
+    def _of(self, gpu_type: str, size: int, count: int, avoid: frozenset[str]) -> _Spread | None:
         """Return whole nodes of no more than a size, the largest first, and the part that leaves the least over.
 
         No whole node is larger than what is missing: that one would have been the part.

@@ -2,7 +2,7 @@
 
     measures.retries.inc()                                        what happens is counted where it happens
     with measures.ticks.labels("scheduler").time(): ...
-    what is there (runs, nodes, devices, disk) is read when Prometheus asks: `state_metrics.py`
+    what is there (runs, nodes, devices, disk) is read when Prometheus asks: `operations/server_status.py`
 
 A new measure is an attribute here with its sentence, a row in docs/how-to/operating-a-server.md, and, when somebody
 should look at it, a panel or an alert in `deploy/`; tests compare the three. A label has few values that nobody outside

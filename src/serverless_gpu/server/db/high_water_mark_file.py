@@ -6,7 +6,7 @@
     commit is durable ─▶ mark written ─▶ the caller is told        SQLite: every commit
     each second       ─▶ audit number, written and synced          both
 
-The mark lags behind the database and never leads it. A start compares both (`rollback_detection.py`).
+The mark lags behind the database and never leads it. A start compares both (`operations/restore.py`).
 
 - SQLite: the mark is written before anyone is told of a commit. It survives the end of the process; a power cut may
   take back its last second (`SYNC_S`).

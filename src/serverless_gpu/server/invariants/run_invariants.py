@@ -1,6 +1,6 @@
 """Invariants of runs: what holds whatever was killed, lost, doubled, delayed or full.
 
-    Books (rows of some runs)          ─┐
+    RecordedRuns (rows of some runs)   ─┐
     History (what people and nodes saw, ├─▶ violations ─▶ [I3 run …: attempts 1 and 2 were on devices at the same time]
         where a test kept it)           │
     LiveState (what a server thinks)   ─┘
@@ -519,7 +519,7 @@ def _created_once(booked: RecordedRun) -> Iterator[Violation]:
 
 
 def broken_chain(number: int, sentence: str) -> Violation:
-    """Return what it means that the audit is not the chain that was written down (`chain_check.py`)."""
+    """Return the violation for a break that `ChainCheck` found in the audit's chain."""
     return Violation(invariant="I8", subject=f"audit entry {number}", sentence=sentence)
 
 

@@ -22,7 +22,7 @@ from serverless_gpu.server.records.crews import CrewId
 from serverless_gpu.server.records.nodes import StoredNode
 from serverless_gpu.server.records.pools import NO_ISOLATION, RESERVED, UNSET, StoredPool
 from serverless_gpu.server.records.runs import StoredRun
-from serverless_gpu.wire.agents import NodeView, PoolView
+from serverless_gpu.wire.nodes import NodeView, PoolView
 
 STATES = UP, DRAINING, DEGRADED, SILENT, GONE = "UP", "DRAINING", "DEGRADED", "SILENT", "GONE"
 

@@ -33,9 +33,17 @@ from serverless_gpu.server.records import audit, nodes, principals
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.nodes import Invitation, StoredBinding
 from serverless_gpu.server.records.principals import NewToken
-from serverless_gpu.wire.agents import AgentHello, NodeView
+from serverless_gpu.wire.agents import AgentHello
 from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX, NAME_CHARACTERS_MAX
-from serverless_gpu.wire.nodes import ApproveRequest, InviteAnswer, InviteRequest, JoinAnswer, JoinRequest, RayPool
+from serverless_gpu.wire.nodes import (
+    ApproveRequest,
+    InviteAnswer,
+    InviteRequest,
+    JoinAnswer,
+    JoinRequest,
+    NodeView,
+    RayPool,
+)
 
 PENDING = "PENDING"
 """State of a node that waits for an administrator."""

@@ -13,25 +13,18 @@ from serverless_gpu.server.nodes.agent_service import AgentService
 from serverless_gpu.server.nodes.node_admission import JoinService, NodeAdmission
 from serverless_gpu.server.nodes.node_service import NodeCommand, NodeRuleService, NodeService
 from serverless_gpu.server.records.orders import OPEN_MAX
-from serverless_gpu.wire.agents import (
-    AgentHello,
-    AgentWelcome,
-    ForgetRequest,
-    Heartbeat,
-    HeartbeatAnswer,
-    NodeList,
-    NodeView,
-    Order,
-    OrdersTaken,
-)
+from serverless_gpu.wire.agents import AgentHello, AgentWelcome, Heartbeat, HeartbeatAnswer, Order, OrdersTaken
 from serverless_gpu.wire.nodes import (
     ApproveRequest,
     CalendarRequest,
+    ForgetRequest,
     InviteAnswer,
     InviteRequest,
     JoinAnswer,
     JoinRequest,
     NodeDrainRequest,
+    NodeList,
+    NodeView,
     QuarantineRequest,
     RayPool,
 )

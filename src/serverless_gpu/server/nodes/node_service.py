@@ -30,7 +30,6 @@ from serverless_gpu.server.nodes.capacity import GONE, CapacitySnapshot
 from serverless_gpu.server.records import audit, crews, nodes, principals, runs
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.nodes import StoredNode
-from serverless_gpu.wire.agents import NodeView, PoolView
 from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX, NAME_CHARACTERS_MAX
 from serverless_gpu.wire.nodes import (
     CalendarRequest,
@@ -39,6 +38,8 @@ from serverless_gpu.wire.nodes import (
     NodeDrain,
     NodeDrainRequest,
     NodeRules,
+    NodeView,
+    PoolView,
     QuarantineRequest,
 )
 

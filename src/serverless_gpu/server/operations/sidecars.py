@@ -2,8 +2,8 @@
 
 Ray, and the file with which other machines join:
 
-    refuse        before anything is started: no Ray, a wrong address, a token that others can read
-    RayBeside     files, keeper (`engines/ray/ray_keeper.py`), ensured by a loop; it outlives the server
+    refuse_ray    before anything is started: no Ray, a wrong address, a token that others can read
+    RaySidecar    files, keeper (`engines/ray/ray_keeper.py`), ensured by a loop; it outlives the server
     join file     server/join.json: where this server is, and a token with which one machine joins, within a day
 
     server/ray/   token  node.json  keeper.json  keeper.lock  keeper.log  ray.log  engine/
@@ -65,7 +65,7 @@ _TOKEN_BYTES = 32
 _log = logging.getLogger(__name__)
 
 
-def refuse(settings: Settings) -> None:
+def refuse_ray(settings: Settings) -> None:
     """Refuse to start what could not work."""
     if settings.ray is None:
         return

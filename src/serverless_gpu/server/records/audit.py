@@ -1,6 +1,6 @@
 """The audit: who did what, and to what. Rows are only ever added, in the transaction of what they tell of.
 
-A row gets its place in the chain (`model/audit_chain.py`) afterwards, by a loop (`chain_writer.py`): numbers of
+A row gets its place in the chain (`model/audit_chain.py`) afterwards, by a loop (`AuditChainWriter`): numbers of
 rows have gaps and come out of order where many write at once, and a chain in the transaction itself would make them
 write one by one.
 """

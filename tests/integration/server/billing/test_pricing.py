@@ -18,8 +18,8 @@ from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.records import audit, prices
 from serverless_gpu.testing import FakeClock
-from serverless_gpu.wire.agents import PoolRequest, PoolView
 from serverless_gpu.wire.billing import PriceRequest, PriceSet
+from serverless_gpu.wire.nodes import PoolRequest, PoolView
 from tests.support.golden import golden
 from tests.support.server.made import made_services
 from tests.support.server.served import Served

@@ -18,7 +18,7 @@ from serverless_gpu.model.spec import Resources
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.records import charges, prices, runs
 from serverless_gpu.testing import FakeClock
-from serverless_gpu.wire.agents import PoolRequest
+from serverless_gpu.wire.nodes import PoolRequest
 from tests.support.golden import golden
 from tests.support.server.made import made_services
 from tests.support.server.spent import PER_SECOND, ROOT, UNIT, Spent

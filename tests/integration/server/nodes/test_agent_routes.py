@@ -12,21 +12,9 @@ from serverless_gpu.ambient import new_run_id
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
 from serverless_gpu.model.spec import Resources, RunSpec
 from serverless_gpu.wire.access import TokenMade, TokenRequest
-from serverless_gpu.wire.agents import (
-    AgentWelcome,
-    ForgetRequest,
-    Heartbeat,
-    HeartbeatAnswer,
-    NodeList,
-    NodeView,
-    Order,
-    OrdersTaken,
-    PoolList,
-    PoolRequest,
-    PoolView,
-    Start,
-)
+from serverless_gpu.wire.agents import AgentWelcome, Heartbeat, HeartbeatAnswer, Order, OrdersTaken, Start
 from serverless_gpu.wire.connection import Connection
+from serverless_gpu.wire.nodes import ForgetRequest, NodeList, NodeView, PoolList, PoolRequest, PoolView
 from serverless_gpu.wire.runs import RunRequest, RunView, Target
 from tests.support.server.agents import H100, hello
 from tests.support.server.served import Served, served

@@ -22,8 +22,9 @@ from serverless_gpu.server.nodes.agent_service import AgentService
 from serverless_gpu.server.records import events, nodes, runs
 from serverless_gpu.server.records.nodes import StoredNode
 from serverless_gpu.testing import FakeClock
-from serverless_gpu.wire.agents import AgentHello, AttemptSeen, ClockReading, Heartbeat, Order, PoolRequest, Start, Stop
+from serverless_gpu.wire.agents import AgentHello, AttemptSeen, ClockReading, Heartbeat, Order, Start, Stop
 from serverless_gpu.wire.base import PROTOCOL, PROTOCOLS
+from serverless_gpu.wire.nodes import PoolRequest
 from tests.support.golden import golden
 from tests.support.server.agents import ADMIN, H100, NODE, OTHER, find, hello, placed, tell, token_of
 from tests.support.server.stored import add_people

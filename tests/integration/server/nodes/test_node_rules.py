@@ -22,8 +22,8 @@ from serverless_gpu.server.records import active_runs, audit, events, runs
 from serverless_gpu.server.records.runs import StoredRun
 from serverless_gpu.server.runs import run_views
 from serverless_gpu.testing import FakeClock
-from serverless_gpu.wire.agents import Heartbeat, NodeView, Start
-from serverless_gpu.wire.nodes import CalendarRequest, LeftOut, NodeDrainRequest, NodeRules, QuarantineRequest
+from serverless_gpu.wire.agents import Heartbeat, Start
+from serverless_gpu.wire.nodes import CalendarRequest, LeftOut, NodeDrainRequest, NodeRules, NodeView, QuarantineRequest
 from tests.support.golden import golden
 from tests.support.server.agents import H100, NODE, hello, tell
 from tests.support.server.late import before_next_write

@@ -12,7 +12,8 @@ from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.nodes.agent_service import AgentService
 from serverless_gpu.server.records import audit
 from serverless_gpu.testing import FakeClock
-from serverless_gpu.wire.agents import Heartbeat, PoolRequest, PoolView
+from serverless_gpu.wire.agents import Heartbeat
+from serverless_gpu.wire.nodes import PoolRequest, PoolView
 from tests.support.golden import golden
 from tests.support.server.agents import H100, NODE, find, hello, submit
 from tests.support.server.stored import add_people

@@ -23,8 +23,8 @@ from serverless_gpu.server.operations import restore as restoring
 from serverless_gpu.server.operations.backup import DATABASE, MANIFEST, read_manifest, verify
 from serverless_gpu.server.operations.restore import FILE, RestoreMark, restore
 from serverless_gpu.server.records import audit, orders
-from serverless_gpu.wire.agents import PoolRequest, PoolView
 from serverless_gpu.wire.attempts import Ending, File, Report
+from serverless_gpu.wire.nodes import PoolRequest, PoolView
 from serverless_gpu.wire.runs import EndedMessage, LogMessage, RunView, StateMessage, StreamMessage
 from tests.support.golden import golden
 from tests.support.server.backups import S, backup_of, going_on, line

@@ -69,10 +69,10 @@ def test_a_cluster_that_is_there_has_to_answer_and_its_token_is_private(
     ray = msgspec.structs.replace(RAY, address="127.0.0.1:1", token_file=str(token))
     token.chmod(0o644)
     with pytest.raises(InvalidValue, match=re.escape(golden("server.ray_beside.lets-whoever"))):
-        sidecars.refuse(told(home, ray=ray))
+        sidecars.refuse_ray(told(home, ray=ray))
     token.chmod(0o600)
     with pytest.raises(ServerProblem) as refused:
-        sidecars.refuse(told(home, ray=ray))
+        sidecars.refuse_ray(told(home, ray=ray))
     assert refused.value.message == golden("server.ray_beside.ray-answers-127")
 
 

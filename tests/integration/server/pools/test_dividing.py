@@ -23,7 +23,7 @@ from serverless_gpu.server.runs import queue_views
 from serverless_gpu.server.runs.queue_views import QueueQuery
 from serverless_gpu.server.scheduling.wait_reasons import WaitNotice
 from serverless_gpu.testing import FakeClock
-from serverless_gpu.wire.agents import PoolRequest
+from serverless_gpu.wire.nodes import PoolRequest
 from serverless_gpu.wire.queue import ShareView
 from tests.support.golden import golden
 from tests.support.server.agents import NODE, hello

@@ -11,7 +11,8 @@ from serverless_gpu.server.core.server_key import parse_attempt_token, sha256
 from serverless_gpu.server.records import nodes
 from serverless_gpu.server.records.attempts import StoredAttempt
 from serverless_gpu.server.records.nodes import by_id
-from serverless_gpu.wire.agents import PoolRequest, Start
+from serverless_gpu.wire.agents import Start
+from serverless_gpu.wire.nodes import PoolRequest
 from tests.support.server.agents import ADMIN, NODE, find, hello, submit
 from tests.support.server.stored import add_people
 

@@ -17,7 +17,7 @@ from serverless_gpu.server.invariants.run_invariants import History
 from serverless_gpu.server.invariants.self_check import check
 from serverless_gpu.server.records import attempts, audit, events, runs
 from serverless_gpu.server.runs import run_views
-from serverless_gpu.wire.agents import PoolRequest
+from serverless_gpu.wire.nodes import PoolRequest
 from tests.support.golden import golden
 from tests.support.server.simulation import World
 

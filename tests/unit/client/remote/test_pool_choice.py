@@ -10,7 +10,7 @@ import pytest
 from serverless_gpu.client.remote.submission import POOL, POOL_ID, USE_RESERVED, PoolChoice, choose_pool
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.wire.agents import PoolView
+from serverless_gpu.wire.nodes import PoolView
 from tests.support.golden import golden
 
 ALL = {POOL: "mine", POOL_ID: "theirs", USE_RESERVED: "true"}

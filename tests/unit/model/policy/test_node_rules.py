@@ -15,8 +15,7 @@ from serverless_gpu.cli.nodes.nodes import calendar_lines, find_device, for_whom
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.server.nodes.node_rules import Leave, Sharing, leaves, may_concern, sharing
-from serverless_gpu.wire.agents import NodeView
-from serverless_gpu.wire.nodes import NodeCalendar, NodeDrain, NodeRules
+from serverless_gpu.wire.nodes import NodeCalendar, NodeDrain, NodeRules, NodeView
 from tests.support.golden import golden
 
 MINUTE_NS = 60 * 10**9
