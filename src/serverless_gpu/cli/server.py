@@ -238,7 +238,7 @@ def config(as_json: bool) -> None:
     if as_json:
         print_json(said)
         return
-    rows = [[each.name, _shown(each.value), each.origin] for each in said]
+    rows = [[each.name, _setting_text(each.value), each.origin] for each in said]
     for line in columns([["SETTING", "VALUE", "SAID BY"], *rows]):
         say(line)
 
@@ -418,7 +418,7 @@ def _drain_text(view: DrainView) -> str:
     return f"{view.going} runs go on, {view.waiting} wait"
 
 
-def _shown(value: object) -> str:
+def _setting_text(value: object) -> str:
     if isinstance(value, list):
         return ", ".join(map(str, value)) or "-"
     if isinstance(value, bool):
@@ -448,7 +448,7 @@ def server_logs(follow: bool, run_id: str, level: str, lines: int, as_json: bool
 
     def show(line: bytes) -> None:
         text = line.decode("utf-8", "replace").rstrip("\n")
-        for each in (text if as_json else _told(line)).split("\n"):
+        for each in (text if as_json else _log_line_text(line)).split("\n"):
             say(each)
 
     followed = FollowedFile(path)
@@ -524,7 +524,7 @@ def _parse_line(line: bytes) -> Mapping[str, object]:
     return found if isinstance(found, dict) else {}
 
 
-def _told(line: bytes) -> str:
+def _log_line_text(line: bytes) -> str:
     found = _parse_line(line)
     if not found:
         return line.decode("utf-8", "replace").rstrip("\n")

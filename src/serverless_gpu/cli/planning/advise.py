@@ -37,16 +37,16 @@ from serverless_gpu.model.billing.advice import (
     Curve,
     GpuRates,
     Mix,
+    OversizedRuns,
     Slot,
-    Unneeded,
     advise,
     curve_of,
     formulas,
     formulas_of_queues,
     formulas_of_runs,
+    oversized_runs,
     percent,
     price,
-    unneeded,
 )
 from serverless_gpu.model.hardware import GpuType, canonical, time_unit
 from serverless_gpu.node.base.configuration import Configuration, read_configuration
@@ -149,7 +149,7 @@ def _report(
         advice=advice,
         why_not=why_not,
         queues=found,
-        runs=unneeded(past.ran, prices, own),
+        runs=oversized_runs(past.ran, prices, own),
         waiting=waiting,
         currency=book.currency,
     )
@@ -215,7 +215,7 @@ class AdviceReport(msgspec.Struct, frozen=True, kw_only=True):
     advice: Advice | None  # about reserved GPUs; None where a price is missing (`why_not`)
     why_not: str
     queues: tuple[QueueOutcome, ...]  # of pools without on-demand overflow
-    runs: tuple[Unneeded, ...]  # with more GPU than they used
+    runs: tuple[OversizedRuns, ...]  # with more GPU than they used
     waiting: int | None  # micros for one run waiting one hour for one GPU; None for unpriced
     currency: str
 

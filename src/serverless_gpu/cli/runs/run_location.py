@@ -91,9 +91,9 @@ def _find_on_server(home: Home, wanted: str | None, own: Sequence[str]) -> tuple
     try:
         if wanted is None:
             with contextlib.closing(connect(find_profile(home.root, os.environ), home=home.root)) as connection:
-                return _asked(connection, ""), ""
+                return _query_runs(connection, ""), ""
         with patient_server(home.root) as connection:
-            found = _asked(connection, wanted.strip().lower())
+            found = _query_runs(connection, wanted.strip().lower())
             return found, f", and none at {connection.url} that you may see"
     except ServerUnavailable as error:
         raise _unreachable_error(error, wanted, own) from None
@@ -107,7 +107,7 @@ def _unreachable_error(error: ServerUnavailable, wanted: str | None, own: Sequen
     return ServerUnavailable(f"the latest run may be the server's, and {error.message}", hint=here)
 
 
-def _asked(connection: Connection, text: str) -> tuple[RunView, ...]:
+def _query_runs(connection: Connection, text: str) -> tuple[RunView, ...]:
     wire = load("serverless_gpu.wire.runs")
     if _WHOLE.fullmatch(text):
         with contextlib.suppress(NotFound):

@@ -256,7 +256,7 @@ def marks(tries: Iterable[Try]) -> list[CurveMark]:
             found.append(CurveMark(each.began_ns / 1e9, "attempt", f"{name} began"))
         if each.asked_ns is not None:
             found.append(
-                CurveMark(each.asked_ns / 1e9, "stop", _sentence(name, f"asked to stop: {each.asked or 'cancel'}"))
+                CurveMark(each.asked_ns / 1e9, "stop", _label(name, f"asked to stop: {each.asked or 'cancel'}"))
             )
         at_ns = each.failed_ns or each.ended_ns
         if each.state is None or each.reason is None or each.state is State.SUCCEEDED or at_ns is None:
@@ -264,14 +264,14 @@ def marks(tries: Iterable[Try]) -> list[CurveMark]:
         if each.state in (State.FAILED, State.LOST):
             rank = "" if each.rank is None else f", rank {each.rank}"
             text = f"{each.state.value} ({each.reason.value}{rank}): {MEANINGS[each.reason].sentence}"
-            found.append(CurveMark(at_ns / 1e9, "failure", _sentence(name, text)))
+            found.append(CurveMark(at_ns / 1e9, "failure", _label(name, text)))
         elif each.asked_ns is None:
             text = f"{each.state.value} ({each.reason.value}): {MEANINGS[each.reason].sentence}"
-            found.append(CurveMark(at_ns / 1e9, "stop", _sentence(name, text)))
+            found.append(CurveMark(at_ns / 1e9, "stop", _label(name, text)))
     return found
 
 
-def _sentence(name: str, text: str) -> str:
+def _label(name: str, text: str) -> str:
     return f"{name}: {text}" if name else text
 
 

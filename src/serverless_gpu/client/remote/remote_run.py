@@ -303,7 +303,7 @@ class RemoteRun(RunSource):
         if self.world_size is None or self.spec.per_node:  # of nodes the next attempt may have others
             results = [name for name in names if name.startswith(_RESULT)]
             self.world_size = len(results) or self._server.kept(lambda: self._server.run(self.run_id)).processes
-        self._stopped = _stopped(message)
+        self._stopped = _stopped_message(message)
         write_whole(self.directory / "stopped.json", msgspec.json.encode(self._stopped))
         self._pending.append(self._stopped)
 
@@ -332,7 +332,7 @@ def _sentence(said: RunView | StateMessage, run_id: str) -> str:
     return said.sentence if wait is None else wait_messages.sentence(wait, format_soon)
 
 
-def _stopped(message: EndedMessage) -> protocol.Stopped:
+def _stopped_message(message: EndedMessage) -> protocol.Stopped:
     why = Failure(rank=None, reason=message.reason, at_ns=0, detail=message.sentence)
     if message.ending is not msgspec.UNSET:
         said = from_json(message.ending, protocol.Stopped)

@@ -210,7 +210,7 @@ def _submit(server: RemoteServer, request: RunRequest, root: Path, *, watch: boo
     """Send the request; a failure leaves no files, and Ctrl-C stops a run that may have started."""
     try:
         with interruptible():
-            return _asked(server, request, root, watch=watch)
+            return _send(server, request, root, watch=watch)
     except KeyboardInterrupt:
         if _stop_submitted(server, request.id):
             shutil.rmtree(root, ignore_errors=True)
@@ -230,7 +230,7 @@ def _submit(server: RemoteServer, request: RunRequest, root: Path, *, watch: boo
         raise
 
 
-def _asked(server: RemoteServer, request: RunRequest, root: Path, *, watch: bool) -> RemoteRun:
+def _send(server: RemoteServer, request: RunRequest, root: Path, *, watch: bool) -> RemoteRun:
     if not watch:
         return RemoteRun(server, server.submit(request), root)
     stream = EventStream(server, request.id, request)

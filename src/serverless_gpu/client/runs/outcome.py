@@ -134,7 +134,7 @@ def make_exception(
     rank, origin = _raising_rank(stopped), _failed_origin(stopped, origin)
     error: BaseException
     if rank is None:
-        error = _ended(stopped, directory, run_id, spec, origin, with_tail=with_tail)
+        error = _run_error(stopped, directory, run_id, spec, origin, with_tail=with_tail)
     else:
         error = _rank_exception(rank, _detail(stopped), directory, run_id, origin)
     for text in (stopped.hint, *_consequences(stopped)):
@@ -167,7 +167,7 @@ def ending_text(stopped: Stopped, directory: Path, run_id: str, spec: RunSpec | 
     """Return a run's ending as text: as `make_exception`, but without loading or running user code."""
     rank, origin = _raising_rank(stopped), _failed_origin(stopped, origin)
     if rank is None:
-        error = _ended(stopped, directory, run_id, spec, origin)
+        error = _run_error(stopped, directory, run_id, spec, origin)
         parts = [error.message, *getattr(error, "__notes__", [])]
     else:
         traceback = str(_record(directory, rank).get("traceback") or "").rstrip()
@@ -255,7 +255,7 @@ def _rank_exception(rank: int, detail: str, directory: Path, run_id: str, origin
     )
 
 
-def _ended(
+def _run_error(
     stopped: Stopped,
     directory: Path,
     run_id: str,

@@ -271,7 +271,7 @@ def _change(what: str, curve: Curve, rates: GpuRates, slots: int) -> AdviceVaria
     )
 
 
-class Ran(msgspec.Struct, frozen=True, kw_only=True):
+class AttemptUsage(msgspec.Struct, frozen=True, kw_only=True):
     """The devices of one attempt, and its use of them."""
 
     owner: str
@@ -283,7 +283,7 @@ class Ran(msgspec.Struct, frozen=True, kw_only=True):
     peak_memory_bytes: int | None = None  # the most of one device; None when that is not known
 
 
-class Unneeded(msgspec.Struct, frozen=True, kw_only=True):
+class OversizedRuns(msgspec.Struct, frozen=True, kw_only=True):
     """The devices that some runs could do without."""
 
     owner: str
@@ -310,12 +310,14 @@ class Unneeded(msgspec.Struct, frozen=True, kw_only=True):
         return f"{units.format_gpu_memory(self.peak_memory_bytes)} of memory at most: {several} would do{slower}"
 
 
-def unneeded(ran: Iterable[Ran], prices: Mapping[str, int], own: Sequence[GpuType] = ()) -> tuple[Unneeded, ...]:
+def oversized_runs(
+    ran: Iterable[AttemptUsage], prices: Mapping[str, int], own: Sequence[GpuType] = ()
+) -> tuple[OversizedRuns, ...]:
     """Return the runs that had more GPU than they used; those that would save most first.
 
     `prices` are micros of one device for one hour, by type.
     """
-    groups: dict[tuple[str, str, str], list[Ran]] = {}
+    groups: dict[tuple[str, str, str], list[AttemptUsage]] = {}
     for each in ran:
         if canonical(each.gpu_type, own) != CPU:
             groups.setdefault((each.owner, each.name, each.gpu_type), []).append(each)
@@ -325,7 +327,7 @@ def unneeded(ran: Iterable[Ran], prices: Mapping[str, int], own: Sequence[GpuTyp
     return tuple(sorted(found, key=lambda each: (-(each.saves_micros or 0), -each.gpu_ms, each.owner, each.name)))
 
 
-def _judged(group: Sequence[Ran], prices: Mapping[str, int], own: Sequence[GpuType]) -> Unneeded | None:
+def _judged(group: Sequence[AttemptUsage], prices: Mapping[str, int], own: Sequence[GpuType]) -> OversizedRuns | None:
     seen = [each for each in group if each.observed_ms > 0 and 2 * each.observed_ms >= each.gpu_ms]
     observed_ms = sum(each.observed_ms for each in seen)
     if observed_ms < OBSERVED_MIN_MS:
@@ -334,7 +336,7 @@ def _judged(group: Sequence[Ran], prices: Mapping[str, int], own: Sequence[GpuTy
     peaks = [each.peak_memory_bytes for each in seen]
     known = [peak for peak in peaks if peak is not None]
     gpu_ms, now = sum(each.gpu_ms for each in seen), prices.get(canonical(group[0].gpu_type, own))
-    found = Unneeded(
+    found = OversizedRuns(
         owner=group[0].owner,
         name=group[0].name,
         gpu_type=group[0].gpu_type,
@@ -357,7 +359,7 @@ def _judged(group: Sequence[Ran], prices: Mapping[str, int], own: Sequence[GpuTy
     return _saving(msgspec.structs.replace(found, verdict="smaller", types=types), now, prices.get(types[0]))
 
 
-def _saving(found: Unneeded, now: int | None, then: int | None) -> Unneeded:
+def _saving(found: OversizedRuns, now: int | None, then: int | None) -> OversizedRuns:
     if found.micros is None or now is None or then is None:
         return found
     saves = found.micros - units.micros_for(found.gpu_ms, then)

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from serverless_gpu.model.billing.advice import Ran, Unneeded, unneeded
+from serverless_gpu.model.billing.advice import AttemptUsage, OversizedRuns, oversized_runs
 from serverless_gpu.model.hardware import GIB, GpuType
 from tests.support.golden import golden
 
@@ -15,7 +15,7 @@ HOUR = 3_600_000
 BOOK = {"H100": 3_000_000, "L4": 1_000_000, "A10": 1_200_000, "CPU": 50_000}
 
 
-def ran(**changes: Any) -> Ran:
+def ran(**changes: Any) -> AttemptUsage:
     usual: dict[str, Any] = {
         "owner": "ada",
         "name": "train",
@@ -25,11 +25,11 @@ def ran(**changes: Any) -> Ran:
         "busy_ms": 9 * HOUR,
         "peak_memory_bytes": 70 * GIB,
     }
-    return Ran(**(usual | changes))
+    return AttemptUsage(**(usual | changes))
 
 
-def only(*attempts: Ran, prices: dict[str, int] = BOOK) -> Unneeded | None:
-    found = unneeded(attempts, prices)
+def only(*attempts: AttemptUsage, prices: dict[str, int] = BOOK) -> OversizedRuns | None:
+    found = oversized_runs(attempts, prices)
     assert len(found) <= 1
     return found[0] if found else None
 
@@ -96,13 +96,13 @@ def test_cpu_slots_and_cards_that_nobody_knows() -> None:
     assert only(ran(gpu_type="CPU", busy_ms=0)) is None
     assert only(ran(gpu_type="Acme 9", peak_memory_bytes=GIB), prices={}) is None
     own = GpuType(name="Acme 9", memory_bytes=100 * GIB)
-    (found,) = unneeded([ran(gpu_type="acme-9", peak_memory_bytes=80 * GIB)], {}, [own])
+    (found,) = oversized_runs([ran(gpu_type="acme-9", peak_memory_bytes=80 * GIB)], {}, [own])
     assert found.types == ("GH200", "H20", "RTX-PRO-6000")
 
 
 def test_who_saves_most_is_first() -> None:
     few = ran(owner="bob", busy_ms=0, gpu_ms=HOUR, observed_ms=HOUR)
     unpriced = ran(owner="eve", gpu_type="H200", busy_ms=0)
-    found = unneeded([few, unpriced, ran(busy_ms=0)], BOOK)
+    found = oversized_runs([few, unpriced, ran(busy_ms=0)], BOOK)
     assert [each.owner for each in found] == ["ada", "bob", "eve"]
-    assert msgspec.json.decode(msgspec.json.encode(found[0]), type=Unneeded) == found[0]
+    assert msgspec.json.decode(msgspec.json.encode(found[0]), type=OversizedRuns) == found[0]
