@@ -1,19 +1,17 @@
-"""Placement on one machine: the devices that a run may take, and the variables of each rank.
+"""Placement on one machine, and the layout of a gang on several: devices, ranks, and the variables of each rank.
 
-Decides from a list of devices; which of them are free is the locks' answer, not this module's. Layout over several
-nodes is given in `RankPlace`, not computed here.
-
-Failure cases: a request this machine can never serve raises at once (`NoGpu`, `GpuTypeMismatch`, `NotEnoughGpus`),
-with what the machine has; devices that are merely busy are no failure here.
-
-Crews: what one attempt has on one node, its supervisor, its devices and their ranks.
+The devices that a run may take are decided from a list; the locks answer which of them are free.
 
     gang   run:fence, all ranks        ┌ crew 0   n2   ranks 0 … 7     rank 0's node: MASTER_ADDR, MASTER_PORT
                                        ├ crew 1   n3   ranks 8 … 15
                                        └ crew 2   n1   ranks 16 … 19   a part of a node comes last
 
-A crew's number is its NODE_RANK; each has a lease, a token, facts, a receipt and an end of its own, the attempt has
-what is the same for all of them. An attempt on one node is a gang of one crew.
+A crew is what one attempt has on one node: its supervisor, its devices and their ranks. Its number is its NODE_RANK;
+each has a lease, a token, facts, a receipt and an end of its own, the attempt has what is the same for all of them. An
+attempt on one node is a gang of one crew.
+
+Failure cases: a request this machine can never serve raises at once (`NoGpu`, `GpuTypeMismatch`, `NotEnoughGpus`),
+with what the machine has; devices that are merely busy are no failure here.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """Telemetry samples of a node: values, intervals, names and sums.
 
 Sample ─┬─▶ logs/<node rank>.telemetry   one JSON line each, the buffer of everything that is sent anywhere
-        ├─▶ Use (a running sum)          ─▶ DeviceUse of the receipt
+        ├─▶ DeviceTotals (a running sum) ─▶ DeviceUse of the receipt
         └─▶ series()   ─▶ system/node_<i>/…, ray/node_<i>/… of MLflow, Run.metrics(), Run.plot()
 
-Ray telemetry of a node: its values, their names in MLflow, and the file in which a node leaves them.
-
-<attempt>/ray/<node rank>.metrics.json ─▶ read_ray() ─▶ RaySample ─▶ a Sample's `ray` ─▶ ray/node_<i>/…
+<attempt>/ray/<node rank>.metrics.json ─▶ read_ray() ─▶ RaySample ─▶ a Sample's `ray`
 """
 
 from __future__ import annotations

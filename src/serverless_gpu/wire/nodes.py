@@ -24,6 +24,47 @@ from serverless_gpu.model.hardware import Device
 from serverless_gpu.wire.agents import ClockReading
 from serverless_gpu.wire.base import Answer, Request
 
+INVITED_S = 86_400.0
+"""How long a join token is good where nothing else is said."""
+
+
+class NodeView(Answer, frozen=True, kw_only=True):
+    """A node as people see it.
+
+    Attributes:
+        state: UP, or DRAINING or DEGRADED (`sentence`: why nothing is placed there), or SILENT with `sentence` since
+            when, or GONE; or PENDING while an administrator has to approve it: then `id` is that of its token.
+        busy: devices that runs of the server have now.
+        clock: how far its clock is from the server's, as it said last; None where it has not.
+        rules: what people decided about it.
+        shared: whether its calendar lets others than its owner use it now.
+        turns_ns: when that is the other way round, nanoseconds since 1970; None for never.
+        findings: what else a person should know of its devices, a sentence each.
+    """
+
+    id: str
+    name: str
+    state: str
+    sentence: str
+    pool: str
+    devices: tuple[Device, ...]
+    unavailable: tuple[str, ...]
+    busy: int
+    runs: tuple[str, ...]
+    version: str
+    seen_ns: int
+    clock: ClockReading | None = None
+    rules: NodeRules = NodeRules()
+    shared: bool = True
+    turns_ns: int | None = None
+    findings: tuple[str, ...] = ()
+
+
+class NodeList(Answer, frozen=True, kw_only=True):
+    """All nodes."""
+
+    nodes: tuple[NodeView, ...]
+
 
 class NodeDrainRequest(Request, frozen=True, kw_only=True):
     """Whether a node is given nothing new, and why.
@@ -63,6 +104,12 @@ class QuarantineRequest(Request, frozen=True, kw_only=True):
     uuid: str
     on: bool
     note: str = ""
+
+
+class ForgetRequest(Request, frozen=True, kw_only=True):
+    """`POST /nodes/{node}/forget`: an operator knows that the machine is dead; its attempts are given up at once."""
+
+    i_know_it_is_dead: bool
 
 
 class NodeDrain(Answer, frozen=True, kw_only=True):
@@ -105,8 +152,48 @@ class NodeRules(Answer, frozen=True, kw_only=True):
     quarantined: tuple[LeftOut, ...] = ()
 
 
-INVITED_S = 86_400.0
-"""How long a join token is good where nothing else is said."""
+class PoolView(Answer, frozen=True, kw_only=True):
+    """Nodes under one policy; `free` and `total` devices by type.
+
+    Attributes:
+        lends: whether it is reserved and lends idle devices to runs of `BEST_EFFORT` that name no pool.
+        return_s: seconds within which they are back.
+        isolation: "none" where an administrator accepts that runs of several principals share a uid, else "unset".
+    """
+
+    name: str
+    kind: str
+    nodes: tuple[str, ...]
+    total: dict[str, int]
+    free: dict[str, int]
+    queued: int
+    lends: bool = False
+    return_s: float = 300.0
+    isolation: str = "unset"
+
+
+class PoolList(Answer, frozen=True, kw_only=True):
+    """All pools."""
+
+    pools: tuple[PoolView, ...]
+
+
+class PoolRequest(Request, frozen=True, kw_only=True):
+    """`PUT /pools/{name}`: make or change a pool; None leaves a thing as it is, or is what is usual in a new one.
+
+    Attributes:
+        kind: "on-demand" or "reserved".
+        nodes: are moved into it.
+        lends: as in `PoolView`.
+        return_s: likewise.
+        isolation: "none" or "unset", as in `PoolView`.
+    """
+
+    kind: str | None = None
+    lends: bool | None = None
+    return_s: float | None = None
+    isolation: str | None = None
+    nodes: tuple[str, ...] = ()
 
 
 class JoinRequest(Request, frozen=True, kw_only=True):
@@ -194,91 +281,3 @@ class ApproveRequest(Request, frozen=True, kw_only=True):
     """
 
     name: str
-
-
-class NodeView(Answer, frozen=True, kw_only=True):
-    """A node as people see it.
-
-    Attributes:
-        state: UP, or DRAINING or DEGRADED (`sentence`: why nothing is placed there), or SILENT with `sentence` since
-            when, or GONE; or PENDING while an administrator has to approve it: then `id` is that of its token.
-        busy: devices that runs of the server have now.
-        clock: how far its clock is from the server's, as it said last; None where it has not.
-        rules: what people decided about it.
-        shared: whether its calendar lets others than its owner use it now.
-        turns_ns: when that is the other way round, nanoseconds since 1970; None for never.
-        findings: what else a person should know of its devices, a sentence each.
-    """
-
-    id: str
-    name: str
-    state: str
-    sentence: str
-    pool: str
-    devices: tuple[Device, ...]
-    unavailable: tuple[str, ...]
-    busy: int
-    runs: tuple[str, ...]
-    version: str
-    seen_ns: int
-    clock: ClockReading | None = None
-    rules: NodeRules = NodeRules()
-    shared: bool = True
-    turns_ns: int | None = None
-    findings: tuple[str, ...] = ()
-
-
-class NodeList(Answer, frozen=True, kw_only=True):
-    """All nodes."""
-
-    nodes: tuple[NodeView, ...]
-
-
-class ForgetRequest(Request, frozen=True, kw_only=True):
-    """`POST /nodes/{node}/forget`: an operator knows that the machine is dead; its attempts are given up at once."""
-
-    i_know_it_is_dead: bool
-
-
-class PoolView(Answer, frozen=True, kw_only=True):
-    """Nodes under one policy; `free` and `total` devices by type.
-
-    Attributes:
-        lends: whether it is reserved and lends idle devices to runs of `BEST_EFFORT` that name no pool.
-        return_s: seconds within which they are back.
-        isolation: "none" where an administrator accepts that runs of several principals share a uid, else "unset".
-    """
-
-    name: str
-    kind: str
-    nodes: tuple[str, ...]
-    total: dict[str, int]
-    free: dict[str, int]
-    queued: int
-    lends: bool = False
-    return_s: float = 300.0
-    isolation: str = "unset"
-
-
-class PoolList(Answer, frozen=True, kw_only=True):
-    """All pools."""
-
-    pools: tuple[PoolView, ...]
-
-
-class PoolRequest(Request, frozen=True, kw_only=True):
-    """`PUT /pools/{name}`: make or change a pool; None leaves a thing as it is, or is what is usual in a new one.
-
-    Attributes:
-        kind: "on-demand" or "reserved".
-        nodes: are moved into it.
-        lends: as in `PoolView`.
-        return_s: likewise.
-        isolation: "none" or "unset", as in `PoolView`.
-    """
-
-    kind: str | None = None
-    lends: bool | None = None
-    return_s: float | None = None
-    isolation: str | None = None
-    nodes: tuple[str, ...] = ()

@@ -1,11 +1,11 @@
-"""The nouns of an attempt's life: states, reasons and what they mean, limits, failures, events.
+"""The nouns of an attempt's life: states, reasons and what they mean, limits, failures, events, facts.
 
-Values only; what happens to them is `attempt_lifecycle.py`.
+`attempt_lifecycle.py` decides what an event does. A fact records what happened to an attempt on its node, one record for
+each thing, and never changes; all use and money follows from facts (`metering.py`, `ledger.py`). The node writes facts
+down and sends them.
 
-Facts: what happened to an attempt on its node, one record for each thing, never changed.
-
-They are what all use and money follows from (`metering.py`, `ledger.py`). Writing them down and sending them is the
-node's work and must not be here.
+`Stopped` is the message with which a run ends; `stopped.json` in a run directory holds it, too. It is apart from the
+other messages (`node/base/protocol.py`) because readers of run directories need only this one.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ STOPPED_BY: Mapping[StopReason, Reason] = {
 """The reason with which an attempt ends that was asked to stop."""
 
 SUPERVISOR_GONE = frozenset({Reason.SUPERVISOR_LOST, Reason.SUPERVISOR_KILLED})
-"""An attempt ended without a word of its supervisor; `supervisor_loss.py` decides which of the two it is."""
+"""An attempt ended without a word of its supervisor; `judge_loss` decides which of the two it is."""
 
 # An attempt that is stopped for one of these may go on as another attempt; a later stop of another kind forbids that.
 PASSING_STOPS = frozenset({Reason.PREEMPTED, Reason.DRAINED, Reason.NODE_PARTITIONED})

@@ -6,19 +6,19 @@
 
 What lives here: the transition table and its handlers. What must not: clocks, processes, sockets, files. `advance`
 takes a value, an event and the time, and returns the next value and the instructions that thin code carries out. The
-supervisor of the attempt drives it, of a local run and of one under a server. What a server makes of what it hears of
-that, and of silence (UNREACHABLE), is `run_lifecycle.py`.
+supervisor of the attempt drives it, of a local run and of one under a server. What a server makes of its reports, and
+of silence (UNREACHABLE), is `run_lifecycle.py`.
 
 STOPPING has phases: TERMINATING (ranks were asked to end, a deadline is set) and KILLING (everything left is being
 ended; the next thing to hear is `TreeEmpty`). A run that succeeds passes through KILLING too: what its ranks left
 behind ends with it. RUNNING has two: RETURNED, when all ranks of this node have and those of others have not, and
-SETTLING. When a rank says that a peer closed its connection, the peer is the
-story, and its own report may be milliseconds behind; the attempt waits `SETTLE_NS` for it before it judges.
+SETTLING. When a rank says that a peer closed its connection, the peer is the story, and its own report may be
+milliseconds behind; the attempt waits `SETTLE_NS` for it before it judges.
 
 What is not neat: a rank that returned and then dies while its interpreter ends has still returned. Its result was
 durable before it said so, so the exit is a note, not a failure.
 
-Decides who pays for an attempt whose supervisor died without reporting an end.
+`judge_loss` decides who pays for an attempt whose supervisor died without reporting an end:
 
     the machine has booted since        ─┐
     hardware memory failure hit the pid  ├─▶ SUPERVISOR_LOST     unbilled: the platform failed
@@ -29,9 +29,7 @@ Decides who pays for an attempt whose supervisor died without reporting an end.
 A process of the run may have the uid of its supervisor, so it can kill the supervisor at any time. Its death alone is
 therefore no evidence of a fault. Evidence must come from where the run cannot write: the kernel. Runs without a memory
 limit can use up the machine's memory themselves, so for them an out-of-memory kill proves nothing; `HOST_OOM` of a
-rank is billed for the same reason.
-
-Failure cases: a boot identifier or kernel log that cannot be read is no evidence. Values only: no clock, no files.
+rank is billed for the same reason. A boot identifier or kernel log that cannot be read is no evidence.
 """
 
 from __future__ import annotations

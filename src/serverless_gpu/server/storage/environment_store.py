@@ -61,7 +61,7 @@ from serverless_gpu.errors import (
 from serverless_gpu.server.core.disk_space import KEPT_FREE_BYTES, check_room, full
 from serverless_gpu.server.core.health import Unwell
 from serverless_gpu.server.storage.object_cache import PIECE_BYTES as COPIED_BYTES
-from serverless_gpu.server.storage.object_cache import Nearby
+from serverless_gpu.server.storage.object_cache import ObjectCache
 
 SMALL_AT_ONCE = 4
 LARGE_AT_ONCE = 2
@@ -165,7 +165,7 @@ class EnvironmentStore:
     ) -> None:
         self._store = store
         self._clock = clock
-        self._nearby = nearby and Nearby(
+        self._nearby = nearby and ObjectCache(
             store, *nearby, judge=self._judge, clock=clock, kept_free_bytes=kept_free_bytes
         )
         self._kept_free_bytes = kept_free_bytes

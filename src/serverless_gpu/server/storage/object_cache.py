@@ -64,7 +64,7 @@ Judge = Callable[[str, bytes], None]
 _log = logging.getLogger(__name__)
 
 
-class Nearby:
+class ObjectCache:
     """Copies of a bucket's objects; safe to use from several threads.
 
     Args:
