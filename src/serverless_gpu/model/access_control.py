@@ -1,16 +1,16 @@
-"""Access control: one table of roles and resources, and how far each may reach.
+"""Access control: how far each role may reach which resource, and which process may speak as a node.
 
     none    nothing: for that role the resource is not there
     own     what the principal made, or what was made for it
     team    that, and what belongs to a team it is in
     all     everything
 
-The gate asks with `reach` whether a principal may use a route at all; the route then asks with `covers` about the one
-thing it is for. What a principal may not see is `NotFound`, never `NotAllowed`: a refusal would say that it exists.
+The auth middleware asks with `reach` whether a principal may use a route at all; the route then asks with `covers`
+about the one thing it is for. What a principal may not see is `NotFound`, never `NotAllowed`: a refusal would say that
+it exists. A token may be good for less than its owner, never for more: its scopes, when it has any, are a second table
+(`SCOPES`).
 
-A token may be good for less than its owner, never for more: its scopes, when it has any, are a second table (`SCOPES`).
-
-Decides whether a process may speak as a node: one token is one node's, which has one name and one home.
+A node's token is one node's, which has one name and one home:
 
     token of the server's own file, of a join          ─▶ bound to a node before its first hello, or at it
     any other token that says hello for the first time ─▶ pending until an administrator approves its name

@@ -1,11 +1,7 @@
-"""Run specifications: options as users type them, and the RunSpec they become.
+"""Run specifications: options as users type them, and the RunSpec they become, with its tracking destination.
 
 Validated here and nowhere else, before anything starts. What only a server can enforce is recorded in the spec, so that
 the same code means the same with `remote=True`.
-
-The tracking context of a run: its MLflow destination, as the client found it, and its content.
-
-Values and rules; who speaks to MLflow is `serverless_gpu.tracking`, who does so for a run is the node's monitor.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ Read = Callable[[Callable[[sa.Connection], Any]], Any]
 """`Database.read`."""
 
 
-class MeasuredStore(Store):
+class MeteredStore(Store):
     """A store whose calls are counted."""
 
     def __init__(self, store: Store, *, name: str, measures: ServerMetrics) -> None:
@@ -137,7 +137,7 @@ def open_storage(
     """
 
     def opened(place: str | Path, name: str) -> Store:
-        return MeasuredStore(
+        return MeteredStore(
             open_store(place, environ, bound_s=STORE_S), name=name, measures=measures or ServerMetrics()
         )
 

@@ -17,7 +17,7 @@ from serverless_gpu.server.composition import Services
 from serverless_gpu.server.core.loops import Loop
 from serverless_gpu.server.core.server_metrics import ServerMetrics
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.storage.storage import MeasuredStore
+from serverless_gpu.server.storage.storage import MeteredStore
 from serverless_gpu.testing import FakeClock
 from tests.support.golden import golden
 from tests.support.server.measures import value
@@ -52,7 +52,7 @@ def test_transactions_are_counted_and_a_refusal_of_a_work_is_no_failure(database
 
 def test_calls_to_a_store_are_counted_and_those_that_failed() -> None:
     measures = ServerMetrics()
-    store = MeasuredStore(MemoryStore(), name="blobs", measures=measures)
+    store = MeteredStore(MemoryStore(), name="blobs", measures=measures)
     key = f"packs/{'0' * 64}"
     store.put({key: b"123"})
     assert store.get(key) == b"123" and store.present([key]) == {key}
