@@ -109,7 +109,7 @@ def _checked(fields: Mapping[str, object]) -> dict[str, object]:
     }
 
 
-class Redacted(logging.Formatter):
+class RedactingFormatter(logging.Formatter):
     """A line of the log as JSON, with secrets taken out; of a traceback, too."""
 
     def __init__(self, secrets: Collection[str] = ()) -> None:
@@ -151,7 +151,7 @@ class LogFile(logging.handlers.RotatingFileHandler):
 
     def __init__(self, path: Path, secrets: Collection[str] = ()) -> None:
         super().__init__(path, maxBytes=BYTES_MAX, backupCount=KEPT, encoding="utf-8")
-        self.setFormatter(Redacted(secrets))
+        self.setFormatter(RedactingFormatter(secrets))
         self._queue: queue.Queue[logging.LogRecord | None] = queue.Queue(QUEUE_MAX)
         self._left_out = 0
         self._is_closed = False

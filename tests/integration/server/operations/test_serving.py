@@ -21,7 +21,7 @@ import pytest
 from serverless_gpu.ambient import machine
 from serverless_gpu.errors import InvalidValue, NotAuthenticated, ServerProblem, ServerUnavailable
 from serverless_gpu.json_codec import from_json
-from serverless_gpu.server.core.server_log import Redacted
+from serverless_gpu.server.core.server_log import RedactingFormatter
 from serverless_gpu.server.http import listener, routing
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.access import PrincipalView, SecretList, SecretRequest, SecretView
@@ -201,7 +201,7 @@ def test_what_is_no_http_is_answered_without_a_word_about_the_server(server: Ser
 
 
 def test_the_log_has_no_tokens_also_not_in_tracebacks() -> None:
-    formatter = Redacted()
+    formatter = RedactingFormatter()
     try:
         raise ValueError("sgpu_01kaz5w8d3e4f5g6h7j8k9m0n1_abcdefghijklmnop-_")
     except ValueError:

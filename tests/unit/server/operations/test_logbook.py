@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from serverless_gpu.cli.program import sgpu
 from serverless_gpu.cli.server import FollowedFile
 from serverless_gpu.server.core import server_log
-from serverless_gpu.server.core.server_log import ACCESS, LogFile, Redacted
+from serverless_gpu.server.core.server_log import ACCESS, LogFile, RedactingFormatter
 from tests.support.golden import golden
 
 RUN = "01kaz5w8d3e4f5g6h7j8k9m0n1"
@@ -215,4 +215,4 @@ def test_it_is_followed_over_a_turn(home: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_formatter_needs_no_file() -> None:
     record = logging.getLogger("x").makeRecord("x", logging.INFO, "", 0, "said %s", ("this",), None)
-    assert msgspec.json.decode(Redacted().format(record))["msg"] == "said this"
+    assert msgspec.json.decode(RedactingFormatter().format(record))["msg"] == "said this"
