@@ -91,7 +91,7 @@ class RaySettings(msgspec.Struct, frozen=True, kw_only=True):
     token_file: str = ""
 
 
-class Wrong(Exception):  # not one that anybody but `settings.py` sees
+class SettingError(Exception):  # not one that anybody but `settings.py` sees
     """A setting that cannot be.
 
     Attributes:
@@ -110,18 +110,20 @@ def ray_settings(engine: str, *, port: int, node_address: str, address: str, tok
     if engine != "ray":
         for name, said in (("ray_address", address), ("ray_token_file", token_file), ("node_address", node_address)):
             if said:
-                raise Wrong(name, f"{name} comes without engine = 'ray'", "sgpu up --engine ray")
+                raise SettingError(name, f"{name} comes without engine = 'ray'", "sgpu up --engine ray")
         return None
     _check_ray_setting("ray_port", lambda: ports(port))
     if node_address:
         _check_ray_setting("node_address", lambda: check_node_address(node_address))
     if bool(address) != bool(token_file):
         there, lacks = ("ray_address", "ray_token_file") if address else ("ray_token_file", "ray_address")
-        raise Wrong(there, f"{there} comes without {lacks}", "a cluster that is there has an address and a token")
+        raise SettingError(
+            there, f"{there} comes without {lacks}", "a cluster that is there has an address and a token"
+        )
     if address:
         host, _, number = address.rpartition(":")
         if not host or not number.isdigit() or not 0 < int(number) < 65_536:
-            raise Wrong("ray_address", f"ray_address is {address!r}", "an address and a port: 10.0.0.5:6379")
+            raise SettingError("ray_address", f"ray_address is {address!r}", "an address and a port: 10.0.0.5:6379")
     return RaySettings(port=port, node_address=node_address, address=address, token_file=token_file)
 
 
@@ -129,7 +131,7 @@ def _check_ray_setting(name: str, check: Callable[[], object]) -> None:
     try:
         check()
     except InvalidValue as error:
-        raise Wrong(name, f"{name}: {error.message}", error.hint) from None
+        raise SettingError(name, f"{name}: {error.message}", error.hint) from None
 
 
 def _typed(seconds: float) -> str:
@@ -272,7 +274,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         return self.store or str(self.directory / "store")
 
 
-class Said(msgspec.Struct, frozen=True, kw_only=True):
+class EffectiveSetting(msgspec.Struct, frozen=True, kw_only=True):
     """One setting as it holds, for people.
 
     Attributes:
@@ -338,11 +340,11 @@ def read_settings(
 
 def effective(
     home: Path, options: Mapping[str, object] | None = None, *, environ: Mapping[str, str] | None = None
-) -> list[Said]:
+) -> list[EffectiveSetting]:
     """Return every setting as it holds, with where it was said; as `read_settings`, which has to succeed first."""
     merged, origins = _merged(home, options or {}, environ or {})
     return [
-        Said(name=name, value=_shown(getattr(merged, name)), origin=origins.get(name, _DEFAULT))
+        EffectiveSetting(name=name, value=_shown(getattr(merged, name)), origin=origins.get(name, _DEFAULT))
         for name in _Options.__struct_fields__
     ]
 
@@ -488,7 +490,7 @@ class _Checked:
                 address=said.ray_address,
                 token_file=_path(said.ray_token_file),
             )
-        except Wrong as wrong:
+        except SettingError as wrong:
             raise self._impossible(wrong.name, wrong.text, hint=wrong.hint) from None
 
     def tls(self, said: _Options) -> str:

@@ -12,7 +12,7 @@ import pytest
 from serverless_gpu.cli.server import up
 from serverless_gpu.errors import InvalidOption, InvalidValue
 from serverless_gpu.model.scheduling.values import QueuePolicy
-from serverless_gpu.server.core.settings import Said, effective, option_of, read_settings
+from serverless_gpu.server.core.settings import EffectiveSetting, effective, option_of, read_settings
 from tests.support.golden import golden
 from tests.support.paths import REPOSITORY
 
@@ -101,7 +101,9 @@ def test_what_was_decided_about_the_queue_is_a_table_of_the_file(tmp_path: Path)
     never = read_settings(tmp_path, environ={"SGPU_QUEUE_GUARD": "never", "SGPU_QUEUE_PATIENCE": "never"}).queue
     assert never.guard_s == never.patience_s == math.inf
     found = {each.name: each for each in effective(tmp_path)}
-    assert found["queue_half_life"] == Said(name="queue_half_life", value="1d", origin=str(tmp_path / "server.toml"))
+    assert found["queue_half_life"] == EffectiveSetting(
+        name="queue_half_life", value="1d", origin=str(tmp_path / "server.toml")
+    )
 
 
 @pytest.mark.parametrize(
@@ -131,10 +133,12 @@ def test_every_setting_says_where_it_comes_from_and_shows_no_password(tmp_path: 
     found = effective(tmp_path, {"port": 80}, environ={"SGPU_STORE": "s3://bucket/x?secret_access_key=hunter4"})
     said = {each.name: each for each in found}
     shown = "postgresql://sgpu:***@db/sgpu?sslpassword=***&sslmode=require"
-    assert said["database"] == Said(name="database", value=shown, origin=str(file))
-    assert said["store"] == Said(name="store", value="s3://bucket/x?secret_access_key=***", origin="SGPU_STORE")
-    assert said["port"] == Said(name="port", value=80, origin="--port")
-    assert said["retention"] == Said(name="retention", value="30d", origin="default")
+    assert said["database"] == EffectiveSetting(name="database", value=shown, origin=str(file))
+    assert said["store"] == EffectiveSetting(
+        name="store", value="s3://bucket/x?secret_access_key=***", origin="SGPU_STORE"
+    )
+    assert said["port"] == EffectiveSetting(name="port", value=80, origin="--port")
+    assert said["retention"] == EffectiveSetting(name="retention", value="30d", origin="default")
     assert b"hunter" not in msgspec.json.encode(found)
 
 
