@@ -1,10 +1,10 @@
-"""What an engine is: it knows nodes, and gets an agent running on those a gang is to have. It decides nothing.
+"""The interface of engines: an engine knows nodes, and gets an agent running on those of a gang. It decides nothing.
 
     scheduler ── plan(gang) ─▶ Request ── submit ─▶ Placed | Waiting | Impossible
               ── release(gang) ─▶
     reconciler ── recover() at the start · events() ─▶ NodeUp, NodeLost
 
-Whoever an engine places is started by the agent of that node, which dials the server (`wire/agents.py`); the engine
+What an engine places is started by the agent of that node, which dials the server (`wire/agents.py`); the engine
 does not carry orders, logs or results. The liveness of an attempt is its lease with the server: `NodeLost` means "stop
 counting on it", never "it is dead", and an engine's own restart ends nothing.
 

@@ -3,8 +3,8 @@
     events() (every few seconds), submit() ──▶ uplink runs? ─▶ nothing
                                                else         ─▶ started, detached: it outlives this process
 
-The uplink does what a node does; this engine carries nothing. It counts no devices: what is there and who has it, the
-node says and the scheduler knows. Reservations are empty files, so that the next process knows them.
+The uplink does what a node does; this engine carries nothing. It counts no devices: the node
+reports them, and the scheduler knows who has them. Reservations are empty files, so that the next process knows them.
 
 Failure cases: the uplink was killed: another one is started, and goes on with the attempts it finds. It cannot be
 started (no processes, no disk): the node is lost, with the reason, until it can.
@@ -101,7 +101,7 @@ class LocalEngine(Engine):
         """Leave the uplink and everything it looks after as it is."""
 
     def _ensure(self) -> str:
-        """Have an uplink running; return why there is none, or ""."""
+        """Have an uplink running; return "", or why that failed."""
         try:
             control.ensure(self._home, self._profile_path, self._environ)
         except ServerlessGpuError as error:

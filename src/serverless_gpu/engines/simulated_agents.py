@@ -7,7 +7,7 @@ survives `reboot`. What the clock does in one large step happens at the times at
 
 Every stretch of user code is written into `executions`, by the cluster and not by the server: what tests prove with it
 does not depend on what the server believes. Promises that hold for real nodes hold here: an order is taken once, by its
-gang; a gang that nobody answered for `partition_grace_s` ends itself; what is stale is stopped and kept, never reported
+gang; a gang without an answer for `partition_grace_s` ends itself; what is stale is stopped and kept, never reported
 again.
 
 Faults: `reaches` and `hears` cut one direction each, `kill` and `start`, `reboot`, `forgets_to_acknowledge`, and what a

@@ -34,7 +34,7 @@ class Reservations:
 
 
 class SimulatedEngine(Engine):
-    """Nodes with devices, of which gangs reserve some."""
+    """Nodes with devices that gangs reserve."""
 
     def __init__(self, nodes: Sequence[EngineNode], reservations: Reservations | None = None) -> None:
         self._lock = threading.Lock()

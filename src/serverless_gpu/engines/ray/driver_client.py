@@ -9,8 +9,8 @@
                                      late, or its end: Unanswered for all who wait; DriverLink starts another one
 
 Ray's calls can block for minutes once its head is gone, and none of them can be called off. A process can. A port that
-refuses ends the child at once. The head may come back as another cluster at the same port, of which the old driver is
-none.
+refuses ends the child at once. The head may come back as another cluster at the same port; the old driver
+is no driver of that.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class DriverClient:
 
     def _send(self, request: Mapping[str, object]) -> None:
         line = json.dumps(request).encode() + b"\n"
-        with self._lock, contextlib.suppress(OSError, ValueError):  # gone: the reader says so to whoever waits
+        with self._lock, contextlib.suppress(OSError, ValueError):  # gone: the reader tells all who wait
             self._requests.write(line)
             self._requests.flush()
 

@@ -7,7 +7,7 @@
 
 The raylet, and so its workers, know the file by `start_arguments.NODE_FILE`. What is in it stays on the machine: the
 agent's token lies in the profile that it names, and neither of them goes through Ray. Standard output of this program
-is one line of JSON: the process of the uplink, or why there is none.
+is one line of JSON: the process of the uplink, or the problem.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ except OSError:
     pass
 os.execv(argv[0], argv)
 """
-"""Makes itself a process of nobody's, and becomes another program. Standard library only, in the node's interpreter."""
+"""Detaches itself, and becomes another program. Standard library only, in the node's interpreter."""
 
 
 def main(path: str) -> None:

@@ -51,7 +51,7 @@ _LOOK_S = 0.5
 
 
 class JoinOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What somebody asked for."""
+    """Options of `sgpu join`."""
 
     host: str  # where the head is: a name or an address, with a port or without one
     file: JoinFile

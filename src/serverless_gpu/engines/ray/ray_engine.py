@@ -185,7 +185,7 @@ class RayEngine(Engine):
     # --- gangs ------------------------------------------------------------------------------------------------------
 
     def _reservation(self, gang: Gang) -> _Reservation | Placed | Waiting | Impossible:
-        """Return what is known of a gang, or the reservation that is under way; one is begun if there is none."""
+        """Return what is known of a gang, or its reservation, which is begun unless one is under way."""
         if gang.id in self._placed:
             return Placed(gang=self._placed[gang.id])
         if gang.id in self._releasing:

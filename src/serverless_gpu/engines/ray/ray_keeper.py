@@ -12,7 +12,7 @@
 
 Restarting or upgrading a server disturbs no cluster. Without a server for ten minutes the detached keeper ends Ray and
 itself; runs do not need either. What Ray has started for us, the agent of the machine and below it all runs, is none of
-Ray's processes: it is nobody's child, has nothing of Ray in its environment, and stays.
+Ray's processes: it is detached, has nothing of Ray in its environment, and stays.
 
 Failure cases: the head is not there (asked for again and again, said once); Ray does not start, or dies (why is taken
 from what it wrote; started again); the keeper is killed (its Ray goes on; the next keeper ends that and starts again:
@@ -123,7 +123,7 @@ class RayKeeper:
             shutil.rmtree(self._plan.parent, ignore_errors=True)
 
     def _run(self, stop: int) -> bool:
-        """Start Ray and wait for its end, or to be told; return whether it was told, or is not needed."""
+        """Start Ray and wait for its end, or a stop; return whether it is to stop, or is not needed."""
         make_directory(self._plan.parent)
         log = open_log(Path(self._plan.log))
         begin = os.fstat(log).st_size
@@ -264,7 +264,7 @@ def marked(directory: str) -> Iterator[int]:
         except OSError:
             continue
         try:
-            if _has_mark(pid, directory):  # nobody else has got its number meanwhile
+            if _has_mark(pid, directory):  # no other process has got its number meanwhile
                 yield pidfd
         finally:
             os.close(pidfd)
@@ -440,7 +440,7 @@ def digest_of(plan: KeeperPlan) -> str:
 def main(directory: str, owner: str) -> NoReturn:
     """Keep Ray until told to stop, or until no server has held the lock `owner` for long."""
     if os.fork():
-        os._exit(0)  # nobody's child: the server may end first
+        os._exit(0)  # detached: the server may end first
     os.setsid()
     linux.set_name("sgpu-ray-keeper")
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,6 +1,6 @@
 """This machine as a part of a Ray cluster: its Ray, its address, its ports, its devices, its files.
 
-    check_ray · own_address · taken_port     looked at before anything is started, so that what lacks is said by us
+    check_ray · own_address · taken_port     checked before anything is started, so that we name what is missing
     prepared                                 token, profile, node file and the plan of what is kept
 
 Files of a machine lie in one directory, of mode 0700; each of them has mode 0600:
@@ -36,7 +36,7 @@ from serverless_gpu.node.uplink.control import PASSED_ON
 from serverless_gpu.node.uplink.presence import NodePresence
 
 _PARENT = "/tmp/sgpu-pool-"
-_AWAY = "192.0.2.1"  # nobody's (RFC 5737), and nothing is sent there
+_AWAY = "192.0.2.1"  # reserved for documentation (RFC 5737); nothing is sent there
 _DISCARD = 9
 NODE, TOKEN, PROFILE, CA = "node.json", "token", "profile.json", "ca.pem"
 

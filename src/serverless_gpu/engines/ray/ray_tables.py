@@ -1,4 +1,4 @@
-"""Ray's rows and this package's words: what its tables mean, what is asked of it, and what people are told. Pure.
+"""Translates Ray's tables to our nodes, gangs and sentences, and gangs to placement groups. Pure.
 
     node table        ─▶ Row: a name, devices by type, alive or why not      `changes` ─▶ NodeUp, NodeLost
     placement groups  ─▶ Group: whose gang, how far                          allow-lists; what is not there is UNKNOWN
@@ -82,7 +82,7 @@ class PlacementGroup(msgspec.Struct, frozen=True, kw_only=True):
         return self.state in (GroupState.CREATED, GroupState.RESCHEDULING)
 
     def is_under_way(self) -> bool:
-        """Return whether nothing of it has been placed yet; of what is UNKNOWN nobody can say that."""
+        """Return whether nothing of it has been placed yet; not so for what is UNKNOWN."""
         return self.state in (GroupState.PENDING, GroupState.PREPARED)
 
 
@@ -139,8 +139,8 @@ def deaths(raw: Iterable[Mapping[str, object]]) -> dict[str, str]:
 def looked(known: Mapping[str, KnownNode], table: Sequence[Mapping[str, object]], now_ns: int) -> dict[str, KnownNode]:
     """Return what is known of each node, by name, after a look at Ray's table (`ray.nodes()`) at boottime `now_ns`.
 
-    Only what the table says dead is lost, or what it has not had for `MISSING_NS`. A node of which there are two rows
-    alive is the one that is new: Ray was started there again, and has not noticed yet that the other one is gone.
+    Only what the table says dead is lost, or what it has not had for `MISSING_NS`. Of two rows alive for one
+    node the new one counts: Ray was started there again, and has not noticed yet that the other one is gone.
     """
     dead = deaths(table)
     alive: dict[str, NodeRow] = {}
@@ -152,7 +152,7 @@ def looked(known: Mapping[str, KnownNode], table: Sequence[Mapping[str, object]]
 
 
 def with_problems(known: Mapping[str, KnownNode], problems: Mapping[str, str]) -> dict[str, KnownNode]:
-    """Return the nodes, of which those are lost, too, on which no agent can be had: `problems`, by name."""
+    """Return the nodes, with those lost that can have no agent: `problems` says why, by name."""
     return {
         name: msgspec.structs.replace(one, lost=problems[name]) if name in problems and not one.lost else one
         for name, one in known.items()

@@ -2,7 +2,7 @@
 
     sgpu up   ─▶ head_command ─▶ ray start --head --block --port=7900 …
     sgpu join ─▶ join_command ─▶ ray start --address=10.0.0.5:7900 --block …
-    whoever speaks with the cluster has `variables`: the token's file, above all
+    every process that speaks with the cluster has `variables`: the token's file, above all
 
 Every port is named, all in one range of a hundred, so that a firewall can be told:
 
@@ -27,7 +27,7 @@ import msgspec
 from serverless_gpu.errors import InvalidValue
 
 PORT = 7900
-"""The base of ports where nobody says another one."""
+"""The default base of ports."""
 PORTS = 100
 PORT_MIN, PORT_MAX = 1024, 65_536 - PORTS
 WORKERS_FROM = 20
@@ -56,7 +56,7 @@ _CPU = "CPU"
 
 
 class ClusterAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """A Ray cluster, as somebody on one of its machines reaches it."""
+    """How a process on one of its machines reaches a Ray cluster."""
 
     address: str  # for example ``10.0.0.5:7900``
     token_file: str
@@ -156,7 +156,7 @@ def environment(node: MachineShare, clean: Mapping[str, str]) -> dict[str, str]:
         **{name: value for name, value in clean.items() if not name.startswith("RAY_")},
         **variables(node.token_file),
         "RAY_worker_niceness": "0",  # what a worker starts would be as nice: runs
-        "RAY_prestart_worker_first_driver": "0",  # one for each CPU, and nobody needs them
+        "RAY_prestart_worker_first_driver": "0",  # one for each CPU, all unused
         "RAY_raylet_start_wait_time_s": str(START_S),
         "AUTOSCALER_METRIC_PORT": str(all_ports.autoscaler_metrics),
         "DASHBOARD_METRIC_PORT": str(all_ports.dashboard_metrics),

@@ -44,7 +44,7 @@ from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.lifecycle import metering
 from serverless_gpu.server.records import attempts, charges, crews, facts, nodes, runs
 from serverless_gpu.server.records.attempts import StoredAttempt
-from serverless_gpu.server.records.charges import New, Posted, Utilisation
+from serverless_gpu.server.records.charges import NewEntry, PostedEntry, Utilisation
 from serverless_gpu.server.records.crews import CrewId, StoredCrew
 
 EVERY_S = 5.0
@@ -179,7 +179,7 @@ class Due(msgspec.Struct, frozen=True, kw_only=True):
     account_id: int
     queued_ms: int  # how long the run waited for the attempt; nothing for others than its first crew
     facts: Sequence[Fact]
-    posted: Sequence[Posted]
+    posted: Sequence[PostedEntry]
     seen: _Seen | None  # of its receipt; None where there is none
 
     @property
@@ -205,7 +205,7 @@ class Due(msgspec.Struct, frozen=True, kw_only=True):
 
 def charge(connection: sa.Connection, due: Mapping[CrewId, Due], *, at_ns: int, final_before_ns: int) -> ChargeOutcome:
     """Write what the ledger does not say yet of crews."""
-    new: list[New] = []
+    new: list[NewEntry] = []
     failed: dict[CrewId, str] = {}
     seen: dict[CrewId, tuple[int, Utilisation]] = {}
     done: list[CrewId] = []
@@ -221,7 +221,7 @@ def charge(connection: sa.Connection, due: Mapping[CrewId, Due], *, at_ns: int, 
             continue
         if entries:
             new.append(
-                New(
+                NewEntry(
                     crew=crew,
                     account_id=one.account_id,
                     posted=one.posted,

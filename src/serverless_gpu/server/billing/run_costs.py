@@ -28,7 +28,7 @@ from serverless_gpu.server.lifecycle import metering
 from serverless_gpu.server.lifecycle.metering import Now
 from serverless_gpu.server.records import attempts, charges, facts, nodes, pools, prices
 from serverless_gpu.server.records.attempts import StoredAttempt
-from serverless_gpu.server.records.charges import Posted
+from serverless_gpu.server.records.charges import PostedEntry
 from serverless_gpu.server.records.crews import CrewId, StoredCrew
 from serverless_gpu.server.records.pools import RESERVED
 from serverless_gpu.server.records.runs import StoredRun
@@ -74,7 +74,7 @@ def _is_charged(crew: StoredCrew) -> bool:
 
 
 def _used(
-    attempt: StoredAttempt, posted: Sequence[Posted], so_far: Sequence[tuple[LedgerLine, ...]], waited_ms: int
+    attempt: StoredAttempt, posted: Sequence[PostedEntry], so_far: Sequence[tuple[LedgerLine, ...]], waited_ms: int
 ) -> AttemptUse:
     """Return what one attempt used, crew by crew: as the ledger says, or as facts do that are not in it yet."""
     lines: list[LedgerLine] = []

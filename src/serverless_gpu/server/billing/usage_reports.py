@@ -37,7 +37,7 @@ from serverless_gpu.server.lifecycle.liveness import Leases
 from serverless_gpu.server.lifecycle.metering import Now
 from serverless_gpu.server.records import attempts, charges, facts, nodes, prices, runs, usage
 from serverless_gpu.server.records.attempts import StoredAttempt
-from serverless_gpu.server.records.charges import Account, Posted
+from serverless_gpu.server.records.charges import Account, PostedEntry
 from serverless_gpu.server.records.crews import CrewId, StoredCrew
 from serverless_gpu.server.records.prices import StoredPrice
 from serverless_gpu.server.records.usage import DemandFilter, Found, ReportRequest
@@ -292,7 +292,7 @@ def _used(attempt: StoredAttempt, crew: StoredCrew, told: Sequence[Fact], at: No
 
 
 def _lines(
-    crew: StoredCrew, account: Account, posted: Sequence[Posted], used: Sequence[LedgerLine]
+    crew: StoredCrew, account: Account, posted: Sequence[PostedEntry], used: Sequence[LedgerLine]
 ) -> list[UnpostedDay]:
     there: dict[int, list[LedgerLine]] = defaultdict(list)
     for one in posted:
@@ -320,7 +320,9 @@ def _less(line: LedgerLine, posted: Sequence[LedgerLine]) -> Amounts:
     return Amounts(**numbers, micros=micros, unpriced_ms=unpriced, going_ms=numbers["gpu_ms"])
 
 
-def _first_counted(lines: Sequence[UnpostedDay], posted: Mapping[CrewId, Sequence[Posted]]) -> tuple[UnpostedDay, ...]:
+def _first_counted(
+    lines: Sequence[UnpostedDay], posted: Mapping[CrewId, Sequence[PostedEntry]]
+) -> tuple[UnpostedDay, ...]:
     """Return lines in which a run of that the ledger says nothing is counted once, where it began."""
     counted = {run_id for (run_id, fence, _), entries in posted.items() if entries or fence > 1}
     found = []

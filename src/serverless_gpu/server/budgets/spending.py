@@ -71,7 +71,7 @@ from serverless_gpu.server.budgets.budget_index import BudgetIndex, BudgetsLeft,
 from serverless_gpu.server.lifecycle.liveness import Leases
 from serverless_gpu.server.lifecycle.metering import ClockPair, Lifetime
 from serverless_gpu.server.records import budgets, charges, pools, runs
-from serverless_gpu.server.records.charges import Account, Unposted
+from serverless_gpu.server.records.charges import Account, UnpostedAttempt
 from serverless_gpu.server.records.crews import CrewId, Gang
 from serverless_gpu.server.records.duration_history import LearnedDurations
 from serverless_gpu.server.records.runs import StoredRun
@@ -134,7 +134,7 @@ class LedgerSums:
     def read(
         self,
         connection: sa.Connection,
-        there: Mapping[Gang, Unposted],
+        there: Mapping[Gang, UnpostedAttempt],
         wall_ns: int,
         cuts: AbstractSet[int] = frozenset(),
     ) -> None:
@@ -193,7 +193,7 @@ class LedgerSums:
             is_foreign = account.currency != self._currency
             self._accounts[number] = (account.subject, self._index.names(account.subject), is_foreign)
 
-    def _use_of(self, posted: charges.Posted) -> BudgetUse:
+    def _use_of(self, posted: charges.PostedEntry) -> BudgetUse:
         return self._use_of_line(posted.account_id, posted.entry.line)
 
     def _use_of_line(self, account_id: int, line: LedgerLine) -> BudgetUse:
@@ -423,7 +423,7 @@ class Spending:
         self._moment += 1
         return self._moment
 
-    def _get_to_know(self, connection: sa.Connection, there: Mapping[Gang, Unposted], now_ns: int) -> None:
+    def _get_to_know(self, connection: sa.Connection, there: Mapping[Gang, UnpostedAttempt], now_ns: int) -> None:
         for gang in self._known.keys() - there.keys():
             del self._known[gang]
         new = [one.attempt for gang, one in there.items() if gang not in self._known]
@@ -448,7 +448,7 @@ class Spending:
                 else self._learned.longest_s(connection, run.owner, run.name, now_ns),
             )
 
-    def _going_on(self, unposted: Unposted, as_of: AsOf, freed: frozenset[CrewId]) -> GoingOn:
+    def _going_on(self, unposted: UnpostedAttempt, as_of: AsOf, freed: frozenset[CrewId]) -> GoingOn:
         one = unposted.attempt
         is_free = all(crew.id in freed for crew in one.open_crews)
         known, life = self._known[one.run_id, one.fence], self._lives[one.run_id, one.fence]

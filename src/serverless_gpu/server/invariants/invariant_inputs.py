@@ -25,7 +25,7 @@ from serverless_gpu.server.records import charges
 from serverless_gpu.server.records import crews as crew_rows
 from serverless_gpu.server.records import runs as run_rows
 from serverless_gpu.server.records.attempts import StoredAttempt
-from serverless_gpu.server.records.charges import Posted
+from serverless_gpu.server.records.charges import PostedEntry
 from serverless_gpu.server.records.crews import CrewId, Gang
 from serverless_gpu.server.records.events import StoredEvent
 from serverless_gpu.server.records.runs import StoredRun
@@ -79,7 +79,7 @@ class RecordedRun(msgspec.Struct, frozen=True, kw_only=True):
     facts: Mapping[OfCrew, tuple[Fact, ...]] = {}  # by crew, in the order of their numbers
     unread: frozenset[OfCrew] = frozenset()  # crews that have too many facts to be read here
     receipts: Mapping[OfCrew, SeenReceipt] = {}  # by crew, of those that have one
-    charges: Mapping[OfCrew, tuple[Posted, ...]] = {}
+    charges: Mapping[OfCrew, tuple[PostedEntry, ...]] = {}
     """By crew, its entries of the ledger, in the order of their numbers."""
     results: Mapping[int, Results] = {}  # by fence
     actions: Mapping[str, int] = {}  # how often the audit has each action with this run as its subject
@@ -182,8 +182,8 @@ def _attempts(
     return _grouped((attempt.run_id, attempt) for attempt in found), seen
 
 
-def _charges(connection: sa.Connection, ids: Sequence[str]) -> dict[CrewId, tuple[Posted, ...]]:
-    found: dict[CrewId, tuple[Posted, ...]] = {}
+def _charges(connection: sa.Connection, ids: Sequence[str]) -> dict[CrewId, tuple[PostedEntry, ...]]:
+    found: dict[CrewId, tuple[PostedEntry, ...]] = {}
     for one in charges.of_runs(connection, ids):
         crew = one.run_id, one.fence, one.crew
         found[crew] = (*found.get(crew, ()), one)

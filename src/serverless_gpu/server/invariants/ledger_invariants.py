@@ -21,7 +21,7 @@ from serverless_gpu.model.lifecycle.attempt import MEANINGS, Fact, FactKind, Rea
 from serverless_gpu.server.invariants.invariant_inputs import OfCrew, RecordedRun, SeenReceipt, Violation, violation_of
 from serverless_gpu.server.lifecycle import metering
 from serverless_gpu.server.records.attempts import StoredAttempt
-from serverless_gpu.server.records.charges import Posted
+from serverless_gpu.server.records.charges import PostedEntry
 from serverless_gpu.server.records.crews import StoredCrew
 
 
@@ -79,13 +79,13 @@ def _charge_ms(own: Iterable[Fact], gpu_type: str) -> int | str:
         return error.message
 
 
-def _entries(posted: Sequence[Posted]) -> Iterator[str]:
+def _entries(posted: Sequence[PostedEntry]) -> Iterator[str]:
     """Yield what cannot be, whatever the facts are."""
     if [one.entry.number for one in posted] != list(range(1, len(posted) + 1)):
         yield f"its entries are numbered {', '.join(str(one.entry.number) for one in posted)}"
     if len({one.account_id for one in posted}) > 1:
         yield "its entries are of more than one account"
-    there: dict[int, Posted] = {}
+    there: dict[int, PostedEntry] = {}
     for one in posted:
         entry = one.entry
         before = there.pop(entry.line.day, None)
@@ -100,12 +100,12 @@ def _entries(posted: Sequence[Posted]) -> Iterator[str]:
         there[entry.line.day] = one
 
 
-def _takes_back(one: Posted, before: Posted) -> bool:
+def _takes_back(one: PostedEntry, before: PostedEntry) -> bool:
     is_same = one.entry.provisional == before.entry.provisional and one.queued_ms == -before.queued_ms
     return is_same and one.entry.line == reversed_line(before.entry.line)
 
 
-def _charged(of: _OfCrew, own: Sequence[Fact], posted: Sequence[Posted], booked: RecordedRun) -> Iterator[str]:
+def _charged(of: _OfCrew, own: Sequence[Fact], posted: Sequence[PostedEntry], booked: RecordedRun) -> Iterator[str]:
     """Yield what is not charged as facts and tariff say."""
     if of.crew.settled_ns is None or of.crew.uncharged:
         return

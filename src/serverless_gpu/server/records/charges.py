@@ -162,7 +162,7 @@ def account_from_row(row: sa.Row[Any]) -> Account:
     )
 
 
-class Posted(msgspec.Struct, frozen=True, kw_only=True):
+class PostedEntry(msgspec.Struct, frozen=True, kw_only=True):
     """An entry that was written.
 
     Attributes:
@@ -201,7 +201,7 @@ class Utilisation(msgspec.Struct, frozen=True, kw_only=True):
     peak_memory_bytes: int | None
 
 
-class Sum(msgspec.Struct, frozen=True, kw_only=True):
+class LedgerSum(msgspec.Struct, frozen=True, kw_only=True):
     """What entries of one account and day add up to.
 
     Attributes:
@@ -216,7 +216,7 @@ class Sum(msgspec.Struct, frozen=True, kw_only=True):
     micros: int
 
 
-class New(msgspec.Struct, frozen=True, kw_only=True):
+class NewEntry(msgspec.Struct, frozen=True, kw_only=True):
     """Entries that are to be written of one crew.
 
     Attributes:
@@ -227,12 +227,12 @@ class New(msgspec.Struct, frozen=True, kw_only=True):
 
     crew: CrewId
     account_id: int
-    posted: Sequence[Posted]
+    posted: Sequence[PostedEntry]
     queued_ms: int
     entries: Sequence[LedgerEntry]
 
 
-def insert(connection: sa.Connection, new: Sequence[New], *, at_ns: int) -> int:
+def insert(connection: sa.Connection, new: Sequence[NewEntry], *, at_ns: int) -> int:
     """Write entries; return how many."""
     rows = [row for one in new for row in _rows(one, at_ns)]
     if rows:
@@ -240,7 +240,7 @@ def insert(connection: sa.Connection, new: Sequence[New], *, at_ns: int) -> int:
     return len(rows)
 
 
-def _rows(new: New, at_ns: int) -> Iterable[dict[str, Any]]:
+def _rows(new: NewEntry, at_ns: int) -> Iterable[dict[str, Any]]:
     # What a row has of the wait, its reversal takes back, and the next row that holds has it then.
     waits = {one.entry.line.day: one.queued_ms for one in new.posted if one.entry.kind is not EntryKind.REVERSAL}
     total_ms = sum(one.queued_ms for one in new.posted)
@@ -265,27 +265,27 @@ def _rows(new: New, at_ns: int) -> Iterable[dict[str, Any]]:
         }
 
 
-def of_crews(connection: sa.Connection, ids: Collection[CrewId]) -> dict[CrewId, list[Posted]]:
+def of_crews(connection: sa.Connection, ids: Collection[CrewId]) -> dict[CrewId, list[PostedEntry]]:
     """Return the entries of crews, each in its order; those without any are there, too."""
-    found: dict[CrewId, list[Posted]] = {crew: [] for crew in ids}
+    found: dict[CrewId, list[PostedEntry]] = {crew: [] for crew in ids}
     for one in of_runs(connection, sorted({run_id for run_id, _, _ in ids})):
         if (one.run_id, one.fence, one.crew) in found:
             found[one.run_id, one.fence, one.crew].append(one)
     return found
 
 
-def of_attempts(connection: sa.Connection, gangs: Collection[Gang]) -> dict[Gang, list[Posted]]:
+def of_attempts(connection: sa.Connection, gangs: Collection[Gang]) -> dict[Gang, list[PostedEntry]]:
     """Return the entries of attempts, crew by crew, each in its order; those without any are there, too."""
-    found: dict[Gang, list[Posted]] = {gang: [] for gang in gangs}
+    found: dict[Gang, list[PostedEntry]] = {gang: [] for gang in gangs}
     for one in of_runs(connection, sorted({run_id for run_id, _ in gangs})):
         if (one.run_id, one.fence) in found:
             found[one.run_id, one.fence].append(one)
     return found
 
 
-def of_runs(connection: sa.Connection, run_ids: Sequence[str]) -> list[Posted]:
+def of_runs(connection: sa.Connection, run_ids: Sequence[str]) -> list[PostedEntry]:
     """Return the entries of runs, by run, attempt, crew and number."""
-    found: list[Posted] = []
+    found: list[PostedEntry] = []
     for some in portions(run_ids):
         query = sa.select(charges).where(charges.c.run_id.in_(some))
         rows = connection.execute(query.order_by(charges.c.run_id, charges.c.fence, charges.c.crew, charges.c.number))
@@ -293,15 +293,15 @@ def of_runs(connection: sa.Connection, run_ids: Sequence[str]) -> list[Posted]:
     return found
 
 
-def of_run(connection: sa.Connection, run_id: str) -> dict[tuple[int, int], list[Posted]]:
+def of_run(connection: sa.Connection, run_id: str) -> dict[tuple[int, int], list[PostedEntry]]:
     """Return the entries of a run by fence and crew."""
-    found: dict[tuple[int, int], list[Posted]] = {}
+    found: dict[tuple[int, int], list[PostedEntry]] = {}
     for one in of_runs(connection, [run_id]):
         found.setdefault((one.fence, one.crew), []).append(one)
     return found
 
 
-def after(connection: sa.Connection, seq: int, *, limit: int) -> list[Posted]:
+def after(connection: sa.Connection, seq: int, *, limit: int) -> list[PostedEntry]:
     """Return entries in the order in which they were written, from the one after `seq` on."""
     query = sa.select(charges).where(charges.c.seq > seq).order_by(charges.c.seq).limit(limit)
     return [posted_from_row(row) for row in connection.execute(query)]
@@ -312,7 +312,7 @@ def newest_seq(connection: sa.Connection) -> int:
     return connection.scalar(sa.select(sa.func.max(charges.c.seq))) or 0
 
 
-def sums(connection: sa.Connection, *, from_day: int = 0, after_seq: int = 0) -> list[Sum]:
+def sums(connection: sa.Connection, *, from_day: int = 0, after_seq: int = 0) -> list[LedgerSum]:
     """Return what entries add up to, by account and day.
 
     Args:
@@ -328,7 +328,7 @@ def sums(connection: sa.Connection, *, from_day: int = 0, after_seq: int = 0) ->
     # A sum of BIGINTs is a Decimal on PostgreSQL; of nothing but NULLs it is None.
     rows = connection.execute(query.group_by(charges.c.account_id, charges.c.day))
     return [
-        Sum(
+        LedgerSum(
             account_id=account_id,
             day=day,
             billed_ms=int(billed_ms or 0),
@@ -341,7 +341,7 @@ def sums(connection: sa.Connection, *, from_day: int = 0, after_seq: int = 0) ->
 
 def before(
     connection: sa.Connection, at_ns: int, *, after_seq: int = 0
-) -> tuple[list[Sum], list[tuple[int, LedgerLine]]]:
+) -> tuple[list[LedgerSum], list[tuple[int, LedgerLine]]]:
     """Return what entries of a moment's day were before it: sums by account, and the lines that go on beyond it.
 
     Args:
@@ -355,7 +355,7 @@ def before(
     of_day = sa.and_(charges.c.day == day, charges.c.seq > after_seq)
     query = sa.select(charges.c.account_id, *totals).where(of_day, charges.c.end_ns <= at_ns)
     whole = [
-        Sum(
+        LedgerSum(
             account_id=account_id,
             day=day,
             billed_ms=int(billed_ms or 0),
@@ -382,7 +382,7 @@ def is_provisional(connection: sa.Connection, run_id: str) -> bool:
     return any(may_change(own) for own in of_run(connection, run_id).values())
 
 
-def may_change(posted: Iterable[Posted]) -> bool:
+def may_change(posted: Iterable[PostedEntry]) -> bool:
     """Return whether an entry of a crew stands that is provisional."""
     return any(entry.provisional for entry in standing(one.entry for one in posted).values())
 
@@ -407,10 +407,10 @@ def put_utilisations(connection: sa.Connection, seen: Mapping[CrewId, tuple[int,
     connection.execute(utilisations.insert(), rows)
 
 
-def posted_from_row(row: sa.Row[Any]) -> Posted:
+def posted_from_row(row: sa.Row[Any]) -> PostedEntry:
     """Return the entry of a row that has all columns of the table."""
     values = row._mapping
-    return Posted(
+    return PostedEntry(
         seq=row.seq,
         run_id=row.run_id,
         fence=row.fence,
@@ -430,7 +430,7 @@ def posted_from_row(row: sa.Row[Any]) -> Posted:
 # As the index has it, word for word: with "= 1" behind it SQLite does not use that.
 
 
-class Unposted(msgspec.Struct, frozen=True, kw_only=True):
+class UnpostedAttempt(msgspec.Struct, frozen=True, kw_only=True):
     """An attempt that goes on, or of which the ledger does not say all.
 
     Attributes:
@@ -441,7 +441,7 @@ class Unposted(msgspec.Struct, frozen=True, kw_only=True):
     is_stopping: bool
 
 
-def unposted(connection: sa.Connection) -> dict[Gang, Unposted]:
+def unposted(connection: sa.Connection) -> dict[Gang, UnpostedAttempt]:
     """Return the attempts that have not ended, or of which the ledger does not say all."""
     is_current = sa.and_(runs.c.id == attempts.c.run_id, runs.c.fence == attempts.c.fence)
     going = (
@@ -458,7 +458,7 @@ def unposted(connection: sa.Connection) -> dict[Gang, Unposted]:
     stopping = {(attempt.run_id, attempt.fence) for attempt, is_stopping in found if is_stopping}
     there = {(one.run_id, one.fence): one for one in attempt_rows.whole(connection, [attempt for attempt, _ in found])}
     return {
-        gang: Unposted(attempt=attempt, is_stopping=gang in stopping)
+        gang: UnpostedAttempt(attempt=attempt, is_stopping=gang in stopping)
         for gang, attempt in there.items()
         if gang in left or attempt.ended_ns is None
     }

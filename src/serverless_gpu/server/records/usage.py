@@ -35,7 +35,7 @@ from serverless_gpu.server.db.tables import (
     used_plain_days,
     utilisations,
 )
-from serverless_gpu.server.records.charges import Account, Posted, find_accounts, posted_from_row
+from serverless_gpu.server.records.charges import Account, PostedEntry, find_accounts, posted_from_row
 from serverless_gpu.wire.billing import DemandRow
 
 _OBSERVED = ("observed_ms", "busy_ms", "peak_memory_bytes")
@@ -56,7 +56,7 @@ Column = sa.ColumnElement[Any]
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One entry of the ledger, and who it is of."""
 
-    posted: Posted
+    posted: PostedEntry
     account: Account
 
 

@@ -242,7 +242,7 @@ def test_facts_that_come_while_an_attempt_is_charged_are_charged(
     database.write(lambda connection: attempts.note(connection, run_id, 1, account_id=account_id))
     insert, crossed = charges.insert, [database.kind == "sqlite"]
 
-    def crossing(connection: sa.Connection, new: Sequence[charges.New], *, at_ns: int) -> int:
+    def crossing(connection: sa.Connection, new: Sequence[charges.NewEntry], *, at_ns: int) -> int:
         if not crossed[0]:  # its facts were read, and nothing is written
             crossed[0] = True
             with ThreadPoolExecutor(1) as pool:
@@ -348,7 +348,7 @@ def test_sums_are_those_of_the_rows_and_unpriced_time_is_apart(services: Service
 
 def test_a_wait_goes_with_the_day_that_holds_when_another_one_vanishes(services: Services, database: Database) -> None:
     run_id = begun(database)
-    add = charges.New(crew=(run_id, 1, 0), account_id=_account(database), posted=(), queued_ms=9, entries=())
+    add = charges.NewEntry(crew=(run_id, 1, 0), account_id=_account(database), posted=(), queued_ms=9, entries=())
     held = lines(used(run_id, seconds=60), TARIFF)
     first = msgspec.structs.replace(add, entries=post((), held, final=False))
     database.write(lambda connection: charges.insert(connection, [first], at_ns=T0))
