@@ -40,7 +40,7 @@ from serverless_gpu.server.records.attempts import StoredAttempt
 from serverless_gpu.server.records.charges import Account, PostedEntry
 from serverless_gpu.server.records.crews import CrewId, StoredCrew
 from serverless_gpu.server.records.prices import StoredPrice
-from serverless_gpu.server.records.usage import DemandFilter, Found, ReportRequest
+from serverless_gpu.server.records.usage import DemandFilter, ReportRequest, ReportResult
 from serverless_gpu.wire.billing import (
     GROUPS_DEFAULT,
     GROUPS_MAX,
@@ -73,7 +73,7 @@ class UsageReports:
         wanted = msgspec.structs.replace(wanted, seen_by=seen_by, teams=teams)
         at = metering.now(self._clock, self._leases)
 
-        def work(connection: sa.Connection) -> tuple[Found, UnpostedDays]:
+        def work(connection: sa.Connection) -> tuple[ReportResult, UnpostedDays]:
             return usage.find(connection, wanted), find_unposted(connection, at, currency=self._settings.currency)
 
         found, going = self._database.read(work)

@@ -53,7 +53,7 @@ _SEEN = ("observed_ms", "busy_ms")
 Column = sa.ColumnElement[Any]
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
     """One entry of the ledger, and who it is of."""
 
     posted: PostedEntry
@@ -69,7 +69,7 @@ def visible(seen_by: str | None, teams: Sequence[str]) -> list[sa.ColumnElement[
 
 def page(
     connection: sa.Connection, window: DayRange, may_see: Sequence[sa.ColumnElement[bool]], *, after: int, limit: int
-) -> list[Row]:
+) -> list[UsageRow]:
     """Return entries of some days in the order in which they were posted, from the one after `after` on."""
     query = (
         sa.select(charges)
@@ -80,7 +80,7 @@ def page(
     )
     posted = [posted_from_row(row) for row in connection.execute(query)]
     known = find_accounts(connection, {one.account_id for one in posted})
-    return [Row(posted=one, account=known[one.account_id]) for one in posted]
+    return [UsageRow(posted=one, account=known[one.account_id]) for one in posted]
 
 
 def skus(connection: sa.Connection, *, limit: int) -> list[tuple[str, str]]:
@@ -158,7 +158,7 @@ class ReportRequest(msgspec.Struct, frozen=True, kw_only=True):
     limit: int
 
 
-class Found(msgspec.Struct, frozen=True, kw_only=True):
+class ReportResult(msgspec.Struct, frozen=True, kw_only=True):
     """What there is.
 
     Attributes:
@@ -172,16 +172,16 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     is_cut: bool
 
 
-def find(connection: sa.Connection, wanted: ReportRequest) -> Found:
+def find(connection: sa.Connection, wanted: ReportRequest) -> ReportResult:
     """Return what was used and charged."""
     report = _Report(connection, wanted)
     rows = report.charged(wanted.by, limit=wanted.limit + 1)
     groups, is_cut = rows[: wanted.limit], len(rows) > wanted.limit
     if not is_cut:
         groups = report.seen(wanted.by, groups)
-        return Found(groups=groups, totals=usage_report.totals(groups), is_cut=False)
+        return ReportResult(groups=groups, totals=usage_report.totals(groups), is_cut=False)
     totals = report.seen((), report.charged((), limit=None))
-    return Found(groups=report.seen(wanted.by, groups, only=True), totals=totals, is_cut=True)
+    return ReportResult(groups=report.seen(wanted.by, groups, only=True), totals=totals, is_cut=True)
 
 
 def folded_seq(connection: sa.Connection) -> int:
