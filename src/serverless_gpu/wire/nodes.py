@@ -1,8 +1,12 @@
-"""Nodes as operators rule them: drained, owner and calendar, GPUs left out; and how a machine joins.
+"""Nodes and pools as people see and rule them; and how a machine joins.
 
+    GET    /nodes                                      → NodeList
+    POST   /nodes/{node}/forget      ForgetRequest     → NodeView         its attempts are given up at once
     PUT    /nodes/{node}/drain       NodeDrainRequest  → NodeView
     PUT    /nodes/{node}/calendar    CalendarRequest   → NodeView
     PUT    /nodes/{node}/quarantine  QuarantineRequest → NodeView
+    GET    /pools                                      → PoolList
+    PUT    /pools/{name}             PoolRequest       → PoolView
 
     POST   /agents/join              JoinRequest       → JoinAnswer       (a join token)
     GET    /agents/ray                                 → RayPool          (a node's own token: it has joined before)
@@ -26,6 +30,46 @@ from serverless_gpu.wire.base import Answer, Request
 
 INVITED_S = 86_400.0
 """How long a join token is good where nothing else is said."""
+
+
+class NodeDrain(Answer, frozen=True, kw_only=True):
+    """Who drains a node, since when (nanoseconds since 1970) and why; `stop`: what runs there is stopped, too."""
+
+    by: str
+    since_ns: int
+    note: str = ""
+    stop: bool = False
+
+
+class NodeCalendar(Answer, frozen=True, kw_only=True):
+    """Whose a node is, and when others may use it; as in `CalendarRequest`."""
+
+    owner: str = ""
+    owner_first: bool = False
+    shared: tuple[str, ...] = ()
+    zone: str = ""
+
+
+class LeftOut(Answer, frozen=True, kw_only=True):
+    """A device that is not given to runs of the server; who said so, when (nanoseconds since 1970) and why."""
+
+    uuid: str
+    by: str
+    since_ns: int
+    note: str = ""
+
+
+class NodeRules(Answer, frozen=True, kw_only=True):
+    """Everything that people decided about a node.
+
+    Attributes:
+        drain: None while it is not drained.
+        quarantined: devices that are left out, beside those that the node itself has in quarantine.
+    """
+
+    drain: NodeDrain | None = None
+    calendar: NodeCalendar = NodeCalendar()
+    quarantined: tuple[LeftOut, ...] = ()
 
 
 class NodeView(Answer, frozen=True, kw_only=True):
@@ -110,46 +154,6 @@ class ForgetRequest(Request, frozen=True, kw_only=True):
     """`POST /nodes/{node}/forget`: an operator knows that the machine is dead; its attempts are given up at once."""
 
     i_know_it_is_dead: bool
-
-
-class NodeDrain(Answer, frozen=True, kw_only=True):
-    """Who drains a node, since when (nanoseconds since 1970) and why; `stop`: what runs there is stopped, too."""
-
-    by: str
-    since_ns: int
-    note: str = ""
-    stop: bool = False
-
-
-class NodeCalendar(Answer, frozen=True, kw_only=True):
-    """Whose a node is, and when others may use it; as in `CalendarRequest`."""
-
-    owner: str = ""
-    owner_first: bool = False
-    shared: tuple[str, ...] = ()
-    zone: str = ""
-
-
-class LeftOut(Answer, frozen=True, kw_only=True):
-    """A device that is not given to runs of the server; who said so, when (nanoseconds since 1970) and why."""
-
-    uuid: str
-    by: str
-    since_ns: int
-    note: str = ""
-
-
-class NodeRules(Answer, frozen=True, kw_only=True):
-    """Everything that people decided about a node.
-
-    Attributes:
-        drain: None while it is not drained.
-        quarantined: devices that are left out, beside those that the node itself has in quarantine.
-    """
-
-    drain: NodeDrain | None = None
-    calendar: NodeCalendar = NodeCalendar()
-    quarantined: tuple[LeftOut, ...] = ()
 
 
 class PoolView(Answer, frozen=True, kw_only=True):

@@ -196,7 +196,7 @@ class Payload(msgspec.Struct, frozen=True, kw_only=True):
     call: bytes | None
 
 
-class Wished(msgspec.Struct, frozen=True, kw_only=True):
+class RunFilter(msgspec.Struct, frozen=True, kw_only=True):
     """Which runs somebody wants to see, and may.
 
     Attributes:
@@ -345,7 +345,7 @@ def reseal(connection: sa.Connection, old: Sealer, new: Sealer, after: str, at_m
     return (rows[-1].id if len(rows) == at_most else ""), count
 
 
-def page(connection: sa.Connection, wished: Wished, *, limit: int, cursor: str = "") -> tuple[list[StoredRun], str]:
+def page(connection: sa.Connection, wished: RunFilter, *, limit: int, cursor: str = "") -> tuple[list[StoredRun], str]:
     """Return runs, newest first, and where the next page begins; "" when there is none."""
     if "\0" in f"{wished.owner}{wished.team}{wished.name}{cursor}":
         return [], ""  # no text of the database has it, and PostgreSQL takes none that does

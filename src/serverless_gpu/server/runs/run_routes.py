@@ -104,7 +104,7 @@ def list_runs(
     call: Call, clock: Clock, leases: Leases, database: Transactions, queries: RunQueries, query: RunsQuery
 ) -> RunPage:
     """List runs, newest first."""
-    wished = runs.Wished(
+    wished = runs.RunFilter(
         states=_states(query.state),
         owner=query.owner,
         team=query.team,

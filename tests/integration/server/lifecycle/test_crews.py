@@ -83,7 +83,7 @@ def test_a_gang_is_placed_with_a_crew_and_an_order_for_each_node(database: Datab
         database.read(runs.active),
         database.read(lambda connection: runs.find_many(connection, [run_id])),
         database.read(lambda connection: runs.on_node(connection, "node-2")),
-        database.read(lambda connection: runs.page(connection, runs.Wished(), limit=1))[0],
+        database.read(lambda connection: runs.page(connection, runs.RunFilter(), limit=1))[0],
     ):
         assert found == [run]
     assert database.read(lambda connection: attempts.of_run(connection, run_id)) == [run.attempt]

@@ -350,7 +350,7 @@ def test_pages_follow_each_other_without_a_gap_and_show_what_may_be_seen(databas
         add_run(database, owner=owner, team="search" if owner == "bob" else None) for owner in ["alice", "bob"] * 5
     )
 
-    def pages(wished: runs.Wished) -> list[str]:
+    def pages(wished: runs.RunFilter) -> list[str]:
         def page(cursor: str) -> list[str]:
             found, following = database.read(lambda it: runs.page(it, wished, limit=3, cursor=cursor))
             assert len(found) <= 3
@@ -358,14 +358,14 @@ def test_pages_follow_each_other_without_a_gap_and_show_what_may_be_seen(databas
 
         return page("")
 
-    assert pages(runs.Wished()) == ids[::-1]
-    own = pages(runs.Wished(seen_by="alice"))
+    assert pages(runs.RunFilter()) == ids[::-1]
+    own = pages(runs.RunFilter(seen_by="alice"))
     assert len(own) == 5 and own == sorted(own, reverse=True)
-    assert pages(runs.Wished(seen_by="alice", teams=("search",))) == ids[::-1]
-    assert pages(runs.Wished(team="search")) == pages(runs.Wished(owner="bob"))
-    assert pages(runs.Wished(states=(State.RUNNING,))) == []
-    assert pages(runs.Wished(name="\0")) == []
-    assert len(pages(runs.Wished(states=(State.RUNNING, State.QUEUED)))) == 10
+    assert pages(runs.RunFilter(seen_by="alice", teams=("search",))) == ids[::-1]
+    assert pages(runs.RunFilter(team="search")) == pages(runs.RunFilter(owner="bob"))
+    assert pages(runs.RunFilter(states=(State.RUNNING,))) == []
+    assert pages(runs.RunFilter(name="\0")) == []
+    assert len(pages(runs.RunFilter(states=(State.RUNNING, State.QUEUED)))) == 10
 
 
 def test_tags_are_compared_exactly(database: Database) -> None:
@@ -374,7 +374,7 @@ def test_tags_are_compared_exactly(database: Database) -> None:
     run_id = add_run(database, tags=odd)
 
     def found(**tags: str) -> list[str]:
-        page, _ = database.read(lambda it: runs.page(it, runs.Wished(tags=tags), limit=10))
+        page, _ = database.read(lambda it: runs.page(it, runs.RunFilter(tags=tags), limit=10))
         return [run.id for run in page]
 
     for key, value in odd.items():
