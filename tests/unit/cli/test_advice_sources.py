@@ -18,7 +18,7 @@ from serverless_gpu.cli.planning.advice_sources import (
     of_server,
 )
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.billing.advice import AttemptUsage, GpuRates, GpuUse, advise, curve_of, formulas
+from serverless_gpu.model.billing.advice import GpuRates, GpuUse, ObservedAttempt, advise, curve_of, formulas
 from serverless_gpu.model.billing.pricing import Price
 from serverless_gpu.model.calendars import HOUR_NS
 from serverless_gpu.wire.billing import DemandPage, DemandRow
@@ -68,7 +68,7 @@ def test_a_run_over_midnight_is_one_attempt_that_was_asked_for_earlier() -> None
     assert (kind.micros, kind.unpriced_ms) == (1_000_000, 24 * HOUR_MS)
     assert (past.start_ns, past.end_ns) == (18 * HOUR_NS, 100 * HOUR_NS)
     assert past.ran == [
-        AttemptUsage(
+        ObservedAttempt(
             owner="ada",
             name="train",
             gpu_type="H100",

@@ -21,7 +21,7 @@ import msgspec
 from serverless_gpu.cli.runs.run_location import own_runs
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.lazy_import import load
-from serverless_gpu.model.billing.advice import AttemptUsage, GpuUse
+from serverless_gpu.model.billing.advice import GpuUse, ObservedAttempt
 from serverless_gpu.model.billing.pricing import Price, tariff
 from serverless_gpu.model.hardware import FAMILIES, canonical, matches
 from serverless_gpu.model.receipt import Receipt, observed
@@ -76,7 +76,7 @@ class PastUse(msgspec.Struct, kw_only=True):
     start_ns: int
     end_ns: int
     kinds: dict[str, GpuTypeUses] = {}  # by GPU type
-    ran: list[AttemptUsage] = []  # from telemetry
+    ran: list[ObservedAttempt] = []  # from telemetry
     attempts: int = 0  # number of uses
     remarks: list[str] = []  # omissions
 
@@ -135,7 +135,7 @@ def of_rows(rows: Iterable[DemandRow], wanted: UseFilter) -> PastUse:
             kind.micros += row.micros or 0
             kind.unpriced_ms += row.gpu_ms if row.micros is None else 0
         past.ran.append(
-            AttemptUsage(
+            ObservedAttempt(
                 owner=first.owner,
                 name=first.name,
                 gpu_type=first.gpu_type,
@@ -230,9 +230,9 @@ def _add(past: PastUse, record: RunRecord) -> bool:
     return True
 
 
-def _ran_of(record: RunRecord, receipt: Receipt) -> AttemptUsage:
+def _ran_of(record: RunRecord, receipt: Receipt) -> ObservedAttempt:
     seen = observed(receipt.uses)
-    return AttemptUsage(
+    return ObservedAttempt(
         owner="",
         name=record.spec.name if record.spec is not None else "",
         gpu_type=receipt.gpu_type,

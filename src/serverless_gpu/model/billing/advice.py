@@ -271,7 +271,7 @@ def _change(what: str, curve: Curve, rates: GpuRates, slots: int) -> AdviceVaria
     )
 
 
-class AttemptUsage(msgspec.Struct, frozen=True, kw_only=True):
+class ObservedAttempt(msgspec.Struct, frozen=True, kw_only=True):
     """The devices of one attempt, and its use of them."""
 
     owner: str
@@ -311,13 +311,13 @@ class OversizedRuns(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def oversized_runs(
-    ran: Iterable[AttemptUsage], prices: Mapping[str, int], own: Sequence[GpuType] = ()
+    ran: Iterable[ObservedAttempt], prices: Mapping[str, int], own: Sequence[GpuType] = ()
 ) -> tuple[OversizedRuns, ...]:
     """Return the runs that had more GPU than they used; those that would save most first.
 
     `prices` are micros of one device for one hour, by type.
     """
-    groups: dict[tuple[str, str, str], list[AttemptUsage]] = {}
+    groups: dict[tuple[str, str, str], list[ObservedAttempt]] = {}
     for each in ran:
         if canonical(each.gpu_type, own) != CPU:
             groups.setdefault((each.owner, each.name, each.gpu_type), []).append(each)
@@ -327,7 +327,9 @@ def oversized_runs(
     return tuple(sorted(found, key=lambda each: (-(each.saves_micros or 0), -each.gpu_ms, each.owner, each.name)))
 
 
-def _judged(group: Sequence[AttemptUsage], prices: Mapping[str, int], own: Sequence[GpuType]) -> OversizedRuns | None:
+def _judged(
+    group: Sequence[ObservedAttempt], prices: Mapping[str, int], own: Sequence[GpuType]
+) -> OversizedRuns | None:
     seen = [each for each in group if each.observed_ms > 0 and 2 * each.observed_ms >= each.gpu_ms]
     observed_ms = sum(each.observed_ms for each in seen)
     if observed_ms < OBSERVED_MIN_MS:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from serverless_gpu.model.billing.advice import AttemptUsage, OversizedRuns, oversized_runs
+from serverless_gpu.model.billing.advice import ObservedAttempt, OversizedRuns, oversized_runs
 from serverless_gpu.model.hardware import GIB, GpuType
 from tests.support.golden import golden
 
@@ -15,7 +15,7 @@ HOUR = 3_600_000
 BOOK = {"H100": 3_000_000, "L4": 1_000_000, "A10": 1_200_000, "CPU": 50_000}
 
 
-def ran(**changes: Any) -> AttemptUsage:
+def ran(**changes: Any) -> ObservedAttempt:
     usual: dict[str, Any] = {
         "owner": "ada",
         "name": "train",
@@ -25,10 +25,10 @@ def ran(**changes: Any) -> AttemptUsage:
         "busy_ms": 9 * HOUR,
         "peak_memory_bytes": 70 * GIB,
     }
-    return AttemptUsage(**(usual | changes))
+    return ObservedAttempt(**(usual | changes))
 
 
-def only(*attempts: AttemptUsage, prices: dict[str, int] = BOOK) -> OversizedRuns | None:
+def only(*attempts: ObservedAttempt, prices: dict[str, int] = BOOK) -> OversizedRuns | None:
     found = oversized_runs(attempts, prices)
     assert len(found) <= 1
     return found[0] if found else None
