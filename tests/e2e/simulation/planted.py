@@ -23,7 +23,7 @@ from serverless_gpu.server.lifecycle import liveness, reports, requeue
 from serverless_gpu.server.nodes import agent_service
 from serverless_gpu.server.policies import PolicyInputs
 from serverless_gpu.server.records import attempts, audit, crews, events, facts, files, orders, policies, runs
-from serverless_gpu.server.records.active_runs import Active, ActiveCrew
+from serverless_gpu.server.records.active_runs import ActiveCrew, ActiveRun
 from serverless_gpu.server.records.runs import NewRun, StoredRun
 from serverless_gpu.server.runs import retention, run_views
 from serverless_gpu.server.runs.submission import SubmissionService
@@ -112,7 +112,7 @@ def _grace_of_today() -> AbstractContextManager[Any]:
     """A server waits as long as it grants itself, and not as long as was granted."""
     look = liveness.LivenessMonitor._look
 
-    def forgetful(self: liveness.LivenessMonitor, run: Active, crew: ActiveCrew, now_ns: int) -> None:
+    def forgetful(self: liveness.LivenessMonitor, run: ActiveRun, crew: ActiveCrew, now_ns: int) -> None:
         look(self, run, msgspec.structs.replace(crew, grace_s=self._grace_s), now_ns)
 
     return mock.patch.object(liveness.LivenessMonitor, "_look", forgetful)

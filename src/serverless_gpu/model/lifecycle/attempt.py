@@ -1,8 +1,8 @@
 """The nouns of an attempt's life: states, reasons and what they mean, limits, failures, events, facts.
 
-`attempt_lifecycle.py` decides what an event does. A fact records what happened to an attempt on its node, one record for
-each thing, and never changes; all use and money follows from facts (`metering.py`, `ledger.py`). The node writes facts
-down and sends them.
+`attempt_lifecycle.py` decides what an event does. A fact records what happened to an attempt on its node, one record
+for each thing, and never changes; all use and money follows from facts (`metering.py`, `ledger.py`). The node writes
+facts down and sends them.
 
 `Stopped` is the message with which a run ends; `stopped.json` in a run directory holds it, too. It is apart from the
 other messages (`node/base/protocol.py`) because readers of run directories need only this one.

@@ -41,7 +41,7 @@ from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.lifecycle.requeue import OrderDeliveries
 from serverless_gpu.server.lifecycle.transitions import Announcer, Note, TransitionResult
 from serverless_gpu.server.records import crews, runs
-from serverless_gpu.server.records.active_runs import Active, ActiveCrew
+from serverless_gpu.server.records.active_runs import ActiveCrew, ActiveRun
 from serverless_gpu.server.records.crews import CrewId, StoredCrew
 from serverless_gpu.wire.agents import ClockReading, is_off
 
@@ -226,7 +226,7 @@ class LivenessMonitor:
         self._grace_s, self._margin_s = settings.partition_grace_s, settings.partition_margin_s
         self._unsettled: dict[CrewId, int] = {}
 
-    def check(self, active: Sequence[Active], held_back: Collection[str], now_ns: int) -> None:
+    def check(self, active: Sequence[ActiveRun], held_back: Collection[str], now_ns: int) -> None:
         """Compare the silence of every crew with its limits.
 
         Args:
@@ -240,7 +240,7 @@ class LivenessMonitor:
                     self._leases.renew(crew.id, now_ns=now_ns)
                 self._look(run, crew, now_ns)
 
-    def _look(self, run: Active, crew: ActiveCrew, now_ns: int) -> None:
+    def _look(self, run: ActiveRun, crew: ActiveCrew, now_ns: int) -> None:
         heard_ns = self._leases.last_ns(crew.id, now_ns=now_ns)
         silent_s = (now_ns - heard_ns) / 1e9
         if silent_s > crew.grace_s + self._margin_s:
@@ -249,7 +249,7 @@ class LivenessMonitor:
         elif silent_s > self._soft_s and not self._take_back(run, crew, now_ns) and crew.state is not State.UNREACHABLE:
             self._tell(crew, Silent(), heard_ns=heard_ns)
 
-    def _take_back(self, run: Active, crew: ActiveCrew, now_ns: int) -> bool:
+    def _take_back(self, run: ActiveRun, crew: ActiveCrew, now_ns: int) -> bool:
         why = f"{crew.node} went away before it was told"
         if self._presence.is_there(crew.node_id, now_ns=now_ns):
             # Taken back, and that could not be written down then: it never leaves.

@@ -61,7 +61,7 @@ from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.lifecycle.liveness import Leases, Presence
 from serverless_gpu.server.lifecycle.transitions import Announcer, Note, ReportRequests, TransitionResult
 from serverless_gpu.server.records import attempts, runs
-from serverless_gpu.server.records.active_runs import Active
+from serverless_gpu.server.records.active_runs import ActiveRun
 from serverless_gpu.server.records.attempts import StoredAttempt
 from serverless_gpu.server.records.crews import CrewId, Gang, StoredCrew
 from serverless_gpu.server.records.runs import StoredRun
@@ -159,7 +159,7 @@ class RendezvousService:
             return answer
         return msgspec.structs.replace(answer, offers=known.offers_for(crew.number))
 
-    def look(self, active: Sequence[Active], now_ns: int) -> None:
+    def look(self, active: Sequence[ActiveRun], now_ns: int) -> None:
         """Decide what time decides: a gang that does not meet is called off, and so is one that ends before it has."""
         gone = {run.id: self._gone(run, now_ns) for run in active if run.num_nodes > 1}
         for one in active:
@@ -223,7 +223,7 @@ class RendezvousService:
             _log.info("the nodes of attempt %s have met at %s", attempt.gang, chosen.master[0])
             self._have_look(attempt, but=but)
 
-    def _gone(self, run: Active, now_ns: int) -> tuple[int, ...]:
+    def _gone(self, run: ActiveRun, now_ns: int) -> tuple[int, ...]:
         """Return the crews of which nothing is heard, nor of their nodes, by their numbers."""
         silent_ns = self._settings.soft_expiry_s * 1e9
         return tuple(
@@ -233,7 +233,7 @@ class RendezvousService:
             and not self._presence.is_there(crew.node_id, now_ns=now_ns)
         )
 
-    def _end_silent(self, gang: Active, silent: Sequence[int]) -> None:
+    def _end_silent(self, gang: ActiveRun, silent: Sequence[int]) -> None:
         """End the crews of a gang that was called off of which nothing is heard any more, nor of their nodes."""
         note = Note(at_ns=self._clock.wall_ns())
 
@@ -251,7 +251,7 @@ class RendezvousService:
         for one in told:
             self._announcer.announce(one)
 
-    def _end_half(self, gang: Active, known: Gathered) -> None:
+    def _end_half(self, gang: ActiveRun, known: Gathered) -> None:
         """End a gang whose user code runs on some nodes only: their rendezvous is not in the backup."""
 
         def work(connection: sa.Connection) -> StoredAttempt | None:

@@ -17,7 +17,7 @@ from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.lifecycle.liveness import Leases, Presence
 from serverless_gpu.server.nodes import node_rules
 from serverless_gpu.server.records import active_runs, nodes, pools
-from serverless_gpu.server.records.active_runs import Active, ActiveCrew
+from serverless_gpu.server.records.active_runs import ActiveCrew, ActiveRun
 from serverless_gpu.server.records.crews import CrewId
 from serverless_gpu.server.records.nodes import StoredNode
 from serverless_gpu.server.records.pools import NO_ISOLATION, RESERVED, UNSET, StoredPool
@@ -32,11 +32,11 @@ class CapacitySnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     nodes: tuple[StoredNode, ...]
     pools: tuple[StoredPool, ...]
-    active: tuple[Active, ...]  # runs that have an attempt which has not ended
+    active: tuple[ActiveRun, ...]  # runs that have an attempt which has not ended
     freed: frozenset[CrewId] = frozenset()
     """Those of their crews that have given their devices back, and only send results."""
 
-    def having(self, run: Active) -> tuple[ActiveCrew, ...]:
+    def having(self, run: ActiveRun) -> tuple[ActiveCrew, ...]:
         """Return the crews of a run that have devices."""
         return tuple(crew for crew in run.crews if crew.id not in self.freed)
 
@@ -82,7 +82,7 @@ def load(connection: sa.Connection, leases: Leases) -> CapacitySnapshot:
     )
 
 
-def title(run: Active | StoredRun) -> str:
+def title(run: ActiveRun | StoredRun) -> str:
     """Return what others read of a run: owner and name."""
     return f"{run.owner}/{run.name or run.id}"
 

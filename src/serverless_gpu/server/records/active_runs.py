@@ -30,7 +30,7 @@ class ActiveCrew(msgspec.Struct, frozen=True, gc=False):
     state: State
 
 
-class Active(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class ActiveRun(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A run that has an attempt which has not ended, as far as loops look at it.
 
     Attributes:
@@ -87,9 +87,9 @@ _ACTIVE_BRIEFLY = (
 )
 
 
-def active_briefly(connection: sa.Connection) -> list[Active]:
+def active_briefly(connection: sa.Connection) -> list[ActiveRun]:
     """Return the runs that have an attempt which has not ended."""
-    found: dict[str, Active] = {}
+    found: dict[str, ActiveRun] = {}
     for row in connection.execute(_ACTIVE_BRIEFLY):
         crew = ActiveCrew((row[0], row[3], row[10]), row[11], row[12], row[13], row[14], State(row[15]))
         known = found.get(row[0])
@@ -97,7 +97,7 @@ def active_briefly(connection: sa.Connection) -> list[Active]:
             there = tuple(sorted((*known.crews, crew), key=lambda one: one.id))
             found[row[0]] = msgspec.structs.replace(known, crews=there)
             continue
-        found[row[0]] = Active(
+        found[row[0]] = ActiveRun(
             id=row[0],
             owner=row[1],
             name=row[2],

@@ -29,7 +29,7 @@ from serverless_gpu.server.core.hub import Hub, node_key, run_key
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.lifecycle.requeue import OrderDeliveries, Requeue
 from serverless_gpu.server.records import crews, orders, runs
-from serverless_gpu.server.records.active_runs import Active
+from serverless_gpu.server.records.active_runs import ActiveRun
 from serverless_gpu.server.records.nodes import StoredNode
 
 _UNKNOWN = "\0"  # what an earlier process wrote may still stand there
@@ -77,7 +77,7 @@ class EngineReservations:
             self._asked[asked.request.gang.id] = asked
             self._ask(asked)
 
-    def look(self, active: Sequence[Active]) -> None:
+    def look(self, active: Sequence[ActiveRun]) -> None:
         """Ask for every gang that is to start and that the engine does not have, whichever server placed it.
 
         What runs has its agent, and what has ended meanwhile needs none.
@@ -85,7 +85,7 @@ class EngineReservations:
         if self._engine is None:
             return
         reserved = set(self._engine.recover())
-        found: list[tuple[Active, _Asked]] = []
+        found: list[tuple[ActiveRun, _Asked]] = []
         for run in active:
             if f"{run.id}:{run.fence}" in reserved:
                 continue
@@ -113,7 +113,7 @@ class EngineReservations:
             self._engine.release(f"{run_id}:{fence}")
         return is_over
 
-    def _look_first(self, found: Sequence[Active]) -> None:
+    def _look_first(self, found: Sequence[ActiveRun]) -> None:
         """Take over what an earlier process placed and no engine has reserved: it has not left either."""
         if self._has_looked:
             return

@@ -48,7 +48,7 @@ from serverless_gpu.server.lifecycle.liveness import Leases
 from serverless_gpu.server.nodes import capacity, drain
 from serverless_gpu.server.nodes.capacity import CapacitySnapshot
 from serverless_gpu.server.records import attempts, duration_history, policies, runs, shares
-from serverless_gpu.server.records.active_runs import Active, ActiveCrew
+from serverless_gpu.server.records.active_runs import ActiveCrew, ActiveRun
 from serverless_gpu.server.records.crews import CrewId
 from serverless_gpu.server.records.runs import StoredRun
 
@@ -249,7 +249,7 @@ class QueueSnapshot:
                 entry.wanted, entry.kept = msgspec.structs.replace(entry.wanted, second_principal=second), None
 
     def _get_to_know(
-        self, connection: sa.Connection, queue: list[tuple[str, int]], active: Iterable[Active], now_ns: int
+        self, connection: sa.Connection, queue: list[tuple[str, int]], active: Iterable[ActiveRun], now_ns: int
     ) -> None:
         known = self._known
         here = {run_id for run_id, _ in queue}
@@ -378,7 +378,7 @@ def _kept_back(entry: _Entry, why: str) -> QueuedRun:
     return entry.kept
 
 
-def _as_running(run: Active, having: Iterable[ActiveCrew], asked: QueuedRun, leaving_ns: int | None) -> RunningRun:
+def _as_running(run: ActiveRun, having: Iterable[ActiveCrew], asked: QueuedRun, leaving_ns: int | None) -> RunningRun:
     if run.started_ns is not None:
         asked = begun(asked, (run.started_ns - run.created_ns) / 1e9)
     shares = tuple(DeviceShare(node_id=crew.node_id, gpu_type=run.gpu_type, count=crew.gpus) for crew in having)

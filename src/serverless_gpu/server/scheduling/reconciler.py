@@ -30,7 +30,7 @@ from serverless_gpu.server.lifecycle.requeue import OrderDeliveries
 from serverless_gpu.server.lifecycle.transitions import Announcer, ReportRequests
 from serverless_gpu.server.nodes.node_rules import Evacuation
 from serverless_gpu.server.records import active_runs, nodes
-from serverless_gpu.server.records.active_runs import Active
+from serverless_gpu.server.records.active_runs import ActiveRun
 from serverless_gpu.server.scheduling.scheduler import Scheduler
 
 EVERY_S = 2.0
@@ -111,7 +111,7 @@ class Reconciler:
             self._gang_reconciler.reconcile()
         return now_ns + round(EVERY_S * 1e9)
 
-    def _is_held_back(self, run: Active) -> bool:
+    def _is_held_back(self, run: ActiveRun) -> bool:
         """Return whether a gang is nowhere yet, since the engine has not reserved it."""
         deliveries = self._deliveries
         nodes_of_it = [crew.node for crew in run.crews]

@@ -223,7 +223,7 @@ def test_the_reconciler_forgets_no_order_that_was_made_while_it_read(
         sent.append(services.deliveries.send(*gang))
         return held
 
-    def read_then_wait(connection: sa.Connection) -> list[active_runs.Active]:
+    def read_then_wait(connection: sa.Connection) -> list[active_runs.ActiveRun]:
         found = active(connection)
         looked.set()
         reconcile.wait(30)
