@@ -27,7 +27,7 @@ from serverless_gpu.cli.planning.advice_sources import (
     of_trace,
     remarks,
 )
-from serverless_gpu.cli.planning.pictures import drawing_room, written
+from serverless_gpu.cli.planning.pictures import load_drawing, write_picture
 from serverless_gpu.cli.runs.run_location import this_home
 from serverless_gpu.cli.server_connection import server
 from serverless_gpu.client.remote.profile import find_profile
@@ -85,7 +85,7 @@ def advise_command(**options: Any) -> None:
     From the server's ledger, as far as you may see it; without a server, from this machine's runs. TRACE is a file as
     `sgpu simulate` reads it.
     """
-    drawing = None if options["png"] is None else drawing_room(options["png"], "serverless_gpu.replay.charts")
+    drawing = None if options["png"] is None else load_drawing(options["png"], "serverless_gpu.replay.charts")
     configuration = read_configuration(this_home())
     wanted = _parse_filter(options)
     past, book = _read_use(options, wanted, configuration)
@@ -99,7 +99,7 @@ def advise_command(**options: Any) -> None:
     if drawing is not None and advice is None:
         say(f"{path} was not written: {report.why_not}", err=True)
     elif drawing is not None and advice is not None:
-        written(lambda: drawing.draw_advice(advice, title_of(report), path), path)
+        write_picture(lambda: drawing.draw_advice(advice, title_of(report), path), path)
 
 
 def _parse_filter(options: Mapping[str, Any]) -> UseFilter:

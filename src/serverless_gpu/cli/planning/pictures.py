@@ -14,7 +14,7 @@ from serverless_gpu.lazy_import import load
 _KINDS = (".png", ".svg", ".pdf")
 
 
-def drawing_room(path: Path, room: str) -> ModuleType:
+def load_drawing(path: Path, room: str) -> ModuleType:
     """Return the drawing module after checking for Matplotlib, the directory and the file type."""
     if path.suffix.lower() not in _KINDS:
         raise InvalidValue(f"{path} cannot be written: a picture ends in {', '.join(_KINDS)}")
@@ -31,7 +31,7 @@ def drawing_room(path: Path, room: str) -> ModuleType:
         raise ServerlessGpuError(message, hint="pip install 'serverless-gpu[simulate]'") from None
 
 
-def written(draw: Callable[[], None], path: Path) -> None:
+def write_picture(draw: Callable[[], None], path: Path) -> None:
     """Draw a picture and print its path; raise StorageError when it cannot be written."""
     try:
         draw()

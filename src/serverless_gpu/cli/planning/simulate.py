@@ -14,7 +14,7 @@ import msgspec
 from serverless_gpu.cli.amounts import duration_s
 from serverless_gpu.cli.exit_codes import CANCELLED
 from serverless_gpu.cli.output import columns, print_json, say
-from serverless_gpu.cli.planning.pictures import drawing_room, written
+from serverless_gpu.cli.planning.pictures import load_drawing, write_picture
 from serverless_gpu.cli.runs.run_location import this_home
 from serverless_gpu.cli.server_connection import connect
 from serverless_gpu.client.remote.profile import find_profile
@@ -97,7 +97,7 @@ def simulate_command(**options: Any) -> None:
         preemption=options["preemption"],
         scheduling=_scheduling(options),
     )
-    drawing = None if options["png"] is None else drawing_room(options["png"], _DRAWING)
+    drawing = None if options["png"] is None else load_drawing(options["png"], _DRAWING)
     outcomes = []
     try:
         for policy in dict.fromkeys(options["policies"] or ("first-fit", "ours")):
@@ -113,7 +113,7 @@ def simulate_command(**options: Any) -> None:
             say(line)
     if drawing is not None:
         title = f"{len(outcomes[0].jobs):,} jobs of {trace.source} on {outcomes[0].cluster.text()}"
-        written(lambda: drawing.draw_replays(outcomes, title, options["png"]), options["png"])
+        write_picture(lambda: drawing.draw_replays(outcomes, title, options["png"]), options["png"])
 
 
 # --- what is asked ----------------------------------------------------------------------------------------------------

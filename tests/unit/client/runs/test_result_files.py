@@ -12,7 +12,7 @@ import pytest
 
 from serverless_gpu.cli.access import audit
 from serverless_gpu.cli.money import usage_files
-from serverless_gpu.cli.planning.pictures import drawing_room
+from serverless_gpu.cli.planning.pictures import load_drawing
 from serverless_gpu.cli.runs.results import Result, write_result
 from serverless_gpu.client.runs.result_files import whole
 from serverless_gpu.errors import InvalidValue, StorageError
@@ -35,7 +35,7 @@ def _result(path: Path) -> None:
 
 
 def _picture(path: Path) -> None:
-    drawing_room(path, "serverless_gpu.replay.charts")
+    load_drawing(path, "serverless_gpu.replay.charts")
 
 
 def _plot(path: Path) -> None:
