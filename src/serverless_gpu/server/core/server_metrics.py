@@ -37,7 +37,7 @@ _WORKS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call] # theirs has no annotation
 
 
-class Source(Collector, abc.ABC):
+class MetricsSource(Collector, abc.ABC):
     """Figures of what is there."""
 
     @abc.abstractmethod
@@ -83,7 +83,7 @@ class ServerMetrics:
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry(auto_describe=False)
-        self._sources: list[Source] = []
+        self._sources: list[MetricsSource] = []
 
         def counter(name: str, sentence: str, *labels: str) -> Counter:
             return Counter(f"sgpu_{name}", sentence, labels, registry=registry)
@@ -137,7 +137,7 @@ class ServerMetrics:
             self.given_up.labels(reason.value)
         gauge("build_info", "Which version this is.", "version").labels(__version__).set(1)
 
-    def watch(self, source: Source) -> None:
+    def watch(self, source: MetricsSource) -> None:
         """Add figures of what is there, looked at when somebody asks."""
         self._sources.append(source)
         self.registry.register(source)

@@ -26,7 +26,13 @@ from serverless_gpu.model.lifecycle.attempt import ACTIVE, State
 from serverless_gpu.server.core.disk_space import free_bytes
 from serverless_gpu.server.core.health import RETRY_AFTER_S, Probe, ServerHealth
 from serverless_gpu.server.core.health import ServerHealth as HealthChecks
-from serverless_gpu.server.core.server_metrics import CONTENT_TYPE, LABEL_VALUES_MAX, OTHER, ServerMetrics, Source
+from serverless_gpu.server.core.server_metrics import (
+    CONTENT_TYPE,
+    LABEL_VALUES_MAX,
+    OTHER,
+    MetricsSource,
+    ServerMetrics,
+)
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.db.tables import attempts, crews, orders, runs
@@ -76,7 +82,7 @@ class _Rows(msgspec.Struct, frozen=True, kw_only=True):
     uncharged: int
 
 
-class StateMetrics(Source):
+class StateMetrics(MetricsSource):
     """The sample that the registry gives out."""
 
     def __init__(
