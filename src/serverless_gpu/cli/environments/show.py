@@ -65,7 +65,7 @@ def show_now(python: str | None, *, as_json: bool, everything: bool) -> None:
         print_json({"known": look.known, **snapshot_json(look.now, contents)})
         return
     state = captured_text(look.last) if look.last is not None and look.known else "not captured as it is now"
-    _print(described(look.now, contents, everything=everything, state=state))
+    _print(snapshot_lines(look.now, contents, everything=everything, state=state))
 
 
 def show_stored(address: str, store: str | None, *, as_json: bool, everything: bool) -> None:
@@ -78,7 +78,7 @@ def show_stored(address: str, store: str | None, *, as_json: bool, everything: b
     if as_json:
         print_json({"known": True, **snapshot_json(snapshot, contents)})
         return
-    _print(described(snapshot, contents, everything=everything, state=captured_text(snapshot)))
+    _print(snapshot_lines(snapshot, contents, everything=everything, state=captured_text(snapshot)))
 
 
 def fingerprint(python: str | None, *, as_json: bool) -> None:
@@ -200,7 +200,7 @@ class Pth(msgspec.Struct, frozen=True, kw_only=True):
     known: bool = True  # whether its text could be read
 
 
-def described(snapshot: Snapshot, contents: Contents, *, everything: bool, state: str) -> list[str]:
+def snapshot_lines(snapshot: Snapshot, contents: Contents, *, everything: bool, state: str) -> list[str]:
     """Return a snapshot as lines; `state` is the sentence about its capture."""
     python, count = snapshot.interpreter, sum(_is_distribution(m) for root in snapshot.roots for m in root.members)
     glibc = f", glibc {python.glibc}" if python.glibc else ""

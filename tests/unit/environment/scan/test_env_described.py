@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from serverless_gpu.cli.environments.show import Contents, described, snapshot_json
+from serverless_gpu.cli.environments.show import Contents, snapshot_json, snapshot_lines
 from serverless_gpu.environment.documents import (
     FileRow,
     Generated,
@@ -49,7 +49,7 @@ CONTENTS = Contents(
 
 
 def test_the_largest_units_the_unowned_files_and_what_pth_files_do() -> None:
-    lines = described(SNAPSHOT, CONTENTS, everything=False, state="not captured")
+    lines = snapshot_lines(SNAPSHOT, CONTENTS, everything=False, state="not captured")
     assert lines == [
         f"environment  {SNAPSHOT.address}",
         golden("environment.env_described.700-mb-12"),
@@ -75,24 +75,24 @@ def test_the_largest_units_the_unowned_files_and_what_pth_files_do() -> None:
 
 
 def test_everything_is_named_when_asked_for() -> None:
-    text = "\n".join(described(SNAPSHOT, CONTENTS, everything=True, state=""))
+    text = "\n".join(snapshot_lines(SNAPSHOT, CONTENTS, everything=True, state=""))
     assert "p00 1" in text and "--all" not in text
 
 
 def test_a_long_list_of_what_was_left_out_is_cut_and_says_so() -> None:
     facts = msgspec.structs.replace(FACTS, left_out=tuple(f"data/{n}" for n in range(25)))
-    lines = described(msgspec.structs.replace(SNAPSHOT, facts=facts), CONTENTS, everything=False, state="")
+    lines = snapshot_lines(msgspec.structs.replace(SNAPSHOT, facts=facts), CONTENTS, everything=False, state="")
     assert "  data/19" in lines and "  data/20" not in lines and "  and 5 more: --all" in lines
 
 
 def test_what_is_not_at_hand_is_left_out_and_not_guessed() -> None:
     bare = make_snapshot(PYTHON, (Root(kind="own", members=(UNOWNED,)),), SnapshotOrigin())
-    assert described(bare, Contents(), everything=False, state="captured")[4:] == [
+    assert snapshot_lines(bare, Contents(), everything=False, state="captured")[4:] == [
         golden("environment.env_described.root-interpreter-own"),
         golden("environment.env_described.files-distribution-120-2"),
     ]
     unread = Contents(rows={UNOWNED.address: (FileRow("site/hook.pth"),)})
-    assert described(bare, unread, everything=False, state="")[-1] == "  hook.pth"
+    assert snapshot_lines(bare, unread, everything=False, state="")[-1] == "  hook.pth"
 
 
 def test_json_has_every_unit_and_every_pth_file() -> None:
@@ -116,6 +116,6 @@ def test_json_has_every_unit_and_every_pth_file() -> None:
 
 def test_a_snapshot_of_nothing_is_described() -> None:
     nothing: Snapshot = make_snapshot(PYTHON, (), SnapshotOrigin())
-    assert described(nothing, Contents(), everything=False, state="x")[1] == golden(
+    assert snapshot_lines(nothing, Contents(), everything=False, state="x")[1] == golden(
         "environment.env_described.files-distributions"
     )
