@@ -193,7 +193,7 @@ class RendezvousService:
             else:
                 self._decide(attempt, known, now_ns=now_ns)
 
-    def _decide(self, attempt: StoredAttempt, known: Gathered, *, now_ns: int, but: int | None = None) -> None:
+    def _decide(self, attempt: StoredAttempt, known: RendezvousState, *, now_ns: int, but: int | None = None) -> None:
         """Write how a gang meets, or that it does not, once its crews have said all that there is to say."""
         quiet_s = self._settings.soft_expiry_s / 2  # two heartbeats, however far apart they are
         try:
@@ -251,7 +251,7 @@ class RendezvousService:
         for one in told:
             self._announcer.announce(one)
 
-    def _end_half(self, gang: ActiveRun, known: Gathered) -> None:
+    def _end_half(self, gang: ActiveRun, known: RendezvousState) -> None:
         """End a gang whose user code runs on some nodes only: their rendezvous is not in the backup."""
 
         def work(connection: sa.Connection) -> StoredAttempt | None:
@@ -281,7 +281,7 @@ class RendezvousService:
     def call_off(
         self,
         attempt: StoredAttempt,
-        known: Gathered,
+        known: RendezvousState,
         *,
         why: str,
         apart: tuple[int, int] | None = None,
@@ -379,7 +379,7 @@ def _was_heard(attempt: StoredAttempt, crew: StoredCrew) -> bool:
     return said or not is_starting or crew.lease_ns != attempt.created_ns
 
 
-class Gathered(msgspec.Struct, frozen=True, kw_only=True):
+class RendezvousState(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of a gang that is to meet.
 
     Attributes:
@@ -396,13 +396,15 @@ class Gathered(msgspec.Struct, frozen=True, kw_only=True):
     reaches: Mapping[int, CrewReach] = msgspec.field(default_factory=dict)
     heard_ns: Mapping[int, int] = msgspec.field(default_factory=dict)
 
-    def heard(self, number: int, *, of: int, offer: Offer | None, reach: CrewReach | None, now_ns: int) -> Gathered:
+    def heard(
+        self, number: int, *, of: int, offer: Offer | None, reach: CrewReach | None, now_ns: int
+    ) -> RendezvousState:
         """Return what is known after a crew reported; what it said first stays."""
         offers = self.offers if offer is None else {number: offer, **self.offers}
         reaches = self.reaches if reach is None else {number: reach, **self.reaches}
         offered_ns = now_ns if self.offered_ns is None and len(offers) == of else self.offered_ns
         heard_ns = {**self.heard_ns, number: now_ns}
-        return Gathered(
+        return RendezvousState(
             since_ns=self.since_ns, offered_ns=offered_ns, offers=offers, reaches=reaches, heard_ns=heard_ns
         )
 
@@ -457,11 +459,11 @@ class RendezvousStates:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._gathered: dict[Gang, Gathered] = {}
+        self._gathered: dict[Gang, RendezvousState] = {}
 
     def hear(
         self, crew: CrewId, *, of: int, offer: Offer | None, reach: CrewReach | None, now_ns: int
-    ) -> tuple[Gathered, bool]:
+    ) -> tuple[RendezvousState, bool]:
         """Note what a crew said.
 
         Returns:
@@ -469,17 +471,17 @@ class RendezvousStates:
         """
         run_id, fence, number = crew
         with self._lock:
-            before = self._gathered.get((run_id, fence)) or Gathered(since_ns=now_ns)
+            before = self._gathered.get((run_id, fence)) or RendezvousState(since_ns=now_ns)
             now = before.heard(number, of=of, offer=offer, reach=reach, now_ns=now_ns)
             self._gathered[run_id, fence] = now
             return now, before.offered_ns is None and now.offered_ns is not None
 
-    def see(self, gang: Gang, *, now_ns: int) -> Gathered:
+    def see(self, gang: Gang, *, now_ns: int) -> RendezvousState:
         """Return what is known of a gang; one that was never heard of is waited for from now on."""
         with self._lock:
-            return self._gathered.setdefault(gang, Gathered(since_ns=now_ns))
+            return self._gathered.setdefault(gang, RendezvousState(since_ns=now_ns))
 
-    def find(self, gang: Gang) -> Gathered | None:
+    def find(self, gang: Gang) -> RendezvousState | None:
         """Return what is known of a gang, or None."""
         with self._lock:
             return self._gathered.get(gang)
