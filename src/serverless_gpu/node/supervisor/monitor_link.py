@@ -54,7 +54,7 @@ _KEPT = "what the node recorded is kept, and sent once MLflow answers (for 24 h)
 _SILENT = "MLflow had not answered yet: the run will be in it once it does, see `sgpu show`"
 
 
-class Observation:
+class MonitorLink:
     """One attempt's connection to the monitor."""
 
     def __init__(

@@ -77,7 +77,7 @@ from serverless_gpu.node.output.watchers import Watcher, Watchers
 from serverless_gpu.node.processes.process_tree import ProcessIdentity
 from serverless_gpu.node.processes.shared_memory import AttemptSegments
 from serverless_gpu.node.supervisor.gang import LocalGang
-from serverless_gpu.node.supervisor.monitor_link import Observation
+from serverless_gpu.node.supervisor.monitor_link import MonitorLink
 from serverless_gpu.node.supervisor.peers import Peers
 from serverless_gpu.node.supervisor.ray_cluster import NoDirectory
 from serverless_gpu.node.supervisor.watchdogs import Watchdogs
@@ -106,7 +106,7 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._audience = Watchers(sockets / f"{launch.run_id}.sock", self._selector, self._greet, self._obey)
         self._watchdogs = Watchdogs(launch, home, self._clock, self._say, self._account.notes)
-        self._observation = Observation(launch, sockets, self._clock, self._selector, self._audience.tell)
+        self._observation = MonitorLink(launch, sockets, self._clock, self._selector, self._audience.tell)
         self._observation.on_seen = self._watchdogs.idleness.seen
         self._reservation: DeviceReservation | BorrowedDevices | None = None
         self._gang: LocalGang | None = None

@@ -23,7 +23,7 @@ from serverless_gpu.node.base import protocol
 from serverless_gpu.node.base.protocol import Context, EnvironmentRequest, Launch
 from serverless_gpu.node.monitor import messages
 from serverless_gpu.node.monitor.backlog import Backlog
-from serverless_gpu.node.supervisor.monitor_link import COMMAND_NS, LINK_NS, SERVER_NS, Observation
+from serverless_gpu.node.supervisor.monitor_link import COMMAND_NS, LINK_NS, SERVER_NS, MonitorLink
 from serverless_gpu.testing import FakeClock
 from tests.support.golden import golden
 from tests.support.node.fake_monitor import FakeMonitor
@@ -66,7 +66,7 @@ class Line:
         self.clock = FakeClock()
         self.told: list[protocol.Message] = []
         self.selector = selectors.DefaultSelector()
-        self.observation = Observation(made, sockets, self.clock, self.selector, self.told.append)
+        self.observation = MonitorLink(made, sockets, self.clock, self.selector, self.told.append)
         self.seen: list[bool] = []
         self.observation.on_seen = self.seen.append
 
