@@ -173,7 +173,7 @@ def submit(program: str, arguments: Sequence[str], local: bool, detach: bool, **
     spec = _spec(program, arguments, remote=not local, options=options)
     if dry_run:
         with _command_line_syntax(program):
-            rehearse(spec, as_json=as_json)
+            print_dry_run(spec, as_json=as_json)
         return
     if detach:
         say(_launch(spec, program, watch=False).id)
@@ -264,7 +264,7 @@ class _RankEnvironment(msgspec.Struct, frozen=True, kw_only=True):
         return "a snapshot of this environment, which is captured first"
 
 
-def rehearse(spec: RunSpec, *, as_json: bool) -> None:
+def print_dry_run(spec: RunSpec, *, as_json: bool) -> None:
     """Print the request and its start; raise what would refuse the run."""
     command = spec.payload
     assert isinstance(command, Command)
