@@ -38,7 +38,7 @@ _FEW = 10
 _NAMED_MAX = 5
 
 
-class Located(NamedTuple):
+class LocatedRun(NamedTuple):
     """A run's identifier and the server's view of it; None for a run of this machine alone."""
 
     run_id: str
@@ -66,18 +66,18 @@ def server_costs(home: Home, *, limit: int, state: str = "") -> tuple[tuple[RunV
     return ((), {}) if page is None else (page.runs, {each.id: each.cost for each in page.costs})
 
 
-def locate(home: Home, wanted: str | None) -> Located:
+def locate(home: Home, wanted: str | None) -> LocatedRun:
     """Return the wanted run; a named run that is not here waits for an unreachable server."""
     own = own_runs(home)
-    if wanted is not None and len(meant(own, wanted)) == 1:
-        return Located(meant(own, wanted)[0], None)
+    if wanted is not None and len(matching_ids(own, wanted)) == 1:
+        return LocatedRun(matching_ids(own, wanted)[0], None)
     found, elsewhere = _find_on_server(home, wanted, own)
     views = {view.id: view for view in found}
     ids = sorted({*own, *views}, reverse=True)
     if wanted is None and not ids:
         raise InvalidValue(f"there are no runs in {home.runs}, and none of a server")
     run_id = choose(home, wanted, ids, elsewhere=elsewhere)
-    return Located(run_id, views.get(run_id))
+    return LocatedRun(run_id, views.get(run_id))
 
 
 def _find_on_server(home: Home, wanted: str | None, own: Sequence[str]) -> tuple[tuple[RunView, ...], str]:
@@ -162,7 +162,7 @@ def choose(home: Home, wanted: str | None, ids: Sequence[str] | None = None, *, 
         if not ids:
             raise InvalidValue(f"there are no runs in {home.runs}")
         return ids[0]
-    found = meant(ids, wanted)
+    found = matching_ids(ids, wanted)
     if len(found) == 1:
         return found[0]
     if found:
@@ -174,7 +174,7 @@ def choose(home: Home, wanted: str | None, ids: Sequence[str] | None = None, *, 
     )
 
 
-def meant(ids: Sequence[str], wanted: str) -> list[str]:
+def matching_ids(ids: Sequence[str], wanted: str) -> list[str]:
     """Return the runs with this identifier, or all that begin or end with it."""
     text = wanted.strip().lower()
     if text in ids:
