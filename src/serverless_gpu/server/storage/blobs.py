@@ -51,7 +51,7 @@ _DELETE_AT_ONCE = 100
 routes = Routes("blobs")
 
 
-class Collected(msgspec.Struct, frozen=True, kw_only=True):
+class BlobCollection(msgspec.Struct, frozen=True, kw_only=True):
     """What a collection did: how many parts stay, may go next time, and are gone, with the bytes of those."""
 
     kept: int
@@ -141,7 +141,7 @@ class Blobs:
                 raise NotFound(f"part {number} of the blob has {len(part)} bytes, and not those its size says")
             yield part[max(0, start - first) : end - first]
 
-    def collect(self, in_use: Callable[[], Collection[str]], *, grace_s: float = GRACE_S) -> Collected:
+    def collect(self, in_use: Callable[[], Collection[str]], *, grace_s: float = GRACE_S) -> BlobCollection:
         """Delete what nothing refers to, and has not for long; one collection at a time.
 
         Args:
@@ -158,7 +158,7 @@ class Blobs:
         deleted: list[str] = []
         for first in range(0, len(doomed), _DELETE_AT_ONCE):
             deleted += self._delete(doomed[first : first + _DELETE_AT_ONCE])
-        return Collected(
+        return BlobCollection(
             kept=len(listed) - len(idle),
             condemned=len(idle) - len(deleted),
             deleted=len(deleted),

@@ -163,18 +163,18 @@ def test_F40_a_store_that_gets_full_meanwhile_is_told_as_one(clock: FakeClock) -
 def test_what_nothing_refers_to_goes_a_grace_after_it_was_condemned(blobs: Blobs, clock: FakeClock) -> None:
     needed, idle = put(blobs, b"needed"), put(blobs, b"idle")
 
-    def collect() -> rooms.Collected:
+    def collect() -> rooms.BlobCollection:
         return blobs.collect(lambda: [needed], grace_s=GRACE_S)
 
-    assert collect() == rooms.Collected(kept=2, condemned=0, deleted=0, deleted_bytes=0)
+    assert collect() == rooms.BlobCollection(kept=2, condemned=0, deleted=0, deleted_bytes=0)
     clock.advance(GRACE_S)
-    assert collect() == rooms.Collected(kept=1, condemned=1, deleted=0, deleted_bytes=0)
+    assert collect() == rooms.BlobCollection(kept=1, condemned=1, deleted=0, deleted_bytes=0)
     clock.advance(GRACE_S - 1)
     assert collect().deleted == 0
     clock.advance(1)
-    assert collect() == rooms.Collected(kept=1, condemned=0, deleted=1, deleted_bytes=4)
+    assert collect() == rooms.BlobCollection(kept=1, condemned=0, deleted=1, deleted_bytes=4)
     assert blobs.missing([needed, idle]) == (idle,)
-    assert collect() == rooms.Collected(kept=1, condemned=0, deleted=0, deleted_bytes=0)
+    assert collect() == rooms.BlobCollection(kept=1, condemned=0, deleted=0, deleted_bytes=0)
 
 
 @pytest.mark.parametrize("ask", [True, False])
