@@ -168,7 +168,7 @@ class RayEngine(Engine):
         """Return which nodes came and went since the last call."""
         with self._lock:
             now = self._now()
-            events = ray_tables.changes(self._told, now)
+            events = ray_tables.node_changes(self._told, now)
             self._told = {name: one.lost for name, one in now.items()}
             return events
 
@@ -240,8 +240,8 @@ class RayEngine(Engine):
         group = ray_tables.group(gang.id, ray_tables.mapping(said.get("group")))
         if group.state is GroupState.CREATED:
             return Placed(gang=gang)
-        now = ray_tables.looked(known, ray_tables.mappings(said.get("nodes")), self._clock.boottime_ns())
-        return ray_tables.refused(gang, group, now, ray_tables.free(said.get("free")))
+        now = ray_tables.update_nodes(known, ray_tables.mappings(said.get("nodes")), self._clock.boottime_ns())
+        return ray_tables.placement_refusal(gang, group, now, ray_tables.free(said.get("free")))
 
     def _place(self, gang: Gang) -> None:
         self._placed[gang.id] = gang
@@ -308,7 +308,9 @@ class RayEngine(Engine):
 
     def _take(self, said: Mapping[str, object]) -> None:
         """Believe what a look has brought, but for what was done while it was under way."""
-        self._known = ray_tables.looked(self._known, ray_tables.mappings(said.get("nodes")), self._clock.boottime_ns())
+        self._known = ray_tables.update_nodes(
+            self._known, ray_tables.mappings(said.get("nodes")), self._clock.boottime_ns()
+        )
         self._released_at = {gang: look for gang, look in self._released_at.items() if look >= self._looks}
         found = ray_tables.groups(self._access.pool, ray_tables.mappings(said.get("groups")))
         self._groups = {name: group for name, group in found.items() if name not in self._released_at}

@@ -136,7 +136,9 @@ def deaths(raw: Iterable[Mapping[str, object]]) -> dict[str, str]:
     }
 
 
-def looked(known: Mapping[str, KnownNode], table: Sequence[Mapping[str, object]], now_ns: int) -> dict[str, KnownNode]:
+def update_nodes(
+    known: Mapping[str, KnownNode], table: Sequence[Mapping[str, object]], now_ns: int
+) -> dict[str, KnownNode]:
     """Return what is known of each node, by name, after a look at Ray's table (`ray.nodes()`) at boottime `now_ns`.
 
     Only what the table says dead is lost, or what it has not had for `MISSING_NS`. Of two rows alive for one
@@ -159,7 +161,7 @@ def with_problems(known: Mapping[str, KnownNode], problems: Mapping[str, str]) -
     }
 
 
-def changes(told: Mapping[str, str], known: Mapping[str, KnownNode]) -> list[NodeUp | NodeLost]:
+def node_changes(told: Mapping[str, str], known: Mapping[str, KnownNode]) -> list[NodeUp | NodeLost]:
     """Return what is news; a node that was never up is not lost.
 
     `told` says why each node was last said to be lost, "" where it was said to be up.
@@ -237,7 +239,7 @@ def refusal(gang: Gang, known: Mapping[str, KnownNode]) -> Waiting | Impossible 
     return None
 
 
-def refused(
+def placement_refusal(
     gang: Gang, said: PlacementGroup, known: Mapping[str, KnownNode], free: Mapping[str, Mapping[str, float]]
 ) -> Waiting | Impossible:
     """Return what a gang waits for that Ray did not reserve, or why it never will.

@@ -81,47 +81,47 @@ def test_only_true_is_alive() -> None:
 
 
 def test_a_node_comes_is_lost_when_ray_says_so_and_comes_again_as_another_row() -> None:
-    there = ray_tables.looked({}, [raw()], 0)
-    assert ray_tables.changes({}, there) == [NodeUp(node=EngineNode(name="n1"))]
+    there = ray_tables.update_nodes({}, [raw()], 0)
+    assert ray_tables.node_changes({}, there) == [NodeUp(node=EngineNode(name="n1"))]
     dead = raw(resources={}, Alive=False, DeathReasonMessage="missing too many\n  heartbeats \x07")
-    lost = ray_tables.looked(there, [dead], 1)
+    lost = ray_tables.update_nodes(there, [dead], 1)
     sentence = "is lost: Ray says that it is dead (missing too many heartbeats ?)"
-    assert ray_tables.changes({"n1": ""}, lost) == [NodeLost(node="n1", sentence=sentence)]
-    assert ray_tables.changes({"n1": sentence}, ray_tables.looked(lost, [dead], 2)) == []
-    back = ray_tables.looked(lost, [dead, raw("b")], 3)
-    assert ray_tables.changes({"n1": sentence}, back) == [NodeUp(node=EngineNode(name="n1"))]
+    assert ray_tables.node_changes({"n1": ""}, lost) == [NodeLost(node="n1", sentence=sentence)]
+    assert ray_tables.node_changes({"n1": sentence}, ray_tables.update_nodes(lost, [dead], 2)) == []
+    back = ray_tables.update_nodes(lost, [dead, raw("b")], 3)
+    assert ray_tables.node_changes({"n1": sentence}, back) == [NodeUp(node=EngineNode(name="n1"))]
     assert back["n1"].row.id == "b"
 
 
 def test_ray_started_again_before_it_missed_the_old_one_is_no_loss() -> None:
-    there = ray_tables.looked({}, [raw("a")], 0)
+    there = ray_tables.update_nodes({}, [raw("a")], 0)
     for table in ([raw("a"), raw("b")], [raw("b"), raw("a")]):
-        both = ray_tables.looked(there, table, 1)
+        both = ray_tables.update_nodes(there, table, 1)
         assert both["n1"].row.id == "b"
         dead = raw("a", resources={}, Alive=False)
-        after = ray_tables.looked(both, [dead, raw("b")], 2)
-        assert ray_tables.changes({"n1": ""}, after) == []
+        after = ray_tables.update_nodes(both, [dead, raw("b")], 2)
+        assert ray_tables.node_changes({"n1": ""}, after) == []
 
 
 def test_a_node_that_is_missing_from_the_table_is_lost_after_a_while_only() -> None:
-    there = ray_tables.looked({}, [raw()], 0)
-    missing = ray_tables.looked(there, [], 5)
-    assert ray_tables.changes({"n1": ""}, missing) == []
+    there = ray_tables.update_nodes({}, [raw()], 0)
+    missing = ray_tables.update_nodes(there, [], 5)
+    assert ray_tables.node_changes({"n1": ""}, missing) == []
     assert ray_tables.refusal(gang(("n1", "H100", 1)), missing) == Waiting(
         sentence="n1 has not joined the Ray head again"
     )
-    still = ray_tables.looked(missing, [], 4 + MISSING_NS)
-    assert ray_tables.changes({"n1": ""}, still) == []
-    lost = ray_tables.looked(still, [], 5 + MISSING_NS)
-    assert ray_tables.changes({"n1": ""}, lost) == [
+    still = ray_tables.update_nodes(missing, [], 4 + MISSING_NS)
+    assert ray_tables.node_changes({"n1": ""}, still) == []
+    lost = ray_tables.update_nodes(still, [], 5 + MISSING_NS)
+    assert ray_tables.node_changes({"n1": ""}, lost) == [
         NodeLost(node="n1", sentence="is lost: the Ray head has not known it for 120 s")
     ]
-    assert ray_tables.looked(missing, [raw("b")], 6)["n1"] == KnownNode(row=ray_tables.rows([raw("b")])[0])
+    assert ray_tables.update_nodes(missing, [raw("b")], 6)["n1"] == KnownNode(row=ray_tables.rows([raw("b")])[0])
 
 
 def test_a_node_that_never_was_up_is_not_lost() -> None:
-    assert ray_tables.changes({}, known(n1="has no agent")) == []
-    assert ray_tables.changes({"n1": "has no agent"}, known(n1="")) == [NodeUp(node=EngineNode(name="n1"))]
+    assert ray_tables.node_changes({}, known(n1="has no agent")) == []
+    assert ray_tables.node_changes({"n1": "has no agent"}, known(n1="")) == [NodeUp(node=EngineNode(name="n1"))]
 
 
 @pytest.mark.parametrize(
@@ -148,14 +148,14 @@ def test_a_node_that_never_was_up_is_not_lost() -> None:
 def test_a_share_is_a_bundle_that_can_be_on_its_node_only(
     shares: list[tuple[str, str, int]], offered: dict[str, float], bundles: list[dict[str, float]]
 ) -> None:
-    assert ray_tables.bundles(gang(*shares), ray_tables.looked({}, [raw(resources=offered)], 0)) == bundles
+    assert ray_tables.bundles(gang(*shares), ray_tables.update_nodes({}, [raw(resources=offered)], 0)) == bundles
 
 
 def test_bundles_are_in_the_order_of_shares() -> None:
     table = [raw(name, {**FOUR, f"sgpu_node:{name}": 1.0}) for name in ("n2", "n3")]
     for one in table:
         del one["Resources"]["sgpu_node:n1"]
-    made = ray_tables.bundles(gang(("n3", "H100", 1), ("n2", "H100", 4)), ray_tables.looked({}, table, 0))
+    made = ray_tables.bundles(gang(("n3", "H100", 1), ("n2", "H100", 4)), ray_tables.update_nodes({}, table, 0))
     assert [("sgpu_node:n3" in bundle, bundle["GPU"]) for bundle in made] == [(True, 1.0), (False, 4.0)]
 
 
@@ -178,7 +178,7 @@ def refusal_by_ray(scheduling: str, state: str = "PENDING", **free: float) -> Wa
     """Return what follows when Ray did not reserve three H100 on n1, of which so many are free."""
     said = ray_tables.group("r:1", {"state": state, "stats": {"scheduling_state": scheduling}})
     there = {"id-n1": {"GPU": 4.0, "sgpu_gpus:H100": free.get("h100", 4.0), "sgpu_node:n1": 1.0}}
-    return ray_tables.refused(gang(("n1", "H100", 3)), said, known(n1=""), there)
+    return ray_tables.placement_refusal(gang(("n1", "H100", 3)), said, known(n1=""), there)
 
 
 def test_what_ray_refuses_is_a_sentence() -> None:
@@ -194,7 +194,7 @@ def test_what_ray_refuses_is_a_sentence() -> None:
 
 def test_what_is_infeasible_because_a_node_was_lost_meanwhile_waits() -> None:
     said = PlacementGroup(gang="r:1", state=GroupState.PENDING, scheduling=Scheduling.INFEASIBLE)
-    answer = ray_tables.refused(gang(("n1", "H100", 3)), said, known(n1="is lost: Ray says so"), {})
+    answer = ray_tables.placement_refusal(gang(("n1", "H100", 3)), said, known(n1="is lost: Ray says so"), {})
     assert answer == Waiting(sentence="n1 is lost: Ray says so")
 
 
