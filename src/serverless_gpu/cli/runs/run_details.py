@@ -50,9 +50,9 @@ def show(run: str | None, as_json: bool) -> None:
     found = locate(home, run)
     if found.view is not None:
         if as_json:
-            print_json(details(found.view))
+            print_json(server_details(found.view))
         else:
-            for line in story(found.view):
+            for line in server_story(found.view):
                 say(line)
         return
     record = read_run(home.runs, found.run_id, queued_runs(home))
@@ -220,7 +220,7 @@ def metrics(run: str | None, plot: Path | None, as_json: bool) -> None:
         say(line)
 
 
-def details(view: RunView) -> dict[str, object]:
+def server_details(view: RunView) -> dict[str, object]:
     """Return everything about a run, for machines."""
     files, attempts = _fetch_files_and_attempts(view)
     cost = _cost(view)
@@ -235,7 +235,7 @@ def details(view: RunView) -> dict[str, object]:
     }
 
 
-def story(view: RunView) -> Iterator[str]:
+def server_story(view: RunView) -> Iterator[str]:
     """Yield the lines that tell everything about a run."""
     files, attempts = _fetch_files_and_attempts(view)
     reason = "" if view.reason is None else view.reason.value
