@@ -117,7 +117,7 @@ def _failures(word: CrewEnding) -> Iterator[Failure]:
         yield _at(failure, word.node)
 
 
-class Early(msgspec.Struct, frozen=True, kw_only=True):
+class EarlyEnding(msgspec.Struct, frozen=True, kw_only=True):
     """How a run ends whose nodes have not all ended yet.
 
     Attributes:
@@ -161,7 +161,7 @@ def receipt_of_crew(connection: sa.Connection, attempt: StoredAttempt, number: i
     return _json(gang_receipt.restated(account, _whole(attempt)))
 
 
-def early(connection: sa.Connection, run: StoredRun, quiet: Quiet) -> Early | None:
+def early(connection: sa.Connection, run: StoredRun, quiet: Quiet) -> EarlyEnding | None:
     """Return how a run ends, where that is certain before all of its nodes have ended, and nothing is tried again."""
     attempt = run.attempt
     if attempt is None or attempt.num_nodes == 1 or attempt.ended_ns is not None or run.state not in ACTIVE:
@@ -183,7 +183,7 @@ def early(connection: sa.Connection, run: StoredRun, quiet: Quiet) -> Early | No
     )
     found = crews.outcomes(connection, run.id, run.fence)
     stopped = _together(attempt, found, state=state, reason=reason, hint=hint)
-    return Early(state=state, reason=reason, sentence=gangs.words(cause, attempt), stopped=stopped)
+    return EarlyEnding(state=state, reason=reason, sentence=gangs.words(cause, attempt), stopped=stopped)
 
 
 def may_be_early(run: StoredRun) -> bool:

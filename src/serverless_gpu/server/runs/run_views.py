@@ -18,7 +18,7 @@ from serverless_gpu.model.receipt import nodes_text
 from serverless_gpu.model.spec import Function, RunSpec
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.lifecycle import endings, gangs
-from serverless_gpu.server.lifecycle.endings import Early, Quiet
+from serverless_gpu.server.lifecycle.endings import EarlyEnding, Quiet
 from serverless_gpu.server.lifecycle.transitions import told_as
 from serverless_gpu.server.records import events, files, runs
 from serverless_gpu.server.records.attempts import StoredAttempt
@@ -202,7 +202,7 @@ def ended_message(run: StoredRun, outcome: CrewOutcome, found: Sequence[StoredFi
     )
 
 
-def early_message(run: StoredRun, told: Early, found: Sequence[StoredFile]) -> EndedMessage:
+def early_message(run: StoredRun, told: EarlyEnding, found: Sequence[StoredFile]) -> EndedMessage:
     """Return the end of a run before all of its nodes have ended: it has no number, for the run's last event comes."""
     return EndedMessage(
         seq=0,
