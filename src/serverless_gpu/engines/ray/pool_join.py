@@ -98,7 +98,7 @@ def prepare(wish: JoinOptions, home: Home, environ: Mapping[str, str]) -> JoinPl
     try:
         ca = str(directory / ray_machine.CA) if wish.file.ca else ""
         write_profile(profile, UplinkProfile(url=wish.file.server, token=token, ca=ca, name=wish.name))
-        plan = ray_machine.prepared(node, files, pool.token, environ, head=head)
+        plan = ray_machine.prepare_machine(node, files, pool.token, environ, head=head)
         (directory / LEFT).unlink(missing_ok=True)
     except OSError as error:
         raise ServerProblem(f"{directory} cannot be written: {error.strerror}") from error

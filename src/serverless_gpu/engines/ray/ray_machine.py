@@ -170,7 +170,7 @@ def node_of(
     )
 
 
-def prepared(
+def prepare_machine(
     node: start_arguments.MachineShare,
     files: RayMachineFiles,
     token: str,

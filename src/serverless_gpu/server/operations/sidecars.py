@@ -161,7 +161,7 @@ class RaySidecar:
             write_profile(profile, UplinkProfile(url=url, token=node_token, name=name, upload_s=settings.upload_s))
         devices = ray_machine.devices_of(files.home) if settings.node else ()
         node = ray_machine.node_of(name, self._address, self._ray.port, files, devices)
-        return ray_machine.prepared(node, files, self._token, os.environ, head=self._ray.address)
+        return ray_machine.prepare_machine(node, files, self._token, os.environ, head=self._ray.address)
 
     def _ensure(self) -> None:
         try:
