@@ -62,7 +62,7 @@ def nodes(as_json: bool) -> None:
         heard = f"{format_duration_ms(max(0, SystemClock().wall_ns() - each.seen_ns) // 1_000_000)} ago"
         left_out = [f"{one.uuid} is left out{f' ({one.note})' if one.note else ''}" for one in each.rules.quarantined]
         remarks = "; ".join(filter(None, (each.sentence, *left_out, *each.findings, clock_text(each.clock))))
-        rows.append([each.name, each.pool, each.state, devices, f"{each.busy} busy", heard, for_whom(each), remarks])
+        rows.append([each.name, each.pool, each.state, devices, f"{each.busy} busy", heard, owner_text(each), remarks])
     for line in columns(rows):
         say(line)
 
@@ -157,7 +157,7 @@ def find_node(found: Sequence[NodeView], name: str) -> NodeView:
     raise InvalidValue(f"there is no node {name!r}", hint=f"nodes: {names}")
 
 
-def for_whom(view: NodeView) -> str:
+def owner_text(view: NodeView) -> str:
     """Return whose runs a node takes now, and until when."""
     calendar = view.rules.calendar
     who = "all" if view.shared else calendar.owner or "nobody"

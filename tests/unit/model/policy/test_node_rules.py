@@ -11,7 +11,7 @@ from zoneinfo import ZoneInfo
 import pytest
 
 from serverless_gpu.ambient import format_soon_zoned
-from serverless_gpu.cli.nodes.nodes import calendar_lines, find_device, for_whom, local_zone
+from serverless_gpu.cli.nodes.nodes import calendar_lines, find_device, local_zone, owner_text
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.server.nodes.node_rules import Leave, Sharing, leaves, may_concern, sharing
@@ -108,11 +108,11 @@ def view(calendar: NodeCalendar, *, shared: bool = True, turns_ns: int | None = 
 def test_for_whom_a_node_is_and_its_calendar_read_as_text() -> None:
     turns = at("2031-11-25 07:00", "UTC")
     first = NodeCalendar(owner="alice", owner_first=True)
-    assert for_whom(view(NodeCalendar())) == "all"
-    assert for_whom(view(first)) == "all, alice first"
-    assert for_whom(view(BERLIN, turns_ns=turns)) == "all until 25 Nov 2031 07:00"
-    assert for_whom(view(BERLIN, shared=False, turns_ns=turns)) == "alice until 25 Nov 2031 07:00"
-    assert for_whom(view(NodeCalendar(shared=("sat",)), shared=False)) == "nobody"
+    assert owner_text(view(NodeCalendar())) == "all"
+    assert owner_text(view(first)) == "all, alice first"
+    assert owner_text(view(BERLIN, turns_ns=turns)) == "all until 25 Nov 2031 07:00"
+    assert owner_text(view(BERLIN, shared=False, turns_ns=turns)) == "alice until 25 Nov 2031 07:00"
+    assert owner_text(view(NodeCalendar(shared=("sat",)), shared=False)) == "nobody"
     assert calendar_lines(view(NodeCalendar())) == [golden("model.node_rules.n3-nobody-particular")]
     assert calendar_lines(view(first)) == [
         golden("model.node_rules.n3-alice-everybody"),
