@@ -34,7 +34,7 @@ FILE = "certificate.json"
 _log = logging.getLogger(__name__)
 
 
-class InUse(msgspec.Struct, frozen=True, kw_only=True):
+class CertificateInUse(msgspec.Struct, frozen=True, kw_only=True):
     """What `certificate.json` says.
 
     Attributes:
@@ -85,7 +85,7 @@ class Certificate:
         """Return whether the one in use has ended."""
         return self.in_use.until_ns <= self._clock.wall_ns()
 
-    def _take(self, *, ended_too: bool) -> InUse:
+    def _take(self, *, ended_too: bool) -> CertificateInUse:
         _check_private(self._key)
         found, from_ns = _read(self._cert)
         now_ns = self._clock.wall_ns()
@@ -106,7 +106,7 @@ class Certificate:
         self._write_down(found)
         return found
 
-    def _write_down(self, found: InUse) -> None:
+    def _write_down(self, found: CertificateInUse) -> None:
         """Say to the doctor what is in use; on a full disk it is told of the one before."""
         beside = self._directory / f".{FILE}"
         try:
@@ -141,7 +141,7 @@ def _context() -> ssl.SSLContext:
     return made
 
 
-def _read(path: Path) -> tuple[InUse, int]:
+def _read(path: Path) -> tuple[CertificateInUse, int]:
     """Return what a certificate says, and from when it is good, nanoseconds since 1970."""
     try:
         first = x509.load_pem_x509_certificates(path.read_bytes())[0]
@@ -157,7 +157,7 @@ def _read(path: Path) -> tuple[InUse, int]:
     until_ns, from_ns = (
         round(when.timestamp()) * 1_000_000_000 for when in (first.not_valid_after_utc, first.not_valid_before_utc)
     )
-    return InUse(path=str(path), until_ns=until_ns, names=names), from_ns
+    return CertificateInUse(path=str(path), until_ns=until_ns, names=names), from_ns
 
 
 def _check_private(key: Path) -> None:

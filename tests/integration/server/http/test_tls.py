@@ -16,7 +16,7 @@ from serverless_gpu.environment.stores.store_urls import open_store
 from serverless_gpu.errors import InvalidValue, ServerUnavailable, StoreUnavailable
 from serverless_gpu.server.core.settings import read_settings
 from serverless_gpu.server.http.listener import bound
-from serverless_gpu.server.http.tls import FILE, Certificate, InUse
+from serverless_gpu.server.http.tls import FILE, Certificate, CertificateInUse
 from serverless_gpu.wire.access import PrincipalView
 from serverless_gpu.wire.connection import Connection
 from tests.support.golden import golden
@@ -143,7 +143,7 @@ def test_a_certificate_that_has_ended_or_is_not_good_yet_does_not_replace_a_good
         assert golden("server.tls.renewed-one-use") in caplog.text and says in caplog.text
         with peer_of(server, authority) as connection:
             assert serial(connection) == first
-        written = msgspec.json.decode((tmp_path / "server" / FILE).read_bytes(), type=InUse)
+        written = msgspec.json.decode((tmp_path / "server" / FILE).read_bytes(), type=CertificateInUse)
         assert 0 < written.until_ns - SystemClock().wall_ns() < 86_400e9
 
 
@@ -187,7 +187,7 @@ def test_how_long_a_certificate_is_good_is_said_at_the_start(
     with caplog.at_level(logging.ERROR):
         Certificate(str(cert), str(key), directory=tmp_path, clock=SystemClock())
     assert golden("server.tls.ended-pem-localhost") in caplog.text
-    written = msgspec.json.decode((tmp_path / FILE).read_bytes(), type=InUse)
+    written = msgspec.json.decode((tmp_path / FILE).read_bytes(), type=CertificateInUse)
     assert (written.path, written.names) == (str(cert), NAMES)
 
 
