@@ -15,11 +15,19 @@ import pytest
 
 from serverless_gpu.errors import InvalidOption
 from serverless_gpu.model.hardware import DeviceKind, cpu_slots, parse_fake
-from serverless_gpu.model.telemetry import SECOND_NS, THROTTLED, GpuSample, RankSample
+from serverless_gpu.model.telemetry import SECOND_NS, THROTTLED, GpuSample, HostSample, RankSample
 from serverless_gpu.node.devices.inventory import FAKE_STATE_FILE, NvmlProvider
 from serverless_gpu.node.monitor import gpu_sampler
 from serverless_gpu.node.monitor.gpu_sampler import NvmlSampler
-from serverless_gpu.node.monitor.sampler import HostSampler, MachineSampler, RankSampler, RankUsage
+from serverless_gpu.node.monitor.sampler import (
+    HostSampler,
+    MachineSampler,
+    NodeSample,
+    RankSampler,
+    RankUsage,
+    SampleRequest,
+    SamplerThread,
+)
 from serverless_gpu.testing import FakeClock, FakeGpus
 from tests.support.golden import golden
 from tests.support.local.observe import wait_for
@@ -297,3 +305,37 @@ def test_a_binding_that_fails_in_its_own_way_is_said_and_asked_again() -> None:
     assert reading.problem == golden("node.machine.nvml-cannot-asked")
     card.broken = None
     assert nvml.sample(["GPU-a"]).gpus["GPU-a"].memory_total_bytes == 80 * GIB
+
+
+class Failing:
+    """A machine that cannot be looked at twice, and is made at the second try."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        Failing.made += 1
+        self.looks = 0
+        if Failing.made == 1:
+            raise OSError("too many open files")
+
+    def look(self, wanted: SampleRequest, at_ns: int) -> NodeSample:
+        self.looks += 1
+        if self.looks < 3:
+            raise MemoryError("none left")
+        return NodeSample(at_ns=at_ns, devices=(), host=HostSample(), gpus={}, ranks={})
+
+
+def test_a_look_that_fails_is_left_out_and_logged_once_and_the_next_one_succeeds(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rung = threading.Semaphore(0)
+    thread = SamplerThread(Failing, FakeClock(), rung.release)
+    for _ in range(3):
+        assert thread.ask(SampleRequest())
+        assert rung.acquire(timeout=60)
+        assert thread.take() is None
+    assert thread.ask(SampleRequest())
+    assert rung.acquire(timeout=60)
+    assert thread.take() is not None
+    logged = capsys.readouterr().err
+    assert (logged.count("OSError: too many open files"), logged.count("MemoryError: none left")) == (1, 1)
