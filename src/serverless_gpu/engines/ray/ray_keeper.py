@@ -452,7 +452,9 @@ def main(directory: str, owner: str) -> NoReturn:
     try:
         plan = _read(place / _PLAN)
         if hold(place / LOCK, f"{os.getpid()} {digest_of(plan)}") is not None:
-            RayKeeper(plan, say=say, started=lambda: say("Ray has started"), needed=Needed(Path(owner))).keep(reading)
+            RayKeeper(plan, say=say, started=lambda: say("Ray has started"), needed=ServerNeed(Path(owner))).keep(
+                reading
+            )
     except ServerlessGpuError as error:
         say(f"it ends: {error}")
         code = 1
@@ -460,7 +462,7 @@ def main(directory: str, owner: str) -> NoReturn:
     os._exit(code)
 
 
-class Needed:
+class ServerNeed:
     """Checks whether Ray is still needed: whether a server has held the lock `owner` within `idle_s`."""
 
     def __init__(self, owner: Path, idle_s: float = IDLE_S) -> None:

@@ -73,7 +73,7 @@ def test_what_makes_another_plan_and_what_does_not(tmp_path: Path) -> None:
 
 def test_it_is_needed_while_somebody_holds_the_lock_and_a_while_after(tmp_path: Path) -> None:
     owner = tmp_path / "lock"
-    needed = ray_keeper.Needed(owner, idle_s=0.2)
+    needed = ray_keeper.ServerNeed(owner, idle_s=0.2)
     assert needed() == ""
     wait_for(lambda: needed() == golden("engines.ray_keeping.server-ten-minutes"), "nobody needs it")
     lock = hold(owner, "server")
