@@ -71,7 +71,7 @@ class TrackingStore(NamedTuple):
     problem: str = ""
 
 
-class Far(NamedTuple):
+class RemoteTracking(NamedTuple):
     """Tracking on the way through a server."""
 
     is_elsewhere: bool  # ranks may run on another machine, without this one's store
@@ -79,7 +79,7 @@ class Far(NamedTuple):
     mlflow: Callable[[], str]  # returns the URI of the server's MLflow, or ""
 
 
-class Resolved(NamedTuple):
+class TrackingResolution(NamedTuple):
     """Tracking of a call, None without, and a notice for the caller."""
 
     tracking: Tracking | None
@@ -97,17 +97,17 @@ class _Driver(NamedTuple):
 
 
 def resolve(
-    spec: RunSpec, arguments: Mapping[str, object], environ: Mapping[str, str], far: Far | None = None
-) -> Resolved:
+    spec: RunSpec, arguments: Mapping[str, object], environ: Mapping[str, str], far: RemoteTracking | None = None
+) -> TrackingResolution:
     """Return where a call is tracked; failures reduce tracking and never refuse the call."""
     if not spec.tracking or environ.get(SWITCH) == "0" or _IN_A_RANK in environ:
-        return Resolved(None)
+        return TrackingResolution(None)
     is_installed = _is_installed()
     driver = _driver() if is_installed else _Driver()
     place = _place(driver, environ) if is_installed else TrackingStore()
     sentence = place.problem
     if place.problem:
-        return Resolved(None, place.problem)
+        return TrackingResolution(None, place.problem)
     elsewhere = far is not None and far.is_elsewhere
     if place.store and elsewhere:
         sentence = (
@@ -120,16 +120,18 @@ def resolve(
         offered = far.mlflow()
         place = TrackingStore(uri=place_of(offered, "/").uri if offered else "")
     if not is_installed and not place.uri:
-        return Resolved(None)
+        return TrackingResolution(None)
     if far is not None and elsewhere and not far.is_beside and not place.uri:
-        return Resolved(None, sentence or _NOWHERE)
+        return TrackingResolution(None, sentence or _NOWHERE)
     host = urlsplit(place.uri).hostname or ""
     if elsewhere and (host in ("localhost", "::1") or host.startswith("127.")):
         sentence = f"{place.uri} is this machine to itself; from a node on another one it is not reached"
-    return Resolved(_tracking(spec, arguments, environ, place, driver), sentence)
+    return TrackingResolution(_tracking(spec, arguments, environ, place, driver), sentence)
 
 
-def tracked(spec: RunSpec, arguments: Mapping[str, object] | None = None, far: Far | None = None) -> RunSpec:
+def with_tracking(
+    spec: RunSpec, arguments: Mapping[str, object] | None = None, far: RemoteTracking | None = None
+) -> RunSpec:
     """Return a spec with its tracking, and print the caller's notice once."""
     found = resolve(spec, arguments or {}, os.environ, far)
     if found.sentence and found.sentence not in _said and not spec.quiet:

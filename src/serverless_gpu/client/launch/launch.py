@@ -27,7 +27,7 @@ import msgspec
 
 from serverless_gpu.ambient import SystemClock, new_run_id
 from serverless_gpu.client.caller.caller_context import caller_context
-from serverless_gpu.client.caller.mlflow_context import resolve, tracked
+from serverless_gpu.client.caller.mlflow_context import resolve, with_tracking
 from serverless_gpu.client.launch import snapshot_environment
 from serverless_gpu.client.launch.local_secrets import with_secrets
 from serverless_gpu.client.launch.preflight import bind_arguments, check_function, check_ray, pack, refusing_reducer
@@ -96,7 +96,7 @@ def launch(
         # By name: HTTP is loaded only for those who use a server.
         remote = importlib.import_module(_REMOTE)
         return cast("Run[R]", remote.launch(remote.SubmittedCall(function, args, kwargs, arguments), spec, watch=watch))
-    order = LaunchOrder(tracked(spec, arguments), called_ns, lender)
+    order = LaunchOrder(with_tracking(spec, arguments), called_ns, lender)
 
     def write_call(directory: Path) -> None:
         packed = pack(str(directory / "call.pkl"), function, args, kwargs, refusing_reducer(spec))
@@ -127,7 +127,7 @@ def launch_command(spec: RunSpec, *, watch: bool = False) -> Run[None]:
     if spec.remote:
         remote = importlib.import_module("serverless_gpu.client.remote.submission")
         return cast("Run[None]", remote.launch(None, spec, watch=watch))
-    return _place(Run, LaunchOrder(tracked(spec), called_ns), lambda directory: None)
+    return _place(Run, LaunchOrder(with_tracking(spec), called_ns), lambda directory: None)
 
 
 def hold(handle: Callable[..., Handle], spec: RunSpec, idle_timeout_s: float) -> Handle:

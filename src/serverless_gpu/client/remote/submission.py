@@ -43,7 +43,7 @@ import msgspec
 from serverless_gpu.ambient import SystemClock, machine, new_run_id
 from serverless_gpu.client.caller.caller_context import caller_context, variables_elsewhere, variables_here
 from serverless_gpu.client.caller.interrupts import interruptible
-from serverless_gpu.client.caller.mlflow_context import Far, tracked
+from serverless_gpu.client.caller.mlflow_context import RemoteTracking, with_tracking
 from serverless_gpu.client.display.run_display import TerminalDisplay
 from serverless_gpu.client.launch import snapshot_environment
 from serverless_gpu.client.launch.preflight import pack, refusing_reducer
@@ -107,8 +107,8 @@ def launch(call: SubmittedCall | None, spec: RunSpec, *, watch: bool) -> Run[obj
     server = server_of(home.root, os.environ)
     choice = choose_pool(spec, os.environ, server.pools)
     spec = msgspec.structs.replace(choice.applied(spec), environment=environment_of(spec, server))
-    far = Far(spec.environment != "live", _is_beside(server), lambda: server.version().mlflow)
-    spec = tracked(spec, call.named if call is not None else None, far)
+    far = RemoteTracking(spec.environment != "live", _is_beside(server), lambda: server.version().mlflow)
+    spec = with_tracking(spec, call.named if call is not None else None, far)
     run_id = new_run_id()
     root = home.remote / run_id
     try:

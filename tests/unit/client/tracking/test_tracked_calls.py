@@ -11,13 +11,20 @@ import msgspec
 import pytest
 
 from serverless_gpu.client.caller import mlflow_context
-from serverless_gpu.client.caller.mlflow_context import Far, Resolved, TrackingStore, place_of, resolve, tracked
+from serverless_gpu.client.caller.mlflow_context import (
+    RemoteTracking,
+    TrackingResolution,
+    TrackingStore,
+    place_of,
+    resolve,
+    with_tracking,
+)
 from serverless_gpu.model.spec import Command, RunSpec, Tracking
 from tests.support.golden import golden
 
 SPEC = RunSpec(name="train")
 SERVER = "http://10.1.2.3:5000"
-ELSEWHERE = Far(is_elsewhere=True, is_beside=False, mlflow=lambda: SERVER)
+ELSEWHERE = RemoteTracking(is_elsewhere=True, is_beside=False, mlflow=lambda: SERVER)
 RUN, OTHER_RUN = "a" * 32, "b" * 32
 
 
@@ -81,13 +88,13 @@ def found(environ: Mapping[str, str], spec: RunSpec = SPEC, arguments: Mapping[s
 
 
 def test_without_mlflow_nothing_is_tracked_and_nothing_is_said() -> None:
-    assert resolve(SPEC, {}, {"MLFLOW_TRACKING_URI": SERVER}) == Resolved(None)
+    assert resolve(SPEC, {}, {"MLFLOW_TRACKING_URI": SERVER}) == TrackingResolution(None)
 
 
 def test_a_directory_that_is_called_mlflow_is_no_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mlflow").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert resolve(SPEC, {}, {}) == Resolved(None)
+    assert resolve(SPEC, {}, {}) == TrackingResolution(None)
 
 
 @pytest.mark.usefixtures("installed")
@@ -109,12 +116,12 @@ def test_an_environment_with_mlflow_is_tracked_at_home_and_mlflow_is_not_importe
 )
 def test_it_can_be_switched_off(spec: RunSpec, environ: dict[str, str]) -> None:
     environ |= {"MLFLOW_TRACKING_URI": SERVER}
-    assert resolve(spec, {}, environ, ELSEWHERE) == Resolved(None)
+    assert resolve(spec, {}, environ, ELSEWHERE) == TrackingResolution(None)
 
 
 def test_a_finder_that_fails_is_no_mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mlflow", None)  # as some switch it off
-    assert resolve(SPEC, {}, {}) == Resolved(None)
+    assert resolve(SPEC, {}, {}) == TrackingResolution(None)
 
 
 # --- where ------------------------------------------------------------------------------------------------------------
@@ -185,12 +192,12 @@ def test_what_the_caller_should_know_is_said_once(
     installed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "databricks")
-    assert tracked(RunSpec(quiet=True)).tracker is None
+    assert with_tracking(RunSpec(quiet=True)).tracker is None
     assert capsys.readouterr().err == ""
-    assert tracked(SPEC).tracker is tracked(SPEC).tracker is None
+    assert with_tracking(SPEC).tracker is with_tracking(SPEC).tracker is None
     assert capsys.readouterr().err.count("databricks") == 1
     monkeypatch.setenv("MLFLOW_TRACKING_URI", SERVER)
-    told = tracked(SPEC).tracker
+    told = with_tracking(SPEC).tracker
     assert told is not None and told.uri == SERVER
 
 
@@ -301,32 +308,32 @@ def test_a_servers_own_mlflow_is_for_those_who_configured_nothing(installed: Pat
     resolved = resolve(SPEC, {}, {}, ELSEWHERE)
     assert resolved.tracking is not None and resolved.tracking.uri == SERVER
     environ = {"MLFLOW_TRACKING_URI": "http://mine:5000"}
-    resolved = resolve(SPEC, {}, environ, Far(True, False, no_question))
+    resolved = resolve(SPEC, {}, environ, RemoteTracking(True, False, no_question))
     assert resolved.tracking is not None and resolved.tracking.uri == "http://mine:5000"
 
 
 @pytest.mark.parametrize("said", ["sqlite:////etc/x.db", "/etc", "file:///etc", "ftp://x", "http://", "\x1b[31m"])
 def test_what_a_server_calls_its_mlflow_and_is_no_address_of_one_is_left_out(said: str) -> None:
-    assert resolve(SPEC, {}, {}, Far(True, False, lambda: said)).tracking is None
+    assert resolve(SPEC, {}, {}, RemoteTracking(True, False, lambda: said)).tracking is None
 
 
 def test_credentials_in_what_a_server_calls_its_mlflow_are_left_out() -> None:
-    found = resolve(SPEC, {}, {}, Far(True, False, lambda: "http://me:you@there:5000/x?y=z")).tracking
+    found = resolve(SPEC, {}, {}, RemoteTracking(True, False, lambda: "http://me:you@there:5000/x?y=z")).tracking
     assert found is not None and found.uri == "http://there:5000/x"
 
 
 def test_a_servers_own_mlflow_needs_none_in_the_environment() -> None:
     resolved = resolve(SPEC, {}, {}, ELSEWHERE)
     assert resolved.tracking is not None and resolved.tracking.uri == SERVER
-    assert resolve(SPEC, {}, {}, Far(True, False, lambda: "")) == Resolved(None)
+    assert resolve(SPEC, {}, {}, RemoteTracking(True, False, lambda: "")) == TrackingResolution(None)
 
 
 @pytest.mark.usefixtures("installed")
 def test_a_run_far_away_that_nobody_has_a_place_for_is_not_tracked_and_that_is_said() -> None:
-    resolved = resolve(SPEC, {}, {}, Far(True, False, lambda: ""))
+    resolved = resolve(SPEC, {}, {}, RemoteTracking(True, False, lambda: ""))
     assert resolved.tracking is None
     assert "sgpu up --mlflow" in resolved.sentence
-    beside = resolve(SPEC, {}, {}, Far(True, True, lambda: ""))
+    beside = resolve(SPEC, {}, {}, RemoteTracking(True, True, lambda: ""))
     assert beside.tracking is not None and (beside.tracking.uri, beside.sentence) == ("", "")
 
 
@@ -339,7 +346,7 @@ def test_a_store_of_this_machine_is_not_for_runs_elsewhere(driver: Driver) -> No
     assert (told.uri, told.store, told.parent_id, told.experiment_id) == (SERVER, "", "", "")
     assert told.experiment == "/Team/digits"
     assert golden("client.tracked_calls.machine") in resolved.sentence
-    here = resolve(SPEC, {}, environ, Far(False, True, no_question))
+    here = resolve(SPEC, {}, environ, RemoteTracking(False, True, no_question))
     assert here.tracking is not None and here.tracking.store == driver.uri
 
 
