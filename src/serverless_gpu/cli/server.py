@@ -41,7 +41,7 @@ from serverless_gpu.wire.state import DrainRequest, DrainView
 if TYPE_CHECKING:
     from serverless_gpu.server.core.settings import Settings
     from serverless_gpu.server.identity.uid_sharing import Exposure
-    from serverless_gpu.server.process import Running
+    from serverless_gpu.server.process import UvicornServer
 
 _NEEDED = ("starlette", "uvicorn", "sqlalchemy", "alembic", "cryptography", "httptools", "prometheus_client")
 _LOOK_S = 0.5
@@ -122,13 +122,13 @@ def up(hosts: Sequence[str], behind_proxy: Sequence[str], **options: Any) -> Non
     sidecars = load("serverless_gpu.server.operations.sidecars")
     sidecars.refuse_ray(settings)
 
-    def write_files(url: str, running: Running) -> list[str]:
+    def write_files(url: str, running: UvicornServer) -> list[str]:
         token = (settings.directory / "token").read_text(encoding="ascii").strip()
         write_profile(home.root, ServerProfile(url=url, token=token, embedded=True, machine=machine()))
         said: list[str] = sidecars.offer_joining(settings, url=url, port=running.port, certified=running.certified)
         return said
 
-    def ready(url: str, running: Running, mlflow: str) -> None:
+    def ready(url: str, running: UvicornServer, mlflow: str) -> None:
         joining = write_files(url, running)
         for line in (*_address_lines(url, home, mlflow), *_outside_lines(settings, running), *joining):
             say(line)
@@ -198,7 +198,7 @@ def disk_warnings(home: Home) -> list[str]:
     ]
 
 
-def _outside_lines(settings: Settings, running: Running) -> list[str]:
+def _outside_lines(settings: Settings, running: UvicornServer) -> list[str]:
     if running.certificate:
         others = f"others: https://…:{running.port}; {running.certificate}"
         ended = "warning: the certificate has ended, so no other machine reaches this server: renew it, then SIGHUP"

@@ -59,7 +59,7 @@ _SECRET = re.compile(r"SECRET|PASSWORD|TOKEN|_KEY$")
 _logger = logging.getLogger(__name__)
 
 
-class Running(uvicorn.Server):
+class UvicornServer(uvicorn.Server):
     """A server that answers; `stop` may be called from any thread.
 
     Args:
@@ -201,10 +201,10 @@ class Running(uvicorn.Server):
 def serve(
     settings: Settings,
     *,
-    ready: Callable[[str, Running], None] = lambda _url, _running: None,
+    ready: Callable[[str, UvicornServer], None] = lambda _url, _running: None,
     announce: Callable[[str], None] = lambda _line: None,
     decide: Callable[[Exposure], bool | None] = lambda _exposure: None,
-    renewed: Callable[[str, Running], None] = lambda _url, _running: None,
+    renewed: Callable[[str, UvicornServer], None] = lambda _url, _running: None,
     clock: Clock | None = None,
 ) -> None:
     """Be the server until it is told to stop; blocks.
@@ -255,7 +255,7 @@ def serve(
                 reach=assembly.admission.reach,
                 proxies=settings.behind_proxy,
             )
-            running = Running(
+            running = UvicornServer(
                 _configuration(app),
                 listening,
                 proxy=app.proxy,

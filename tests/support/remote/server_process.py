@@ -24,7 +24,7 @@ from serverless_gpu.ambient import machine
 from serverless_gpu.client.remote.profile import ServerProfile, write_profile
 from serverless_gpu.lazy_import import load
 from serverless_gpu.server.core.settings import Settings, read_settings
-from serverless_gpu.server.process import Running, serve
+from serverless_gpu.server.process import UvicornServer, serve
 
 _ENDED_S = 60.0
 
@@ -110,7 +110,7 @@ def main(home: Path, words: Sequence[str]) -> None:
             assert isinstance(getattr(there, constant), int | float), f"{name} is no number of the server's"
             setattr(there, constant, value)
 
-    def ready(url: str, _running: Running) -> None:
+    def ready(url: str, _running: UvicornServer) -> None:
         token = (settings.directory / "token").read_text(encoding="ascii").strip()
         write_profile(home, ServerProfile(url=url, token=token, embedded=True, machine=machine()))
         print(f"ready {url}", flush=True)

@@ -17,7 +17,7 @@ import msgspec
 from serverless_gpu.ambient import Clock
 from serverless_gpu.server.core.settings import read_settings
 from serverless_gpu.server.identity.uid_sharing import Exposure
-from serverless_gpu.server.process import Running, serve
+from serverless_gpu.server.process import UvicornServer, serve
 from serverless_gpu.wire.connection import Connection
 
 STARTED_S = 60
@@ -33,7 +33,7 @@ class Served:
         home: its home; files of the server are in `home/server`.
     """
 
-    def __init__(self, home: Path, url: str, running: Running, thread: threading.Thread) -> None:
+    def __init__(self, home: Path, url: str, running: UvicornServer, thread: threading.Thread) -> None:
         self.home = home
         self.url = url
         self._running = running
@@ -98,11 +98,11 @@ def served(
     settings = read_settings(home, {"port": 0, "node": False, **options})
     settings = msgspec.structs.replace(settings, **(changes or {}))
     started = threading.Event()
-    found: list[tuple[str, Running]] = []
+    found: list[tuple[str, UvicornServer]] = []
     failed: list[BaseException] = []
 
     def be_the_server() -> None:
-        def ready(url: str, running: Running) -> None:
+        def ready(url: str, running: UvicornServer) -> None:
             found.append((url, running))
             started.set()
 
