@@ -22,7 +22,7 @@ import msgspec
 
 from serverless_gpu.client.actors import Actors
 from serverless_gpu.client.decorator import DistributedFunction, parse_options
-from serverless_gpu.client.display.run_display import Display, TerminalDisplay, again, make_display
+from serverless_gpu.client.display.run_display import Display, TerminalDisplay, make_display, second_interrupt_text
 from serverless_gpu.client.launch.launch import Lender, hold, launch
 from serverless_gpu.client.launch.preflight import bind_arguments, check_function
 from serverless_gpu.client.runs.run import Run, own_sessions
@@ -259,7 +259,7 @@ class Session:
             return
         for run in going:
             run.cancel()
-        self._display.say(f"cancelling {_runs_text(len(going))}; {again()} to leave at once")
+        self._display.say(f"cancelling {_runs_text(len(going))}; {second_interrupt_text()} to leave at once")
         try:
             _wait_for(going)
         except KeyboardInterrupt:

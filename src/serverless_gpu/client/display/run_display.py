@@ -382,7 +382,7 @@ def make_display(*, quiet: bool, logs: Path | str) -> Display:
     return TerminalDisplay(quiet=quiet, logs=logs)
 
 
-def again() -> str:
+def second_interrupt_text() -> str:
     """Return the instruction for a second interrupt."""
     return "press the stop button again" if _in_kernel() else "press Ctrl-C again"
 

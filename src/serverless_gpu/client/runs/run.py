@@ -21,7 +21,7 @@ import msgspec
 
 from serverless_gpu.ambient import SystemClock, created_wall_ns
 from serverless_gpu.client.caller.interrupts import interruptible
-from serverless_gpu.client.display.run_display import Display, TerminalDisplay, again, make_display
+from serverless_gpu.client.display.run_display import Display, TerminalDisplay, make_display, second_interrupt_text
 from serverless_gpu.client.runs.outcome import checked_rank, load_result, make_exception, untold_tails
 from serverless_gpu.client.runs.rank_failures import in_notebooks
 from serverless_gpu.client.runs.run_source import ConnectionNote, RunSource
@@ -380,7 +380,9 @@ class Run(Generic[R]):
         started_ns = SystemClock().boottime_ns()
         try:
             display.finish()
-            display.say(f"cancelling; {again()} to leave at once")  # first: a server that is away is waited for
+            display.say(
+                f"cancelling; {second_interrupt_text()} to leave at once"
+            )  # first: a server that is away is waited for
             self.cancel()
             self._hear_until(lambda: self._receipt is not None or not self._source.is_open, None)
         except KeyboardInterrupt:
