@@ -123,7 +123,7 @@ def estimate_run(spec: RunSpec) -> Estimate:
     return _local_estimate(spec)
 
 
-def made(estimate: values.StartEstimate, now_ns: int, cost: CostEstimate | None = None) -> Estimate:
+def to_estimate(estimate: values.StartEstimate, now_ns: int, cost: CostEstimate | None = None) -> Estimate:
     """Return an estimate in local time from one in nanoseconds since 1970."""
     at_ns, basis = estimate.at_ns, estimate.basis
     if estimate.wait is not None:
@@ -143,7 +143,7 @@ def made(estimate: values.StartEstimate, now_ns: int, cost: CostEstimate | None 
     )
 
 
-def unknown(why: str) -> Estimate:
+def unknown_estimate(why: str) -> Estimate:
     """Return an estimate without a time, and its reason."""
     return Estimate(start=None, seconds=None, basis=why)
 
@@ -168,7 +168,7 @@ def _local_estimate(spec: RunSpec) -> Estimate:
         ignore_busy=wanted.ignore_busy,
     )
     price = greeting.prices.get(chosen.devices[0].type, UNPRICED)
-    return made(found, now_ns, _cost_here(home, spec, chosen, price))
+    return to_estimate(found, now_ns, _cost_here(home, spec, chosen, price))
 
 
 def _cost_here(home: Home, spec: RunSpec, chosen: Candidates, tariff: Tariff) -> CostEstimate:

@@ -11,7 +11,7 @@ import os
 
 import msgspec
 
-from serverless_gpu.client.estimating import Estimate, made, unknown
+from serverless_gpu.client.estimating import Estimate, to_estimate, unknown_estimate
 from serverless_gpu.client.remote.profile import remote_home
 from serverless_gpu.client.remote.server import RemoteServer, server_of
 from serverless_gpu.client.remote.submission import choose_pool, environment_of, target
@@ -27,9 +27,9 @@ def estimate(spec: RunSpec) -> Estimate:
     try:
         return _fetch_estimate(server, spec)
     except ServerUnavailable as error:
-        return unknown(f"the server at {server.profile.url} does not answer: {error.message}")
+        return unknown_estimate(f"the server at {server.profile.url} does not answer: {error.message}")
     except NotFound:
-        return unknown(f"the server at {server.profile.url} is of an earlier version, which cannot say")
+        return unknown_estimate(f"the server at {server.profile.url} is of an earlier version, which cannot say")
 
 
 def _fetch_estimate(server: RemoteServer, spec: RunSpec) -> Estimate:
@@ -43,5 +43,5 @@ def _fetch_estimate(server: RemoteServer, spec: RunSpec) -> Estimate:
         answer = server.estimate(EstimateRequest(spec=spec, target=target(travels=travels), snapshot=travels))
     except InvalidValue as error:
         raise choice.told(error) from error.__cause__
-    found = made(estimate_of(answer), answer.now_ns, answer.cost)
+    found = to_estimate(estimate_of(answer), answer.now_ns, answer.cost)
     return msgspec.structs.replace(found, policy=answer.policy, budgets=answer.budgets)
