@@ -138,7 +138,7 @@ def is_temporary(message: str) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Assembly:
+class AssembledServer:
     """A server that can be asked.
 
     Attributes:
@@ -169,7 +169,7 @@ class Operator(NamedTuple):
 @contextlib.contextmanager
 def assembled(
     settings: Settings, *, url: str, clock: Clock, other: str = "", operator: Operator | None = None
-) -> Iterator[Assembly]:
+) -> Iterator[AssembledServer]:
     """Put a server together, and take it apart.
 
     Args:
@@ -254,7 +254,7 @@ def assembled(
             engines.append(engine)
             stack.callback(engine.close)
         stack.enter_context(_looking_after(services, engine, database, beside, mark, operator.renewed))
-        yield Assembly(
+        yield AssembledServer(
             claim=database.claim,
             services=services,
             admission=Authenticator(database, clock=clock, keys=keys),
