@@ -24,7 +24,7 @@ import msgspec
 from serverless_gpu.client.caller.interrupts import terminable
 from serverless_gpu.client.launch.launch import launch, prewarm, should_prewarm
 from serverless_gpu.client.launch.preflight import check_function
-from serverless_gpu.client.launch.snapshot_environment import shared
+from serverless_gpu.client.launch.snapshot_environment import shared_environment
 from serverless_gpu.client.runs.rank_failures import in_notebooks, without_own_frames
 from serverless_gpu.client.runs.run import Run
 from serverless_gpu.client.runs.run_list import RunList
@@ -155,7 +155,7 @@ class DistributedFunction(Generic[P, R]):
         _refuse_single(items, "starmap", "write .starmap([(x, y), …])")
         runs: RunList[R] = RunList()
         try:
-            with shared():  # one look at the environment is enough for all of them
+            with shared_environment():  # one look at the environment is enough for all of them
                 for item in items:
                     _refuse_single(item, "starmap", "write .starmap([(x, y), …]), or .map(items)")
                     runs.append(self._start(tuple(item), kwargs))

@@ -239,7 +239,7 @@ def _relaunch(order: LaunchOrder, home: Home, message: protocol.Launch) -> Local
 
 def _in_environment(message: protocol.Launch, recognition: snapshot_environment.Recognition) -> protocol.Launch:
     """Return the launch with its environment, which is captured first if it must be."""
-    display = snapshot_environment.capturing(quiet=message.spec.quiet, logs=Path(message.directory) / "logs")
+    display = snapshot_environment.capture_display(quiet=message.spec.quiet, logs=Path(message.directory) / "logs")
     try:
         wanted = recognition.wanted(display)
     finally:

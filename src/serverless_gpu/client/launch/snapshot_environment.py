@@ -354,7 +354,7 @@ def recognise(home: Home, store: Where | None = None) -> Recognition:
 
 
 @contextlib.contextmanager
-def shared() -> Iterator[None]:
+def shared_environment() -> Iterator[None]:
     """Let all launches of this block, in this thread, use the environment of the first."""
     _shared.kept = []
     try:
@@ -363,7 +363,7 @@ def shared() -> Iterator[None]:
         _shared.kept = None
 
 
-def capturing(*, quiet: bool, logs: Path) -> Display:
+def capture_display(*, quiet: bool, logs: Path) -> Display:
     """Return where a capture is shown."""
     return make_display(quiet=quiet, logs=logs)
 

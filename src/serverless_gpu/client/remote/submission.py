@@ -163,7 +163,7 @@ def _is_beside(server: RemoteServer) -> bool:
 def _snapshot(home: Home, server: RemoteServer, spec: RunSpec, root: Path) -> str:
     """Return the address of this environment, stored on the server and equal to the local files."""
     recognition = snapshot_environment.recognise(home, server.store())
-    display = snapshot_environment.capturing(quiet=spec.quiet, logs=root)
+    display = snapshot_environment.capture_display(quiet=spec.quiet, logs=root)
     try:
         while True:  # twice at most: what was captured just now needs no second look
             wanted = recognition.wanted(display)
