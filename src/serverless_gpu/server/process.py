@@ -40,7 +40,15 @@ from serverless_gpu.server.db.leader_lock import TakenOver
 from serverless_gpu.server.http import tls
 from serverless_gpu.server.http.access_log import AccessLogMiddleware
 from serverless_gpu.server.http.auth_middleware import LOOPBACK
-from serverless_gpu.server.http.listener import BACKLOG, BoundedProtocol, Listening, bound, names, only_one, url_of
+from serverless_gpu.server.http.listener import (
+    BACKLOG,
+    BoundedProtocol,
+    ListeningSockets,
+    bound,
+    names,
+    only_one,
+    url_of,
+)
 from serverless_gpu.server.http.proxy_middleware import ProxyMiddleware
 from serverless_gpu.server.http.tls import Certificate
 from serverless_gpu.server.identity.uid_sharing import Exposure
@@ -77,7 +85,7 @@ class UvicornServer(uvicorn.Server):
     def __init__(
         self,
         config: uvicorn.Config,
-        listening: Listening,
+        listening: ListeningSockets,
         *,
         proxy: ProxyMiddleware,
         stopping_s: float,

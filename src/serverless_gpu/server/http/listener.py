@@ -101,7 +101,7 @@ def _held(path: Path, hint: str = _HINT) -> Iterator[None]:
         os.close(fd)
 
 
-class Listening(NamedTuple):
+class ListeningSockets(NamedTuple):
     """What a server listens on.
 
     Attributes:
@@ -119,7 +119,7 @@ class Listening(NamedTuple):
             self.beside.close()
 
 
-def bound(settings: Settings) -> Listening:
+def bound(settings: Settings) -> ListeningSockets:
     """Return the sockets a server listens on, bound.
 
     Raises:
@@ -138,15 +138,15 @@ def bound(settings: Settings) -> Listening:
     else:
         main = _remembered(settings.host, settings.directory / "port", PORT)
     if not settings.tls_cert and (_is_loopback(settings.host) or _is_unspecified(settings.host)):
-        return Listening(main, None)
+        return ListeningSockets(main, None)
     try:
-        return Listening(main, _remembered("127.0.0.1", settings.directory / "port.here", PORT + 1))
+        return ListeningSockets(main, _remembered("127.0.0.1", settings.directory / "port.here", PORT + 1))
     except ServerProblem:
         main.close()
         raise
 
 
-def url_of(settings: Settings, listening: Listening) -> str:
+def url_of(settings: Settings, listening: ListeningSockets) -> str:
     """Return the address under which this machine reaches the server: on loopback, in the clear."""
     if listening.beside is not None:
         return f"http://127.0.0.1:{listening.beside.getsockname()[1]}"
