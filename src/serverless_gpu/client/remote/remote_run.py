@@ -354,7 +354,7 @@ def attach(home: Home, run_id: str, trusted: Collection[str]) -> Run[object] | N
     return Run(RemoteRun(server, view, home.remote / run_id, untrusted=untrusted), view.spec)
 
 
-def unfinished(run_ids: Sequence[str]) -> list[str]:
+def unfinished_runs(run_ids: Sequence[str]) -> list[str]:
     """Return which runs of the server have not ended, without waiting for a server that is away."""
     server = server_of(find_home(os.environ).root, os.environ)
     return [run_id for run_id in run_ids if server.run(run_id, patiently=False).state not in TERMINAL]

@@ -1,4 +1,7 @@
-"""The runtime that lives in the user's own environment: payloads, the call, and how a failure travels.
+"""The runtime that lives in the user's own environment: zygote, stem, ranks; payloads, the call, and how a failure travels.
+
+    launcher ─▶ zygote ─▶ stem ─▶ rank      start here: `rank.py`; `protocol.py` has all messages
+    rank: `call.py` `payload.py` `failure.py` `process_group.py` `command.py` `actor.py`, `mlflow/`, `raycluster/`
 
 Only the standard library and the vendored cloudpickle may be used here, and nothing of ours need be installed there: in
 a rank this directory is loaded from its path under the package name `_sgpu_inside`, so every import in it is relative

@@ -106,8 +106,8 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._audience = Watchers(sockets / f"{launch.run_id}.sock", self._selector, self._greet, self._obey)
         self._watchdogs = Watchdogs(launch, home, self._clock, self._say, self._account.notes)
-        self._observation = MonitorLink(launch, sockets, self._clock, self._selector, self._audience.tell)
-        self._observation.on_seen = self._watchdogs.idleness.seen
+        self._monitor = MonitorLink(launch, sockets, self._clock, self._selector, self._audience.tell)
+        self._monitor.on_seen = self._watchdogs.idleness.seen
         self._reservation: DeviceReservation | BorrowedDevices | None = None
         self._gang: LocalGang | None = None
         self._peers = Peers(launch, assign.checkpoints, self._clock, self._selector, self._audience.tell)
@@ -143,7 +143,7 @@ class Supervisor:
         if self._watchdogs.gpus.fd is not None:
             self._watch(self._watchdogs.gpus.fd, self._hear_gpus)
         self._client = self._audience.add(client)
-        self._observation.begin()
+        self._monitor.begin()
         self._reserve()
         while not self._done:
             for key, _ in self._selector.select(self._pause_s()):
@@ -228,11 +228,11 @@ class Supervisor:
         if not self._begin_pending or self._gang is None or not self._gang.standby or self._reservation is None:
             return
         try:
-            if not self._peers.met() or not self._confirmed or self._observation.hold_ns is not None:
+            if not self._peers.met() or not self._confirmed or self._monitor.hold_ns is not None:
                 return
             self._begin_pending = False
             self._account.starting(self._devices)
-            self._gang.environment.tracked = self._observation.environ
+            self._gang.environment.tracked = self._monitor.environ
             self._gang.start(self._reservation.devices, self._peers.network(), self._reservation.fds, self._audience)
         except NoPort as error:
             self._apply(RanksNotStarted(Reason.RENDEZVOUS, str(error)))
@@ -259,7 +259,7 @@ class Supervisor:
             self._watch(self._gang.stem_pidfd, self._stem_ended)
             self._begin()
         if self._gang.pids and not forked:
-            self._observation.ranks(self._gang.devices, self._gang.pids, self._gang.cgroup)
+            self._monitor.ranks(self._gang.devices, self._gang.pids, self._gang.cgroup)
         for event in events:
             if isinstance(event, RankExecuting) and "exec" not in self._account.marks:
                 self._account.mark("exec")
@@ -327,7 +327,7 @@ class Supervisor:
         if not self._confirmed and self._client is not None and self._client.gone:
             self._leave_unconfirmed()
         self._audience.tend()
-        self._observation.tend()
+        self._monitor.tend()
         self._peers.tend()
         if self._gang is not None:
             self._gang.tend()
@@ -392,7 +392,7 @@ class Supervisor:
         stopped = make_stopped(self._attempt, logs, self._watchdogs.ended(), self._watchdogs.gpus.hint, proven=proven)
         self._account.ended(stopped)
         self._audience.tell(stopped)
-        self._observation.ending(stopped.state, stopped.reason, stopped_sentence(stopped))
+        self._monitor.ending(stopped.state, stopped.reason, stopped_sentence(stopped))
         if proven and "exec" in self._account.marks:
             self._segments.remove(self._exec_wall_ns())
         self._hand_back(proven=proven, left=left)
@@ -400,7 +400,7 @@ class Supervisor:
         self._leave()
 
     def _leave(self) -> None:
-        self._observation.close()
+        self._monitor.close()
         self._audience.close()
         self._done = True
 
@@ -418,11 +418,11 @@ class Supervisor:
         elif reservation is not None:
             self._account.mark("freed")
             reservation.close()
-        self._observation.linger()  # the last sample, and of a short run where it is tracked
-        self._account.observed(self._observation.uses, self._observation.url, self._observation.receipt_notes())
+        self._monitor.linger()  # the last sample, and of a short run where it is tracked
+        self._account.observed(self._monitor.uses, self._monitor.url, self._monitor.receipt_notes())
         receipt = self._account.receipt(self._attempt, devices, verdicts, quarantined)
         self._audience.tell(protocol.Finished(receipt=receipt))
-        self._observation.settled(self._home.tracking)
+        self._monitor.settled(self._home.tracking)
 
     # --- watchers and output -------------------------------------------------------------------------------------
 
@@ -435,7 +435,7 @@ class Supervisor:
             pid=os.getpid(),
             waiting={State.QUEUED: self._waiting, State.STARTING: self._preparing}.get(self._attempt.state)
             or self._watchdogs.said,
-            tracked=self._observation.told,
+            tracked=self._monitor.told,
             crew=self._peers.news,
         )
 
@@ -493,12 +493,12 @@ class Supervisor:
             return DRAIN_LOOK_S
         behind = self._audience.waiting or (self._gang is not None and self._gang.behind)
         pauses = [_RETRY_S if behind else min(_TURN_S, self._watchdogs.gpus.pause_s)]
-        hold_ns = self._observation.hold_ns if self._begin_pending else None
+        hold_ns = self._monitor.hold_ns if self._begin_pending else None
         for wake_ns in (
             self._attempt.wake_ns,
             self._watchdogs.hangs.wake_ns,
             self._lease_ns,
-            self._observation.wake_ns,
+            self._monitor.wake_ns,
             self._peers.wake_ns,
             hold_ns,
         ):

@@ -1,1 +1,5 @@
-"""One node's share of a run's private Ray cluster; standard library only, like everything in `inside`."""
+"""One node's share of a run's private Ray cluster; standard library only, like everything in `inside/`.
+
+A rank with a cluster becomes the node task (`task.py`, start there). It starts Ray (`ray_start.py`) and the driver
+(`driver.py`) in a pid namespace; `cluster.py` and `link.py` join the nodes, `share.py` has the message and the files.
+"""
