@@ -48,13 +48,13 @@ _MESSAGES_MAX = 1_000
 _BYTES_MAX = 8 << 20
 
 
-class Away(NamedTuple):
+class ServerAway(NamedTuple):
     """Notice that the server does not answer, or no longer accepts the token."""
 
     sentence: str
 
 
-Heard = StreamMessage | Away
+Heard = StreamMessage | ServerAway
 E = TypeVar("E", bound=ServerProblem)
 
 
@@ -208,7 +208,7 @@ class EventStream:
                 for message in self._messages():
                     if told:
                         away_ms = (self._clock.boottime_ns() - away_ns) // 1_000_000
-                        self._put(Away(f"the server is back, after {format_duration_ms(away_ms)}"))
+                        self._put(ServerAway(f"the server is back, after {format_duration_ms(away_ms)}"))
                     away_ns, told = 0, False
                     if self._queue_new(message):
                         pause_s = _PAUSE_S
@@ -222,7 +222,7 @@ class EventStream:
                     if not self._server.wait_for_token(
                         self._with_run_state(error),
                         token,
-                        say=lambda sentence: self._put(Away(sentence)),
+                        say=lambda sentence: self._put(ServerAway(sentence)),
                         closed=self._closed,
                     ):
                         return
@@ -240,7 +240,7 @@ class EventStream:
                 )
             if not told and now_ns - away_ns >= _TOLD_AFTER_S * 1e9:
                 told = True
-                self._put(Away(f"the server at {self._server.profile.url} does not answer; waiting for it"))
+                self._put(ServerAway(f"the server at {self._server.profile.url} does not answer; waiting for it"))
             self._closed.wait(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, _PAUSE_S_MAX)
 

@@ -24,7 +24,7 @@ import msgspec
 
 from serverless_gpu.ambient import SystemClock, format_soon
 from serverless_gpu.client.plots.timeline import Try
-from serverless_gpu.client.remote.event_stream import Away, EventStream, Heard
+from serverless_gpu.client.remote.event_stream import EventStream, Heard, ServerAway
 from serverless_gpu.client.remote.profile import is_configured
 from serverless_gpu.client.remote.run_copies import Copies, write_whole
 from serverless_gpu.client.remote.server import RemoteServer, server_of
@@ -235,7 +235,7 @@ class RemoteRun(RunSource):
 
     def _take(self, heard: Heard) -> None:
         match heard:
-            case Away(sentence=sentence):
+            case ServerAway(sentence=sentence):
                 self._pending.append(ConnectionNote(sentence))
             case AcceptedMessage(run=view):  # how it is now; what happened before comes next, in order
                 self.world_size = view.processes or self.world_size

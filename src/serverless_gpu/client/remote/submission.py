@@ -48,7 +48,7 @@ from serverless_gpu.client.display.run_display import TerminalDisplay
 from serverless_gpu.client.launch import snapshot_environment
 from serverless_gpu.client.launch.preflight import pack, refusing_reducer
 from serverless_gpu.client.launch.remedies import explain
-from serverless_gpu.client.remote.event_stream import Away, EventStream
+from serverless_gpu.client.remote.event_stream import EventStream, ServerAway
 from serverless_gpu.client.remote.profile import remote_home
 from serverless_gpu.client.remote.remote_run import RemoteRun
 from serverless_gpu.client.remote.run_copies import clean_now_and_then, write_whole
@@ -266,7 +266,7 @@ def _await_acceptance(stream: EventStream, *, quiet: bool) -> RunView:
         heard = stream.read(None)
         if isinstance(heard, AcceptedMessage):
             return heard.run
-        if not isinstance(heard, Away):
+        if not isinstance(heard, ServerAway):
             raise ServerProblem(f"the server began the stream of a new run with {type(heard).__name__}")
         TerminalDisplay(quiet=quiet).say(heard.sentence)
 
