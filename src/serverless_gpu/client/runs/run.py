@@ -54,7 +54,7 @@ Relaunch = Callable[[], RunSource | None]
 """Captures the environment once more and launches anew; None where that does not help."""
 
 
-def advised(sentence: str) -> str:
+def with_session_advice(sentence: str) -> str:
     """Return the reason of a wait, with advice for a caller that blocks itself."""
     if any(f"session {session} " in sentence for session in own_sessions):
         return f"{sentence}; that session is open in this process: call session.distributed(...), or close it"
@@ -492,9 +492,9 @@ class Run(Generic[R]):
                     self._display.passing(sentence)
                     self._told = (self._state, sentence)
             case protocol.Waiting(sentence=sentence, queued_ns=int(queued_ns)) if self._state is State.QUEUED:
-                self._waiting, self._queued_ns = advised(sentence), queued_ns  # shown as the state is
+                self._waiting, self._queued_ns = with_session_advice(sentence), queued_ns  # shown as the state is
             case protocol.Waiting(sentence=sentence):
-                self._waiting, self._queued_ns = advised(sentence), None
+                self._waiting, self._queued_ns = with_session_advice(sentence), None
                 if self._display is not None and sentence:
                     self._display.say(self._waiting)
             case protocol.Started():
