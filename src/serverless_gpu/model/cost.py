@@ -311,12 +311,6 @@ def _length_text(lasting: Lasting) -> str:
     return f"{lasting.limit} {_duration(lasting.limit_s)}{times}{more}"
 
 
-def _past_text(lasting: Lasting) -> str:
-    if lasting.expected_s is None:
-        return "of its name too few runs have ended well to say how long it takes"
-    return f"4 of 5 earlier runs of its name took {_duration(lasting.expected_s)} or less"
-
-
 def _duration(seconds: float) -> str:
     ms = round(seconds * 1000)
     return units.format_duration_ms(ms) if ms % units.MS_PER_DAY else units.format_days_ms(ms)

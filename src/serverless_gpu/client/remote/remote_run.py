@@ -26,7 +26,7 @@ from serverless_gpu.ambient import SystemClock, format_soon
 from serverless_gpu.client.plots.timeline import Try
 from serverless_gpu.client.remote.event_stream import EventStream, Heard, ServerAway
 from serverless_gpu.client.remote.profile import is_configured
-from serverless_gpu.client.remote.run_copies import Copies, write_whole
+from serverless_gpu.client.remote.run_copies import RunCopies, write_whole
 from serverless_gpu.client.remote.server import RemoteServer, server_of
 from serverless_gpu.client.runs.outcome import Origin
 from serverless_gpu.client.runs.run import Run
@@ -76,7 +76,7 @@ class RemoteRun(RunSource):
         self._decoders: dict[tuple[int, int, str], codecs.IncrementalDecoder] = {}
         self.spec = view.spec
         self._shown = view.spec.ranks_log
-        self._copies: Copies | None = None
+        self._copies: RunCopies | None = None
         self._stopped: protocol.Stopped | None = None
         self._receipt: Receipt | None = None
         self._fence = 0
@@ -295,7 +295,7 @@ class RemoteRun(RunSource):
 
     def _take_end(self, message: EndedMessage) -> None:
         self._turn_to(message.fence, "")
-        self._copies = copies = Copies(self._server, self.run_id, self._fence, self.directory, message.files)
+        self._copies = copies = RunCopies(self._server, self.run_id, self._fence, self.directory, message.files)
         names = copies.names()
         for name in names:
             if not name.startswith(_RESULT) and not (self._untrusted and name.endswith(".pkl")):

@@ -32,7 +32,7 @@ _CLEANED = ".cleaned"
 _CLEANED_EVERY_S = 86_400.0
 
 
-class Copies:
+class RunCopies:
     """The files of one attempt on a server, copied into a directory."""
 
     def __init__(

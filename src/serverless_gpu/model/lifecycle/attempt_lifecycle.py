@@ -170,10 +170,6 @@ def _failed(attempt: Attempt, event: RankFailed, now_ns: int) -> Step:
     return attempt, ()
 
 
-def _failed_while_stopping(attempt: Attempt, event: RankFailed, now_ns: int) -> Step:
-    return _with_failure(attempt, event.failure), ()
-
-
 def _exited(attempt: Attempt, event: RankExited, now_ns: int) -> Step:
     attempt = msgspec.structs.replace(attempt, exited=attempt.exited | {event.rank})
     reported = event.rank in attempt.returned or any(f.rank == event.rank for f in attempt.failures)
@@ -216,10 +212,6 @@ def _stem_lost(attempt: Attempt, event: StemLost, now_ns: int) -> Step:
         reason = Reason.START_FAILED
     failure = Failure(rank=None, reason=reason, at_ns=now_ns, detail=event.detail)
     return _kill(_with_failure(attempt, failure), now_ns, reason)
-
-
-def _stem_lost_while_stopping(attempt: Attempt, _: StemLost, now_ns: int) -> Step:
-    return _kill(attempt, now_ns, attempt.reason or Reason.RUNTIME_LOST)
 
 
 def _asked_to_stop(attempt: Attempt, event: StopRequested, now_ns: int) -> Step:
@@ -399,10 +391,10 @@ TABLE: Mapping[State, Mapping[type, _Handler]] = {
         RanksNotStarted: _nothing,
         RankExecuting: _nothing,
         RankReturned: _returned,
-        RankFailed: _failed_while_stopping,
+        RankFailed: lambda attempt, event, _: (_with_failure(attempt, event.failure), ()),
         RankExited: _exited_while_stopping,
         GpuFailed: _gpu_failed_while_stopping,
-        StemLost: _stem_lost_while_stopping,
+        StemLost: lambda attempt, _, now_ns: _kill(attempt, now_ns, attempt.reason or Reason.RUNTIME_LOST),
         StopRequested: _asked_again,
         Tick: _tick_stopping,
         TreeEmpty: _tree_empty,

@@ -210,10 +210,6 @@ def pause_s(retries_used: int, last: Reason | None, *, began: bool) -> float:
     return INFRA_PAUSES_S[retries_used - 1]
 
 
-def _placed(run: Run, _: RunPlaced) -> Step:
-    return msgspec.structs.replace(run, fence=run.fence + 1, state=State.STARTING), ()
-
-
 def _started(run: Run, _: UserCodeStarted) -> Step:
     return msgspec.structs.replace(run, began=True, state=_later(run.state, State.RUNNING)), ()
 
@@ -234,14 +230,6 @@ def _stop_in_queue(run: Run, event: StopAsked) -> Step:
     if event.why not in _FINAL_STOPS:
         return run, ()  # it has nothing that it could make room with
     return _conclude(msgspec.structs.replace(run, stop=event.why), STOPPED_BY[event.why])
-
-
-def _restored(run: Run, _: Restored) -> Step:
-    return _conclude(run, Reason.SERVER_RESTORED)
-
-
-def _unsatisfiable(run: Run, _: Unsatisfiable) -> Step:
-    return _conclude(run, Reason.UNSATISFIABLE)
 
 
 def _stop(run: Run, event: StopAsked) -> Step:
@@ -338,10 +326,10 @@ _OVER: Mapping[type, _Handler] = {AttemptEnded: _over, GivenUp: _over, Forgotten
 # Rows: state → event → handler. A terminal state has an empty row: nothing can happen to it any more.
 TABLE: Mapping[State, Mapping[type, _Handler]] = {
     State.QUEUED: {
-        RunPlaced: _placed,
+        RunPlaced: lambda run, _: (msgspec.structs.replace(run, fence=run.fence + 1, state=State.STARTING), ()),
         StopAsked: _stop_in_queue,
-        Restored: _restored,
-        Unsatisfiable: _unsatisfiable,
+        Restored: lambda run, _: _conclude(run, Reason.SERVER_RESTORED),
+        Unsatisfiable: lambda run, _: _conclude(run, Reason.UNSATISFIABLE),
     },
     State.STARTING: {
         UserCodeStarted: _started,
