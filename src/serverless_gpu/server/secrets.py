@@ -17,7 +17,7 @@ from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.http.routing import Call, Query, Routes, reading, writing
 from serverless_gpu.server.records import audit, principals, stored_secrets
 from serverless_gpu.server.records.audit import Action
-from serverless_gpu.server.records.stored_secrets import By, Whose
+from serverless_gpu.server.records.stored_secrets import ChangedBy, SecretOwner
 from serverless_gpu.wire.access import SecretList, SecretRequest, SecretView
 
 
@@ -37,7 +37,7 @@ class SecretService:
         def work(connection: sa.Connection) -> SecretView:
             whose = _whose(connection, who, request.team, reach)
             made, is_new = stored_secrets.put(
-                connection, self._sealer, whose, name, request.value, By(who.name, now_ns)
+                connection, self._sealer, whose, name, request.value, ChangedBy(who.name, now_ns)
             )
             if is_new:
                 _record(connection, who, Action.SECRET_SET, made, now_ns)
@@ -51,7 +51,7 @@ class SecretService:
 
         def work(connection: sa.Connection) -> SecretView:
             whose = _whose(connection, who, team, reach)
-            gone = stored_secrets.delete(connection, whose, name, By(who.name, now_ns))
+            gone = stored_secrets.delete(connection, whose, name, ChangedBy(who.name, now_ns))
             _record(connection, who, Action.SECRET_DELETE, gone, now_ns)
             return gone
 
@@ -68,19 +68,19 @@ class SecretService:
         """Remove values that were replaced, and that no attempt has any more."""
         for whose, name in self._database.read(stored_secrets.replaced):
 
-            def work(connection: sa.Connection, whose: Whose = whose, name: str = name) -> None:
+            def work(connection: sa.Connection, whose: SecretOwner = whose, name: str = name) -> None:
                 stored_secrets.tidy(connection, whose, name)
 
             self._database.write(work)
 
 
-def _whose(connection: sa.Connection, who: Caller, team: str, reach: str) -> Whose:
+def _whose(connection: sa.Connection, who: Caller, team: str, reach: str) -> SecretOwner:
     if not team:
-        return Whose("user", who.name)
+        return SecretOwner("user", who.name)
     if reach != AccessReach.ALL and not (reach == AccessReach.TEAM and team in who.teams):
         raise NotFound(f"there is no team {team[:64]!r}")
     principals.team(connection, team)
-    return Whose("team", team)
+    return SecretOwner("team", team)
 
 
 def _record(connection: sa.Connection, who: Caller, action: Action, view: SecretView, now_ns: int) -> None:

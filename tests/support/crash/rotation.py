@@ -27,7 +27,7 @@ from serverless_gpu.server.records import audit, principals, runs, stored_secret
 from serverless_gpu.server.records.attempts import NewAttempt
 from serverless_gpu.server.records.crews import NewCrew
 from serverless_gpu.server.records.principals import NewToken
-from serverless_gpu.server.records.stored_secrets import By, Whose
+from serverless_gpu.server.records.stored_secrets import ChangedBy, SecretOwner
 from serverless_gpu.wire.access import PrincipalRequest
 from tests.support.server.agents import hello
 from tests.support.server.stored import T0, add_node, new_run
@@ -59,7 +59,9 @@ class Server:
                 connection.execute(tables.nodes.update().values(said))
                 principals.create_principal(connection, PrincipalRequest(name="alice"), now_ns=T0)
                 principals.create_token(connection, NewToken(principal="alice"), secret=self.alice, now_ns=T0)
-                stored_secrets.put(connection, sealer, Whose("user", "alice"), "HF", VALUE, By("alice", T0))
+                stored_secrets.put(
+                    connection, sealer, SecretOwner("user", "alice"), "HF", VALUE, ChangedBy("alice", T0)
+                )
 
             database.write(work)
             self.waiting, self.running = self._run(database, sealer), self._run(database, sealer)

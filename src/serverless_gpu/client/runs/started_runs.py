@@ -71,7 +71,7 @@ def _name_unfinished() -> None:
     going, unknown = [], far
     if far:
         with contextlib.suppress(ServerlessGpuError, OSError):
-            going = load("serverless_gpu.client.remote.remote_run").unfinished(far[:_ASKED_MAX])
+            going = load("serverless_gpu.client.remote.remote_run").unfinished_runs(far[:_ASKED_MAX])
             unknown = far[_ASKED_MAX:]
     text = unfinished_text(here + going, unknown)
     if text:

@@ -33,14 +33,14 @@ from serverless_gpu.server.records.runs import StoredRun
 from serverless_gpu.wire.access import SecretValue, SecretView
 
 
-class By(NamedTuple):
+class ChangedBy(NamedTuple):
     """Who changes something, and when: nanoseconds since 1970."""
 
     name: str
     now_ns: int
 
 
-class Whose(NamedTuple):
+class SecretOwner(NamedTuple):
     """Whose a secret is: kind is "user" (any principal) or "team"."""
 
     kind: str
@@ -48,7 +48,7 @@ class Whose(NamedTuple):
 
 
 def put(
-    connection: sa.Connection, sealer: Sealer, whose: Whose, name: str, value: bytes, by: By
+    connection: sa.Connection, sealer: Sealer, whose: SecretOwner, name: str, value: bytes, by: ChangedBy
 ) -> tuple[SecretView, bool]:
     """Write the next version of a secret; return it, and whether that was news.
 
@@ -82,7 +82,7 @@ def put(
     return _view(written), True
 
 
-def delete(connection: sa.Connection, whose: Whose, name: str, by: By) -> SecretView:
+def delete(connection: sa.Connection, whose: SecretOwner, name: str, by: ChangedBy) -> SecretView:
     """Take away every value of a secret; its number stays, so that a version is never two things."""
     last = _last(connection, whose, name)
     if last is None or last.sealed is None:
@@ -111,14 +111,14 @@ def listed(connection: sa.Connection, name: str, teams: Sequence[str], *, everyb
 
 def pins(connection: sa.Connection, sealer: Sealer, owner: str, team: str, names: Sequence[str]) -> tuple[Pinned, ...]:
     """Return the versions that an attempt gets now."""
-    mine = [Whose("user", owner)]
+    mine = [SecretOwner("user", owner)]
     if (
         team
         and connection.execute(
             sa.select(members.c.team).where(members.c.team == team, members.c.principal == owner)
         ).first()
     ):
-        mine.append(Whose("team", team))
+        mine.append(SecretOwner("team", team))
     found: list[Pinned] = []
     for name in names:
         last = next((row for whose in mine if (row := _last(connection, whose, name)) and row.sealed), None)
@@ -128,7 +128,7 @@ def pins(connection: sa.Connection, sealer: Sealer, owner: str, team: str, names
                 f"there is no secret {name[:64]!r}: {whose}",
                 hint=f"`sgpu secret set {name[:64]}` makes one; one of a team is for runs with team=",
             )
-        _require_open(sealer, Whose(last.kind, last.owner), name, last)
+        _require_open(sealer, SecretOwner(last.kind, last.owner), name, last)
         found.append(Pinned(name=name, version=last.version, team=last.owner if last.kind == "team" else ""))
     return tuple(found)
 
@@ -139,7 +139,7 @@ def values(
     """Return what the node of an attempt gets."""
     found: list[SecretValue] = []
     for one in pinned:
-        whose = Whose("team", one.team) if one.team else Whose("user", run.owner)
+        whose = SecretOwner("team", one.team) if one.team else SecretOwner("user", run.owner)
         row = connection.execute(
             sa.select(secrets.c.sealed).where(_is(whose, one.name), secrets.c.version == one.version)
         ).first()
@@ -150,11 +150,11 @@ def values(
     return tuple(found)
 
 
-def sealed_by_another(connection: sa.Connection, sealer: Sealer) -> list[tuple[Whose, str, int]]:
+def sealed_by_another(connection: sa.Connection, sealer: Sealer) -> list[tuple[SecretOwner, str, int]]:
     """Return the secrets, version by version, whose values another key sealed."""
     query = sa.select(secrets.c.kind, secrets.c.owner, secrets.c.name, secrets.c.version, secrets.c.sealed)
     rows = connection.execute(query.where(secrets.c.sealed.is_not(None)).order_by(secrets.c.name, secrets.c.version))
-    return [(Whose(row.kind, row.owner), row.name, row.version) for row in rows if not sealer.is_mine(row.sealed)]
+    return [(SecretOwner(row.kind, row.owner), row.name, row.version) for row in rows if not sealer.is_mine(row.sealed)]
 
 
 def take_away_sealed_by_another(connection: sa.Connection, sealer: Sealer) -> list[str]:
@@ -184,7 +184,7 @@ def reseal(connection: sa.Connection, old: Sealer, new: Sealer) -> int:
     return count
 
 
-def tidy(connection: sa.Connection, whose: Whose, name: str) -> None:
+def tidy(connection: sa.Connection, whose: SecretOwner, name: str) -> None:
     """Remove the versions before the last that no attempt has any more."""
     last = _last(connection, whose, name)
     kept = {last.version} if last is not None else set()
@@ -194,13 +194,13 @@ def tidy(connection: sa.Connection, whose: Whose, name: str) -> None:
     connection.execute(secrets.delete().where(_is(whose, name), secrets.c.version.not_in(kept)))
 
 
-def replaced(connection: sa.Connection) -> list[tuple[Whose, str]]:
+def replaced(connection: sa.Connection) -> list[tuple[SecretOwner, str]]:
     """Return the secrets of which an older version is still there."""
     query = sa.select(secrets.c.kind, secrets.c.owner, secrets.c.name).group_by(
         secrets.c.kind, secrets.c.owner, secrets.c.name
     )
     rows = connection.execute(query.having(sa.func.count() > 1))
-    return [(Whose(row.kind, row.owner), row.name) for row in rows]
+    return [(SecretOwner(row.kind, row.owner), row.name) for row in rows]
 
 
 def _in_use(connection: sa.Connection) -> list[tuple[str, str, str, int]]:
@@ -219,16 +219,16 @@ def _in_use(connection: sa.Connection) -> list[tuple[str, str, str, int]]:
     return found
 
 
-def _last(connection: sa.Connection, whose: Whose, name: str) -> sa.Row[tuple[object, ...]] | None:
+def _last(connection: sa.Connection, whose: SecretOwner, name: str) -> sa.Row[tuple[object, ...]] | None:
     query = sa.select(secrets).where(_is(whose, name)).order_by(secrets.c.version.desc()).limit(1)
     return connection.execute(query).first()
 
 
-def _is(whose: Whose, name: str) -> sa.ColumnElement[bool]:
+def _is(whose: SecretOwner, name: str) -> sa.ColumnElement[bool]:
     return sa.and_(secrets.c.kind == whose.kind, secrets.c.owner == whose.owner, secrets.c.name == name)
 
 
-def _require_open(sealer: Sealer, whose: Whose, name: str, row: sa.Row[Any]) -> None:
+def _require_open(sealer: Sealer, whose: SecretOwner, name: str, row: sa.Row[Any]) -> None:
     """Return if a value can be opened."""
     try:
         sealer.unseal(row.sealed, about=_about(whose, name, row.version))
@@ -240,7 +240,7 @@ def _require_open(sealer: Sealer, whose: Whose, name: str, row: sa.Row[Any]) -> 
         ) from None
 
 
-def _about(whose: Whose, name: str, version: int) -> str:
+def _about(whose: SecretOwner, name: str, version: int) -> str:
     """Return what a value is sealed for: copied into another row, it does not open."""
     return f"secret:{whose.kind}:{whose.owner}:{name}:{version}"
 
