@@ -1,4 +1,4 @@
-"""Where gangs can be placed: this machine (`local.py`), a Ray cluster (`ray/`), machines of tests (`simulated_engine.py`).
+"""Where gangs can be placed: this machine (`local.py`), a Ray cluster (`ray/`), simulated machines.
 
 `base.py` has the interface.
 """

@@ -129,12 +129,9 @@ class AttemptUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def together(attempts: Iterable[AttemptUse], *, waits_ms: int = 0, is_final: bool = True) -> Cost:
-    """Return what a run used over all of its attempts.
+    """Return what a run used over all of its attempts, which are in order.
 
-    Args:
-        attempts: what each used, in order.
-        waits_ms: for how long it has waited by now for the next one.
-        is_final: whether there will be no other attempt.
+    `waits_ms` is for how long it has waited by now for the next one; `is_final` when there will be no other attempt.
     """
     found = list(attempts)
     lines = [line for each in found for line in each.lines]
@@ -248,21 +245,21 @@ def estimated(devices: Devices, lasting: Lasting, *, advice: str = "") -> CostEs
         rate     = devices × price of one + cores × price of one + GiB × price of one      an hour, each if it is priced
         at most  = rate × time limit × attempts                                            about = rate × expected time
 
-    Args:
-        devices: what it would have.
-        lasting: how long.
-        advice: what sets a price, for those who find none.
+    `advice` names what sets a price, for those who find none.
     """
     tariff = devices.tariff
     most_ms = None if lasting.limit_s is None else round(lasting.limit_s * 1000) * lasting.tries
     about_ms = None if lasting.expected_s is None else round(lasting.expected_s * 1000)
+    past = "of its name too few runs have ended well to say how long it takes"
+    if lasting.expected_s is not None:
+        past = f"4 of 5 earlier runs of its name took {_duration(lasting.expected_s)} or less"
     return CostEstimate(
         currency=tariff.currency,
         micros_per_hour=_micros(devices, units.MS_PER_HOUR),
         at_timeout_micros=None if most_ms is None else _micros(devices, most_ms),
         expected_micros=None if about_ms is None else _micros(devices, about_ms),
         expected_s=lasting.expected_s,
-        basis="; ".join(filter(None, (_rate_text(devices, advice), _length_text(lasting), _past_text(lasting)))),
+        basis="; ".join(filter(None, (_rate_text(devices, advice), _length_text(lasting), past))),
         at_timeout_gpu_ms=None if most_ms is None else devices.count * most_ms,
         expected_gpu_ms=None if about_ms is None else devices.count * about_ms,
         resumes=lasting.resumes,

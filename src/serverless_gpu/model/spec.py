@@ -283,22 +283,9 @@ def make_spec(
     options: Mapping[str, object],
     own: Sequence[GpuType],
 ) -> RunSpec:
-    """Return the RunSpec for what a user wrote.
+    """Return the RunSpec for what a user wrote; `options` are those without a parameter of their own.
 
-    Args:
-        gpus: number of GPUs, or None for every GPU of the node.
-        gpu_type: name from the catalogue, any case, or None.
-        remote: whether to run through a server.
-        timeout: seconds, or None.
-        options: the other options by name.
-        own: GPU types from the configuration.
-
-    Returns:
-        The validated spec.
-
-    Raises:
-        InvalidOption: an option does not exist, or its type is wrong.
-        InvalidValue: a value is not possible.
+    Raises InvalidOption when an option does not exist, or its type is wrong; InvalidValue when a value is not possible.
     """
     _refuse_unknown(options)
     asked = dict(options)
@@ -348,11 +335,7 @@ def make_spec(
 
 
 def check_command(command: Command) -> None:
-    """Refuse a program that no node can start.
-
-    Raises:
-        InvalidValue: there is none, or an argument is not text that a program can be given.
-    """
+    """Refuse a program that no node can start. Raises InvalidValue."""
     if not command.argv or not command.argv[0]:
         raise InvalidValue("a command needs a program", hint="for example: python train.py")
     if len(command.argv) > ARGUMENTS_MAX:
@@ -372,16 +355,9 @@ def is_text(value: str) -> bool:
 
 
 def hang_warning_s(text: str | None) -> float:
-    """Return after how many seconds without progress that is said.
+    """Return after how many seconds without progress a run is warned, 0 for never; of `SERVERLESS_GPU_HANG_WARNING`.
 
-    Args:
-        text: what `SERVERLESS_GPU_HANG_WARNING` says, or None where it is not set.
-
-    Returns:
-        Seconds; 0 for never.
-
-    Raises:
-        InvalidValue: it is no number of seconds.
+    Raises InvalidValue when it is no number of seconds.
     """
     if not text:
         return DEFAULT_HANG_WARNING_S
@@ -420,11 +396,7 @@ def _environment(value: object, remote: bool) -> AskedEnvironment:
 
 
 def flag(name: str, value: object) -> bool:
-    """Return a switch a user gave.
-
-    Raises:
-        InvalidOption: it is neither True nor False.
-    """
+    """Return a switch a user gave. Raises InvalidOption when it is neither True nor False."""
     if not isinstance(value, bool):
         raise InvalidOption(f"{name} must be True or False, not {value!r}")
     return value
@@ -441,9 +413,7 @@ def _whole(name: str, value: object, least: int, most: int) -> int:
 def seconds(name: str, value: object) -> float:
     """Return a duration a user gave, in seconds: a number of them, or text with a unit, ``"5m"``.
 
-    Raises:
-        InvalidOption: it is neither.
-        InvalidValue: it is not positive, or absurdly long.
+    Raises InvalidOption when it is neither, InvalidValue when it is not positive, or absurdly long.
     """
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
@@ -460,9 +430,7 @@ def seconds(name: str, value: object) -> float:
 def patience(name: str, value: object) -> float | None:
     """Return how long to wait, in seconds, or None for as long as it takes; what is below 0 is 0.
 
-    Raises:
-        InvalidOption: it is not a number.
-        InvalidValue: it is no number that can be waited for.
+    Raises InvalidOption when it is not a number, InvalidValue when it cannot be waited for.
     """
     if value is None:
         return None
@@ -492,15 +460,9 @@ _BYTE_UNITS = {
 
 
 def parse_bytes(name: str, value: object) -> int:
-    """Return a number of bytes that was given as such or as a string like ``"64GiB"``.
+    """Return a number of bytes that was given as such or as a string like ``"64GiB"``; `name` is for the message.
 
-    Args:
-        name: what it is, for the message.
-        value: what was written.
-
-    Raises:
-        InvalidOption: it does not read like that.
-        InvalidValue: it is not between 1 byte and 1 EiB.
+    Raises InvalidOption when it does not read like that, InvalidValue when it is not between 1 byte and 1 EiB.
     """
     if isinstance(value, str):
         text = value.strip().upper().removesuffix("B")

@@ -173,18 +173,18 @@ def server_status(home: Path) -> ServerState | None:
     except ServerlessGpuError as error:
         return ServerState(url=url, ok=False, problem=error.message)
     state, runs = load("serverless_gpu.wire.state"), load("serverless_gpu.wire.runs")
-    principals, agents = load("serverless_gpu.wire.access"), load("serverless_gpu.wire.agents")
+    access, fleet = load("serverless_gpu.wire.access"), load("serverless_gpu.wire.nodes")
     try:
         health = connection.health()
         version = connection.ask("GET", "/version", answer=state.Version)
-        me = connection.ask("GET", "/whoami", answer=principals.PrincipalView)
+        me = connection.ask("GET", "/whoami", answer=access.PrincipalView)
         live = ",".join(each.value for each in State if each not in TERMINAL)
         query = {"state": live, "limit": str(_RUNS_MAX)}
         found = connection.ask("GET", "/runs", answer=runs.RunPage, query=query).runs
         nodes: dict[str, int] | None = None
         draining = ""
         with contextlib.suppress(NotAllowed):
-            states = [node.state for node in connection.ask("GET", "/nodes", answer=agents.NodeList).nodes]
+            states = [node.state for node in connection.ask("GET", "/nodes", answer=fleet.NodeList).nodes]
             nodes = {each: states.count(each) for each in dict.fromkeys(states)}
             drain = connection.ask("GET", "/drain", answer=state.DrainView)
             draining = f"{drain.by}{f' ({drain.note})' if drain.note else ''}" if drain.on else ""

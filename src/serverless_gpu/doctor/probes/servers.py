@@ -78,7 +78,7 @@ def look_at_server(environ: Mapping[str, str]) -> ServerFacts:
 def _asked(facts: ServerFacts, profile: ServerProfile) -> ServerFacts:
     """Ask one thing after the other, until it is clear what is wrong."""
     state, base = load("serverless_gpu.wire.state"), load("serverless_gpu.wire.base")
-    principals, agents = load("serverless_gpu.wire.access"), load("serverless_gpu.wire.agents")
+    access, fleet = load("serverless_gpu.wire.access"), load("serverless_gpu.wire.nodes")
     connection = load("serverless_gpu.wire.connection").Connection(profile.url, profile.token, ca=profile.ca)
     replace = msgspec.structs.replace
     try:
@@ -97,19 +97,19 @@ def _asked(facts: ServerFacts, profile: ServerProfile) -> ServerFacts:
             unwell=_unwell(connection),
         )
         try:
-            me = connection.ask("GET", "/whoami", answer=principals.PrincipalView)
+            me = connection.ask("GET", "/whoami", answer=access.PrincipalView)
         except ServerlessGpuError as error:
             return replace(facts, token_problem=error.message)
         facts = replace(facts, principal=f"{me.name} ({me.role})")
         with contextlib.suppress(NotAllowed):
-            found = connection.ask("GET", "/nodes", answer=agents.NodeList).nodes
+            found = connection.ask("GET", "/nodes", answer=fleet.NodeList).nodes
             facts = replace(facts, nodes=tuple(_node(each, facts.clock_ahead_s) for each in found))
         with contextlib.suppress(NotAllowed):
-            pools = connection.ask("GET", "/pools", answer=agents.PoolList).pools
+            pools = connection.ask("GET", "/pools", answer=fleet.PoolList).pools
             shared = tuple(pool.name for pool in pools if pool.isolation == "none")
             closed = tuple(pool.name for pool in pools if pool.isolation != "none")
             facts = replace(facts, shared_pools=shared, closed_pools=closed)
-            users = connection.ask("GET", "/users", answer=principals.PrincipalList).principals
+            users = connection.ask("GET", "/users", answer=access.PrincipalList).principals
             starting = [each for each in users if not each.disabled and reach(each.role, "runs", write=True) != "none"]
             facts = replace(facts, principals=len(starting))
         return facts

@@ -1,4 +1,4 @@
-"""The runtime that lives in the user's own environment: zygote, stem, ranks; payloads, the call, and how a failure travels.
+"""The runtime that lives in the user's own environment: zygote, stem, ranks; payloads, the call, failures.
 
     launcher ─▶ zygote ─▶ stem ─▶ rank      start here: `rank.py`; `protocol.py` has all messages
     rank: `call.py` `payload.py` `failure.py` `process_group.py` `command.py` `actor.py`, `mlflow/`, `raycluster/`
