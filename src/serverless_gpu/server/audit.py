@@ -57,8 +57,12 @@ class AuditChainWriter:
         """Chain what is not chained yet; return when to look again."""
         if not self._database.read(lambda connection: self._is_pending(connection, now_ns)):
             return now_ns + round(EVERY_S * 1e9)
-        after_seq = self._after_seq
-        self._database.write(lambda connection: _chain(connection, after_seq))
+
+        def work(connection: sa.Connection) -> None:
+            audit.chain(connection, after_seq=self._after_seq, limit=AT_ONCE)
+            faults.reach("in_audit_chain")
+
+        self._database.write(work)
         return now_ns
 
     def _is_pending(self, connection: sa.Connection, now_ns: int) -> bool:
@@ -70,11 +74,6 @@ class AuditChainWriter:
         self._newest, self._back_ns = newest, now_ns + round(BACK_S * 1e9)
         self._after_seq = audit.chained_seq(connection)
         return False
-
-
-def _chain(connection: sa.Connection, after_seq: int) -> None:
-    audit.chain(connection, after_seq=after_seq, limit=AT_ONCE)
-    faults.reach("in_audit_chain")
 
 
 PAGE_LINKS = 1_000
@@ -118,19 +117,16 @@ class ChainCheck:
         while page:
             head, problem = follow(page, after=self._at)
             whole = head.number - self._at.number
-            self._remember(page[:whole], wrong)
+            for link in page[:whole]:
+                if link.number == self._last.number and link.sha256 != self._last.sha256:
+                    wrong.append((link.number, "it is another one than before, or one before it is"))
+                if link.number >= self._last.number:
+                    self._last = ChainHead(link.number, link.sha256)
             self._at, page = head, page[whole:]
             if problem:
                 wrong.append((page[0].number, problem))
                 self._at, page = ChainHead(page[0].number, page[0].sha256), page[1:]
         return wrong
-
-    def _remember(self, whole: list[ChainedEntry], wrong: list[Broken]) -> None:
-        for link in whole:
-            if link.number == self._last.number and link.sha256 != self._last.sha256:
-                wrong.append((link.number, "it is another one than before, or one before it is"))
-            if link.number >= self._last.number:
-                self._last = ChainHead(link.number, link.sha256)
 
 
 routes = Routes("audit")

@@ -5,8 +5,6 @@ Each change has an entry in the audit and wakes the scheduler. `runs/queue_views
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import sqlalchemy as sa
 
 from serverless_gpu.ambient import Clock
@@ -79,7 +77,10 @@ class PoolService:
         at_ns = self._clock.wall_ns()
 
         def work(connection: sa.Connection) -> None:
-            _find_somebody(connection, known, name)
+            if known == "team":
+                principals.team(connection, name)
+            else:
+                principals.principal(connection, name)
             shares.put(connection, StoredShare(kind=known, name=name, weight=weight, set_ns=at_ns))
             subject, detail = f"{known} {name}", {"weight": weight}
             audit.record(connection, who=who, action=Action.SHARE_SET, subject=subject, now_ns=at_ns, detail=detail)
@@ -137,11 +138,6 @@ def _kind(kind: str) -> Kind:
         if kind == known:
             return known
     raise InvalidValue(f"there are no shares of a {kind[:64]!r}", hint=f"there are shares of: {', '.join(KINDS)}")
-
-
-def _find_somebody(connection: sa.Connection, kind: Kind, name: str) -> None:
-    find: Callable[[sa.Connection, str], object] = principals.team if kind == "team" else principals.principal
-    find(connection, name)
 
 
 def unknown_name(what: str, name: str, there: list[str]) -> InvalidValue:

@@ -41,12 +41,12 @@ class Line:
 
     def say(self, word: messages.MonitorMessage) -> None:
         """Say a word."""
-        messages.say(self.channel, word)
+        messages.send(self.channel, word)
 
     def wait_for(self, kind: type[W]) -> W:
         """Return the next word of a kind."""
         while True:
-            word = messages.hear(self.channel)
+            word = messages.receive(self.channel)
             assert word is not None, "the monitor is gone"
             if isinstance(word, kind):
                 return word
@@ -205,7 +205,7 @@ def test_it_ends_when_its_home_is_gone(monitored: Home) -> None:
 
 def test_words_that_make_no_sense_cost_their_speaker_the_connection(monitored: Home, line: Line, other: Line) -> None:
     line.channel.send(b'{"type": "poem"}')
-    assert messages.hear(line.channel) is None
+    assert messages.receive(line.channel) is None
     other.say(messages.WatchNode())
     assert other.wait_for(messages.NodeFrame).attempts == ()
 

@@ -64,11 +64,11 @@ class FramingMonitor:
         with contextlib.closing(channel), contextlib.suppress(OSError):
             if not select.select([channel], [], [], 10)[0]:
                 return
-            word = messages.hear(channel)
+            word = messages.receive(channel)
             if not isinstance(word, messages.WatchNode):
                 return
             self.watches.append(word)
             number = 0
             while not self._over.wait(_FRAME_S):
-                messages.say(channel, self._frame(number))
+                messages.send(channel, self._frame(number))
                 number += 1

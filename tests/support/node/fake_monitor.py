@@ -53,7 +53,7 @@ class FakeMonitor:
 
     def hear(self, peer: Channel) -> messages.AnyMonitorMessage | None:
         """Take one word and answer it."""
-        word = messages.hear(peer)
+        word = messages.receive(peer)
         if word is None:
             self.ended += 1
             return None
@@ -61,7 +61,7 @@ class FakeMonitor:
             self.heard.append(word)
         for answer in self._answers(word):
             with contextlib.suppress(OSError):
-                messages.say(peer, answer)
+                messages.send(peer, answer)
         return word
 
     def all(self, kind: type[W]) -> list[W]:

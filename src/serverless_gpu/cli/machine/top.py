@@ -187,7 +187,7 @@ class Feed:
         """Subscribe to the monitor's frames; raises OSError when it has just ended."""
         channel = self._connect()
         try:
-            messages.say(channel, messages.WatchNode(fakes=self._fakes))
+            messages.send(channel, messages.WatchNode(fakes=self._fakes))
             channel.sock.setblocking(False)
         except OSError:
             channel.close()
@@ -202,7 +202,7 @@ class Feed:
         new = False
         while self._channel is not None:
             try:
-                word = messages.hear(self._channel)
+                word = messages.receive(self._channel)
             except BlockingIOError:
                 break
             except (OSError, msgspec.MsgspecError):

@@ -53,14 +53,14 @@ class MonitorConnection:
         self._process: subprocess.Popen[bytes] | None = None
         self._ready_fd = -1
         self._wanted = _has_undelivered(home)
-        self._word: messages.Prepare | None = None
+        self._preparation: messages.Prepare | None = None
         self._pause_ns = _PAUSE_NS
         self._again_ns = 0
 
-    def want(self, word: messages.Prepare | None = None) -> None:
+    def want(self, preparation: messages.Prepare | None = None) -> None:
         """Have a monitor, soon, and have it prepared for a run that is likely to come."""
         self._wanted = True
-        self._word = word if word is not None else self._word
+        self._preparation = preparation if preparation is not None else self._preparation
 
     def tend(self, *, busy: bool) -> None:
         """Start it if it is wanted and not there; `busy` wants a lost one back."""
@@ -105,14 +105,14 @@ class MonitorConnection:
         return True
 
     def _prepare(self, peer: Peer) -> None:
-        word, self._word = self._word, None
-        if word is not None:
+        preparation, self._preparation = self._preparation, None
+        if preparation is not None:
             with contextlib.suppress(OSError):
-                peer.say(word, passing=True)
+                peer.send(preparation, passing=True)
 
     def _hear(self, peer: Peer) -> None:
         with contextlib.suppress(BlockingIOError):
-            if peer.hear() is None:
+            if peer.receive() is None:
                 self._lose(peer)
                 return
             self._pause_ns = _PAUSE_NS
@@ -231,8 +231,8 @@ def _end(path: Path, pid: int) -> bool:
         try:
             sock.connect(str(path))
             channel = Channel(sock)
-            messages.say(channel, messages.RetireMonitor())
-            if messages.hear(channel) is not None:
+            messages.send(channel, messages.RetireMonitor())
+            if messages.receive(channel) is not None:
                 return False
         except TimeoutError:
             limit_s = 0

@@ -70,7 +70,7 @@ class AttemptDelivery:
         wake: Callable[[], None],
     ) -> None:
         observe = self._observe = kept.observe
-        self.word: messages.TrackedNote | messages.Untracked | None = None  # where it is tracked, or None while unknown
+        self.status: messages.TrackedNote | messages.Untracked | None = None  # where it is tracked, or None while unknown
         self.held = held  # its file in the backlog, if any
         self._answer: messages.TrackedNote | messages.Untracked | None = None
         self._environ = environ
@@ -111,7 +111,7 @@ class AttemptDelivery:
         noted = TrackingNote()
         with contextlib.suppress(OSError, msgspec.MsgspecError), self._path.open("rb") as file:
             noted = from_json(file.read(_BYTES_MAX), TrackingNote)
-        if not isinstance(self.word, messages.TrackedNote) and noted.state != "ready":
+        if not isinstance(self.status, messages.TrackedNote) and noted.state != "ready":
             self._note(TrackingNote())
         self._thread.start()
 
@@ -138,7 +138,7 @@ class AttemptDelivery:
 
     def tend(self) -> None:
         """Show ranks that the delivery lives; go on at once when the home's server has come up."""
-        if isinstance(self.word, messages.TrackedNote) or self.is_done:
+        if isinstance(self.status, messages.TrackedNote) or self.is_done:
             return
         with contextlib.suppress(OSError):
             os.utime(self._path)
@@ -146,7 +146,7 @@ class AttemptDelivery:
             os.unlink(self._asked)  # a rank has seen that MLflow answers
             self._delivery.wake()
         tracker = self._observe.spec.tracker
-        if isinstance(self.word, messages.Untracked) and tracker is not None and not tracker.uri:
+        if isinstance(self.status, messages.Untracked) and tracker is not None and not tracker.uri:
             with contextlib.suppress(TrackerAway):
                 self._address()
                 self._delivery.wake()
@@ -186,10 +186,10 @@ class AttemptDelivery:
             self.untracked("the delivery to MLflow failed; the node's monitor.log says how", final=True)
         self._wake()
 
-    def _tell(self, word: messages.MonitorMessage) -> None:
-        if isinstance(word, messages.TrackedNote | messages.Untracked):
-            self.word = self._answer = word
-        self._news.put(word)
+    def _tell(self, message: messages.MonitorMessage) -> None:
+        if isinstance(message, messages.TrackedNote | messages.Untracked):
+            self.status = self._answer = message
+        self._news.put(message)
         self._wake()
 
     # --- where to ------------------------------------------------------------------------------------------------

@@ -186,12 +186,12 @@ def monitor_socket(sockets: Path) -> Path:
     return sockets / f"monitor-{PROTOCOL}-{__version__}.sock"
 
 
-def say(channel: Channel, word: MonitorMessage) -> None:
+def send(channel: Channel, message: MonitorMessage) -> None:
     """Send a message; raises OSError if the peer is gone, BlockingIOError if it does not read."""
-    channel.send(_encoder.encode(word), ())
+    channel.send(_encoder.encode(message), ())
 
 
-def hear(channel: Channel) -> AnyMonitorMessage | None:
+def receive(channel: Channel) -> AnyMonitorMessage | None:
     """Return the next message, or None when the peer is gone.
 
     Raises MsgspecError for another protocol, OSError for a broken connection, BlockingIOError when nothing is there.
@@ -199,9 +199,9 @@ def hear(channel: Channel) -> AnyMonitorMessage | None:
     received = channel.receive()
     if received is None:
         return None
-    word = decoded(_decoder, received)
+    message = decoded(_decoder, received)
     close_all(received[1])  # a monitor takes no descriptors
-    return word
+    return message
 
 
 class Peer:
@@ -218,28 +218,28 @@ class Peer:
         """Return whether something waits to be said."""
         return bool(self._pending)
 
-    def say(self, word: MonitorMessage, *, passing: bool = False) -> None:
+    def send(self, message: MonitorMessage, *, passing: bool = False) -> None:
         """Send or queue a message, dropping a passing one while another waits; raises OSError if it is gone."""
         if passing and self._pending:
             return
-        self._pending.append(word)
+        self._pending.append(message)
         self.flush(keep=not passing)
 
     def flush(self, *, keep: bool = True) -> None:
         """Send the queue as far as the other side reads, and `keep` the rest or not; raises OSError."""
         while self._pending:
             try:
-                say(self.channel, self._pending[0])
+                send(self.channel, self._pending[0])
             except BlockingIOError:
                 if not keep:
                     self._pending.popleft()
                 return
             self._pending.popleft()
 
-    def hear(self) -> AnyMonitorMessage | None:
+    def receive(self) -> AnyMonitorMessage | None:
         """Return the next message, or None when the other side is gone or makes no sense; BlockingIOError."""
         try:
-            return hear(self.channel)
+            return receive(self.channel)
         except BlockingIOError:
             raise
         except (OSError, msgspec.MsgspecError):

@@ -158,30 +158,30 @@ class Monitor:
 
     def _hear(self, peer: Peer) -> None:
         try:
-            word = peer.hear()
+            message = peer.receive()
         except BlockingIOError:
             return
         self._used_ns = self._clock.boottime_ns()
-        if word is None:
+        if message is None:
             self._drop(peer)
             return
-        match word:
+        match message:
             case messages.Observe():
-                self._observe(peer, word)
+                self._observe(peer, message)
             case messages.WatchNode():
-                peer.watch = word
+                peer.watch = message
                 self._due_ns = 0
             case messages.RetireMonitor():
                 self._retiring_ns = self._clock.boottime_ns()
                 if self._is_observing():
                     with contextlib.suppress(OSError):
-                        peer.say(messages.UserSentence(sentence="it ends with the last attempt that goes on"))
+                        peer.send(messages.UserSentence(sentence="it ends with the last attempt that goes on"))
             case messages.Ranks() | messages.EndingNote() | messages.Settled() if peer in self._of_peer:
                 if not self._is_needed():
                     self._due_ns = self._clock.boottime_ns() + _FIRST_NS
-                self._of_peer[peer].hear(word)
+                self._of_peer[peer].receive(message)
             case messages.Prepare():
-                self._deliveries.prepare(word)
+                self._deliveries.prepare(message)
             case _:
                 pass
 
@@ -250,7 +250,7 @@ class Monitor:
         )
         for peer in watchers:
             with contextlib.suppress(OSError):
-                peer.say(frame, passing=True)
+                peer.send(frame, passing=True)
 
     # --- small things --------------------------------------------------------------------------------------------
 
@@ -286,11 +286,11 @@ class MlflowDeliveries:
         self._waiting: dict[str, str] = {}  # for credentials of a tracker, by attempt
         self._looked_ns: int | None = None
 
-    def prepare(self, word: messages.Prepare) -> None:
+    def prepare(self, message: messages.Prepare) -> None:
         """Have the home's server ready where a run is going to need it."""
-        if not word.tracker.uri:
-            ensure_server(self._home, word.python, word.tracker.store, environ=word.environ)
-        self._remember(word.tracker.uri, word.environ)
+        if not message.tracker.uri:
+            ensure_server(self._home, message.python, message.tracker.store, environ=message.environ)
+        self._remember(message.tracker.uri, message.environ)
 
     def begin(self, recorder: Recorder) -> None:
         """Deliver an attempt that is observed, if it is to be tracked."""
@@ -300,26 +300,26 @@ class MlflowDeliveries:
         self._remember(observe.spec.tracker.uri, observe.environ)
         kept = BacklogAttempt(observe=observe, origin_ns=recorder.origin_ns)
         held = self._backlog.keep(observe, recorder.origin_ns)
-        delivering = recorder.delivering = AttemptDelivery(self._home, kept, observe.environ, held, self._wake)
+        delivery = recorder.delivery = AttemptDelivery(self._home, kept, observe.environ, held, self._wake)
         # Known already: ranks need not wait to hear it. Their file says it when it has been tried again.
-        delivering.word = self._away.get(delivering.target)
-        delivering.start()
+        delivery.status = self._away.get(delivery.target)
+        delivery.start()
 
     def tend(self, recorders: Mapping[str, Recorder]) -> Iterator[Recorder]:
         """Look after those that have ended; yield recorders of attempts that an earlier monitor left."""
         ended = 0
         for recorder in recorders.values():
-            delivering = recorder.delivering
-            if delivering is None:
+            delivery = recorder.delivery
+            if delivery is None:
                 continue
-            if self._note(delivering):
-                self._recover(delivering.target, recorders)
-            if delivering.is_done:
-                self._bury(delivering)
+            if self._note(delivery):
+                self._recover(delivery.target, recorders)
+            if delivery.is_done:
+                self._bury(delivery)
             elif not recorder.is_observed:
                 ended += 1
                 if ended > ENDED_MAX:
-                    delivering.stop()
+                    delivery.stop()
         now_ns = self._clock.boottime_ns()
         if ended < ENDED_MAX and (self._looked_ns is None or now_ns - self._looked_ns > _LOOK_NS):
             self._looked_ns = now_ns
@@ -331,8 +331,8 @@ class MlflowDeliveries:
             target = target_of(kept.observe)
             environ = {**kept.observe.environ, **self._secrets.get(target, {})}
             recorder = Recorder(kept.observe, kept.origin_ns, self._clock)
-            recorder.delivering = AttemptDelivery(self._home, kept, environ, held, self._wake)
-            recorder.delivering.start()
+            recorder.delivery = AttemptDelivery(self._home, kept, environ, held, self._wake)
+            recorder.delivery.start()
             yield recorder
 
     def _is_ready(self, kept: BacklogAttempt) -> bool:
@@ -346,13 +346,13 @@ class MlflowDeliveries:
             return False
         return not is_live(Path(kept.observe.directory))
 
-    def _note(self, delivering: AttemptDelivery) -> bool:
+    def _note(self, delivery: AttemptDelivery) -> bool:
         """Remember whether a tracker answers; return whether it does again."""
-        match delivering.take_answer():
+        match delivery.take_answer():
             case messages.TrackedNote():
-                return self._away.pop(delivering.target, None) is not None
+                return self._away.pop(delivery.target, None) is not None
             case messages.Untracked(final=False) as away:
-                self._away[delivering.target] = away
+                self._away[delivery.target] = away
             case _:
                 pass
         return False
@@ -361,17 +361,17 @@ class MlflowDeliveries:
         """Have everything go on that waits for a tracker, now that it answers again."""
         self._looked_ns = None
         for recorder in recorders.values():
-            if recorder.delivering is not None and recorder.delivering.target == target:
-                recorder.delivering.wake()
+            if recorder.delivery is not None and recorder.delivery.target == target:
+                recorder.delivery.wake()
 
-    def _bury(self, delivering: AttemptDelivery) -> None:
-        if delivering.held is None:
+    def _bury(self, delivery: AttemptDelivery) -> None:
+        if delivery.held is None:
             return
-        if delivering.over:
-            delivering.held.drop()
+        if delivery.over:
+            delivery.held.drop()
         else:
-            delivering.held.leave()
-        delivering.held = None
+            delivery.held.leave()
+        delivery.held = None
 
     def _remember(self, target: str, environ: Mapping[str, str]) -> None:
         if target and has_secrets(environ):

@@ -52,7 +52,7 @@ class Recorder:
         self.observe = observe
         self.origin_ns = origin_ns
         self.peer: Peer | None = None  # its supervisor; None when that is gone
-        self.delivering: AttemptDelivery | None = None  # None where it is not tracked
+        self.delivery: AttemptDelivery | None = None  # None where it is not tracked
         self.state = State.QUEUED
         self.ranks: messages.Ranks | None = None  # its processes and devices; None before they run
         self._clock = clock
@@ -88,23 +88,23 @@ class Recorder:
         """Return whether there is nothing left to do for it."""
         if self.is_observed:
             return False
-        return self.delivering is None or (self.delivering.is_done and self.delivering.held is None)
+        return self.delivery is None or (self.delivery.is_done and self.delivery.held is None)
 
     # --- what its supervisor says --------------------------------------------------------------------------------
 
     def join(self, peer: Peer) -> None:
         """Take a connection for its supervisor's; one that connects again says everything again."""
         self.peer = peer
-        if self.delivering is None:
-            self.say(messages.Untracked(sentence="", final=True))
-        elif self.delivering.word is not None:
-            self.say(self.delivering.word)
+        if self.delivery is None:
+            self.send(messages.Untracked(sentence="", final=True))
+        elif self.delivery.status is not None:
+            self.send(self.delivery.status)
 
-    def hear(self, word: messages.AnyMonitorMessage) -> None:
-        """Take a word of its supervisor's."""
-        match word:
+    def receive(self, message: messages.AnyMonitorMessage) -> None:
+        """Take a message of its supervisor."""
+        match message:
             case messages.Ranks():
-                self._begin(word)
+                self._begin(message)
             case messages.EndingNote(state=state, reason=reason, sentence=sentence):
                 self._end(state, reason, sentence)
             case messages.Settled():
@@ -118,21 +118,21 @@ class Recorder:
         self._lost_ns = self._clock.boottime_ns()
         self._close()
 
-    def say(self, word: messages.MonitorMessage, *, passing: bool = False) -> None:
-        """Say something to its supervisor, if there is one."""
+    def send(self, message: messages.MonitorMessage, *, passing: bool = False) -> None:
+        """Send a message to its supervisor, if there is one."""
         if self.peer is not None:
             with contextlib.suppress(OSError):  # its end of file comes next, and says the same
-                self.peer.say(word, passing=passing)
+                self.peer.send(message, passing=passing)
 
     # --- what its delivery says, and its files -------------------------------------------------------------------
 
     def tend(self) -> None:
         """Pass on news of its tracking; follow its files where no supervisor is left."""
-        if self.delivering is None:
+        if self.delivery is None:
             return
-        for word in self.delivering.news():
-            self.say(word)
-        self.delivering.tend()
+        for message in self.delivery.news():
+            self.send(message)
+        self.delivery.tend()
         if self.peer is None and not self._has_settled:
             self._follow()
 
@@ -153,13 +153,13 @@ class Recorder:
     def _end(self, state: State, reason: Reason, sentence: str) -> None:
         self.state, self._has_ended = state, True
         self._close()
-        if self.delivering is not None:
-            self.delivering.ending(state, reason, sentence)
+        if self.delivery is not None:
+            self.delivery.ending(state, reason, sentence)
 
     def _settle(self) -> None:
         self._has_settled = True
-        if self.delivering is not None:
-            self.delivering.settled()
+        if self.delivery is not None:
+            self.delivery.settled()
 
     # --- samples -------------------------------------------------------------------------------------------------
 
@@ -189,14 +189,14 @@ class Recorder:
             sample = msgspec.structs.replace(sample, ray=self._ray.latest(self._clock.boottime_ns()))
         recording.append(sample)
         uses = tuple(use.result() for use in recording.uses.values())
-        self.say(messages.AttemptSample(uses=uses, busy=works(sample)), passing=True)
+        self.send(messages.AttemptSample(uses=uses, busy=works(sample)), passing=True)
         if recording.lost:
-            self._say_once(
+            self._send_once(
                 f"what the devices do cannot be written to {self.directory}: the disk is full, or it is gone"
             )
         if any(device.kind is DeviceKind.GPU for device in self.devices):
             for problem in look.problems:
-                self._say_once(f"what the GPUs do is not known: {problem}")
+                self._send_once(f"what the GPUs do is not known: {problem}")
 
     def used_by(self) -> dict[str, tuple[str, int]]:
         """Return which rank, by attempt and number, has a device: one each, or one process all of a node's."""
@@ -212,7 +212,7 @@ class Recorder:
 
     def watched(self) -> messages.WatchedAttempt:
         """Return it as a frame shows it."""
-        word = self.delivering.word if self.delivering is not None else None
+        status = self.delivery.status if self.delivery is not None else None
         return messages.WatchedAttempt(
             run_id=self.observe.run_id,
             fence=self.observe.fence,
@@ -221,13 +221,13 @@ class Recorder:
             devices=tuple(device.uuid for device in self.devices),
             pids=self.ranks.pids if self.ranks is not None else {},
             began_ns=self._began_ns,
-            tracked=word.url if isinstance(word, messages.TrackedNote) else "",
+            tracked=status.url if isinstance(status, messages.TrackedNote) else "",
         )
 
-    def _say_once(self, sentence: str) -> None:
+    def _send_once(self, sentence: str) -> None:
         if sentence not in self._said and len(self._said) < _SAID_MAX:
             self._said.add(sentence)
-            self.say(messages.UserSentence(sentence=sentence))
+            self.send(messages.UserSentence(sentence=sentence))
 
     def _close(self) -> None:
         if self._recording is not None:

@@ -50,16 +50,10 @@ from serverless_gpu.node.supervisor.rank_inspection import POLL_NS, RankInspecto
 from serverless_gpu.units import format_duration_ms
 
 
-class HangWatchdog:
-    """Detects a hang of one attempt; writes files with stacks to `directory`, and adds to `notes`."""
+class _HangDetector:
+    """What both ways of hang detection share; writes files with stacks to `directory`, and adds to `notes`."""
 
-    def __init__(
-        self,
-        directory: Path,
-        clock: Clock,
-        tell: Callable[[str], None],
-        notes: list[str],
-    ) -> None:
+    def __init__(self, directory: Path, clock: Clock, tell: Callable[[str], None], notes: list[str]) -> None:
         self.said = ""  # the last sentence for watchers, "" once the ranks make progress again
         self.hang: Hang | None = None  # the ranks that wait, and for which
         self.wake_ns: int | None = None  # when it is next worth a look, or None
@@ -67,15 +61,46 @@ class HangWatchdog:
         self._clock = clock
         self._tell = tell
         self._notes = notes
-        self._watch = hang_detection.begin(clock.boottime_ns())
         self._heard = True
-        self._looking: RankInspector | None = None
+        self._inspector: RankInspector | None = None
+        self._returned_ns: int | None = None
+        self._early_said = False
+
+    def _write_file(self, path: Path, text: str) -> str:
+        """Write a file with stacks; return why that failed, or ""."""
+        try:
+            path.write_text(text, encoding="utf-8", errors="backslashreplace")
+        except OSError as error:
+            return f" could not be written ({error.strerror})"
+        return ""
+
+    def _stop_inspection(self) -> None:
+        if self._inspector is not None:
+            self._inspector.close()
+            self._inspector = None
+
+    def _returned_early(self, attempt: Attempt, now_ns: int) -> bool:
+        """Return, once, whether some ranks returned long before the others (F05)."""
+        if self._early_said or not hang_detection.returned_early(attempt, self._returned_ns, now_ns):
+            return False
+        self._early_said = True
+        return True
+
+    def _say(self, told: str) -> None:
+        self.said = told
+        self._tell(told)
+
+
+class HangWatchdog(_HangDetector):
+    """Detects a hang of one attempt on one node."""
+
+    def __init__(self, directory: Path, clock: Clock, tell: Callable[[str], None], notes: list[str]) -> None:
+        super().__init__(directory, clock, tell, notes)
+        self._watch = hang_detection.begin(clock.boottime_ns())
         self._then = HangAction.LOOK
         self._numbers = itertools.count(1)
         self._silent_ns: int | None = None  # since when, as long as a warning stands
-        self._returned_ns: int | None = None
         self._returned_at = ""
-        self._early_said = False
 
     def heard(self, event: Event | None = None) -> None:
         """Record a sign of progress: an event, or output where that is None."""
@@ -88,7 +113,7 @@ class HangWatchdog:
         """Do the work that is due; return the event that ends a run that hangs for too long, if any."""
         self.wake_ns = None
         if attempt.state is not State.RUNNING or attempt.phase is Phase.RETURNED or gang is None:
-            self._leave()
+            self._stop_inspection()
             return None
         now_ns = self._clock.boottime_ns()
         self._say_early_return(attempt, now_ns)
@@ -96,11 +121,11 @@ class HangWatchdog:
             self._heard = False
             self._watch = hang_detection.progressed(self._watch, now_ns)
             self._say_progress(now_ns)
-            self._leave()
+            self._stop_inspection()
         else:
             self._watch = hang_detection.observed(self._watch, now_ns)
         confirmed = self._finish_look(attempt, gang, now_ns)
-        if self._looking is None:
+        if self._inspector is None:
             self._begin_look(attempt, gang, now_ns)
         return confirmed
 
@@ -111,17 +136,17 @@ class HangWatchdog:
             return
         ranks = sorted(set(attempt.numbers) - attempt.returned - attempt.exited)
         self._then = step.action
-        self._looking = RankInspector(gang, ranks, step.action is not HangAction.LOOK, now_ns)
+        self._inspector = RankInspector(gang, ranks, step.action is not HangAction.LOOK, now_ns)
         self.wake_ns = now_ns + POLL_NS
 
     def _finish_look(self, attempt: Attempt, gang: LocalGang, now_ns: int) -> HangConfirmed | None:
-        if self._looking is None:
+        if self._inspector is None:
             return None
-        looks = self._looking.poll(now_ns)
+        looks = self._inspector.poll(now_ns)
         if looks is None:
             self.wake_ns = now_ns + POLL_NS
             return None
-        self._looking = None
+        self._inspector = None
         spins = hang_detection.may_spin(attempt.world_size, {device.kind for device in gang.devices})
         self._watch = hang_detection.looked(self._watch, looks, now_ns, spins=spins)
         if not self._watch.looks:
@@ -166,11 +191,7 @@ class HangWatchdog:
         self.hang = Hang(waiting=finding.waiting, elsewhere=finding.elsewhere, stacks=stacks(finding), file=name)
         title = f"run {attempt.run_id}, attempt {attempt.fence}, at {format_clock(self._clock.wall_ns())}"
         path = self._directory / name
-        try:
-            path.write_text(report(finding, title, attempt.numbers), encoding="utf-8", errors="backslashreplace")
-        except OSError as error:
-            return path, f" could not be written ({error.strerror})"
-        return path, ""
+        return path, self._write_file(path, report(finding, title, attempt.numbers))
 
     def _say_progress(self, now_ns: int) -> None:
         """Report progress after a warning, and take the warning back."""
@@ -181,64 +202,43 @@ class HangWatchdog:
         self._say(f"the ranks get on again, after {format_duration_ms(silent_ms)} without output")
         self._say("")
 
-    def _leave(self) -> None:
-        if self._looking is not None:
-            self._looking.close()
-            self._looking = None
-
     def _say_early_return(self, attempt: Attempt, now_ns: int) -> None:
-        """Explain an early return (F05); the run goes on, because a long evaluation looks the same."""
-        if self._early_said or not hang_detection.returned_early(attempt, self._returned_ns, now_ns):
+        """Explain an early return; the run goes on, because a long evaluation looks the same."""
+        if not self._returned_early(attempt, now_ns):
             return
-        self._early_said = True
         running = sorted(set(attempt.numbers) - attempt.returned)
         early = ranks_text(sorted(attempt.returned))
         told = f"{early} returned (the first at {self._returned_at}), {ranks_text(running)} still running"
         self._notes.append(told)
         self._say(told)
 
-    def _say(self, told: str) -> None:
-        self.said = told
-        self._tell(told)
-
 
 _LAST_WORDS_NS = 10_000_000_000  # who fails so soon after a sign of progress has not got on: that was its traceback
 _NOBODY = Hang(waiting=(), elsewhere=())
-TellServer = Callable[..., None]
 
 
-class GangHangReporter:
-    """Observes the ranks of one crew; writes files with stacks to `directory`, and adds to `notes`."""
+class GangHangReporter(_HangDetector):
+    """Reports the ranks of one crew of a gang; `hang` is what the server says."""
 
     def __init__(
         self, directory: Path, place: CrewPlace, clock: Clock, tell: Callable[[str], None], notes: list[str]
     ) -> None:
-        self.said = ""  # the last sentence for watchers, "" once the ranks make progress again
-        self.hang: Hang | None = None  # the ranks that wait, and for which, as the server says
-        self.wake_ns: int | None = None  # when it is next worth a look, or None
+        super().__init__(directory, clock, tell, notes)
         # called with changes: `silent`, `silent_since_ns`, `seen`
-        self.tell_server: TellServer = lambda **changes: None
-        self._directory = directory
+        self.tell_server: Callable[..., None] = lambda **changes: None
         self._place = place
-        self._clock = clock
-        self._tell = tell
-        self._notes = notes
         self._attempt: Attempt | None = None
         self._own = hang_detection.begin(clock.boottime_ns())
-        self._heard = True
         self._silences = 0
         self._is_told = False
         self._ask: InspectionRequest | None = None
         self._round = self._own
         self._until_ns = 0
-        self._looking: RankInspector | None = None
         self._is_last = False
         self._awaits_word = False
         self._moved_ns: int | None = None
         self._judgement: Judgement | None = None
         self._files = 0
-        self._returned_ns: int | None = None
-        self._early_said = False
 
     def heard(self, event: Event | None = None) -> None:
         """Record a sign of progress: an event, or output where that is None."""
@@ -252,7 +252,7 @@ class GangHangReporter:
             return
         self._ask = ask
         now_ns, window_ns = self._clock.boottime_ns(), ask.window_ms * 1_000_000
-        self._leave()
+        self._stop_inspection()
         self._round = msgspec.structs.replace(hang_detection.begin(now_ns - window_ns), seen_ns=now_ns)
         self._until_ns = now_ns + window_ns
 
@@ -296,7 +296,7 @@ class GangHangReporter:
         due = hang_detection.due_of(hang_detection.begin(0), attempt.limits)
         quiet_ns = None if due is None else due.at_ns - due.window_ns  # the silence before an inspection, if any
         if attempt.state is not State.RUNNING or attempt.phase is Phase.RETURNED or gang is None or quiet_ns is None:
-            self._leave()
+            self._stop_inspection()
             if attempt.state is not State.RUNNING:
                 self.ended()
             return
@@ -315,12 +315,12 @@ class GangHangReporter:
             self._go_on_looking(attempt, gang, now_ns)
 
     def _go_on_looking(self, attempt: Attempt, gang: LocalGang, now_ns: int) -> None:
-        if self._looking is not None:
-            looks = self._looking.poll(now_ns)
+        if self._inspector is not None:
+            looks = self._inspector.poll(now_ns)
             if looks is None:
                 self._wake(now_ns + POLL_NS)
                 return
-            self._looking = None
+            self._inspector = None
             kinds = {device.kind for device in gang.devices}
             spins = hang_detection.may_spin(
                 attempt.world_size + 1, kinds
@@ -336,7 +336,7 @@ class GangHangReporter:
             return
         self._is_last = step.action is not HangAction.LOOK
         ranks = sorted(set(attempt.numbers) - attempt.returned - attempt.exited)
-        self._looking = RankInspector(gang, ranks, self._is_last, now_ns)
+        self._inspector = RankInspector(gang, ranks, self._is_last, now_ns)
         self._wake(now_ns + POLL_NS)
 
     def _tell_seen(self, attempt: Attempt) -> None:
@@ -361,7 +361,7 @@ class GangHangReporter:
             watched_ms=(now_ns - watch.began_ns) // 1_000_000 if watch.looks else 0,
         )
 
-    def _write(self, number: int, who: Hang, sentence: str) -> tuple[Path, str]:
+    def _write(self, number: int, who: Hang, told: str) -> tuple[Path, str]:
         """Write the file with this node's stacks; return where it is, and why it is not or ""."""
         path = self._directory / f"hang-{self._place.number}-{number}.txt"
         if self._attempt is None:
@@ -369,16 +369,13 @@ class GangHangReporter:
         attempt = self._attempt
         at = format_clock(self._clock.wall_ns())
         title = f"run {attempt.run_id}, attempt {attempt.fence}, node {self._place.node}, at {at}"
-        text = report(self._finding(who.waiting, who.elsewhere), title, attempt.numbers, sentence)
-        try:
-            path.write_text(text, encoding="utf-8", errors="backslashreplace")
-        except OSError as error:
-            return path, f" could not be written ({error.strerror})"
-        return path, ""
+        return path, self._write_file(
+            path, report(self._finding(who.waiting, who.elsewhere), title, attempt.numbers, told)
+        )
 
     def _forget(self) -> None:
         """Leave what a silence has led to: there was a sign of progress."""
-        self._leave()
+        self._stop_inspection()
         self._until_ns = 0
         if self._moved_ns is None:
             self._moved_ns = self._own.since_ns
@@ -386,26 +383,16 @@ class GangHangReporter:
             self._is_told = False
             self.tell_server(silent=0, silent_since_ns=0, seen=None)
 
-    def _leave(self) -> None:
-        if self._looking is not None:
-            self._looking.close()
-            self._looking = None
-
     def _wake(self, at_ns: int | None) -> None:
         if at_ns is not None:
             self.wake_ns = at_ns if self.wake_ns is None else min(self.wake_ns, at_ns)
 
     def _say_early_return(self, attempt: Attempt, now_ns: int) -> None:
-        """Explain to watchers (F05) why nothing happens on a node; this ends nothing."""
-        if self._early_said or not hang_detection.returned_early(attempt, self._returned_ns, now_ns):
+        """Explain to watchers why nothing happens on a node; this ends nothing."""
+        if not self._returned_early(attempt, now_ns):
             return
-        self._early_said = True
         running = sorted(set(attempt.numbers) - attempt.returned)
         others = ranks_text(running) if running else "those on other nodes"
         told = f"{ranks_text(sorted(attempt.returned))} returned a minute ago, {others} still running"
         self._notes.append(told)
         self._say(told)
-
-    def _say(self, told: str) -> None:
-        self.said = told
-        self._tell(told)

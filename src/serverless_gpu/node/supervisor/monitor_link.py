@@ -218,7 +218,7 @@ class MonitorLink:
         """Take everything the monitor has said."""
         while self._channel is not None:
             try:
-                word = messages.hear(self._channel)
+                word = messages.receive(self._channel)
             except BlockingIOError:
                 return
             except (OSError, msgspec.MsgspecError):
@@ -277,7 +277,7 @@ class MonitorLink:
     def _flush(self) -> None:
         while self._channel is not None and self._pending:
             try:
-                messages.say(self._channel, self._pending[0])
+                messages.send(self._channel, self._pending[0])
             except BlockingIOError:
                 return
             except OSError:

@@ -212,7 +212,11 @@ def charge(connection: sa.Connection, due: Mapping[CrewId, Due], *, at_ns: int, 
     for crew, one in due.items():
         try:
             lines = metering.used(one.attempt, one.crew, one.facts)
-            entries = _missing(one, lines, final_before_ns=final_before_ns)
+            posted = [each.entry for each in one.posted]
+            if one.is_over:
+                entries = post(posted, lines, final=one.is_final(final_before_ns))
+            else:  # its last day goes on
+                entries = post(posted, lines[:-1], final=True)
             _check(lines, entries)
             if one.is_over and one.seen is not None and lines:
                 seen[crew] = (one.account_id, _utilisation(lines, one.seen.uses))
@@ -250,13 +254,6 @@ def _doubt(one: Due, lines: Sequence[LedgerLine], at_ns: int) -> None:
             there_s,
             held_s,
         )
-
-
-def _missing(one: Due, lines: Sequence[LedgerLine], *, final_before_ns: int) -> tuple[LedgerEntry, ...]:
-    posted = [each.entry for each in one.posted]
-    if not one.is_over:  # its last day goes on
-        return post(posted, lines[:-1], final=True)
-    return post(posted, lines, final=one.is_final(final_before_ns))
 
 
 def _check(lines: Sequence[LedgerLine], entries: Sequence[LedgerEntry]) -> None:

@@ -323,7 +323,7 @@ def _less(line: LedgerLine, posted: Sequence[LedgerLine]) -> Amounts:
 def _first_counted(
     lines: Sequence[UnpostedDay], posted: Mapping[CrewId, Sequence[PostedEntry]]
 ) -> tuple[UnpostedDay, ...]:
-    """Return lines in which a run of that the ledger says nothing is counted once, where it began."""
+    """Return the lines; a run that is not in the ledger is counted once, in its first line."""
     counted = {run_id for (run_id, fence, _), entries in posted.items() if entries or fence > 1}
     found = []
     for one in sorted(lines, key=lambda line: (line.run_id, line.fence, line.line.day)):

@@ -35,7 +35,11 @@ class UsageRollup:
 
     def tick(self, now_ns: int) -> int | None:
         """Add up some charges; return when to look again."""
-        if self._database.read(_is_done):
+        newer = sa.select(charges.c.seq).limit(1)
+        is_done = self._database.read(
+            lambda connection: connection.scalar(newer.where(charges.c.seq > folded_seq(connection))) is None
+        )
+        if is_done:
             return now_ns + round(EVERY_S * 1e9)
         is_more = self._database.write(fold)
         return now_ns if is_more else now_ns + round(EVERY_S * 1e9)
@@ -63,11 +67,6 @@ def fold(connection: sa.Connection, *, limit: int = AT_ONCE) -> bool:
     if connection.execute(folded.update().where(folded.c.name == FOLDED).values(seq=seqs[-1])).rowcount == 0:
         connection.execute(folded.insert(), {"name": FOLDED, "seq": seqs[-1]})
     return len(seqs) == limit
-
-
-def _is_done(connection: sa.Connection) -> bool:
-    after = folded_seq(connection)
-    return connection.scalar(sa.select(charges.c.seq).where(charges.c.seq > after).limit(1)) is None
 
 
 def _add(connection: sa.Connection, table: sa.Table, new: Mapping[tuple[int, int], Amounts]) -> None:

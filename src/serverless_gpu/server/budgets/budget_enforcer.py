@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
 
 import sqlalchemy as sa
 
@@ -85,7 +84,10 @@ class BudgetEnforcer:
 
         standings, said = self._database.read(read)
         going = self._spending.going_on()
-        self._say(standings, going, said)
+        for name, standing in standings.items():
+            marks = [mark for mark in standing.reached if (name, standing.window.start_ns, mark) not in said]
+            if marks:
+                self._say(name, standing, marks, going)
         self._stop(standings, going)
         self._measures.budgets.set(len(standings))
         self._measures.budgets_used_up.set(sum(each.is_used_up for each in standings.values()))
@@ -115,13 +117,7 @@ class BudgetEnforcer:
 
     # --- saying -------------------------------------------------------------------------------------------------------
 
-    def _say(self, standings: Mapping[str, Standing], going: Sequence[GoingOn], said: AbstractSet[_Mark]) -> None:
-        for name, standing in standings.items():
-            marks = [mark for mark in standing.reached if (name, standing.window.start_ns, mark) not in said]
-            if marks:
-                self._say_some(name, standing, marks, going)
-
-    def _say_some(self, name: str, standing: Standing, marks: Sequence[int], going: Sequence[GoingOn]) -> None:
+    def _say(self, name: str, standing: Standing, marks: Sequence[int], going: Sequence[GoingOn]) -> None:
         """Say each of the marks that are news, the lowest first; runs are told of the last."""
         at_ns, currency, start_ns = self._clock.wall_ns(), self._settings.currency, standing.window.start_ns
 

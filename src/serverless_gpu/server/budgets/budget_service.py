@@ -68,7 +68,11 @@ class BudgetService:
         def work(connection: sa.Connection) -> tuple[dict[str, Standing], list[AlarmView]]:
             standings = self._standings(connection)
             since_ns = at_ns - ALARM_DAYS * DAY_NS
-            told = [one for one in budgets.alarms(connection, since_ns=since_ns) if _is_theirs(one, who, reach)]
+            told = [
+                one
+                for one in budgets.alarms(connection, since_ns=since_ns)
+                if roles.covers(reach, name=who.name, teams=who.teams, owner=one.text("owner"), team=one.text("team"))
+            ]
             return standings, [
                 AlarmView(at_ns=one.at_ns, subject=one.text("subject"), sentence=one.text("sentence"))
                 for one in told[:ALARMS_MAX]
@@ -256,12 +260,6 @@ def _may_see(budget: Budget, who: Caller, reach: str) -> bool:
     kind, name = budget.scope.kind, budget.scope.name
     owner, team = (name if kind == "user" else "", name if kind == "team" else "")
     return access_control.covers(reach, name=who.name, teams=who.teams, owner=owner, team=team)
-
-
-def _is_theirs(notice: budgets.Notice, who: Caller, reach: str) -> bool:
-    return access_control.covers(
-        reach, name=who.name, teams=who.teams, owner=notice.text("owner"), team=notice.text("team")
-    )
 
 
 def _unknown(name: str) -> NotFound:

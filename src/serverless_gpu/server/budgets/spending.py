@@ -160,7 +160,11 @@ class LedgerSums:
         may = {gang for gang, one in there.items() if one.attempt.created_ns < today_ns or one.attempt.uncharged}
         if newest > self._seq or may != self._posted.keys():
             self._posted = {
-                gang: [(one.entry.line, self._use_of(one)) for one in own if one.entry.line.day >= self.first_day]
+                gang: [
+                    (one.entry.line, self._use_of_line(one.account_id, one.entry.line))
+                    for one in own
+                    if one.entry.line.day >= self.first_day
+                ]
                 for gang, own in charges.of_attempts(connection, may).items()
             }
         for one in sums:
@@ -192,9 +196,6 @@ class LedgerSums:
         for number, account in charges.find_accounts(connection, wanted - self._accounts.keys()).items():
             is_foreign = account.currency != self._currency
             self._accounts[number] = (account.subject, self._index.names(account.subject), is_foreign)
-
-    def _use_of(self, posted: charges.PostedEntry) -> BudgetUse:
-        return self._use_of_line(posted.account_id, posted.entry.line)
 
     def _use_of_line(self, account_id: int, line: LedgerLine) -> BudgetUse:
         unpriced_ms = line.billed_ms if line.micros is None else 0

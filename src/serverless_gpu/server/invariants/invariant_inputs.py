@@ -128,7 +128,7 @@ def of_runs(connection: sa.Connection, run_ids: Sequence[str]) -> RecordedRuns:
             unread=frozenset((fence, number) for other, fence, number in left_out if other == run_id),
             receipts=_of_crews(run_id, receipts),
             charges=_of_crews(run_id, charged),
-            results=_of(run_id, results),
+            results={fence: found for (other, fence), found in results.items() if other == run_id},
             actions=actions.get(run_id, {}),
         )
         for run_id in ids
@@ -138,10 +138,6 @@ def of_runs(connection: sa.Connection, run_ids: Sequence[str]) -> RecordedRuns:
     }
     skipped += [f"facts of attempt {run_id}:{fence}" for run_id, fence, _ in left_out]
     return RecordedRuns(runs=booked, absent=absent, details=details, skipped=tuple(skipped))
-
-
-def _of(run_id: str, values: Mapping[Gang, Any]) -> dict[int, Any]:
-    return {fence: value for (other, fence), value in values.items() if other == run_id}
 
 
 def _of_crews(run_id: str, values: Mapping[CrewId, Any]) -> dict[OfCrew, Any]:

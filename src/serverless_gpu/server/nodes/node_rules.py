@@ -81,7 +81,8 @@ def leaves(rules: NodeRules, *, node: str, owner: str, at_ns: int) -> Leave | No
         return None
     found = sharing(rules, at_ns)
     turns_ns = found.turns_ns if found.shared and found.turns_ns is not None else at_ns
-    return Leave(at_ns=turns_ns, because=f"{node} is {_whose(rules.calendar)}")
+    whose = f"{rules.calendar.owner}'s" if rules.calendar.owner else "not shared"
+    return Leave(at_ns=turns_ns, because=f"{node} is {whose}")
 
 
 def may_concern(rules: NodeRules, at_ns: int) -> bool:
@@ -103,11 +104,8 @@ def drained(rules: NodeRules) -> str:
 def left_out(rules: NodeRules) -> str:
     """Return which devices people have left out of a node, and why; a few of them, and "" for none."""
     named = [f"{one.uuid[:_SHOWN]}{f' ({one.note})' if one.note else ''}" for one in rules.quarantined]
-    return f"{by} left out: {', '.join(wait_messages.some(named))}" if (by := _by(rules)) else ""
-
-
-def _by(rules: NodeRules) -> str:
-    return ", ".join(sorted({one.by for one in rules.quarantined}))
+    by = ", ".join(sorted({one.by for one in rules.quarantined}))
+    return f"{by} left out: {', '.join(wait_messages.some(named))}" if by else ""
 
 
 def check_calendar(asked: NodeCalendar) -> None:
@@ -135,10 +133,6 @@ def _zone(name: str) -> ZoneInfo:
         raise InvalidValue(
             f"the server knows no time zone {name[:64]!r}", hint='write it as in "Europe/Berlin"; UTC without one'
         ) from None
-
-
-def _whose(asked: NodeCalendar) -> str:
-    return f"{asked.owner}'s" if asked.owner else "not shared"
 
 
 def _noted(drain: NodeDrain) -> str:
@@ -174,7 +168,9 @@ class Evacuation:
             if because is not None:
                 due.append((node, run, because))
         for first in range(0, len(due), TOGETHER):
-            self._ask_together(due[first : first + TOGETHER])
+            some, at_ns = due[first : first + TOGETHER], self._clock.wall_ns()
+            for told in self._database.write(functools.partial(_ask_together, due=some, at_ns=at_ns)):
+                self._announcer.announce(told)
 
     def _look_at(self, node: RuledNode, run: StoredRun, crew: StoredCrew, at_ns: int) -> str | None:
         """Tell a run's owner that it has to leave, or return why it is to stop now."""
@@ -192,13 +188,6 @@ class Evacuation:
             return None
         return leave.because if max(told_ns, leave.at_ns) <= at_ns else None
 
-    def _ask_together(self, due: Sequence[_Due]) -> None:
-        """Ask runs to stop that are still where they were, and about which nobody has decided otherwise meanwhile."""
-        at_ns = self._clock.wall_ns()
-        for told in self._database.write(lambda connection: [_ask(connection, one, at_ns) for one in due]):
-            if told is not None:
-                self._announcer.announce(told)
-
 
 def _concerned(connection: sa.Connection, at_ns: int) -> list[tuple[RuledNode, StoredRun]]:
     return [
@@ -207,6 +196,12 @@ def _concerned(connection: sa.Connection, at_ns: int) -> list[tuple[RuledNode, S
         if may_concern(node.rules, at_ns)
         for run in runs.on_node(connection, node.id)
     ]
+
+
+def _ask_together(connection: sa.Connection, *, due: Sequence[_Due], at_ns: int) -> list[TransitionResult]:
+    """Ask runs to stop that are still where they were, unless a person has decided otherwise meanwhile."""
+    asked = [_ask(connection, one, at_ns) for one in due]
+    return [told for told in asked if told is not None]
 
 
 def _ask(connection: sa.Connection, due: _Due, at_ns: int) -> TransitionResult | None:

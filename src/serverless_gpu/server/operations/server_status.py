@@ -133,6 +133,8 @@ class StateMetrics(MetricsSource):
         freed = self._leases.freed()
         held = [(node, gpu_type, count) for node, crew, gpu_type, count in rows.held if crew not in freed]
         ages = [times.boottime_ns - self._leases.last_ns(crew, now_ns=times.boottime_ns) for _, crew, _, _ in rows.held]
+        readings = [reading for node in rows.nodes if (reading := self._presence.clock(node.id)) is not None]
+        off_ns = [max(0, abs(reading.ahead_ns) - reading.error_ns) for reading in readings]
         count, oldest_ns = rows.orders
         return StateSample(
             at_ns=times.boottime_ns,
@@ -146,12 +148,8 @@ class StateMetrics(MetricsSource):
             drained=rows.drained,
             unchained=rows.unchained,
             uncharged=rows.uncharged,
-            clock_off_s=self._clock_off_s(rows.nodes),
+            clock_off_s=max(off_ns, default=0) / 1e9,
         )
-
-    def _clock_off_s(self, found: list[StoredNode]) -> float:
-        readings = [reading for node in found if (reading := self._presence.clock(node.id)) is not None]
-        return max((max(0, abs(reading.ahead_ns) - reading.error_ns) for reading in readings), default=0) / 1e9
 
     def _devices(
         self, found: list[StoredNode], held: list[tuple[str, str, int]], times: capacity.Times

@@ -63,7 +63,8 @@ class Retention:
 
     def tick(self, now_ns: int) -> int | None:
         """Remove some of what is due; return when to look again."""
-        if self._was_set_forward():
+        before_ns, self._ahead_ns = self._ahead_ns, self._ahead()
+        if self._ahead_ns - before_ns > STEP_S * 1e9:
             _log.warning("the clock was set forward by more than a day; nothing is removed for an hour")
             self._due_ns = now_ns + round(FIRST_S * 1e9)
         if now_ns < self._due_ns:
@@ -78,10 +79,6 @@ class Retention:
     def _ahead(self) -> int:
         """Return by how much the wall clock is ahead of the boottime clock, in nanoseconds."""
         return self._clock.wall_ns() - self._clock.boottime_ns()
-
-    def _was_set_forward(self) -> bool:
-        before_ns, self._ahead_ns = self._ahead_ns, self._ahead()
-        return self._ahead_ns - before_ns > STEP_S * 1e9
 
     def _remove_old(self) -> int:
         """Remove runs that ended longer ago than they are kept; return how many there were."""

@@ -148,7 +148,7 @@ class Watch:
         for event in look.events:
             if event.seq <= self._after:
                 continue
-            if event.fence and _closes(event):
+            if event.fence and (event.state is State.QUEUED or event.state in TERMINAL):
                 found += self._output.more(event.fence, look.run.spec.ranks_log, over=True)
                 if self._output.more_to_read:
                     return found  # first all of that, then the event
@@ -293,11 +293,6 @@ class _Output:
     def _read(self, place: Place, at: int, size: int) -> bytes:
         fence, rank, stream = place
         return self._files.read(self._run_id, fence, rank=rank, stream=stream, offset=at, limit=size)
-
-
-def _closes(event: StateMessage) -> bool:
-    """Return whether an event says that its attempt is over: output comes before it."""
-    return event.state is State.QUEUED or event.state in TERMINAL
 
 
 def _aside(run: RunView) -> StateMessage:

@@ -74,7 +74,7 @@ def run_view(run: StoredRun, *, told: WaitNotice = NOTHING, deduplicated: bool =
         name=run.name,
         state=run.state,
         reason=run.reason,
-        sentence=_with_trouble(sentence(run, waits_for=told.sentence), told.trouble if run.reason is None else ""),
+        sentence=said if run.reason is not None else "; ".join(filter(None, (told.trouble, said))),
         fence=run.fence,
         owner=run.owner,
         team=run.team,
@@ -94,11 +94,6 @@ def run_view(run: StoredRun, *, told: WaitNotice = NOTHING, deduplicated: bool =
         waiting=wait_view(told.wait) if told.wait is not None and run.state is State.QUEUED else None,
         crews=crew_views(attempt) if attempt is not None and run.state is not State.QUEUED else (),
     )
-
-
-def _with_trouble(said: str, trouble: str) -> str:
-    """Return what a run is told, led by why nothing newer can be known of it."""
-    return "; ".join(filter(None, (trouble, said)))
 
 
 def crew_views(attempt: StoredAttempt) -> tuple[CrewView, ...]:
@@ -233,7 +228,9 @@ def look(
         return Look(
             run=run_view(run, told=told),
             events=messages,
-            early=None if early is None else early_message(run, early, _of_failures(connection, run)),
+            early=None
+            if early is None
+            else early_message(run, early, files.of_attempt(connection, run.id, run.fence, prefix="failures/")),
             may_be_early=early is None and endings.may_be_early(run),
         )
     outcome = endings.outcome(connection, run.attempt)
@@ -244,11 +241,6 @@ def look(
         ended=ended_message(run, outcome, found),
         settled=settled_message(outcome) if run.finished else None,
     )
-
-
-def _of_failures(connection: sa.Connection, run: StoredRun) -> list[StoredFile]:
-    """Return what the current attempt left of failures so far."""
-    return files.of_attempt(connection, run.id, run.fence, prefix="failures/")
 
 
 def _json(text: str | None) -> Json:

@@ -23,7 +23,6 @@ import sqlalchemy as sa
 
 from serverless_gpu.engines.base import Engine, Gang, Impossible, Placed, Request, Share
 from serverless_gpu.model.lifecycle.attempt import State
-from serverless_gpu.model.scheduling.values import DeviceShare as PlannedShare
 from serverless_gpu.model.scheduling.values import Placement
 from serverless_gpu.server.core.hub import Hub, node_key, run_key
 from serverless_gpu.server.db.database import Transactions
@@ -71,7 +70,10 @@ class EngineReservations:
 
     def ask(self, placement: Placement, fence: int, stored: Mapping[str, StoredNode]) -> None:
         """Have a gang reserved whose intent was written just now."""
-        shares = [(share.node_id, _share(stored[share.node_id].name, share)) for share in placement.shares]
+        shares = [
+            (share.node_id, Share(node=stored[share.node_id].name, gpu_type=share.gpu_type, count=share.count))
+            for share in placement.shares
+        ]
         asked = self._wanted(placement.run_id, fence, shares)
         if asked is not None:
             self._asked[asked.request.gang.id] = asked
@@ -168,7 +170,3 @@ class EngineReservations:
         )
         self._said[gang] = sentence
         self._hub.touch(run_key(asked.run_id))
-
-
-def _share(node: str, share: PlannedShare) -> Share:
-    return Share(node=node, gpu_type=share.gpu_type, count=share.count)

@@ -250,7 +250,7 @@ class Scheduler:
             return None  # one restarted, or was forgotten; its next hello rings
         if not uid_sharing.admits(connection, run.owner, on[0].pool):
             return None  # an administrator decided otherwise meanwhile
-        if len(on) > 1 and not _may_be_one(on):
+        if len(on) > 1 and (len({node.pool for node in on}) > 1 or not all(node.takes_crews for node in on)):
             return None  # one was moved, or is of another version, since that was decided
         new = NewAttempt(
             gpu_type=placement.shares[0].gpu_type,
@@ -324,11 +324,6 @@ class Scheduler:
 def _on(placement: Placement, stored: Mapping[str, StoredNode]) -> list[StoredNode]:
     """Return the nodes of a placement, in its order."""
     return [stored[share.node_id] for share in placement.shares]
-
-
-def _may_be_one(on: Sequence[StoredNode]) -> bool:
-    """Return whether several nodes can have one gang."""
-    return len({node.pool for node in on}) == 1 and all(node.takes_crews for node in on)
 
 
 def _with_secrets(connection: sa.Connection, sealer: Sealer, run: StoredRun, new: NewAttempt) -> NewAttempt:

@@ -177,14 +177,11 @@ class WaitReasons:
             return NOTHING
         if wait.reason is WaitReason.UNSATISFIABLE:
             wait = msgspec.structs.replace(wait, ends_ns=self._ends(run_id))
-        told = WaitNotice(sentence=_sentence(wait, now_ns), wait=wait)
+        said = wait_messages.sentence(wait, functools.partial(format_soon, now_ns=now_ns))
+        told = WaitNotice(sentence=said, wait=wait)
         self._told[run_id] = (told, now_ns, self._decision)
         return told
 
     def _kept_ns(self) -> float:
         """Return for how long what was worked out is good enough, though others were decided about since."""
         return max(0, len(self._asked) - A_SECOND) / A_SECOND * 1e9
-
-
-def _sentence(wait: Wait, now_ns: int) -> str:
-    return wait_messages.sentence(wait, functools.partial(format_soon, now_ns=now_ns))

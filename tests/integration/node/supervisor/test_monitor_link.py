@@ -159,7 +159,7 @@ def test_what_the_monitor_says_reaches_watchers_ranks_and_the_receipt(begin: Beg
         messages.UserSentence(sentence="MLflow answers again"),
     )
     for word in said:
-        messages.say(peer, word)
+        messages.send(peer, word)
     line.turn()
     observation = line.observation
     assert (observation.environ, observation.url, observation.uses) == ({"MLFLOW_RUN_ID": "m1"}, TRACKED.url, (USE,))
@@ -172,7 +172,7 @@ def test_what_the_monitor_says_reaches_watchers_ranks_and_the_receipt(begin: Beg
     ]
     assert observation.receipt_notes() == ["1,204 points dropped"]
     assert line.seen == [False]
-    messages.say(peer, messages.AttemptSample(uses=(USE,), busy=True))
+    messages.send(peer, messages.AttemptSample(uses=(USE,), busy=True))
     line.turn()
     assert line.seen == [False, True]
 
@@ -182,7 +182,7 @@ def test_the_ranks_of_a_function_wait_for_nothing(begin: Begin, monitor: FakeMon
         line = begin(launch(spec=RunSpec(tracker=tracker)))
         peer = monitor.accept()
         assert line.observation.hold_ns is None
-        messages.say(peer, messages.Untracked(sentence="it did not answer last time"))
+        messages.send(peer, messages.Untracked(sentence="it did not answer last time"))
         line.turn()
         assert line.observation.hold_ns is None
         assert line.told == []  # it may answer yet
@@ -197,7 +197,7 @@ def test_the_receipt_of_what_was_over_at_once_names_where_it_is_tracked(
     )  # it waits no longer than it has to
     line = begin(launch())
     peer = monitor.accept()
-    late = threading.Timer(0.02, lambda: messages.say(peer, TRACKED))
+    late = threading.Timer(0.02, lambda: messages.send(peer, TRACKED))
     late.start()
     line.observation.linger()
     late.join()
@@ -223,7 +223,7 @@ def test_F44_a_receipt_waits_for_a_blink_and_only_where_something_is_tracked(
     line.clock.advance(LINK_NS / 1e9)
     line.observation.linger()
     line.clock.advance(-LINK_NS / 1e9)
-    messages.say(peer, messages.Untracked(sentence="it does not answer"))
+    messages.send(peer, messages.Untracked(sentence="it does not answer"))
     line.observation.linger()
     assert len(waited) <= 1  # it lasted longer than that, and it is known already
 
@@ -240,7 +240,7 @@ def test_a_ray_cluster_waits_as_a_program_does_for_its_workers_know_what_they_ar
 ) -> None:
     line = begin(launch(spec=RunSpec(tracker=HOMES, ray=RayCluster())))
     assert line.observation.hold_ns == line.clock.boottime_ns() + COMMAND_NS
-    messages.say(monitor.accept(), messages.Untracked(sentence="the home's MLflow server starts", is_starting=True))
+    messages.send(monitor.accept(), messages.Untracked(sentence="the home's MLflow server starts", is_starting=True))
     line.turn()
     assert line.observation.hold_ns == line.clock.boottime_ns() + SERVER_NS
     assert line.sentences() == [golden("node.observation.home-mlflow-server")]
@@ -249,7 +249,7 @@ def test_a_ray_cluster_waits_as_a_program_does_for_its_workers_know_what_they_ar
 def test_a_receipt_without_a_link_says_what_becomes_of_the_run_in_mlflow(begin: Begin, monitor: FakeMonitor) -> None:
     line = begin(launch(spec=RunSpec(tracker=HOMES)))
     assert line.observation.receipt_notes() == [golden("node.observation.mlflow-answered-yet")]
-    messages.say(monitor.accept(), messages.Untracked(sentence="the home's server starts", is_starting=True))
+    messages.send(monitor.accept(), messages.Untracked(sentence="the home's server starts", is_starting=True))
     line.turn()
     assert line.observation.receipt_notes() == [golden("node.observation.home-mlflow-server-still")]
     assert begin(launch(spec=RunSpec())).observation.receipt_notes() == []
@@ -259,14 +259,14 @@ def test_a_program_waits_for_the_homes_own_server_to_start_and_that_is_said(begi
     line = begin(launch(spec=RunSpec(tracker=HOMES, payload=Command(argv=("train",)))))
     peer = monitor.accept()
     for _ in range(2):
-        messages.say(peer, messages.Untracked(sentence="the home's MLflow server starts", is_starting=True))
+        messages.send(peer, messages.Untracked(sentence="the home's MLflow server starts", is_starting=True))
     line.turn()
     assert line.observation.hold_ns == line.clock.boottime_ns() + SERVER_NS
     assert line.sentences() == [golden("node.observation.home-mlflow-server-starts")]
-    messages.say(peer, messages.Untracked(sentence="no MLflow in /usr/bin/python yet"))
+    messages.send(peer, messages.Untracked(sentence="no MLflow in /usr/bin/python yet"))
     line.turn()
     assert line.observation.hold_ns is None, "it does not start"
-    messages.say(peer, messages.Untracked(sentence="no MLflow in /usr/bin/python", final=True))
+    messages.send(peer, messages.Untracked(sentence="no MLflow in /usr/bin/python", final=True))
     line.turn()
     assert line.observation.hold_ns is None
     assert line.sentences()[1:] == [golden("node.observation.mlflow-usr-bin")]
@@ -293,7 +293,7 @@ def test_a_monitor_that_dies_is_followed_by_another_that_hears_everything_again(
     first = FakeMonitor(sockets)
     line = begin(launch())
     peer = first.accept()
-    messages.say(peer, TRACKED)
+    messages.send(peer, TRACKED)
     first.close()
     line.turn()
     assert line.observation.tracked == TRACKED  # its last words
@@ -303,7 +303,7 @@ def test_a_monitor_that_dies_is_followed_by_another_that_hears_everything_again(
     line.observation.tend()
     peer = second.accept()
     assert [type(second.hear(peer)) for _ in range(2)] == [messages.Observe, messages.EndingNote]
-    messages.say(peer, TRACKED)  # a new monitor says it again, watchers have it
+    messages.send(peer, TRACKED)  # a new monitor says it again, watchers have it
     line.turn()
     assert [type(message) for message in line.told] == [protocol.Tracked]
     second.close()
