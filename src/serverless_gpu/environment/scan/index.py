@@ -32,7 +32,7 @@ from blake3 import blake3
 from serverless_gpu.environment.documents import Snapshot, UnitKind
 from serverless_gpu.environment.scan.directory_listing import Directory, ListedFile
 from serverless_gpu.environment.scan.distributions import flat_path
-from serverless_gpu.environment.scan.roots import Area, KeptDistribution, Spot
+from serverless_gpu.environment.scan.roots import Area, ImportRoot, KeptDistribution
 from serverless_gpu.json_codec import from_msgpack
 
 _PartT = TypeVar("_PartT")
@@ -131,7 +131,7 @@ class KeptPart(msgspec.Struct, array_like=True):
     """What `stdlib_rescan.py` needs besides: nothing of a library that is no virtual environment of its own."""
 
     generation: bytes
-    spot: Spot | None = None  # the library; None where there is nothing to go by
+    spot: ImportRoot | None = None  # the library; None where there is nothing to go by
     inodes: bytes = b""
     others: Stats = msgspec.field(default_factory=Stats)  # files of the library that are in no unit; without digests
     others_of: bytes = b""  # for each the number of the owner that claims it, or `NOBODY`, as uint32

@@ -28,7 +28,7 @@ from serverless_gpu.environment.scan.index import (
     pack_directories,
     pack_stats,
 )
-from serverless_gpu.environment.scan.roots import Spot, Survey
+from serverless_gpu.environment.scan.roots import ImportRoot, Survey
 from serverless_gpu.environment.scan.stdlib_rescan import IndexParts, directory_inodes, reusable
 from serverless_gpu.errors import EnvironmentUnsupported
 
@@ -39,7 +39,7 @@ Place = tuple[str, str, str]
 class IndexedUnit(msgspec.Struct, frozen=True):
     """A unit that was made: where, as what, of which files by path of the row, with which rows, of what."""
 
-    spot: Spot
+    spot: ImportRoot
     member: SnapshotMember
     files: Mapping[str, ListedFile]
     rows: tuple[FileRow, ...]

@@ -58,7 +58,7 @@ from serverless_gpu.environment.scan.project_files import CodePlace, list_code, 
 from serverless_gpu.environment.unit_rules import ROOTS_MAX
 from serverless_gpu.errors import EnvironmentUnsupported
 
-SpotKind = Literal["own", "library", "archive", "code"]
+ImportRootKind = Literal["own", "library", "archive", "code"]
 _LAYOUT = re.compile(r"(?P<prefix>/.*?)/(?P<site>lib(?:64)?/(?:python|pypy)[0-9.]*t?/(?:site|dist)-packages)")
 FINDER = re.compile(r"__editable__.*\.py|_?__editable___.*_finder\.py|_editable_impl_.*\.py")
 _QUOTED_PATH = re.compile(r"""(["'])(/[^"'\n]+)\1""")
@@ -67,10 +67,10 @@ _SYSTEM_SCRIPTS = frozenset({"/bin", "/sbin", "/usr/bin", "/usr/sbin", "/usr/loc
 _PREFIX_DIRECTORIES = frozenset({"bin", "etc", "include", "lib", "libexec", "man", "sbin", "share"})
 
 
-class Spot(msgspec.Struct, frozen=True, kw_only=True):
+class ImportRoot(msgspec.Struct, frozen=True, kw_only=True):
     """A directory that modules come from."""
 
-    kind: SpotKind
+    kind: ImportRootKind
     directory: str  # absolute, as `sys.path` says it (for an archive: the directory it lies in)
     real: str  # without links
     # for a library the directory above it with ``bin`` and ``share``; the same as `directory` when flat
@@ -83,16 +83,16 @@ class Spot(msgspec.Struct, frozen=True, kw_only=True):
     archive: str = ""  # name of the file, for an archive
 
 
-class Spots(msgspec.Struct, frozen=True, kw_only=True):
+class ImportRoots(msgspec.Struct, frozen=True, kw_only=True):
     """Where modules come from."""
 
     # the interpreter's own first, then in order of `sys.path`; none twice, but one may lie in another
-    spots: tuple[Spot, ...]
+    spots: tuple[ImportRoot, ...]
     absent: tuple[str, ...]  # entries of `sys.path` that are not there (yet)
     left_out: tuple[str, ...]  # what is not looked at, and why
 
 
-def find_spots(description: Description) -> Spots:
+def find_import_roots(description: Description) -> ImportRoots:
     """Return the directories an interpreter imports from."""
     search = _Search(description)
     search.add_own()
@@ -110,7 +110,7 @@ def find_spots(description: Description) -> Spots:
             f"sys.path has {len(search.spots)} directories of its own; at most {ROOTS_MAX} can be captured",
             hint="install packages into one environment instead of one directory each",
         )
-    return Spots(spots=tuple(search.spots.values()), absent=tuple(search.absent), left_out=tuple(search.left_out))
+    return ImportRoots(spots=tuple(search.spots.values()), absent=tuple(search.absent), left_out=tuple(search.left_out))
 
 
 class _Search:
@@ -121,7 +121,7 @@ class _Search:
         self._stdlib = _standard_library(description)
         self._scripts = _script_directories(description)
         self._before = any(os.path.realpath(entry) in self._stdlib for entry in description.search_path())
-        self.spots: dict[str, Spot] = {}
+        self.spots: dict[str, ImportRoot] = {}
         self.absent: list[str] = []
         self.left_out: list[str] = []
 
@@ -139,7 +139,7 @@ class _Search:
             return
         if os.path.isfile(entry):
             directory, name = os.path.split(entry)
-            spot = Spot(kind="archive", directory=directory, real=os.path.realpath(directory), archive=name)
+            spot = ImportRoot(kind="archive", directory=directory, real=os.path.realpath(directory), archive=name)
             self._add(msgspec.structs.replace(spot, before=self._before), key=real)
         elif not os.path.isdir(entry):
             self.absent.append(entry)
@@ -155,7 +155,7 @@ class _Search:
         if os.path.realpath(source) not in self.spots:
             self._add(msgspec.structs.replace(self._code(source, before=False), on_path=False))
 
-    def _add(self, spot: Spot, key: str = "") -> None:
+    def _add(self, spot: ImportRoot, key: str = "") -> None:
         for place in {spot.prefix or spot.directory, spot.directory}:
             if os.path.isdir(os.path.join(place, "conda-meta")):
                 raise EnvironmentUnsupported(
@@ -167,11 +167,11 @@ class _Search:
                 )
         self.spots[key or spot.real] = spot
 
-    def _code(self, directory: str, *, before: bool) -> Spot:
+    def _code(self, directory: str, *, before: bool) -> ImportRoot:
         real = os.path.realpath(directory)
         home = os.path.realpath(self._description.home or "/")
         shallow = is_inside(home, real) or real in temporary_directories()
-        return Spot(kind="code", directory=directory, real=real, before=before, shallow=shallow)
+        return ImportRoot(kind="code", directory=directory, real=real, before=before, shallow=shallow)
 
     def _is_library(self, directory: str) -> bool:
         if os.path.basename(directory) in ("site-packages", "dist-packages"):
@@ -193,10 +193,10 @@ def temporary_directories() -> frozenset[str]:
     return frozenset(os.path.realpath(path) for path in found)
 
 
-def _library(kind: SpotKind, directory: str) -> Spot:
+def _library(kind: ImportRootKind, directory: str) -> ImportRoot:
     match = _LAYOUT.fullmatch(directory)
     prefix, site = (match["prefix"], match["site"]) if match else (directory, "")
-    return Spot(
+    return ImportRoot(
         kind=kind,
         directory=directory,
         real=os.path.realpath(directory),
@@ -278,7 +278,7 @@ class KeptDistribution(msgspec.Struct, frozen=True, array_like=True):
     missing: tuple[str, ...]  # rows of files it claims that were not there
 
 
-class Reused(msgspec.Struct, frozen=True, kw_only=True):
+class ReusedUnits(msgspec.Struct, frozen=True, kw_only=True):
     """What of a root is as it was captured, and was not looked at in detail."""
 
     members: tuple[SnapshotMember, ...]
@@ -293,12 +293,12 @@ class Reused(msgspec.Struct, frozen=True, kw_only=True):
 class SurveyedRoot(msgspec.Struct, frozen=True, kw_only=True):
     """A root as it was found."""
 
-    spot: Spot
+    spot: ImportRoot
     files: dict[str, ListedFile]
     areas: tuple[tuple[Area, Listing], ...] = ()
     distributions: tuple[Distribution, ...] = ()
     watched: tuple[str, ...] = ()
-    reused: Reused | None = None  # what is not among files and distributions, because it is as it was
+    reused: ReusedUnits | None = None  # what is not among files and distributions, because it is as it was
 
     def holds(self, path: str) -> bool:
         """Return whether a real path is a directory or file that is part of this one."""
@@ -336,14 +336,14 @@ def keep_for(area: Area) -> Keep:
 def survey(
     description: Description,
     look_at: Callable[[str, int], None] = lambda name, files: None,
-    again: Callable[[Spot], SurveyedRoot | None] = lambda spot: None,
+    again: Callable[[ImportRoot], SurveyedRoot | None] = lambda spot: None,
 ) -> Survey:
     """Look at everything an interpreter imports from.
 
     `look_at` is told of each directory and the number of its files. `again` returns the interpreter's own library, or
     None to have all of it looked at.
     """
-    spots = find_spots(description)
+    spots = find_import_roots(description)
     parts: dict[int, SurveyedRoot] = {}
     # By depth: whether a spot lies in another is known when the outer one was walked. Code comes last.
     order = sorted(
@@ -361,7 +361,7 @@ def survey(
     return Survey(parts=tuple(parts[number] for number in sorted(parts)), absent=spots.absent, left_out=tuple(left_out))
 
 
-def _look(spot: Spot, spots: Spots, description: Description) -> SurveyedRoot:
+def _look(spot: ImportRoot, spots: ImportRoots, description: Description) -> SurveyedRoot:
     if spot.kind == "code":
         return _look_at_code(spot, spots, description)
     if spot.kind == "archive":
@@ -371,7 +371,7 @@ def _look(spot: Spot, spots: Spots, description: Description) -> SurveyedRoot:
     return _look_at_library(spot)
 
 
-def _look_at_library(spot: Spot) -> SurveyedRoot:
+def _look_at_library(spot: ImportRoot) -> SurveyedRoot:
     site = walk(spot.directory) if os.path.isdir(spot.directory) else Listing(spot.directory)
     areas = [(Area("site", spot.directory), site)]
     if spot.site:
@@ -391,7 +391,7 @@ def _look_at_library(spot: Spot) -> SurveyedRoot:
     return SurveyedRoot(spot=spot, files=files, areas=tuple(areas), distributions=distributions, watched=tuple(watched))
 
 
-def check_names(spot: Spot, files: Iterable[str]) -> None:
+def check_names(spot: ImportRoot, files: Iterable[str]) -> None:
     """Refuse names that cannot travel."""
     for path in files:
         if not is_plain(path):
@@ -401,7 +401,7 @@ def check_names(spot: Spot, files: Iterable[str]) -> None:
             )
 
 
-def _add_claimed(spot: Spot, distributions: tuple[Distribution, ...], files: dict[str, ListedFile]) -> None:
+def _add_claimed(spot: ImportRoot, distributions: tuple[Distribution, ...], files: dict[str, ListedFile]) -> None:
     """Add what distributions own in a prefix that is not walked, because others live there, too."""
     for distribution in distributions:
         for claim in distribution.claims:
@@ -413,7 +413,7 @@ def _add_claimed(spot: Spot, distributions: tuple[Distribution, ...], files: dic
                 files[path] = found
 
 
-def _look_at_code(spot: Spot, spots: Spots, description: Description) -> SurveyedRoot:
+def _look_at_code(spot: ImportRoot, spots: ImportRoots, description: Description) -> SurveyedRoot:
     libraries = [one for one in spots.spots if one.kind in ("own", "library")]
     others = [description.stdlib, description.platstdlib, description.own_home]
     others += [directory for one in libraries for directory in (one.directory, one.real)]

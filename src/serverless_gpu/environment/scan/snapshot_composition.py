@@ -29,7 +29,7 @@ from serverless_gpu.environment.scan.description import Description
 from serverless_gpu.environment.scan.digests import Digest, digest_files, may_be_script
 from serverless_gpu.environment.scan.directory_listing import ListedFile, is_plain
 from serverless_gpu.environment.scan.index_codec import IndexedFile, IndexedUnit
-from serverless_gpu.environment.scan.roots import Reused, Survey, SurveyedRoot
+from serverless_gpu.environment.scan.roots import ReusedUnits, Survey, SurveyedRoot
 from serverless_gpu.environment.scan.stdlib_rescan import own_row_path
 from serverless_gpu.environment.scan.units import (
     Directories,
@@ -97,13 +97,13 @@ class Sources(Mapping[str, LocalUnit]):
 
     def __init__(self) -> None:
         self._known: dict[str, LocalUnit] = {}
-        self._reused: dict[str, Reused] = {}
+        self._reused: dict[str, ReusedUnits] = {}
 
     def add(self, address: str, source: LocalUnit) -> None:
         """Add a source."""
         self._known[address] = source
 
-    def add_reused(self, reused: Reused) -> None:
+    def add_reused(self, reused: ReusedUnits) -> None:
         """Add those of a root's units that are reused."""
         for member in reused.members:
             self._reused.setdefault(member.address, reused)

@@ -2,7 +2,7 @@
 
     every directory's and file's stat ─ the same ────────────────▶ nothing
                                       └ another ─ listed again ─▶ paths that are new, gone, or another file
-    distributions ─ none of these is theirs, none of their files is claimed by another ─▶ `Reused`: unit as it was
+    distributions ─ none of these is theirs, none of their files is claimed by another ─▶ `ReusedUnits`: unit as it was
                   └ else, and all that nobody owns ─▶ the part: files and distributions as a first look finds them
 
 The result is exactly that of a first look. So only what is simple is ever reused: `reusable` says what is. Whatever
@@ -26,9 +26,9 @@ from serverless_gpu.environment.scan.distributions import Distribution, read_dis
 from serverless_gpu.environment.scan.index import NOBODY, FilesPart, GatePart, KeptPart, Stats
 from serverless_gpu.environment.scan.roots import (
     Area,
+    ImportRoot,
     KeptDistribution,
-    Reused,
-    Spot,
+    ReusedUnits,
     SurveyedRoot,
     check_names,
     keep_for,
@@ -47,7 +47,7 @@ class IndexParts(msgspec.Struct, frozen=True):
     kept: KeptPart
 
 
-def look_again(spot: Spot, memory: IndexParts) -> SurveyedRoot | None:
+def look_again(spot: ImportRoot, memory: IndexParts) -> SurveyedRoot | None:
     """Return the interpreter's own library as it is now, or None where everything has to be looked at."""
     areas = memory.gate.areas[:2]
     same = [(area.kind, area.top) for area in areas] == [("site", spot.directory), ("prefix", spot.prefix)]
@@ -90,7 +90,7 @@ def reusable(
     return found
 
 
-def own_row_path(spot: Spot, file: str) -> str:
+def own_row_path(spot: ImportRoot, file: str) -> str:
     """Return the path of the row of a file in a virtual environment."""
     if file.startswith(spot.directory + "/"):
         return f"site/{file[len(spot.directory) + 1 :]}"
@@ -105,7 +105,7 @@ def _claimed(distribution: Distribution, site: str, prefix: str) -> set[str]:
 class _Directories:
     """What is not as it was: directories that were listed again, and those that are gone."""
 
-    def __init__(self, spot: Spot, memory: IndexParts) -> None:
+    def __init__(self, spot: ImportRoot, memory: IndexParts) -> None:
         self._spot = spot
         self._gate = memory.gate
         self._files = memory.files
@@ -197,7 +197,7 @@ class _Directories:
 class _Choice:
     """What is reused, and what is left for a first look."""
 
-    def __init__(self, spot: Spot, memory: IndexParts, seen: _Directories) -> None:
+    def __init__(self, spot: ImportRoot, memory: IndexParts, seen: _Directories) -> None:
         self._spot = spot
         self._memory = memory
         self._seen = seen
@@ -282,7 +282,7 @@ class _Choice:
         records += [f"{spot.directory}/{one.info}/RECORD" for one in reused]
         return (*records, os.path.join(spot.prefix, "pyvenv.cfg"))
 
-    def _reused(self, reused: dict[int, KeptDistribution], kept: Sequence[tuple[ListedFile, int]]) -> Reused:
+    def _reused(self, reused: dict[int, KeptDistribution], kept: Sequence[tuple[ListedFile, int]]) -> ReusedUnits:
         memory = self._memory
         members = {
             (member.kind, member.name, member.version, member.address): member
@@ -297,7 +297,7 @@ class _Choice:
             if owner in others:
                 others[owner].append(file)
         units = _Units(self._spot, memory.files, {member.address: owner for owner, member in found.items()})
-        return Reused(
+        return ReusedUnits(
             members=tuple(found.values()),
             scripts=frozenset(name for one in reused.values() for name in one.scripts),
             notes={path: text for one in reused.values() for path, text in one.notes.items()},
@@ -311,7 +311,7 @@ class _Choice:
 class _Units:
     """Reused units, whose rows are made on demand."""
 
-    def __init__(self, spot: Spot, files: FilesPart, owners: dict[str, int]) -> None:
+    def __init__(self, spot: ImportRoot, files: FilesPart, owners: dict[str, int]) -> None:
         self._spot = spot
         self._files = files
         self._owners = owners

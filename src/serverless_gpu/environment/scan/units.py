@@ -31,7 +31,7 @@ from serverless_gpu.environment.scan.distributions import (
     read_text,
     row_path,
 )
-from serverless_gpu.environment.scan.roots import FINDER, Spot, SurveyedRoot
+from serverless_gpu.environment.scan.roots import FINDER, ImportRoot, SurveyedRoot
 from serverless_gpu.environment.unit_rules import LINK_HOPS_MAX, TEXT_BYTES_MAX
 from serverless_gpu.errors import EnvironmentUnsupported
 
@@ -207,7 +207,7 @@ def _resolve(path: str, files: Mapping[str, ListedFile], directories: set[str]) 
 class Directories:
     """The directories of all roots, and what stands for them."""
 
-    def __init__(self, spots: Sequence[Spot]) -> None:
+    def __init__(self, spots: Sequence[ImportRoot]) -> None:
         self._tokens: dict[str, str] = {}
         for number, spot in enumerate(spots):
             if not spot.archive:
@@ -252,7 +252,7 @@ def take_generated(drafts: Sequence[Draft], directories: Directories) -> tuple[G
     return tuple(texts[path] for path in sorted(texts))
 
 
-def archive_line(number: int, spot: Spot) -> Generated:
+def archive_line(number: int, spot: ImportRoot) -> Generated:
     """Return the `.pth` of root 0 that puts an archive on the path."""
     return Generated(path=f"site/_sgpu_archive_{number}.pth", text=f"{{{{sgpu:{number}}}}}/{spot.archive}\n")
 

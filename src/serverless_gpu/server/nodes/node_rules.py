@@ -20,6 +20,7 @@ unreadable. Then nothing is placed on the node, which says so, and its runs stay
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 from functools import lru_cache

@@ -148,7 +148,7 @@ class Watch:
         for event in look.events:
             if event.seq <= self._after:
                 continue
-            if event.fence and (event.state is State.QUEUED or event.state in TERMINAL):
+            if event.fence and (event.state is State.QUEUED or event.state in TERMINAL):  # its attempt is over
                 found += self._output.more(event.fence, look.run.spec.ranks_log, over=True)
                 if self._output.more_to_read:
                     return found  # first all of that, then the event

@@ -68,7 +68,7 @@ def run_view(run: StoredRun, *, told: WaitNotice = NOTHING, deduplicated: bool =
 
     Only the owner is shown the snapshot's address, by which its code can be read.
     """
-    attempt = run.attempt
+    attempt, said = run.attempt, sentence(run, waits_for=told.sentence)
     return RunView(
         id=run.id,
         name=run.name,
