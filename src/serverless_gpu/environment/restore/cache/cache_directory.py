@@ -68,14 +68,14 @@ class UnitNote(msgspec.Struct, frozen=True, kw_only=True):
     documents: bytes = b""
 
 
-class Looked(msgspec.Struct, frozen=True, kw_only=True):
+class LastLook(msgspec.Struct, frozen=True, kw_only=True):
     """When all units of an environment were last looked at: in which boot, and when since then."""
 
     boot: str
     at_ns: int
 
 
-class Places:
+class CachePaths:
     """The paths of a cache."""
 
     def __init__(self, root: Path) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.environment.restore.cache.cache_directory import (
-    Places,
+    CachePaths,
     delete,
     locked,
     put_aside,
@@ -36,7 +36,7 @@ _ADDRESS = re.compile(r"[0-9a-f]{64}")
 _LEFT = re.compile(r"\.(?P<what>new|old)-(?P<address>[0-9a-f]{64})(-[0-9a-f]{8})?")
 
 
-def evict(places: Places, excess: int, keep: Collection[str] = ()) -> int:
+def evict(places: CachePaths, excess: int, keep: Collection[str] = ()) -> int:
     """Remove units, and what was made of them, until so many bytes are gone or nothing more may go."""
     gone: list[Path] = []
     freed = 0
@@ -52,7 +52,7 @@ def evict(places: Places, excess: int, keep: Collection[str] = ()) -> int:
     return freed
 
 
-def forget(places: Places, keep: int) -> None:
+def forget(places: CachePaths, keep: int) -> None:
     """Remove environments that nobody uses, their units excepted, those used last excepted."""
     gone: list[Path] = []
     with locked(evicting_lock(places), wait_s=LOCK_WAIT_S):
@@ -63,7 +63,7 @@ def forget(places: Places, keep: int) -> None:
         _delete_with_links(places, directory)
 
 
-def sweep(places: Places) -> None:
+def sweep(places: CachePaths) -> None:
     """Delete what was being made by processes that died, and what was replaced and is not looked at any more."""
     with locked(evicting_lock(places), wait_s=LOCK_WAIT_S):  # who looks at the same time would find all in use
         in_use = frozenset[str]().union(*(seen.units for seen in environments(places) if seen.held))
@@ -79,12 +79,12 @@ def sweep(places: Places) -> None:
                     delete(directory)
 
 
-def evicting_lock(places: Places) -> Path:
+def evicting_lock(places: CachePaths) -> Path:
     """Return the lock of whoever evicts; who is about to use units holds it shared while saying so."""
     return places.locks / "evicting"
 
 
-def units(places: Places) -> list[CachedUnit]:
+def units(places: CachePaths) -> list[CachedUnit]:
     """Return all units of the cache."""
     found = []
     for parent in _directories(places.units):
@@ -97,7 +97,7 @@ def units(places: Places) -> list[CachedUnit]:
     return found
 
 
-def environments(places: Places) -> list[CachedEnvironment]:
+def environments(places: CachePaths) -> list[CachedEnvironment]:
     """Return all environments that were restored here, and whether somebody uses them."""
     found = []
     for directory in _directories(places.trees):
@@ -166,7 +166,7 @@ def plan_eviction(
     return tuple(steps)
 
 
-def _carry_out(places: Places, step: EvictionStep) -> list[Path]:
+def _carry_out(places: CachePaths, step: EvictionStep) -> list[Path]:
     """Move a unit aside, after what was made of it; return what was moved, the unit last if it could be."""
     aside: list[Path] = []
     for address in step.environments:
@@ -185,7 +185,7 @@ def _carry_out(places: Places, step: EvictionStep) -> list[Path]:
     return aside
 
 
-def _put_environment_aside(places: Places, address: str) -> list[Path] | None:
+def _put_environment_aside(places: CachePaths, address: str) -> list[Path] | None:
     """Move what was made of a snapshot aside, and remove its locks; None when somebody came to use it just now."""
     moved: list[Path] = []
     lock = try_lock(places.use_lock(address))
@@ -204,7 +204,7 @@ def _put_environment_aside(places: Places, address: str) -> list[Path] | None:
     return moved
 
 
-def _delete_with_links(places: Places, directory: Path) -> None:
+def _delete_with_links(places: CachePaths, directory: Path) -> None:
     """Delete a directory; units that were right before are known to be so after links to their files are gone."""
     match = _LEFT.fullmatch(directory.name)
     if directory.parent != places.trees or match is None:
@@ -228,7 +228,7 @@ def _delete_with_links(places: Places, directory: Path) -> None:
         os.close(lock)
 
 
-def _delete_if_free(places: Places, directory: Path, lock_file: Path) -> None:
+def _delete_if_free(places: CachePaths, directory: Path, lock_file: Path) -> None:
     lock = try_lock(lock_file)
     if lock is not None:
         try:

@@ -24,7 +24,7 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.environment.documents import Unit
 from serverless_gpu.environment.progress import ProgressPoint, Report, nobody
 from serverless_gpu.environment.restore.cache.cache_directory import (
-    Places,
+    CachePaths,
     UnitNote,
     delete,
     free_bytes,
@@ -65,7 +65,7 @@ def moved_bytes(unit: Unit) -> int:
     return sum(block.length for block in unit.blocks)
 
 
-def room(places: Places, needed: int, floor: int) -> int:
+def room(places: CachePaths, needed: int, floor: int) -> int:
     """Return how many bytes are missing to write so many and keep the floor free; 0 when there is room."""
     return max(0, needed + floor - free_bytes(places.root))
 
@@ -77,7 +77,7 @@ class Fetch:
     """
 
     def __init__(
-        self, places: Places, blobs: StoreBlobs, *, clock: Clock, make_space: MakeSpace, report: Report = nobody
+        self, places: CachePaths, blobs: StoreBlobs, *, clock: Clock, make_space: MakeSpace, report: Report = nobody
     ) -> None:
         self._places = places
         self._blobs = blobs

@@ -33,8 +33,8 @@ from serverless_gpu.environment.progress import Report, nobody
 from serverless_gpu.environment.restore.bytecode import CompileJob, compile_all
 from serverless_gpu.environment.restore.cache import eviction
 from serverless_gpu.environment.restore.cache.cache_directory import (
-    Looked,
-    Places,
+    CachePaths,
+    LastLook,
     UnitNote,
     exchange,
     full,
@@ -84,7 +84,7 @@ class Ensured(msgspec.Struct, frozen=True, kw_only=True):
     fetched_bytes: int = 0
 
 
-class Cache(Places):
+class Cache(CachePaths):
     """The units and trees of a node.
 
     `floor_bytes` stay free on the disk: None means 1 GB, or a twentieth of a smaller disk.
@@ -268,7 +268,7 @@ class Cache(Places):
         The caller holds the environment.
         """
         stamp = self.looked(snapshot.address)
-        last = read_document(stamp, Looked)
+        last = read_document(stamp, LastLook)
         if last is not None and last.boot == self.boot and self._is_fresh(last.at_ns):
             return ()
         found = []
@@ -278,7 +278,7 @@ class Cache(Places):
                 with locked(self.unit_lock(address), wait_s=WAIT_S):
                     found.append(self._look(address))
         if stamp.parent.is_dir():
-            write_document(stamp, Looked(boot=self.boot, at_ns=self.clock.boottime_ns()))
+            write_document(stamp, LastLook(boot=self.boot, at_ns=self.clock.boottime_ns()))
         return tuple(filter(None, found))
 
     def compile(self, work: Mapping[str, Sequence[CompileJob]], python: str, report: Report = nobody) -> int:

@@ -42,7 +42,7 @@ import msgspec
 from blake3 import blake3
 
 from serverless_gpu.environment.documents import FileRow
-from serverless_gpu.environment.restore.cache.cache_directory import Places, locked, read_document, write_document
+from serverless_gpu.environment.restore.cache.cache_directory import CachePaths, locked, read_document, write_document
 from serverless_gpu.environment.restore.cache.unit_metadata import is_added
 from serverless_gpu.environment.restore.cache.unpack import MTIME_S
 
@@ -127,13 +127,13 @@ def _identity(status: os.stat_result) -> Identity:
     return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_mode
 
 
-def linking_lock(places: Places) -> Path:
+def linking_lock(places: CachePaths) -> Path:
     """Return the lock of whoever makes links to units, removes them, or looks at what they lead to."""
     return places.locks / "linking"
 
 
 @contextlib.contextmanager
-def linking(places: Places) -> Iterator[None]:
+def linking(places: CachePaths) -> Iterator[None]:
     """Be the only one who makes links to units, or decides what a changed time means, while the block runs."""
     with locked(linking_lock(places), wait_s=_LINKING_S_MAX):
         yield

@@ -38,7 +38,7 @@ import msgspec
 
 from serverless_gpu.environment.documents import FileRow, Snapshot, Unit
 from serverless_gpu.environment.restore.cache.cache_directory import (
-    Places,
+    CachePaths,
     make_public,
     read_document,
     try_lock,
@@ -134,7 +134,7 @@ Outlines = Mapping[str, Outline]
 class SharedMetadata:
     """Additions to the units of a cache."""
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: CachePaths) -> None:
         self._places = places
 
     def without_added(self, number: int, snapshot: Snapshot, wanted: dict[str, bytes], outlines: Outlines) -> Files:
@@ -192,7 +192,7 @@ class SharedMetadata:
             os.close(lock)
 
 
-def sweep_layers(places: Places) -> None:
+def sweep_layers(places: CachePaths) -> None:
     """Remove names of units that are gone."""
     with contextlib.suppress(FileNotFoundError), os.scandir(places.layers) as entries:
         for entry in entries:
@@ -201,7 +201,7 @@ def sweep_layers(places: Places) -> None:
                     os.unlink(entry.path)
 
 
-def make_layers(places: Places) -> None:
+def make_layers(places: CachePaths) -> None:
     """Make the directory of names, with an empty layer for mounts that would have one only."""
     make_public(places.layers)
     make_public(places.layers / "e")
