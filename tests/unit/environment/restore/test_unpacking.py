@@ -26,7 +26,7 @@ from serverless_gpu.environment.capture.snapshot_capture import capture
 from serverless_gpu.environment.compression import compress
 from serverless_gpu.environment.documents import ContentPlace, FileRow, PackBlock, Unit, unit_address
 from serverless_gpu.environment.progress import ProgressPoint
-from serverless_gpu.environment.restore.cache.unpack import MTIME_S, Walk, WrittenTree, unpack, unpack_each
+from serverless_gpu.environment.restore.cache.unpack import MTIME_S, DirectoryWalk, WrittenTree, unpack, unpack_each
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.memory_store import MemoryStore
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentProblem, StorageError
@@ -297,7 +297,10 @@ def test_what_somebody_plants_while_files_are_written_is_not_followed(tmp_path: 
         (fresh / "site" / "a").write_bytes(b"mine")
     tree = WrittenTree(fresh)
     try:
-        with Walk(tree) as walk, pytest.raises(OSError, match=golden("environment.unpacking.exists-directory-too")):
+        with (
+            DirectoryWalk(tree) as walk,
+            pytest.raises(OSError, match=golden("environment.unpacking.exists-directory-too")),
+        ):
             os.close(walk.make(FileRow(path="site/b" if planted == "directory link" else "site/a")))
     finally:
         tree.close()

@@ -6,7 +6,7 @@
 
 Nothing is ever opened through a link: a directory is reached from the fresh root name by name (`openat` with
 O_NOFOLLOW), a file is made where nothing is (O_EXCL), and while files are written there is not one link in the tree.
-Each thread goes through the `WrittenTree` with a `Walk` of its own, which keeps the directories open on the way to
+Each thread goes through the `WrittenTree` with a `DirectoryWalk` of its own, which keeps the directories open on the way to
 where it is; rows are in order of their paths, so the next file is nearly always near.
 
 Modes are 0444 and 0555, given when a file is made; there is no way to say another. Files have one modification time, so
@@ -325,7 +325,7 @@ class WrittenTree:
             self.fd = -1
 
 
-class Walk:
+class DirectoryWalk:
     """One thread's way through a tree: the directories from the root to where it is, open."""
 
     def __init__(self, tree: WrittenTree) -> None:
@@ -334,7 +334,7 @@ class Walk:
         self._names: list[str] = []
         self._fds: list[int] = []
 
-    def __enter__(self) -> Walk:
+    def __enter__(self) -> DirectoryWalk:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -402,7 +402,7 @@ class UnitWriter:
 
     def finish(self) -> int:
         """Make empty files and directories, then links; return how many files."""
-        with Walk(self._tree) as walk:
+        with DirectoryWalk(self._tree) as walk:
             empty = [row for row in self._unit.rows if row.has_content and not row.size]
             for row in empty:
                 fd = walk.make(row)
@@ -440,7 +440,7 @@ class UnitWriter:
     def _write_small(self, files: Sequence[tuple[int, FileRow]], stream: _Stream) -> tuple[int, int]:
         total = 0
         sha256, write, utime, close = hashlib.sha256, os.write, os.utime, os.close
-        with Walk(self._tree) as walk:
+        with DirectoryWalk(self._tree) as walk:
             for start, row in files:
                 content = stream.take(start, row.size)
                 if sha256(content).digest() != row.sha256:
@@ -556,7 +556,7 @@ class _LargeFile:
     def _open(self) -> None:
         with self._turn:
             if self._fd < 0:
-                with Walk(self._tree) as walk:
+                with DirectoryWalk(self._tree) as walk:
                     self._fd = walk.make(self._row)
 
     def _put(self, data: bytes, start: int) -> None:
