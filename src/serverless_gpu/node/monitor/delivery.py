@@ -70,7 +70,7 @@ class AttemptDelivery:
         wake: Callable[[], None],
     ) -> None:
         observe = self._observe = kept.observe
-        self.status: messages.TrackedNote | messages.Untracked | None = None  # where it is tracked, or None while unknown
+        self.status: messages.TrackedNote | messages.Untracked | None = None  # None while unknown
         self.held = held  # its file in the backlog, if any
         self._answer: messages.TrackedNote | messages.Untracked | None = None
         self._environ = environ

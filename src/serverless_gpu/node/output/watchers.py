@@ -8,7 +8,7 @@ A watcher that does not read loses output only: messages queue up to a bound, ou
 is kept, there is little of it. A watcher that goes away is forgotten; the run goes on. One too many is refused with a
 sentence.
 
-    say  ──────────────────────────▶ ┌───────────────────────────────┐
+    put  ──────────────────────────▶ ┌───────────────────────────────┐
     show ──▶ the rank has room? yes ▶ │ Started · rank 0 · rank 1 · … │ ──▶ first, sent
                         │             └───────────────────────────────┘
                         └─ no: counted, and its last lines kept ──▶ queued once half of the rank's share was read, or
@@ -106,7 +106,7 @@ class Watchers:
     def tell(self, message: protocol.Sendable) -> None:
         """Say something to every watcher."""
         for watcher in self._watchers:
-            watcher.say(message)
+            watcher.send(message)
 
     def output(self, rank: int, stream: str, text: str, *, size: int, lost: bool) -> None:
         """Show every watcher what a rank wrote."""
@@ -149,7 +149,7 @@ class Watchers:
             return
         channel = Channel(sock)
         if len(self._watchers) < WATCHERS_MAX:
-            self.add(channel).say(self._greet())
+            self.add(channel).send(self._greet())
             return
         message = f"{WATCHERS_MAX} others are connected to {self._path.stem}, and more it does not take"
         with contextlib.suppress(OSError):
@@ -157,7 +157,7 @@ class Watchers:
         channel.close()
 
     def _hear(self, watcher: Watcher) -> None:
-        if not watcher.hear(lambda message: self._obey(message, watcher)):
+        if not watcher.receive(lambda message: self._obey(message, watcher)):
             watcher.gone = True
 
 
@@ -181,10 +181,10 @@ class Watcher:
         """Return how much output was left out because the peer did not read."""
         return self._outbox.dropped_bytes
 
-    def say(self, message: protocol.Sendable) -> None:
+    def send(self, message: protocol.Sendable) -> None:
         """Send a message, or queue it."""
         if not self._deaf:
-            self._outbox.say(message)
+            self._outbox.put(message)
             self.flush()
 
     def show(self, message: protocol.Output, size: int, lost: bool) -> None:
@@ -218,7 +218,7 @@ class Watcher:
         self.channel.sock.settimeout(timeout_s)
         self.flush()
 
-    def hear(self, obey: Callable[[protocol.AnyMessage], None]) -> bool:
+    def receive(self, obey: Callable[[protocol.AnyMessage], None]) -> bool:
         """Take one message and pass it on; return False when the peer is gone or talks nonsense."""
         try:
             received = protocol.receive(self.channel)
@@ -255,7 +255,7 @@ class Outbox:
         self._full.clear()
         self._gaps.clear()
 
-    def say(self, message: protocol.Sendable) -> None:
+    def put(self, message: protocol.Sendable) -> None:
         """Queue a message that is no output, after every notice about output before it."""
         if isinstance(message, protocol.Waiting) and len(self._queue) >= WAITING_MAX:
             return

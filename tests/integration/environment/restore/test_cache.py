@@ -14,7 +14,7 @@ from typing import Literal
 import pytest
 
 from serverless_gpu.environment.progress import ProgressPoint
-from serverless_gpu.environment.restore.cache.fetch import Fetch
+from serverless_gpu.environment.restore.cache.fetch import UnitFetch
 from serverless_gpu.environment.restore.cache.unit_cache import Cache
 from serverless_gpu.environment.restore.cache.unpack import MTIME_S
 from serverless_gpu.environment.restore.restore import Way, restore
@@ -107,7 +107,7 @@ def test_an_error_of_the_disk_is_not_its_own_cause(made: Made, cache: Cache) -> 
             raise StorageError("the disk is odd")
 
     with pytest.raises(StorageError) as caught:
-        Fetch(cache, made.blobs, clock=cache.clock, make_space=make_space).run([unit], lambda address: False)
+        UnitFetch(cache, made.blobs, clock=cache.clock, make_space=make_space).run([unit], lambda address: False)
     assert caught.value.__cause__ is not caught.value
 
 

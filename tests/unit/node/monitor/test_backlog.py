@@ -146,7 +146,7 @@ def test_attempts_without_their_credentials_are_looked_at_once_and_again_when_so
         return hold(path)
 
     monkeypatch.setattr(backlog, "hold_kept", looked)
-    monkeypatch.setattr(AttemptDelivery, "start", lambda delivering: None)
+    monkeypatch.setattr(AttemptDelivery, "start", lambda delivery: None)
     deliveries = MlflowDeliveries(home, clock, lambda: None)
     for _ in range(3):
         assert list(deliveries.tend({})) == []
@@ -155,5 +155,5 @@ def test_attempts_without_their_credentials_are_looked_at_once_and_again_when_so
     environ = {"MLFLOW_TRACKING_TOKEN": "s3cret", "MLFLOW_TRACKING_URI": "http://mlflow.example"}
     deliveries.prepare(Prepare(tracker=Tracking(uri="http://mlflow.example"), python="python3", environ=environ))
     (recorder,) = deliveries.tend({})
-    assert recorder.delivering is not None and recorder.delivering.held is not None
-    recorder.delivering.held.leave()
+    assert recorder.delivery is not None and recorder.delivery.held is not None
+    recorder.delivery.held.leave()

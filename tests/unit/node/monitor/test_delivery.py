@@ -53,7 +53,7 @@ def test_a_mistake_of_ours_ends_a_delivery_for_good_and_is_logged(
     deliveries = MlflowDeliveries(home, clock, woken.set)
     recorder = Recorder(observed(tmp_path), 1, clock)
     deliveries.begin(recorder)
-    delivery = recorder.delivering
+    delivery = recorder.delivery
     assert delivery is not None
     assert woken.wait(10)
     wait_for(lambda: delivery.is_done, "the delivery to end")
@@ -80,4 +80,4 @@ def test_ranks_wait_for_a_home_server_that_starts_and_not_for_one_that_could_not
         delivering.address_of(Home(tmp_path), observe, {})
     heard.untracked(str(caught.value), final=False)
     assert msgspec.json.decode((Path(observe.directory) / "tracking.json").read_bytes())["state"] == state
-    assert isinstance(heard.word, Untracked) and heard.word.is_starting is (failures == 0)
+    assert isinstance(heard.status, Untracked) and heard.status.is_starting is (failures == 0)

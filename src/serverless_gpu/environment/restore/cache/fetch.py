@@ -70,7 +70,7 @@ def room(places: CachePaths, needed: int, floor: int) -> int:
     return max(0, needed + floor - free_bytes(places.root))
 
 
-class Fetch:
+class UnitFetch:
     """One call that fetches units, beside whoever else does.
 
     `make_space` is called with the bytes needed, before the first byte and before each unit.

@@ -49,7 +49,7 @@ from serverless_gpu.environment.restore.cache.cache_directory import (
     write_to_disk,
 )
 from serverless_gpu.environment.restore.cache.eviction import LOCK_WAIT_S, evicting_lock
-from serverless_gpu.environment.restore.cache.fetch import WAIT_S, Fetch, moved_bytes, room
+from serverless_gpu.environment.restore.cache.fetch import WAIT_S, UnitFetch, moved_bytes, room
 from serverless_gpu.environment.restore.cache.unit_integrity import (
     LOOK_S,
     Sweep,
@@ -167,7 +167,7 @@ class Cache(CachePaths):
             make_public(self.root)
             make_public(self.units)
             make_space = partial(self.make_space, keep=wanted)
-            fetch = Fetch(self, blobs, clock=self.clock, make_space=make_space, report=report)
+            fetch = UnitFetch(self, blobs, clock=self.clock, make_space=make_space, report=report)
             fetch.run(units, self._survived)
             fetched = fetch.fetched
         return Ensured(
@@ -188,7 +188,7 @@ class Cache(CachePaths):
             place = self.unit(address)
             self.forget_made_of(address)
             try:
-                fetch = Fetch(
+                fetch = UnitFetch(
                     self, blobs, clock=self.clock, make_space=partial(self.make_space, keep=[address]), report=report
                 )
                 fresh = fetch.bring(blobs.read_unit(address))
