@@ -14,7 +14,7 @@ from benchmarks.environment_sets import now_ns
 from serverless_gpu.environment.capture.snapshot_capture import Captured, take
 from serverless_gpu.environment.compression import LEVEL_LOCAL
 from serverless_gpu.environment.progress import nobody
-from serverless_gpu.environment.restore.cache.unit_cache import Cache
+from serverless_gpu.environment.restore.cache.unit_cache import UnitCache
 from serverless_gpu.environment.restore.restore import Way, restore
 from serverless_gpu.environment.scan.description import Description, read_description
 from serverless_gpu.environment.scan.interpreter import describe_other
@@ -52,7 +52,7 @@ def restore_mounted(directory: str) -> dict[str, object]:
     root = _fresh_trees()
     sets.settle()
     started_ns = now_ns()
-    restored = restore(_named("SGPU_BENCH_SNAPSHOT"), _blobs(_store()), Cache(root))
+    restored = restore(_named("SGPU_BENCH_SNAPSHOT"), _blobs(_store()), UnitCache(root))
     wanted = [msgspec.to_builtins(mount) for mount in restored.mounts]
     assembled_ns = now_ns()
     reading, writing = os.pipe()
@@ -77,7 +77,7 @@ def restore_linked(directory: str) -> dict[str, object]:
     root = _fresh_trees()
     sets.settle()
     started_ns = now_ns()
-    restore(_named("SGPU_BENCH_SNAPSHOT"), _blobs(_store()), Cache(root), way=Way(mode="links", why="asked"))
+    restore(_named("SGPU_BENCH_SNAPSHOT"), _blobs(_store()), UnitCache(root), way=Way(mode="links", why="asked"))
     return {"ms": (now_ns() - started_ns) / 1e6}
 
 
@@ -86,7 +86,7 @@ def restore_cold(directory: str) -> dict[str, object]:
     place = new_directory()
     sets.settle()
     started_ns = now_ns()
-    restored = restore(_named("SGPU_BENCH_SNAPSHOT"), _blobs(_store()), Cache(place))
+    restored = restore(_named("SGPU_BENCH_SNAPSHOT"), _blobs(_store()), UnitCache(place))
     took_ns = now_ns() - started_ns
     return {"ms": took_ns / 1e6, "mb": restored.fetched_bytes / 1e6, "memory_mb": _peak_mb()}
 

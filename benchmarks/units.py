@@ -36,7 +36,7 @@ from serverless_gpu.environment.documents import (
     make_snapshot,
     unit_address,
 )
-from serverless_gpu.environment.restore.cache.unit_cache import Cache
+from serverless_gpu.environment.restore.cache.unit_cache import UnitCache
 from serverless_gpu.environment.restore.pythons import ask
 from serverless_gpu.environment.restore.restore import Way, restore
 from serverless_gpu.environment.stores.blobs import StoreBlobs
@@ -212,7 +212,7 @@ def main(url: str, token: str, snapshot: str, home: str) -> None:
     store = ServedStore(f"sgpu+{url}", token)
     print("ready")
     sys.stdin.readline()
-    restore(snapshot, StoreBlobs(store), Cache(Path(home)), way=Way(mode="links", why="asked"))
+    restore(snapshot, StoreBlobs(store), UnitCache(Path(home)), way=Way(mode="links", why="asked"))
     print(now_ns())
     store.close()
 

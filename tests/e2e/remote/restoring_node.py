@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from serverless_gpu.environment.restore.cache.unit_cache import Cache
+from serverless_gpu.environment.restore.cache.unit_cache import UnitCache
 from serverless_gpu.environment.restore.restore import Way, restore
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.server_store import ServedStore
@@ -31,7 +31,7 @@ def finish(process: subprocess.Popen[str]) -> int:
 def main(url: str, token: str, snapshot: str, home: str) -> None:
     """Restore it as a tree of links."""
     store = ServedStore(f"sgpu+{url}", token)
-    print(restore(snapshot, StoreBlobs(store), Cache(Path(home)), way=Way(mode="links", why="asked")).fetched_bytes)
+    print(restore(snapshot, StoreBlobs(store), UnitCache(Path(home)), way=Way(mode="links", why="asked")).fetched_bytes)
     store.close()
 
 

@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 
 from serverless_gpu.cli import program
 from serverless_gpu.environment.compression import compress
-from serverless_gpu.environment.restore.cache.unit_cache import Cache
+from serverless_gpu.environment.restore.cache.unit_cache import UnitCache
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.store_urls import open_store
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentMissing, InvalidValue, ServerlessGpuError
@@ -286,7 +286,7 @@ def test_gc_condemns_and_later_deletes_what_nothing_needs(place: Place) -> None:
 
 def test_gc_leaves_what_is_used_now(place: Place) -> None:
     address = place.capture()
-    cache = Cache(Home(place.home).environments)
+    cache = UnitCache(Home(place.home).environments)
     holding = cache.hold(address)
     cache.register(StoreBlobs(open_store(Home(place.home).environments / "store", {})).read_snapshot(address))
     try:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from serverless_gpu.environment.progress import ProgressPoint
-from serverless_gpu.environment.restore.cache.unit_cache import Cache
+from serverless_gpu.environment.restore.cache.unit_cache import UnitCache
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.directory_store import DirectoryStore
 
@@ -50,7 +50,7 @@ def main(store: str, cache: str, log: str, stop_at: str, *addresses: str) -> Non
 
     said: list[str] = []
     sys.stdin.read()
-    ensured = Cache(Path(cache)).ensure(addresses, StoreBlobs(Logged(Path(store), Path(log), stop_at)), report)
+    ensured = UnitCache(Path(cache)).ensure(addresses, StoreBlobs(Logged(Path(store), Path(log), stop_at)), report)
     print(ensured.fetched)
 
 

@@ -19,7 +19,7 @@ from serverless_gpu.environment.compression import LEVEL_LOCAL, LEVEL_REMOTE
 from serverless_gpu.environment.documents import Snapshot, SnapshotMember
 from serverless_gpu.environment.progress import ProgressPoint
 from serverless_gpu.environment.restore.cache.eviction import environments
-from serverless_gpu.environment.restore.cache.unit_cache import Cache
+from serverless_gpu.environment.restore.cache.unit_cache import UnitCache
 from serverless_gpu.environment.restore.export import Exported, ExportRequest, export
 from serverless_gpu.environment.stores.blobs import CAPTURE_S_MAX
 from serverless_gpu.environment.stores.collection import CollectionResult, Tally, collect
@@ -105,7 +105,7 @@ def restore_into(
         def report(progress: ProgressPoint) -> None:  # a node knows units by their addresses
             meters.report(msgspec.structs.replace(progress, name=names.get(progress.name, progress.name)))
 
-        made = export(snapshot.address, blobs, Cache(directory), order, report=report)
+        made = export(snapshot.address, blobs, UnitCache(directory), order, report=report)
     if as_json:
         print_json({**msgspec.structs.asdict(made), "size_bytes": snapshot.size, "files": snapshot.files})
         return
@@ -139,7 +139,7 @@ def collect_garbage(
         )
     limit = None if cache_size is None else size_bytes("--cache", cache_size)
     directory = locations.environments()
-    blobs, cache = locations.blobs(store, directory), Cache(directory)
+    blobs, cache = locations.blobs(store, directory), UnitCache(directory)
     since_ns = SystemClock().wall_ns() - keep_s * 1_000_000_000
     in_use = [one.address for one in environments(cache) if one.held or one.used_ns > since_ns]
     with Meters() as meters:

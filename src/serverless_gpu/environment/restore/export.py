@@ -26,7 +26,7 @@ from serverless_gpu.environment.restore.cache.cache_directory import (
     make_public,
     occupied_bytes,
 )
-from serverless_gpu.environment.restore.cache.unit_cache import Cache
+from serverless_gpu.environment.restore.cache.unit_cache import UnitCache
 from serverless_gpu.environment.restore.cache.unit_integrity import linking
 from serverless_gpu.environment.restore.link_tree import ContentSource, Linked, fill
 from serverless_gpu.environment.restore.restore import Prepared, known_snapshot, loaded_jobs, prepare
@@ -74,7 +74,9 @@ class ExportRequest(msgspec.Struct, frozen=True, kw_only=True):
     copies: bool = False
 
 
-def export(address: str, blobs: StoreBlobs, cache: Cache, order: ExportRequest, *, report: Report = nobody) -> Exported:
+def export(
+    address: str, blobs: StoreBlobs, cache: UnitCache, order: ExportRequest, *, report: Report = nobody
+) -> Exported:
     """Make a free-standing tree of an environment.
 
     Raises:
@@ -126,7 +128,7 @@ def _check_target(target: Path) -> None:
         ) from None
 
 
-def _make(prepared: Prepared, cache: Cache, target: Path, *, copies: bool) -> Linked:
+def _make(prepared: Prepared, cache: UnitCache, target: Path, *, copies: bool) -> Linked:
     snapshot, base = prepared.snapshot, prepared.base
     target.parent.mkdir(parents=True, exist_ok=True)
     if copies or target.parent.stat().st_dev != cache.units.stat().st_dev:

@@ -36,7 +36,7 @@ from serverless_gpu.environment.restore.cache.cache_directory import (
     occupied_bytes,
     read_document,
 )
-from serverless_gpu.environment.restore.cache.unit_cache import Cache, Ensured
+from serverless_gpu.environment.restore.cache.unit_cache import EnsuredUnits, UnitCache
 from serverless_gpu.environment.restore.pythons import Python, ask, find_python, keep, recall, trusted
 from serverless_gpu.environment.restore.trees import (
     LAYERS_MAX,
@@ -85,7 +85,7 @@ class RestoredTree(msgspec.Struct, frozen=True, kw_only=True):
     why: str = ""  # why by links, or ""
     mounts: tuple[Mount, ...] = ()  # what a process has to mount before it sees the tree, in order; none with links
     # a file to hold shared with flock while the tree is used; open it before asking for the restore, or hold it by
-    # `Cache.hold`
+    # `UnitCache.hold`
     lock: str = ""
     before: tuple[str, ...] = ()  # directories that come before the standard library on `sys.path`
     base: str = ""  # the interpreter without an environment
@@ -99,7 +99,7 @@ class RestoredTree(msgspec.Struct, frozen=True, kw_only=True):
 def restore(
     address: str,
     blobs: StoreBlobs,
-    cache: Cache,
+    cache: UnitCache,
     *,
     way: Way = OVERLAY,
     python: str = "",
@@ -116,7 +116,7 @@ def restore(
     began_ns = cache.clock.boottime_ns()
     holding = cache.hold(address)
     try:
-        ensured = Ensured(directories={})
+        ensured = EnsuredUnits(directories={})
         snapshot = known_snapshot(cache, address) or read_snapshot(blobs, address)
         way = _way_for(snapshot, way)
         ready = read_ready(cache, snapshot, way.mode)
@@ -152,7 +152,7 @@ def restore(
     return msgspec.structs.replace(restored, mended=repair_sentence(changes))
 
 
-def compile_rest(address: str, cache: Cache, *, report: Report = nobody) -> int:
+def compile_rest(address: str, cache: UnitCache, *, report: Report = nobody) -> int:
     """Compile what the caller had not loaded, link it into a tree of links, and write units to the disk; at idle."""
     holding = cache.hold(address)
     try:
@@ -179,7 +179,7 @@ def _way_for(snapshot: Snapshot, way: Way) -> Way:
     return way
 
 
-def _make(prepared: Prepared, cache: Cache, way: Way, look: Callable[[], None], report: Report) -> ReadyTree:
+def _make(prepared: Prepared, cache: UnitCache, way: Way, look: Callable[[], None], report: Report) -> ReadyTree:
     snapshot = prepared.snapshot
     with locked(cache.making_lock(snapshot.address), wait_s=MAKING_S_MAX):
         ready = read_ready(cache, snapshot, way.mode)
@@ -203,7 +203,7 @@ def _make(prepared: Prepared, cache: Cache, way: Way, look: Callable[[], None], 
         return ready
 
 
-def _with_space(cache: Cache, snapshot: Snapshot, make: Callable[[], ReadyTree]) -> ReadyTree:
+def _with_space(cache: UnitCache, snapshot: Snapshot, make: Callable[[], ReadyTree]) -> ReadyTree:
     """Make a tree; when the disk is full, once more after what was not used for longest has gone."""
     needed = occupied_bytes(0, snapshot.files // 8 + 400)  # directories, and generated files
     try:
@@ -218,7 +218,9 @@ def _with_space(cache: Cache, snapshot: Snapshot, make: Callable[[], ReadyTree])
         raise full(cache.trees, needed, 0) from error
 
 
-def _restored(snapshot: Snapshot, cache: Cache, ready: ReadyTree, way: Way, ensured: Ensured, ms: int) -> RestoredTree:
+def _restored(
+    snapshot: Snapshot, cache: UnitCache, ready: ReadyTree, way: Way, ensured: EnsuredUnits, ms: int
+) -> RestoredTree:
     tree = ready.tree
     return RestoredTree(
         address=snapshot.address,
@@ -242,10 +244,10 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
 
     snapshot: Snapshot
     base: Python
-    ensured: Ensured
+    ensured: EnsuredUnits
 
 
-def known_snapshot(cache: Cache, address: str) -> Snapshot | None:
+def known_snapshot(cache: UnitCache, address: str) -> Snapshot | None:
     """Return a snapshot that was restored here before, without asking the store."""
     snapshot = read_document(cache.environment(address) / "snapshot", Snapshot)
     if snapshot is None or snapshot.address != address:
@@ -257,7 +259,7 @@ def known_snapshot(cache: Cache, address: str) -> Snapshot | None:
     return snapshot
 
 
-def prepare(snapshot: Snapshot, blobs: StoreBlobs, cache: Cache, python: str, report: Report) -> Prepared:
+def prepare(snapshot: Snapshot, blobs: StoreBlobs, cache: UnitCache, python: str, report: Report) -> Prepared:
     """Have the units of a snapshot in the cache; the caller holds the environment.
 
     Raises:
@@ -294,7 +296,7 @@ def _as_listed(snapshot: Snapshot) -> Callable[[Unit], None]:
     return accept
 
 
-def loaded_jobs(prepared: Prepared, cache: Cache) -> dict[str, list[CompileJob]]:
+def loaded_jobs(prepared: Prepared, cache: UnitCache) -> dict[str, list[CompileJob]]:
     """Return what to compile, by unit: what the caller had loaded and has no bytecode.
 
     A few short files are left to whoever imports them, and to `compile_rest`: a process takes longer to start.
@@ -333,7 +335,7 @@ def _numbers(version: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", version)]
 
 
-def _loaded(snapshot: Snapshot, cache: Cache, tag: str) -> Iterator[tuple[str, list[CompileJob]]]:
+def _loaded(snapshot: Snapshot, cache: UnitCache, tag: str) -> Iterator[tuple[str, list[CompileJob]]]:
     """Yield, for each unit, what the caller had loaded and has no bytecode for this interpreter yet."""
     for root, paths in zip(snapshot.roots, snapshot.facts.loaded, strict=False):
         for address, here in _by_unit(root, cache, paths).items():
@@ -343,7 +345,7 @@ def _loaded(snapshot: Snapshot, cache: Cache, tag: str) -> Iterator[tuple[str, l
                 yield address, compile_jobs(cache.unit(address), cache.document(address).rows, tag, missing)
 
 
-def _by_unit(root: Root, cache: Cache, paths: Iterable[str]) -> dict[str, list[str]]:
+def _by_unit(root: Root, cache: UnitCache, paths: Iterable[str]) -> dict[str, list[str]]:
     """Return which unit each path is in: by the names units add, and by looking where several add one."""
     owners: dict[str, list[str]] = {}
     for member in root.members:

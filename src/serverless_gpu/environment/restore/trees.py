@@ -10,7 +10,7 @@ has not changed and its units are there. Before each start, what ranks have chan
 again:
 
     units that were ever linked ─ every file looked at ─ suspicious? read; wrong: fetched again, trees made again
-    units that are mounted      ─ the same, once in a boot and then every ten minutes (`Cache.look`)
+    units that are mounted      ─ the same, once in a boot and then every ten minutes (`UnitCache.look`)
     a tree of links             ─ every directory's time, every generated file ─ changed? the tree is made again
 
 A tree of links is compared with its `TreeStamp`. A file that is replaced, removed or added moves its directory's time;
@@ -45,7 +45,7 @@ from serverless_gpu.environment.restore.cache.cache_directory import (
     read_document,
     write_document,
 )
-from serverless_gpu.environment.restore.cache.unit_cache import Cache
+from serverless_gpu.environment.restore.cache.unit_cache import UnitCache
 from serverless_gpu.environment.restore.cache.unit_integrity import expose, exposed_since, linking, suspects
 from serverless_gpu.environment.restore.cache.unit_metadata import SharedMetadata, make_layers
 from serverless_gpu.environment.restore.fork_pool import divide
@@ -94,7 +94,7 @@ def most_layers(snapshot: Snapshot) -> int:
     return max(len(root.members) for root in snapshot.roots) + _OURS
 
 
-def read_ready(cache: Cache, snapshot: Snapshot, mode: str) -> ReadyTree | None:
+def read_ready(cache: UnitCache, snapshot: Snapshot, mode: str) -> ReadyTree | None:
     """Return what was made before, or None when it cannot be used any more."""
     directory, name = _overlay(cache, snapshot) if mode == "overlay" else _links(cache, snapshot)
     ready = read_document(name, ReadyTree)
@@ -115,7 +115,7 @@ def read_ready(cache: Cache, snapshot: Snapshot, mode: str) -> ReadyTree | None:
     return ready if same else None
 
 
-def make_overlay(snapshot: Snapshot, cache: Cache, base: Python) -> ReadyTree:
+def make_overlay(snapshot: Snapshot, cache: UnitCache, base: Python) -> ReadyTree:
     """Make the layers of an environment; the caller holds its making lock."""
     final, _ = _overlay(cache, snapshot)
     with _fresh(final) as fresh:
@@ -124,7 +124,7 @@ def make_overlay(snapshot: Snapshot, cache: Cache, base: Python) -> ReadyTree:
     return ready
 
 
-def _write_layers(snapshot: Snapshot, cache: Cache, base: Python, fresh: Path) -> ReadyTree:
+def _write_layers(snapshot: Snapshot, cache: UnitCache, base: Python, fresh: Path) -> ReadyTree:
     final, _ = _overlay(cache, snapshot)
     for directory in (fresh, fresh / "parts", cache.view):
         make_public(directory)
@@ -144,7 +144,7 @@ def _write_layers(snapshot: Snapshot, cache: Cache, base: Python, fresh: Path) -
     return ready
 
 
-def make_links(snapshot: Snapshot, cache: Cache, base: Python) -> ReadyTree:
+def make_links(snapshot: Snapshot, cache: UnitCache, base: Python) -> ReadyTree:
     """Make a tree of links of an environment; the caller holds its making lock.
 
     Raises UnitSuspect: a file may have been written to through an earlier link; no tree was made.
@@ -170,7 +170,7 @@ def make_links(snapshot: Snapshot, cache: Cache, base: Python) -> ReadyTree:
     return ready
 
 
-def tree_change(snapshot: Snapshot, cache: Cache, ready: ReadyTree) -> str:
+def tree_change(snapshot: Snapshot, cache: UnitCache, ready: ReadyTree) -> str:
     """Return what has changed in a tree of links, or ""; files of units are not looked at."""
     tree, _ = _links(cache, snapshot)
     watched = read_document(_watched(cache, snapshot), TreeStamp)
@@ -185,12 +185,12 @@ def tree_change(snapshot: Snapshot, cache: Cache, ready: ReadyTree) -> str:
     return stamp_change(tree, watched, parts, lambda part: _directories(cache, part))
 
 
-def forget_links(snapshot: Snapshot, cache: Cache) -> None:
+def forget_links(snapshot: Snapshot, cache: UnitCache) -> None:
     """Have a tree of links made again for the next user."""
     _links(cache, snapshot)[1].unlink(missing_ok=True)
 
 
-def link_bytecode(snapshot: Snapshot, cache: Cache) -> None:
+def link_bytecode(snapshot: Snapshot, cache: UnitCache) -> None:
     """Link bytecode that came to the units since into a tree of links."""
     ready = read_ready(cache, snapshot, "links")
     if ready is None:
@@ -200,7 +200,7 @@ def link_bytecode(snapshot: Snapshot, cache: Cache) -> None:
             _link_bytecode(snapshot, cache)
 
 
-def _link_bytecode(snapshot: Snapshot, cache: Cache) -> None:
+def _link_bytecode(snapshot: Snapshot, cache: UnitCache) -> None:
     tree, _ = _links(cache, snapshot)
     moved: list[str] = []
     for number, root in enumerate(snapshot.roots):
@@ -225,7 +225,9 @@ def _link_bytecode(snapshot: Snapshot, cache: Cache) -> None:
     write_document(_watched(cache, snapshot), watched)
 
 
-def assembled(snapshot: Snapshot, cache: Cache, place: AssemblyTarget, *, add: bool = False) -> tuple[TreePart, ...]:
+def assembled(
+    snapshot: Snapshot, cache: UnitCache, place: AssemblyTarget, *, add: bool = False
+) -> tuple[TreePart, ...]:
     """Return the parts of a tree, without the generated files that its units have already.
 
     With `add`, units get what they do not have yet.
@@ -243,15 +245,17 @@ def assembled(snapshot: Snapshot, cache: Cache, place: AssemblyTarget, *, add: b
     return tuple(parts)
 
 
-def _assemble(snapshot: Snapshot, cache: Cache, base: Python, tree: str, *, add: bool = False) -> tuple[TreePart, ...]:
+def _assemble(
+    snapshot: Snapshot, cache: UnitCache, base: Python, tree: str, *, add: bool = False
+) -> tuple[TreePart, ...]:
     return assembled(snapshot, cache, AssemblyTarget(tree=tree, base=base.path, version=base.version), add=add)
 
 
-def _directories(cache: Cache, part: TreePart) -> Sequence[Path]:
+def _directories(cache: UnitCache, part: TreePart) -> Sequence[Path]:
     return [cache.unit(address) / part.area for address in part.units]
 
 
-def _source(part: TreePart, cache: Cache, files: Mapping[str, int]) -> ContentSource:
+def _source(part: TreePart, cache: UnitCache, files: Mapping[str, int]) -> ContentSource:
     return ContentSource(
         _with_bytecode_room(part),
         _directories(cache, part),
@@ -268,7 +272,7 @@ def _with_bytecode_room(part: TreePart) -> TreePart:
 
 
 def _ready(
-    cache: Cache,
+    cache: UnitCache,
     base: Python,
     tree: str,
     *,
@@ -290,17 +294,17 @@ def _stamp(path: str) -> tuple[int, int]:
     return status.st_mtime_ns, status.st_size
 
 
-def _overlay(cache: Cache, snapshot: Snapshot) -> tuple[Path, Path]:
+def _overlay(cache: UnitCache, snapshot: Snapshot) -> tuple[Path, Path]:
     directory = cache.environment(snapshot.address) / "overlay"
     return directory, directory / "ready"
 
 
-def _links(cache: Cache, snapshot: Snapshot) -> tuple[Path, Path]:
+def _links(cache: UnitCache, snapshot: Snapshot) -> tuple[Path, Path]:
     directory = cache.environment(snapshot.address) / "tree"
     return directory, directory.with_name("tree.ready")
 
 
-def _watched(cache: Cache, snapshot: Snapshot) -> Path:
+def _watched(cache: UnitCache, snapshot: Snapshot) -> Path:
     return cache.environment(snapshot.address) / "tree.watched"
 
 
@@ -326,7 +330,7 @@ def _fresh(final: Path) -> Iterator[Path]:
         delete(fresh)
 
 
-def _publish(cache: Cache, snapshot: Snapshot, fresh: Path, final: Path) -> None:
+def _publish(cache: UnitCache, snapshot: Snapshot, fresh: Path, final: Path) -> None:
     if not final.exists():
         fresh.rename(final)
         return
@@ -336,7 +340,7 @@ def _publish(cache: Cache, snapshot: Snapshot, fresh: Path, final: Path) -> None
     fresh.rename(cache.trees / f".old-{snapshot.address}-{os.urandom(4).hex()}")
 
 
-def mend_units(snapshot: Snapshot, blobs: StoreBlobs, cache: Cache, report: Report) -> tuple[str, ...]:
+def mend_units(snapshot: Snapshot, blobs: StoreBlobs, cache: UnitCache, report: Report) -> tuple[str, ...]:
     """Look at the units of an environment that links lead to, and fetch again what was changed through them.
 
     The caller holds the environment.
@@ -351,7 +355,7 @@ def mend_units(snapshot: Snapshot, blobs: StoreBlobs, cache: Cache, report: Repo
     return tuple(filter(None, wrong))
 
 
-def changed_units(snapshot: Snapshot, cache: Cache) -> tuple[str, ...]:
+def changed_units(snapshot: Snapshot, cache: UnitCache) -> tuple[str, ...]:
     """Look at the units of an environment that are only mounted, and put aside what was written to.
 
     The caller holds the environment.
@@ -382,7 +386,9 @@ def _suspects(units: Sequence[Path]) -> dict[int, Suspects]:
     return functools.reduce(operator.or_, divide(len(units), work, dict[int, Suspects]))
 
 
-def _mend(address: str, own: list[str], bytecode: list[str], blobs: StoreBlobs, cache: Cache, report: Report) -> str:
+def _mend(
+    address: str, own: list[str], bytecode: list[str], blobs: StoreBlobs, cache: UnitCache, report: Report
+) -> str:
     unit = cache.unit(address)
     for path in bytecode:
         Path(path).unlink(missing_ok=True)  # it is compiled again

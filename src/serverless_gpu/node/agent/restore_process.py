@@ -28,7 +28,7 @@ from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.progress import ProgressPoint
 from serverless_gpu.environment.restore.cache.cache_directory import DiskFull, is_full, read_document
-from serverless_gpu.environment.restore.cache.unit_cache import Cache
+from serverless_gpu.environment.restore.cache.unit_cache import UnitCache
 from serverless_gpu.environment.restore.restore import RestoredTree, Way, compile_rest, restore
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.repair import read_snapshot
@@ -146,7 +146,7 @@ def _fork(request: Request, channel: Channel, environments: Path) -> int:
             else:
                 os.nice(_NICE)
                 with contextlib.suppress(ServerlessGpuError):  # a disk that is full by now; the next rank compiles
-                    compile_rest(request.snapshot, Cache(environments))
+                    compile_rest(request.snapshot, UnitCache(environments))
             code = 0
         finally:
             if code:
@@ -212,7 +212,7 @@ def restored(
     address = want.wanted.snapshot
     wanted = want.wanted
     blobs = StoreBlobs(open_store(wanted.store, want.environ, token=wanted.token, ca=wanted.ca))
-    cache = Cache(environments)
+    cache = UnitCache(environments)
     lock = cache.hold(address)  # from now on; users get copies of the descriptor
     require_symlinks(environments)
     made = restore(address, blobs, cache, way=way_for(want.wanted.mode, environments), report=report)

@@ -71,7 +71,9 @@ class BudgetService:
             told = [
                 one
                 for one in budgets.alarms(connection, since_ns=since_ns)
-                if roles.covers(reach, name=who.name, teams=who.teams, owner=one.text("owner"), team=one.text("team"))
+                if access_control.covers(
+                    reach, name=who.name, teams=who.teams, owner=one.text("owner"), team=one.text("team")
+                )
             ]
             return standings, [
                 AlarmView(at_ns=one.at_ns, subject=one.text("subject"), sentence=one.text("sentence"))

@@ -20,10 +20,9 @@ unreadable. Then nothing is placed on the node, which says so, and its runs stay
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from zoneinfo import ZoneInfo
 
 import msgspec
@@ -170,7 +169,7 @@ class Evacuation:
                 due.append((node, run, because))
         for first in range(0, len(due), TOGETHER):
             some, at_ns = due[first : first + TOGETHER], self._clock.wall_ns()
-            for told in self._database.write(functools.partial(_ask_together, due=some, at_ns=at_ns)):
+            for told in self._database.write(partial(_ask_together, due=some, at_ns=at_ns)):
                 self._announcer.announce(told)
 
     def _look_at(self, node: RuledNode, run: StoredRun, crew: StoredCrew, at_ns: int) -> str | None:

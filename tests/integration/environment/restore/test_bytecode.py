@@ -13,7 +13,7 @@ import pytest
 
 from serverless_gpu.environment.documents import Snapshot, SnapshotOrigin
 from serverless_gpu.environment.restore.bytecode import compile_all, compile_jobs
-from serverless_gpu.environment.restore.cache.unit_cache import Cache
+from serverless_gpu.environment.restore.cache.unit_cache import UnitCache
 from serverless_gpu.environment.restore.cache.unpack import MTIME_S
 from serverless_gpu.environment.restore.restore import RestoredTree, Way, compile_rest, restore
 from serverless_gpu.environment.stores.blobs import StoreBlobs
@@ -42,8 +42,8 @@ def made() -> Made:
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> Cache:
-    return Cache(tmp_path / "environments")
+def cache(tmp_path: Path) -> UnitCache:
+    return UnitCache(tmp_path / "environments")
 
 
 def environment(made: Made) -> tuple[Piece, Snapshot]:
@@ -71,7 +71,7 @@ def even_short_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_few_short_files_are_left_to_whoever_imports_them(
-    made: Made, cache: Cache, monkeypatch: pytest.MonkeyPatch
+    made: Made, cache: UnitCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     piece, snapshot = environment(made)
     monkeypatch.setattr("serverless_gpu.environment.restore.restore.FEW_BYTES", 10_000)
@@ -85,7 +85,9 @@ def bytecode_in(directory: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_the_caller_had_loaded_is_compiled_first_and_the_rest_later(made: Made, cache: Cache, mode: str) -> None:
+def test_what_the_caller_had_loaded_is_compiled_first_and_the_rest_later(
+    made: Made, cache: UnitCache, mode: str
+) -> None:
     piece, snapshot = environment(made)
     way = Way(mode="links" if mode == "links" else "overlay")
     restored = restore(snapshot.address, made.blobs, cache, way=way)
@@ -119,7 +121,7 @@ answer = [os.path.relpath(path, site) for path in compiled if path.startswith(si
 
 @pytest.mark.parametrize("mode", MODES)
 def test_bytecode_names_the_time_and_size_of_its_source_and_tracebacks_the_tree(
-    made: Made, cache: Cache, mode: str
+    made: Made, cache: UnitCache, mode: str
 ) -> None:
     piece, snapshot = environment(made)
     restored = restore(snapshot.address, made.blobs, cache, way=Way(mode="links" if mode == "links" else "overlay"))
@@ -133,7 +135,7 @@ def test_bytecode_names_the_time_and_size_of_its_source_and_tracebacks_the_tree(
 
 
 def test_S221_start_up_code_of_an_environment_is_never_run_by_restoring_or_compiling(
-    made: Made, cache: Cache, tmp_path: Path
+    made: Made, cache: UnitCache, tmp_path: Path
 ) -> None:
     marker = tmp_path / "marker"
     write = f"import pathlib; pathlib.Path({str(marker)!r}).touch()\n"

@@ -15,7 +15,7 @@ import pytest
 
 from serverless_gpu.environment.progress import ProgressPoint
 from serverless_gpu.environment.restore.cache.fetch import UnitFetch
-from serverless_gpu.environment.restore.cache.unit_cache import Cache
+from serverless_gpu.environment.restore.cache.unit_cache import UnitCache
 from serverless_gpu.environment.restore.cache.unpack import MTIME_S
 from serverless_gpu.environment.restore.restore import Way, restore
 from serverless_gpu.environment.stores.blobs import StoreBlobs
@@ -52,8 +52,8 @@ def made(store: Counting) -> Made:
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> Cache:
-    return Cache(tmp_path / "environments", clock=FakeClock())
+def cache(tmp_path: Path) -> UnitCache:
+    return UnitCache(tmp_path / "environments", clock=FakeClock())
 
 
 def alpha(made: Made) -> Piece:
@@ -68,7 +68,7 @@ def alpha(made: Made) -> Piece:
     )
 
 
-def test_a_unit_is_unpacked_once_read_only_and_with_one_time(store: Counting, made: Made, cache: Cache) -> None:
+def test_a_unit_is_unpacked_once_read_only_and_with_one_time(store: Counting, made: Made, cache: UnitCache) -> None:
     piece = alpha(made)
     reports: list[ProgressPoint] = []
     first = cache.ensure([piece.unit.address, piece.unit.address], made.blobs, reports.append)
@@ -80,23 +80,23 @@ def test_a_unit_is_unpacked_once_read_only_and_with_one_time(store: Counting, ma
     assert (first.fetched, first.fetched_bytes) == (1, sum(block.length for block in piece.unit.blocks))
     assert (reports[-1].bytes_done, reports[-1].bytes_total) == (piece.member.size, piece.member.size)
     count = len(store.got)
-    second = Cache(cache.root, clock=FakeClock()).ensure([piece.unit.address], made.blobs)
+    second = UnitCache(cache.root, clock=FakeClock()).ensure([piece.unit.address], made.blobs)
     assert (second.fetched, second.directories, len(store.got)) == (0, first.directories, count)
 
 
-def test_a_unit_the_store_lacks_is_named(made: Made, cache: Cache) -> None:
+def test_a_unit_the_store_lacks_is_named(made: Made, cache: UnitCache) -> None:
     with pytest.raises(EnvironmentMissing, match=re.escape(golden("environment.cache.unit-111111111111-store"))):
         cache.ensure(["1" * 64], made.blobs)
 
 
-def test_what_was_altered_on_its_way_is_asked_for_again(store: Counting, made: Made, cache: Cache) -> None:
+def test_what_was_altered_on_its_way_is_asked_for_again(store: Counting, made: Made, cache: UnitCache) -> None:
     piece = alpha(made)
     store.altered_times = 2
     assert cache.ensure([piece.unit.address], made.blobs).fetched == 1
     assert cache.verify(piece.unit.address, made.blobs) == ""
 
 
-def test_an_error_of_the_disk_is_not_its_own_cause(made: Made, cache: Cache) -> None:
+def test_an_error_of_the_disk_is_not_its_own_cause(made: Made, cache: UnitCache) -> None:
     unit = alpha(made).unit
     os.close(cache.hold("0" * 64))
     asked: list[int] = []
@@ -112,7 +112,7 @@ def test_an_error_of_the_disk_is_not_its_own_cause(made: Made, cache: Cache) -> 
 
 
 def test_F29_a_store_that_is_altered_for_good_is_an_error_and_leaves_nothing(
-    store: Counting, made: Made, cache: Cache
+    store: Counting, made: Made, cache: UnitCache
 ) -> None:
     piece = alpha(made)
     store.altered_times = 1000
@@ -165,7 +165,7 @@ def spoil_documents(place: Path) -> None:
     ],
 )
 def test_F29_what_is_damaged_in_the_cache_is_found_and_fetched_again(
-    made: Made, cache: Cache, spoil: Callable[[Path], None], wrong: str
+    made: Made, cache: UnitCache, spoil: Callable[[Path], None], wrong: str
 ) -> None:
     piece = alpha(made)
     place = cache.ensure([piece.unit.address], made.blobs).directories[piece.unit.address]
@@ -177,7 +177,7 @@ def test_F29_what_is_damaged_in_the_cache_is_found_and_fetched_again(
     assert sorted(path.name for path in place.parent.iterdir()) == [piece.unit.address]
 
 
-def test_F29_a_damaged_unit_that_cannot_be_fetched_is_not_used(store: Counting, made: Made, cache: Cache) -> None:
+def test_F29_a_damaged_unit_that_cannot_be_fetched_is_not_used(store: Counting, made: Made, cache: UnitCache) -> None:
     piece = alpha(made)
     place = cache.ensure([piece.unit.address], made.blobs).directories[piece.unit.address]
     spoil_byte(place)
@@ -189,7 +189,7 @@ def test_F29_a_damaged_unit_that_cannot_be_fetched_is_not_used(store: Counting, 
         cache.ensure([piece.unit.address], made.blobs)
 
 
-def test_bytecode_of_ours_is_no_damage(made: Made, cache: Cache) -> None:
+def test_bytecode_of_ours_is_no_damage(made: Made, cache: UnitCache) -> None:
     piece = alpha(made)
     place = cache.ensure([piece.unit.address], made.blobs).directories[piece.unit.address]
     (place / "site/alpha/__pycache__").mkdir()
@@ -198,7 +198,7 @@ def test_bytecode_of_ours_is_no_damage(made: Made, cache: Cache) -> None:
 
 
 @pytest.mark.skipif(bool(CANNOT_MOUNT), reason="this machine cannot mount overlays")
-def test_F29_who_uses_a_damaged_unit_keeps_seeing_it_until_they_end(made: Made, cache: Cache) -> None:
+def test_F29_who_uses_a_damaged_unit_keeps_seeing_it_until_they_end(made: Made, cache: UnitCache) -> None:
     piece = made.distribution("alpha", {"site/alpha.py": "a = 1\n", "site/late.py": "l = 2\n"})
     snapshot = made.snapshot([made.root([piece])])
     restored = restore(snapshot.address, made.blobs, cache)
@@ -218,7 +218,7 @@ def test_F29_who_uses_a_damaged_unit_keeps_seeing_it_until_they_end(made: Made, 
     assert not list(cache.units.glob("*/.old-*"))
 
 
-def test_F29_a_tree_of_links_to_a_damaged_unit_is_made_again(made: Made, cache: Cache) -> None:
+def test_F29_a_tree_of_links_to_a_damaged_unit_is_made_again(made: Made, cache: UnitCache) -> None:
     piece = made.distribution("alpha", {"site/alpha.py": "a = 1\n"})
     snapshot = made.snapshot([made.root([piece])])
     links = Way(mode="links")
@@ -232,27 +232,29 @@ def test_F29_a_tree_of_links_to_a_damaged_unit_is_made_again(made: Made, cache: 
     assert module.read_text() == "a = 1\n"
 
 
-def test_a_unit_of_an_earlier_boot_is_read_before_it_is_used_again(store: Counting, made: Made, cache: Cache) -> None:
+def test_a_unit_of_an_earlier_boot_is_read_before_it_is_used_again(
+    store: Counting, made: Made, cache: UnitCache
+) -> None:
     piece = alpha(made)
-    before = Cache(cache.root, clock=Boot("before"))
+    before = UnitCache(cache.root, clock=Boot("before"))
     place = before.ensure([piece.unit.address], made.blobs).directories[piece.unit.address]
     altered(place / "site/alpha/__init__.py")
     assert before.ensure([piece.unit.address], made.blobs).fetched == 0
-    after = Cache(cache.root, clock=Boot("after"))
+    after = UnitCache(cache.root, clock=Boot("after"))
     assert after.ensure([piece.unit.address], made.blobs).fetched == 1
     assert (place / "site/alpha/__init__.py").read_text() == "a = 1\n"
 
 
 def test_a_unit_that_was_written_to_the_disk_is_only_looked_at_after_a_boot(
-    made: Made, cache: Cache, monkeypatch: pytest.MonkeyPatch
+    made: Made, cache: UnitCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     piece = alpha(made)
-    before = Cache(cache.root, clock=Boot("before"))
+    before = UnitCache(cache.root, clock=Boot("before"))
     before.ensure([piece.unit.address], made.blobs)
     before.settle([piece.unit.address])
     with monkeypatch.context() as nothing_is_read:
         nothing_is_read.setattr("serverless_gpu.environment.restore.cache.unit_cache.damage", None)
-        assert Cache(cache.root, clock=Boot("after")).ensure([piece.unit.address], made.blobs).fetched == 0
+        assert UnitCache(cache.root, clock=Boot("after")).ensure([piece.unit.address], made.blobs).fetched == 0
 
 
 # --- several processes ------------------------------------------------------------------------------------------------
@@ -296,7 +298,7 @@ def test_a_process_killed_while_it_fetches_leaves_the_work_to_the_next(
 ) -> None:
     store, made = shared
     one, two = (made.piece({f"site/{name}.bin": os.urandom(100_000)}) for name in ("one", "two"))
-    log, cache = tmp_path / "log", Cache(tmp_path / "cache")
+    log, cache = tmp_path / "log", UnitCache(tmp_path / "cache")
     stop_at = f"packs/{two.unit.packs[0]}"
     killed = fetching_process.start(store, cache.root, log, [two.unit.address], stop_at=stop_at)
     until(lambda: cache.unit(two.unit.address).with_name(f".new-{two.unit.address}").exists())
@@ -315,7 +317,7 @@ def test_a_process_killed_while_it_fetches_leaves_the_work_to_the_next(
 def test_what_the_dead_left_is_swept(shared: tuple[Path, Made], tmp_path: Path) -> None:
     store, made = shared
     piece = made.piece({"site/one.bin": os.urandom(100_000)})
-    cache = Cache(tmp_path / "cache")
+    cache = UnitCache(tmp_path / "cache")
     stop_at = f"packs/{piece.unit.packs[0]}"
     killed = fetching_process.start(store, cache.root, tmp_path / "log", [piece.unit.address], stop_at=stop_at)
     until(lambda: len(list(cache.units.glob("*/.new-*"))) == 1)
@@ -330,7 +332,7 @@ def test_what_the_dead_left_is_swept(shared: tuple[Path, Made], tmp_path: Path) 
 # --- space ------------------------------------------------------------------------------------------------------------
 
 
-def used(made: Made, cache: Cache, clock: FakeClock, *pieces: Piece) -> str:
+def used(made: Made, cache: UnitCache, clock: FakeClock, *pieces: Piece) -> str:
     """Restore an environment of these units and return its address; a second passes."""
     clock.advance(1)
     snapshot = made.snapshot([made.root(pieces)])
@@ -340,7 +342,7 @@ def used(made: Made, cache: Cache, clock: FakeClock, *pieces: Piece) -> str:
 
 def test_what_was_not_used_for_longest_goes_first_and_never_what_is_held(made: Made, tmp_path: Path) -> None:
     clock = FakeClock()
-    cache = Cache(tmp_path / "cache", clock=clock)
+    cache = UnitCache(tmp_path / "cache", clock=clock)
     old, middle, young, common = (
         made.piece({f"site/{name}.bin": os.urandom(1_000_000)}) for name in ("old", "middle", "young", "common")
     )
@@ -372,7 +374,7 @@ def test_environments_that_nobody_uses_go_and_their_units_stay(
     made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: Literal["overlay", "links"]
 ) -> None:
     monkeypatch.setattr("serverless_gpu.environment.restore.cache.unit_cache.ENVIRONMENTS_MAX", 2)
-    cache = Cache(tmp_path / "environments")
+    cache = UnitCache(tmp_path / "environments")
     snapshots = [made.simple("shared", f"mine{number}") for number in range(5)]
     held = cache.hold(snapshots[0].address)
     for snapshot in snapshots:
@@ -389,7 +391,7 @@ def test_environments_that_nobody_uses_go_and_their_units_stay(
 
 def test_a_restore_evicts_afterwards_what_is_over_the_size(made: Made, tmp_path: Path) -> None:
     clock = FakeClock()
-    cache = Cache(tmp_path / "cache", clock=clock, max_bytes=1_500_000)
+    cache = UnitCache(tmp_path / "cache", clock=clock, max_bytes=1_500_000)
     one, two = (made.piece({f"site/{name}.bin": os.urandom(1_000_000)}) for name in ("one", "two"))
     used(made, cache, clock, one)
     used(made, cache, clock, two)
@@ -399,7 +401,7 @@ def test_a_restore_evicts_afterwards_what_is_over_the_size(made: Made, tmp_path:
 
 def test_a_restore_does_not_evict_itself_from_a_cache_that_is_too_small_for_it(made: Made, tmp_path: Path) -> None:
     clock = FakeClock()
-    cache = Cache(tmp_path / "cache", clock=clock, max_bytes=1)
+    cache = UnitCache(tmp_path / "cache", clock=clock, max_bytes=1)
     piece = made.piece({"site/one.bin": os.urandom(100_000)})
     used(made, cache, clock, piece)
     assert cache.unit(piece.unit.address).exists()
@@ -421,7 +423,7 @@ def files_below(directory: Path) -> list[Path]:
 
 @needs_mount
 def test_F27_a_full_disk_is_named_with_what_is_free_and_needed(disk: Path, store: Counting, made: Made) -> None:
-    cache = Cache(disk / "environments")
+    cache = UnitCache(disk / "environments")
     piece = made.piece({f"site/{number}.bin": os.urandom(1_000_000) for number in range(70)})
     reads = store.packs_got()
     with pytest.raises(StorageError) as caught:
@@ -436,7 +438,7 @@ def test_F27_a_full_disk_is_named_with_what_is_free_and_needed(disk: Path, store
 @needs_mount
 def test_F27_what_nobody_uses_goes_first_and_what_is_held_stays(disk: Path, made: Made) -> None:
     clock = FakeClock()
-    cache = Cache(disk / "environments", clock=clock)
+    cache = UnitCache(disk / "environments", clock=clock)
     one, two = (made.piece({f"site/{name}.bin": os.urandom(40_000_000)}) for name in ("one", "two"))
     first = used(made, cache, clock, one)
     held = cache.hold(first)
@@ -467,7 +469,7 @@ def test_F27_a_disk_that_others_fill_meanwhile_leaves_nothing_half_visible(
                     file.truncate(filler.stat().st_size - 10_000_000)
             return store.get(key, start, length)
 
-    cache = Cache(disk / "environments", floor_bytes=0)
+    cache = UnitCache(disk / "environments", floor_bytes=0)
     with pytest.raises(StorageError, match=golden("environment.cache.disk-full-free", disk=disk)):
         cache.ensure([piece.unit.address], StoreBlobs(Filling()))
     assert files_below(disk / "environments" / "units") == []

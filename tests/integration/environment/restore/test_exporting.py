@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.environment.documents import Snapshot, SnapshotOrigin
-from serverless_gpu.environment.restore.cache.unit_cache import Cache
+from serverless_gpu.environment.restore.cache.unit_cache import UnitCache
 from serverless_gpu.environment.restore.export import ExportRequest, export
 from serverless_gpu.environment.restore.restore import restore
 from serverless_gpu.environment.stores.blobs import StoreBlobs
@@ -36,8 +36,8 @@ def made(store: Counting) -> Made:
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> Cache:
-    return Cache(tmp_path / "environments")
+def cache(tmp_path: Path) -> UnitCache:
+    return UnitCache(tmp_path / "environments")
 
 
 def environment(made: Made, python: str = "") -> Snapshot:
@@ -64,7 +64,7 @@ def output(*command: str | Path) -> str:
 
 
 @pytest.mark.parametrize("name", ["plain", "with space", "long" * 40])
-def test_a_tree_of_ones_own_works_wherever_it_is(made: Made, cache: Cache, tmp_path: Path, name: str) -> None:
+def test_a_tree_of_ones_own_works_wherever_it_is(made: Made, cache: UnitCache, tmp_path: Path, name: str) -> None:
     target = tmp_path / name / "env"
     snapshot = environment(made)
     exported = export(snapshot.address, made.blobs, cache, ExportRequest(target=target))
@@ -80,7 +80,7 @@ def test_a_tree_of_ones_own_works_wherever_it_is(made: Made, cache: Cache, tmp_p
     assert output("sh", "-c", activate).splitlines() == ["alpha runs", str(target), "none"]
 
 
-def test_the_cache_can_be_deleted_and_code_can_be_edited(made: Made, cache: Cache, tmp_path: Path) -> None:
+def test_the_cache_can_be_deleted_and_code_can_be_edited(made: Made, cache: UnitCache, tmp_path: Path) -> None:
     snapshot = environment(made)
     exported = export(snapshot.address, made.blobs, cache, ExportRequest(target=tmp_path / "env"))
     code = tmp_path / "env/code/2/project/__init__.py"
@@ -92,14 +92,14 @@ def test_the_cache_can_be_deleted_and_code_can_be_edited(made: Made, cache: Cach
     assert output(tmp_path / "env/bin/python", "-c", "import alpha, project; alpha.main()") == "alpha runs"
 
 
-def test_copies_share_nothing_with_the_cache(made: Made, cache: Cache, tmp_path: Path) -> None:
+def test_copies_share_nothing_with_the_cache(made: Made, cache: UnitCache, tmp_path: Path) -> None:
     exported = export(environment(made).address, made.blobs, cache, ExportRequest(target=tmp_path / "env", copies=True))
     assert exported.linked == 0
     assert all(path.stat().st_nlink == 1 for path in (tmp_path / "env").rglob("*") if path.is_file())
 
 
 @pytest.mark.parametrize("there", ["file", "directory"])
-def test_nothing_is_mixed_with_what_is_there(made: Made, cache: Cache, tmp_path: Path, there: str) -> None:
+def test_nothing_is_mixed_with_what_is_there(made: Made, cache: UnitCache, tmp_path: Path, there: str) -> None:
     target = tmp_path / "env"
     if there == "file":
         target.write_text("mine")
@@ -111,13 +111,13 @@ def test_nothing_is_mixed_with_what_is_there(made: Made, cache: Cache, tmp_path:
     assert not cache.units.exists()
 
 
-def test_an_empty_directory_is_used(made: Made, cache: Cache, tmp_path: Path) -> None:
+def test_an_empty_directory_is_used(made: Made, cache: UnitCache, tmp_path: Path) -> None:
     (tmp_path / "env").mkdir()
     export(environment(made).address, made.blobs, cache, ExportRequest(target=tmp_path / "env"))
     assert output(tmp_path / "env" / "bin" / "alpha") == "alpha runs"
 
 
-def test_what_fails_leaves_nothing(store: Counting, made: Made, cache: Cache, tmp_path: Path) -> None:
+def test_what_fails_leaves_nothing(store: Counting, made: Made, cache: UnitCache, tmp_path: Path) -> None:
     snapshot = environment(made)
     store.altered_times = 1000
     with pytest.raises(EnvironmentCorrupt):
@@ -135,7 +135,9 @@ def test_another_user_can_use_it(made: Made, tmp_path: Path) -> None:
         umask = os.umask(0o077)
         try:
             snapshot = environment(made, str(SYSTEM_PYTHON))
-            export(snapshot.address, made.blobs, Cache(tmp_path / "private"), ExportRequest(target=directory / "env"))
+            export(
+                snapshot.address, made.blobs, UnitCache(tmp_path / "private"), ExportRequest(target=directory / "env")
+            )
         finally:
             os.umask(umask)
         user = ["setpriv", "--reuid", str(NOBODY), "--regid", str(NOBODY), "--clear-groups"]
@@ -144,7 +146,7 @@ def test_another_user_can_use_it(made: Made, tmp_path: Path) -> None:
         assert output(*user, directory / "env/bin/python", "-c", code) == str(NOBODY)
 
 
-def test_a_snapshot_restored_before_is_exported_without_the_store(made: Made, cache: Cache, tmp_path: Path) -> None:
+def test_a_snapshot_restored_before_is_exported_without_the_store(made: Made, cache: UnitCache, tmp_path: Path) -> None:
     snapshot = environment(made)
     restore(snapshot.address, made.blobs, cache)
     exported = export(snapshot.address, StoreBlobs(Counting()), cache, ExportRequest(target=tmp_path / "env"))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from serverless_gpu.environment.documents import Snapshot
-from serverless_gpu.environment.restore.cache.unit_cache import Cache
+from serverless_gpu.environment.restore.cache.unit_cache import UnitCache
 from serverless_gpu.environment.restore.cache.unit_integrity import exposed_since, suspects
 from serverless_gpu.environment.restore.export import ExportRequest, export
 from serverless_gpu.environment.restore.restore import Way, compile_rest, restore
@@ -29,8 +29,8 @@ def made() -> Made:
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> Cache:
-    return Cache(tmp_path / "environments")
+def cache(tmp_path: Path) -> UnitCache:
+    return UnitCache(tmp_path / "environments")
 
 
 def module(tree: str) -> Path:
@@ -48,12 +48,12 @@ def spoil(path: Path) -> None:
         path.chmod(status.st_mode)
 
 
-def found(snapshot: Snapshot, cache: Cache) -> list[tuple[list[str], list[str]]]:
+def found(snapshot: Snapshot, cache: UnitCache) -> list[tuple[list[str], list[str]]]:
     units = [cache.unit(address) for address in snapshot.addresses()]
     return [suspects(unit, exposed_since(unit)) for unit in units]
 
 
-def test_F29_a_change_that_puts_size_and_time_back_is_found(made: Made, cache: Cache) -> None:
+def test_F29_a_change_that_puts_size_and_time_back_is_found(made: Made, cache: UnitCache) -> None:
     snapshot = made.simple("alpha", "beta")
     first = restore(snapshot.address, made.blobs, cache, way=LINKS)
     spoil(module(first.tree))
@@ -64,7 +64,7 @@ def test_F29_a_change_that_puts_size_and_time_back_is_found(made: Made, cache: C
 
 
 def test_F29_a_change_through_an_exported_tree_is_found_by_another_snapshot(
-    made: Made, cache: Cache, tmp_path: Path
+    made: Made, cache: UnitCache, tmp_path: Path
 ) -> None:
     exported = export(made.simple("alpha").address, made.blobs, cache, ExportRequest(target=tmp_path / "there"))
     spoil(module(exported.tree))
@@ -72,7 +72,7 @@ def test_F29_a_change_through_an_exported_tree_is_found_by_another_snapshot(
     assert golden("environment.exposure.alpha-init-py") in other.mended
 
 
-def test_links_made_and_removed_by_us_and_bytecode_are_no_change(made: Made, cache: Cache) -> None:
+def test_links_made_and_removed_by_us_and_bytecode_are_no_change(made: Made, cache: UnitCache) -> None:
     snapshot = made.simple("alpha")
     restore(snapshot.address, made.blobs, cache, way=LINKS)
     compile_rest(snapshot.address, cache)
@@ -89,7 +89,7 @@ def test_links_made_and_removed_by_us_and_bytecode_are_no_change(made: Made, cac
     assert not restore(snapshot.address, made.blobs, cache, way=LINKS).mended
 
 
-def test_bytecode_that_was_written_to_is_thrown_away(made: Made, cache: Cache) -> None:
+def test_bytecode_that_was_written_to_is_thrown_away(made: Made, cache: UnitCache) -> None:
     snapshot = made.simple("alpha")
     first = restore(snapshot.address, made.blobs, cache, way=LINKS)
     compile_rest(snapshot.address, cache)
@@ -103,7 +103,7 @@ def test_bytecode_that_was_written_to_is_thrown_away(made: Made, cache: Cache) -
     assert not restore(snapshot.address, made.blobs, cache, way=LINKS).mended
 
 
-def test_22C2_a_change_through_links_is_found_where_another_tree_of_links_is_made(made: Made, cache: Cache) -> None:
+def test_22C2_a_change_through_links_is_found_where_another_tree_of_links_is_made(made: Made, cache: UnitCache) -> None:
     first = restore(made.simple("alpha").address, made.blobs, cache, way=LINKS)
     spoil(module(first.tree))
     other = restore(made.simple("alpha", "beta").address, made.blobs, cache, way=LINKS)
@@ -113,7 +113,7 @@ def test_22C2_a_change_through_links_is_found_where_another_tree_of_links_is_mad
 
 
 def test_22C2_no_tree_is_made_of_a_unit_that_is_written_to_again_and_again(
-    made: Made, cache: Cache, monkeypatch: pytest.MonkeyPatch
+    made: Made, cache: UnitCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = restore(made.simple("alpha").address, made.blobs, cache, way=LINKS)
     other = made.simple("alpha", "beta")

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from serverless_gpu.environment.documents import Generated, Snapshot, SnapshotOrigin, make_snapshot
-from serverless_gpu.environment.restore.cache.unit_cache import Cache
+from serverless_gpu.environment.restore.cache.unit_cache import UnitCache
 from serverless_gpu.environment.restore.restore import RestoredTree, Way, glibc, restore
 from serverless_gpu.environment.restore.trees import LAYERS_MAX
 from serverless_gpu.environment.stores.blobs import StoreBlobs
@@ -62,8 +62,8 @@ def made() -> Made:
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> Cache:
-    return Cache(tmp_path / "environments")
+def cache(tmp_path: Path) -> UnitCache:
+    return UnitCache(tmp_path / "environments")
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ def zoo(made: Made) -> Snapshot:
 
 
 @pytest.fixture(params=MODES)
-def restored(request: pytest.FixtureRequest, zoo: Snapshot, made: Made, cache: Cache) -> RestoredTree:
+def restored(request: pytest.FixtureRequest, zoo: Snapshot, made: Made, cache: UnitCache) -> RestoredTree:
     way = Way(mode=request.param, why="a test asks for links" if request.param == "links" else "")
     return restore(zoo.address, made.blobs, cache, way=way)
 
@@ -250,7 +250,7 @@ answer = [
     assert modes == ["0o444", "0o444", "0o555", "0o444"]
 
 
-def test_the_choice_is_said_with_its_reason(restored: RestoredTree, cache: Cache) -> None:
+def test_the_choice_is_said_with_its_reason(restored: RestoredTree, cache: UnitCache) -> None:
     if restored.mode == "overlay":
         assert (restored.why, restored.tree) == ("", str(cache.view))
         assert [mount.at.removeprefix(restored.tree) for mount in restored.mounts] == [
@@ -267,10 +267,10 @@ def test_the_choice_is_said_with_its_reason(restored: RestoredTree, cache: Cache
 
 
 def test_a_known_snapshot_is_found_again_without_the_store(
-    restored: RestoredTree, zoo: Snapshot, made: Made, cache: Cache
+    restored: RestoredTree, zoo: Snapshot, made: Made, cache: UnitCache
 ) -> None:
     way = Way(mode=restored.mode, why=restored.why)
-    again = restore(zoo.address, StoreBlobs(Counting()), Cache(cache.root), way=way)
+    again = restore(zoo.address, StoreBlobs(Counting()), UnitCache(cache.root), way=way)
     assert (again.units_fetched, again.fetched_bytes, restored.units_fetched) == (0, 0, 8)
     assert restored.fetched_bytes > 0
     assert msgspec.structs.replace(again, ms=0) == msgspec.structs.replace(
@@ -278,7 +278,7 @@ def test_a_known_snapshot_is_found_again_without_the_store(
     )
 
 
-def test_a_store_without_it_says_so_and_leaves_nothing(cache: Cache) -> None:
+def test_a_store_without_it_says_so_and_leaves_nothing(cache: UnitCache) -> None:
     with pytest.raises(
         EnvironmentMissing, match=re.escape(golden("environment.restoring.snapshot-000000000000-store"))
     ):
@@ -287,13 +287,13 @@ def test_a_store_without_it_says_so_and_leaves_nothing(cache: Cache) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_an_empty_snapshot_is_an_empty_environment(made: Made, cache: Cache, mode: str) -> None:
+def test_an_empty_snapshot_is_an_empty_environment(made: Made, cache: UnitCache, mode: str) -> None:
     snapshot = made.snapshot([made.root([])])
     restored = restore(snapshot.address, made.blobs, cache, way=Way(mode="links" if mode == "links" else "overlay"))
     assert ask(restored, "import sys; from importlib import metadata; answer = list(metadata.distributions())") == []
 
 
-def test_more_units_than_can_be_mounted_come_as_links(made: Made, cache: Cache) -> None:
+def test_more_units_than_can_be_mounted_come_as_links(made: Made, cache: UnitCache) -> None:
     pieces = [made.piece({f"site/module{number}.py": f"n = {number}\n"}) for number in range(LAYERS_MAX)]
     snapshot = made.snapshot([made.root(pieces)])
     restored = restore(snapshot.address, made.blobs, cache)
@@ -303,7 +303,7 @@ def test_more_units_than_can_be_mounted_come_as_links(made: Made, cache: Cache) 
 
 
 @pytest.mark.skipif("overlay" not in MODES, reason="this machine cannot mount overlays")
-def test_as_many_units_as_can_be_mounted_are(made: Made, cache: Cache) -> None:
+def test_as_many_units_as_can_be_mounted_are(made: Made, cache: UnitCache) -> None:
     pieces = [made.piece({f"site/module{number}.py": f"n = {number}\n"}) for number in range(LAYERS_MAX - 2)]
     restored = restore(made.snapshot([made.root(pieces)]).address, made.blobs, cache)
     assert (restored.mode, restored.why) == ("overlay", "")
@@ -313,7 +313,7 @@ def test_as_many_units_as_can_be_mounted_are(made: Made, cache: Cache) -> None:
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs a compiler")
 @pytest.mark.parametrize("mode", MODES)
 def test_a_library_finds_one_of_another_distribution_relative_to_itself(
-    made: Made, cache: Cache, tmp_path: Path, mode: str
+    made: Made, cache: UnitCache, tmp_path: Path, mode: str
 ) -> None:
     (tmp_path / "low.c").write_text("int low(void) { return 7; }\n")
     (tmp_path / "high.c").write_text("int low(void); int high(void) { return low() + 1; }\n")
@@ -330,14 +330,14 @@ def test_a_library_finds_one_of_another_distribution_relative_to_itself(
 
 
 @pytest.fixture
-def public(made: Made) -> Iterator[Cache]:
+def public(made: Made) -> Iterator[UnitCache]:
     with public_directory() as directory:
-        yield Cache(directory / "environments")
+        yield UnitCache(directory / "environments")
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not SYSTEM_PYTHON.exists(), reason="needs root and a system Python")
 @pytest.mark.parametrize("mode", MODES)
-def test_another_user_without_rights_can_use_it(made: Made, public: Cache, mode: str) -> None:
+def test_another_user_without_rights_can_use_it(made: Made, public: UnitCache, mode: str) -> None:
     umask = os.umask(0o077)  # of an administrator who shows nothing to anybody
     try:
         alpha = made.distribution("alpha", {"site/alpha/__init__.py": "a = 1\n", "site/alpha/deep/er.txt": "x"})
@@ -359,7 +359,7 @@ def test_another_user_without_rights_can_use_it(made: Made, public: Cache, mode:
     assert done.stdout.strip() == f"{NOBODY} 1 x", done.stderr
 
 
-def test_no_interpreter_for_it_is_said_before_anything_is_fetched(made: Made, cache: Cache) -> None:
+def test_no_interpreter_for_it_is_said_before_anything_is_fetched(made: Made, cache: UnitCache) -> None:
     python = msgspec.structs.replace(interpreter(), version="3.99.1", abi="cpython-399-x86_64-linux-gnu")
     foreign = make_snapshot(python, made.simple("alpha").roots, SnapshotOrigin())
     made.blobs.write_snapshot(foreign)
@@ -368,7 +368,7 @@ def test_no_interpreter_for_it_is_said_before_anything_is_fetched(made: Made, ca
     assert not cache.units.exists()
 
 
-def test_a_tree_that_somebody_installed_into_is_made_again_beside_them(made: Made, cache: Cache) -> None:
+def test_a_tree_that_somebody_installed_into_is_made_again_beside_them(made: Made, cache: UnitCache) -> None:
     snapshot = made.simple("alpha")
     links = Way(mode="links")
     first = restore(snapshot.address, made.blobs, cache, way=links)
@@ -386,7 +386,7 @@ def test_a_tree_that_somebody_installed_into_is_made_again_beside_them(made: Mad
     assert not list(cache.trees.glob(".old-*"))
 
 
-def test_files_of_the_cache_cannot_be_written_through_a_tree(made: Made, cache: Cache) -> None:
+def test_files_of_the_cache_cannot_be_written_through_a_tree(made: Made, cache: UnitCache) -> None:
     snapshot = made.simple("alpha")
     restored = restore(snapshot.address, made.blobs, cache, way=Way(mode="links"))
     file = Path(restored.tree) / "lib" / f"python{interpreter().minor}" / "site-packages" / "alpha" / "__init__.py"
@@ -398,7 +398,7 @@ def test_files_of_the_cache_cannot_be_written_through_a_tree(made: Made, cache: 
             file.open("a")
 
 
-def test_F41_a_unit_larger_than_the_snapshot_says_is_refused_before_it_is_fetched(made: Made, cache: Cache) -> None:
+def test_F41_a_unit_larger_than_the_snapshot_says_is_refused_before_it_is_fetched(made: Made, cache: UnitCache) -> None:
     piece = made.piece({"site/big.bin": bytes(100_000)})
     lying = piece._replace(member=msgspec.structs.replace(piece.member, size=10))
     snapshot = made.snapshot([made.root([lying])])
@@ -407,7 +407,7 @@ def test_F41_a_unit_larger_than_the_snapshot_says_is_refused_before_it_is_fetche
     assert not cache.units.exists()
 
 
-def test_an_older_c_library_is_noted(made: Made, cache: Cache) -> None:
+def test_an_older_c_library_is_noted(made: Made, cache: UnitCache) -> None:
     python = msgspec.structs.replace(interpreter(), glibc="99.1")
     snapshot = make_snapshot(python, made.simple("alpha").roots, SnapshotOrigin())
     made.blobs.write_snapshot(snapshot)
@@ -416,7 +416,7 @@ def test_an_older_c_library_is_noted(made: Made, cache: Cache) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_a_killed_restore_left_is_made_again(made: Made, cache: Cache, mode: str) -> None:
+def test_what_a_killed_restore_left_is_made_again(made: Made, cache: UnitCache, mode: str) -> None:
     snapshot = made.simple("alpha")
     for name in (".new-tree", ".new-overlay"):
         half = cache.environment(snapshot.address) / name
@@ -427,7 +427,7 @@ def test_what_a_killed_restore_left_is_made_again(made: Made, cache: Cache, mode
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_processes_that_restore_at_the_same_time_all_get_it(cache: Cache, tmp_path: Path, mode: str) -> None:
+def test_processes_that_restore_at_the_same_time_all_get_it(cache: UnitCache, tmp_path: Path, mode: str) -> None:
     shared = Made(StoreBlobs(DirectoryStore(tmp_path / "store")))
     names = [f"many{number}" for number in range(12)]
     pieces = [shared.distribution(name, {f"site/{name}.py": f"n = {name!r}\n"}) for name in names]

@@ -21,7 +21,7 @@ import pytest
 from serverless_gpu.environment.capture.snapshot_capture import take
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.restore.assembly import moved
-from serverless_gpu.environment.restore.cache.unit_cache import Cache
+from serverless_gpu.environment.restore.cache.unit_cache import UnitCache
 from serverless_gpu.environment.restore.export import ExportRequest, export
 from serverless_gpu.environment.restore.restore import RestoredTree, Way, restore
 from serverless_gpu.environment.scan.description import read_description
@@ -157,7 +157,7 @@ def translated(original: Original, tree: str) -> Any:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_python_sees_in_a_restored_environment_what_it_saw(original: Original, tmp_path: Path, mode: str) -> None:
-    cache = Cache(tmp_path / "environments")
+    cache = UnitCache(tmp_path / "environments")
     restored = restore(
         original.snapshot.address, original.blobs, cache, way=Way(mode="links" if mode == "links" else "overlay")
     )
@@ -183,7 +183,7 @@ def check_programs(restored: RestoredTree) -> None:
 
 
 def test_python_sees_in_an_exported_environment_what_it_saw(original: Original, tmp_path: Path) -> None:
-    cache = Cache(tmp_path / "environments")
+    cache = UnitCache(tmp_path / "environments")
     exported = export(original.snapshot.address, original.blobs, cache, ExportRequest(target=tmp_path / "my env"))
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     assert differences(ask(exported.python, tmp_path, variables), translated(original, exported.tree)) == {}

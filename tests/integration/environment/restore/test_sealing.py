@@ -13,7 +13,7 @@ import pytest
 from serverless_gpu.environment.documents import Snapshot, SnapshotOrigin
 from serverless_gpu.environment.restore.cache import unit_cache as caching
 from serverless_gpu.environment.restore.cache.cache_directory import read_document, write_document
-from serverless_gpu.environment.restore.cache.unit_cache import Cache
+from serverless_gpu.environment.restore.cache.unit_cache import UnitCache
 from serverless_gpu.environment.restore.cache.unit_integrity import BYTECODE, LOOK_S, sweep_unit
 from serverless_gpu.environment.restore.cache.unpack import MTIME_S
 from serverless_gpu.environment.restore.restore import OVERLAY, RestoredTree, Way, compile_rest, restore
@@ -35,14 +35,14 @@ class Node:
         self.root = root
         self.clock = FakeClock()
         self.boots = 0
-        self.cache = Cache(root, clock=self.clock)
+        self.cache = UnitCache(root, clock=self.clock)
 
     def boot(self) -> None:
         """Start the machine again."""
         self.boots += 1
         name = f"boot-{self.boots}"
         self.clock.boot_id = lambda: name  # type: ignore[method-assign]  # of this boot
-        self.cache = Cache(self.root, clock=self.clock)
+        self.cache = UnitCache(self.root, clock=self.clock)
 
     def restore(self, snapshot: Snapshot, way: Way = OVERLAY) -> RestoredTree:
         return restore(snapshot.address, StoreBlobs(self.store), self.cache, way=way)

@@ -19,7 +19,7 @@ from serverless_gpu.environment.documents import (
     snapshot_address_1,
     unit_address,
 )
-from serverless_gpu.environment.restore.cache.unit_cache import Cache
+from serverless_gpu.environment.restore.cache.unit_cache import UnitCache
 from serverless_gpu.environment.restore.restore import Way, restore
 from serverless_gpu.environment.snapshot_rules import check_snapshot
 from serverless_gpu.environment.stores.base import Store
@@ -239,7 +239,7 @@ def test_22A5_a_unit_is_verified_once_for_all_who_send_it() -> None:
 
 
 def fetch(snapshot: Snapshot, store: Store, root: Path) -> str:
-    return restore(snapshot.address, StoreBlobs(store), Cache(root, clock=FakeClock()), way=Way(mode="links")).tree
+    return restore(snapshot.address, StoreBlobs(store), UnitCache(root, clock=FakeClock()), way=Way(mode="links")).tree
 
 
 # --- snapshots ---------------------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ _READERS = 8
 _Document = TypeVar("_Document", bound=msgspec.Struct)
 
 
-class Ensured(msgspec.Struct, frozen=True, kw_only=True):
+class EnsuredUnits(msgspec.Struct, frozen=True, kw_only=True):
     """Units that are in the cache now: where each is, how many this call fetched, and with how many bytes."""
 
     directories: dict[str, Path]
@@ -84,7 +84,7 @@ class Ensured(msgspec.Struct, frozen=True, kw_only=True):
     fetched_bytes: int = 0
 
 
-class Cache(CachePaths):
+class UnitCache(CachePaths):
     """The units and trees of a node.
 
     `floor_bytes` stay free on the disk: None means 1 GB, or a twentieth of a smaller disk.
@@ -145,7 +145,7 @@ class Cache(CachePaths):
         report: Report = nobody,
         *,
         accept: Callable[[Unit], None] = lambda unit: None,
-    ) -> Ensured:
+    ) -> EnsuredUnits:
         """Have units in the cache.
 
         The caller holds an environment made of them. `accept` raises when a unit is not as it should be; it is asked
@@ -170,7 +170,7 @@ class Cache(CachePaths):
             fetch = UnitFetch(self, blobs, clock=self.clock, make_space=make_space, report=report)
             fetch.run(units, self._survived)
             fetched = fetch.fetched
-        return Ensured(
+        return EnsuredUnits(
             directories={address: self.unit(address) for address in wanted},
             fetched=len(fetched),
             fetched_bytes=sum(map(moved_bytes, fetched)),
