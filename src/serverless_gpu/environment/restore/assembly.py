@@ -21,7 +21,13 @@ from collections.abc import Iterator, Mapping
 import msgspec
 
 from serverless_gpu.environment.documents import Interpreter, Snapshot, SnapshotMember
-from serverless_gpu.environment.restore.cache.unit_metadata import Outline, record_line, record_row, scripts, specific
+from serverless_gpu.environment.restore.cache.unit_metadata import (
+    UnitOutline,
+    record_line,
+    record_row,
+    scripts,
+    specific,
+)
 
 ROOTS_PTH = "_sgpu_roots.pth"
 _PLACEHOLDER = re.compile(r"\{\{sgpu:(python|\d+)\}\}")
@@ -58,7 +64,7 @@ class AssemblyTarget(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.tree}/bin/python"
 
 
-def assemble(snapshot: Snapshot, outlines: Mapping[str, Outline], place: AssemblyTarget) -> tuple[TreePart, ...]:
+def assemble(snapshot: Snapshot, outlines: Mapping[str, UnitOutline], place: AssemblyTarget) -> tuple[TreePart, ...]:
     """Return the parts of a tree, outer ones first."""
     parts: list[TreePart] = []
     for number, root in enumerate(snapshot.roots):
@@ -143,7 +149,7 @@ class _Files:
 
 
 def _add_distribution(
-    outline: Outline, place: AssemblyTarget, prefix: _Files, site: _Files, notes: Mapping[str, Mapping[str, str]]
+    outline: UnitOutline, place: AssemblyTarget, prefix: _Files, site: _Files, notes: Mapping[str, Mapping[str, str]]
 ) -> None:
     lines = [outline.record]
     for name, text in scripts(outline.points, place.python).items():
@@ -160,7 +166,7 @@ def _add_distribution(
 
 
 def _parts_of(
-    snapshot: Snapshot, number: int, outlines: Mapping[str, Outline], prefix: _Files, site: _Files
+    snapshot: Snapshot, number: int, outlines: Mapping[str, UnitOutline], prefix: _Files, site: _Files
 ) -> Iterator[TreePart]:
     members = snapshot.roots[number].members
     in_prefix = _with_area(members, outlines, "prefix") if snapshot.roots[number].kind != "code" else ()
@@ -251,7 +257,7 @@ def _prefix_of(number: int) -> str:
     return "" if number == 0 else f"roots/{number}"
 
 
-def _with_area(members: tuple[SnapshotMember, ...], outlines: Mapping[str, Outline], area: str) -> tuple[str, ...]:
+def _with_area(members: tuple[SnapshotMember, ...], outlines: Mapping[str, UnitOutline], area: str) -> tuple[str, ...]:
     return tuple(member.address for member in members if area in outlines[member.address].areas)
 
 

@@ -16,7 +16,7 @@ from serverless_gpu.environment.documents import (
     make_snapshot,
 )
 from serverless_gpu.environment.restore.assembly import AssemblyTarget, assemble, library_name, moved
-from serverless_gpu.environment.restore.cache.unit_metadata import Outline
+from serverless_gpu.environment.restore.cache.unit_metadata import UnitOutline
 from tests.support.golden import golden
 
 PYTHON = Interpreter(implementation="cpython", version="3.11.7", abi="cpython-311-x86_64-linux-gnu", platform="linux")
@@ -32,8 +32,8 @@ def snapshot(*roots: Root, facts: SnapshotOrigin | None = None) -> Snapshot:
     return make_snapshot(PYTHON, roots, facts or SnapshotOrigin())
 
 
-def outline(*areas: str, **fields: object) -> Outline:
-    return Outline(size=0, files=0, areas=areas, **fields)  # type: ignore[arg-type]  # fields of an Outline
+def outline(*areas: str, **fields: object) -> UnitOutline:
+    return UnitOutline(size=0, files=0, areas=areas, **fields)  # type: ignore[arg-type]  # fields of an Outline
 
 
 def test_each_area_of_a_root_is_a_part_and_the_outermost_has_the_interpreter() -> None:

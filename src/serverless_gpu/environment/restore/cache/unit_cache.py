@@ -61,7 +61,7 @@ from serverless_gpu.environment.restore.cache.unit_integrity import (
     note_bytecode,
     sweep_unit,
 )
-from serverless_gpu.environment.restore.cache.unit_metadata import Outline
+from serverless_gpu.environment.restore.cache.unit_metadata import UnitOutline
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.errors import EnvironmentCorrupt
 
@@ -134,9 +134,9 @@ class UnitCache(CachePaths):
         """Return the rows of a unit that is in the cache."""
         return self._own(address, "unit", Unit)
 
-    def outline(self, address: str) -> Outline:
+    def outline(self, address: str) -> UnitOutline:
         """Return the outline of a unit that is in the cache."""
-        return self._own(address, "outline", Outline)
+        return self._own(address, "outline", UnitOutline)
 
     def ensure(
         self,
@@ -373,7 +373,7 @@ class UnitCache(CachePaths):
 
     def _damage(self, address: str, *, read: bool) -> str:
         unit = read_document(self.unit(address) / "unit", Unit)
-        if unit is None or read_document(self.unit(address) / "outline", Outline) is None:
+        if unit is None or read_document(self.unit(address) / "outline", UnitOutline) is None:
             return "what describes it is missing"
         if read and unit_address(unit.rows) != address:
             return "its rows are not what its address says"

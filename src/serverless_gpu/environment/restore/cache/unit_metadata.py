@@ -71,7 +71,7 @@ Files = dict[str, bytes]
 _MAKE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-class Outline(msgspec.Struct, frozen=True, kw_only=True):
+class UnitOutline(msgspec.Struct, frozen=True, kw_only=True):
     """A unit in short."""
 
     size: int  # content bytes
@@ -83,7 +83,7 @@ class Outline(msgspec.Struct, frozen=True, kw_only=True):
     generic: dict[str, bytes] = {}
 
 
-def outline(unit: Unit, read: Read) -> Outline:
+def outline(unit: Unit, read: Read) -> UnitOutline:
     """Return the outline of a unit."""
     areas = dict.fromkeys(row.path.partition("/")[0] for row in unit.rows)
     dist_info = next((match[1] for row in unit.rows if (match := _DIST_INFO.fullmatch(row.path))), "")
@@ -96,7 +96,7 @@ def outline(unit: Unit, read: Read) -> Outline:
         path = f"site/{dist_info}/entry_points.txt"
         if any(row.path == path and row.size <= _SCRIPT_BYTES_MAX for row in unit.rows):
             points = entry_points(read(path).decode(errors="replace"))
-    return Outline(
+    return UnitOutline(
         size=sum(row.size for row in unit.rows),
         files=sum(row.has_content for row in unit.rows),
         areas=tuple(sorted(areas)),
@@ -128,7 +128,7 @@ def _may_be_script(row: FileRow) -> bool:
     return row.path.startswith("prefix/bin/") and row.has_content and 8 <= row.size <= _SCRIPT_BYTES_MAX
 
 
-Outlines = Mapping[str, Outline]
+Outlines = Mapping[str, UnitOutline]
 
 
 class SharedMetadata:
