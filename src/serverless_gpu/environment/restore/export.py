@@ -28,7 +28,7 @@ from serverless_gpu.environment.restore.cache.cache_directory import (
 )
 from serverless_gpu.environment.restore.cache.unit_cache import UnitCache
 from serverless_gpu.environment.restore.cache.unit_integrity import linking
-from serverless_gpu.environment.restore.link_tree import ContentSource, Linked, fill
+from serverless_gpu.environment.restore.link_tree import ContentSource, LinkResult, fill
 from serverless_gpu.environment.restore.restore import Prepared, known_snapshot, loaded_jobs, prepare
 from serverless_gpu.environment.restore.trees import MAKING_S_MAX, assembled
 from serverless_gpu.environment.stores.blobs import StoreBlobs
@@ -128,7 +128,7 @@ def _check_target(target: Path) -> None:
         ) from None
 
 
-def _make(prepared: Prepared, cache: UnitCache, target: Path, *, copies: bool) -> Linked:
+def _make(prepared: Prepared, cache: UnitCache, target: Path, *, copies: bool) -> LinkResult:
     snapshot, base = prepared.snapshot, prepared.base
     target.parent.mkdir(parents=True, exist_ok=True)
     if copies or target.parent.stat().st_dev != cache.units.stat().st_dev:

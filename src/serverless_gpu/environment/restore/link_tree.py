@@ -15,7 +15,7 @@ the 65,000th of a file (EMLINK): those files are copied.
 
 It works on a fresh, private directory, and knows nothing of where that goes, or what a unit is.
 
-Failure cases: any OSError, or a file that may have been written to (`Linked.suspect`): the directory is then to be
+Failure cases: any OSError, or a file that may have been written to (`LinkResult.suspect`): the directory is then to be
 thrown away; a directory of one unit that is a file of another (EnvironmentRejected).
 """
 
@@ -43,7 +43,7 @@ _MAKE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _COPY_BYTES = 8 * 1024 * 1024
 
 
-class Linked(msgspec.Struct, frozen=True, kw_only=True):
+class LinkResult(msgspec.Struct, frozen=True, kw_only=True):
     """How files came into a tree: by links, by copies, and why the first copy was needed."""
 
     linked: int = 0
@@ -58,8 +58,8 @@ class Linked(msgspec.Struct, frozen=True, kw_only=True):
         """Return how many files are copies."""
         return len(self.copies)
 
-    def __add__(self, other: Linked) -> Linked:
-        return Linked(
+    def __add__(self, other: LinkResult) -> LinkResult:
+        return LinkResult(
             linked=self.linked + other.linked,
             why_copied=self.why_copied or other.why_copied,
             suspect=self.suspect or other.suspect,
@@ -88,7 +88,7 @@ class _Origin(NamedTuple):
     since_ns: int
 
 
-def fill(tree: Path, sources: Sequence[ContentSource], *, read_only: bool = False) -> Linked:
+def fill(tree: Path, sources: Sequence[ContentSource], *, read_only: bool = False) -> LinkResult:
     """Make a tree.
 
     `tree` is an empty directory, `sources` are its parts, outer ones first.
@@ -98,7 +98,7 @@ def fill(tree: Path, sources: Sequence[ContentSource], *, read_only: bool = Fals
     merging.run()
     below = sorted(merging.below.items(), key=lambda item: -item[1].files if item[1] else 0)
 
-    def work(numbers: Iterator[int]) -> Linked:
+    def work(numbers: Iterator[int]) -> LinkResult:
         for number in numbers:
             path, origin = below[number]
             filler.fill_all(path, origin)
@@ -107,7 +107,7 @@ def fill(tree: Path, sources: Sequence[ContentSource], *, read_only: bool = Fals
     merged = filler.taken()
     if not any(origin for _, origin in below):  # some generated files: a fork would cost more
         return merged + work(iter(range(len(below))))
-    return sum(divide(len(below), work, Linked), merged)
+    return sum(divide(len(below), work, LinkResult), merged)
 
 
 class _Folder(msgspec.Struct):
@@ -205,9 +205,9 @@ class _Filler:
         self._mode = 0o555 if read_only else 0o755
         self._begin()
 
-    def taken(self) -> Linked:
+    def taken(self) -> LinkResult:
         """Return the results of the work since this was asked last."""
-        linked = Linked(
+        linked = LinkResult(
             linked=self._linked,
             why_copied=self._why,
             suspect=self._suspect,
@@ -299,7 +299,7 @@ class _Filler:
         os.fchmod(directory, self._mode)  # whatever the umask is: others use the tree, too
         self._directories[path] = os.fstat(directory).st_mtime_ns
 
-    def _count(self, path: str, linked: Linked) -> None:
+    def _count(self, path: str, linked: LinkResult) -> None:
         self._linked += linked.linked
         self._why = self._why or linked.why_copied
         self._copies += [posixpath.join(path, name) for name in linked.copies]
@@ -321,7 +321,7 @@ def _opened(path: str, above: int | None = None) -> Iterator[int]:
         os.close(directory)
 
 
-def _link(names: Sequence[str], source: int, target: int, *, copies: bool) -> Linked:
+def _link(names: Sequence[str], source: int, target: int, *, copies: bool) -> LinkResult:
     """Link files from one directory to another, or copy them; those that are there stay."""
     linked, link = 0, os.link
     copied: list[str] = []
@@ -343,7 +343,7 @@ def _link(names: Sequence[str], source: int, target: int, *, copies: bool) -> Li
         if _copy(name, source, target, writable=copies):
             copied.append(name)
             why = why or refusal
-    return Linked(linked=linked, why_copied=why, copies=tuple(copied))
+    return LinkResult(linked=linked, why_copied=why, copies=tuple(copied))
 
 
 def _list(directory: int, path: str, since_ns: int) -> _Listing:
