@@ -20,7 +20,7 @@ from serverless_gpu.environment.documents import Snapshot, SnapshotMember
 from serverless_gpu.environment.progress import ProgressPoint
 from serverless_gpu.environment.restore.cache.eviction import environments
 from serverless_gpu.environment.restore.cache.unit_cache import UnitCache
-from serverless_gpu.environment.restore.export import Exported, ExportRequest, export
+from serverless_gpu.environment.restore.export import ExportedTree, ExportRequest, export
 from serverless_gpu.environment.stores.blobs import CAPTURE_S_MAX
 from serverless_gpu.environment.stores.collection import CollectionResult, Tally, collect
 from serverless_gpu.environment.stores.repair import repair_units
@@ -113,7 +113,7 @@ def restore_into(
         say(line)
 
 
-def restored_text(made: Exported, snapshot: Snapshot) -> list[str]:
+def restored_text(made: ExportedTree, snapshot: Snapshot) -> list[str]:
     """Return the summary of a restore; its last line is the command that uses it."""
     lines = [
         f"restored {format_bytes(snapshot.size)} in {snapshot.files:,} files, in {format_duration_ms(made.ms)}",

@@ -52,7 +52,7 @@ hash -r 2>/dev/null
 """
 
 
-class Exported(msgspec.Struct, frozen=True, kw_only=True):
+class ExportedTree(msgspec.Struct, frozen=True, kw_only=True):
     """A directory that was made of a snapshot."""
 
     address: str
@@ -76,7 +76,7 @@ class ExportRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 def export(
     address: str, blobs: StoreBlobs, cache: UnitCache, order: ExportRequest, *, report: Report = nobody
-) -> Exported:
+) -> ExportedTree:
     """Make a free-standing tree of an environment.
 
     Raises:
@@ -100,7 +100,7 @@ def export(
             raise StorageError(f"{error.filename or target} cannot be written: {error.strerror}.") from error
     finally:
         os.close(holding)
-    return Exported(
+    return ExportedTree(
         address=address,
         tree=str(target),
         python=str(target / "bin" / "python"),
