@@ -15,7 +15,7 @@ from serverless_gpu.environment.capture.snapshot_capture import Captured, take
 from serverless_gpu.environment.compression import LEVEL_LOCAL
 from serverless_gpu.environment.progress import nobody
 from serverless_gpu.environment.restore.cache.unit_cache import UnitCache
-from serverless_gpu.environment.restore.restore import Way, restore
+from serverless_gpu.environment.restore.restore import RestoreMethod, restore
 from serverless_gpu.environment.scan.description import Description, read_description
 from serverless_gpu.environment.scan.interpreter import describe_other
 from serverless_gpu.environment.scan.scan import Recogniser
@@ -77,7 +77,9 @@ def restore_linked(directory: str) -> dict[str, object]:
     root = _fresh_trees()
     sets.settle()
     started_ns = now_ns()
-    restore(_named("SGPU_BENCH_SNAPSHOT"), _blobs(_store()), UnitCache(root), way=Way(mode="links", why="asked"))
+    restore(
+        _named("SGPU_BENCH_SNAPSHOT"), _blobs(_store()), UnitCache(root), way=RestoreMethod(mode="links", why="asked")
+    )
     return {"ms": (now_ns() - started_ns) / 1e6}
 
 

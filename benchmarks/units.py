@@ -38,7 +38,7 @@ from serverless_gpu.environment.documents import (
 )
 from serverless_gpu.environment.restore.cache.unit_cache import UnitCache
 from serverless_gpu.environment.restore.pythons import ask
-from serverless_gpu.environment.restore.restore import Way, restore
+from serverless_gpu.environment.restore.restore import RestoreMethod, restore
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.server_store import ServedStore
 from serverless_gpu.environment.stores.store_urls import open_store
@@ -212,7 +212,7 @@ def main(url: str, token: str, snapshot: str, home: str) -> None:
     store = ServedStore(f"sgpu+{url}", token)
     print("ready")
     sys.stdin.readline()
-    restore(snapshot, StoreBlobs(store), UnitCache(Path(home)), way=Way(mode="links", why="asked"))
+    restore(snapshot, StoreBlobs(store), UnitCache(Path(home)), way=RestoreMethod(mode="links", why="asked"))
     print(now_ns())
     store.close()
 

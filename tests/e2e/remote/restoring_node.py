@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from serverless_gpu.environment.restore.cache.unit_cache import UnitCache
-from serverless_gpu.environment.restore.restore import Way, restore
+from serverless_gpu.environment.restore.restore import RestoreMethod, restore
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.server_store import ServedStore
 
@@ -31,7 +31,11 @@ def finish(process: subprocess.Popen[str]) -> int:
 def main(url: str, token: str, snapshot: str, home: str) -> None:
     """Restore it as a tree of links."""
     store = ServedStore(f"sgpu+{url}", token)
-    print(restore(snapshot, StoreBlobs(store), UnitCache(Path(home)), way=Way(mode="links", why="asked")).fetched_bytes)
+    print(
+        restore(
+            snapshot, StoreBlobs(store), UnitCache(Path(home)), way=RestoreMethod(mode="links", why="asked")
+        ).fetched_bytes
+    )
     store.close()
 
 

@@ -65,14 +65,14 @@ FEW_BYTES = 128 * 1024
 Mode = Literal["overlay", "links"]
 
 
-class Way(msgspec.Struct, frozen=True, kw_only=True):
+class RestoreMethod(msgspec.Struct, frozen=True, kw_only=True):
     """How a tree is to be made, and why not by mounts: what `mounts.probe` said, for example."""
 
     mode: Mode = "overlay"
     why: str = ""
 
 
-OVERLAY = Way()
+OVERLAY = RestoreMethod()
 
 
 class RestoredTree(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,7 +101,7 @@ def restore(
     blobs: StoreBlobs,
     cache: UnitCache,
     *,
-    way: Way = OVERLAY,
+    way: RestoreMethod = OVERLAY,
     python: str = "",
     report: Report = nobody,
 ) -> RestoredTree:
@@ -172,14 +172,18 @@ def compile_rest(address: str, cache: UnitCache, *, report: Report = nobody) -> 
         os.close(holding)
 
 
-def _way_for(snapshot: Snapshot, way: Way) -> Way:
+def _way_for(snapshot: Snapshot, way: RestoreMethod) -> RestoreMethod:
     layers = most_layers(snapshot)
     if way.mode == "overlay" and layers > LAYERS_MAX:
-        return Way(mode="links", why=f"one directory is made of {layers} units, and {LAYERS_MAX} can be mounted")
+        return RestoreMethod(
+            mode="links", why=f"one directory is made of {layers} units, and {LAYERS_MAX} can be mounted"
+        )
     return way
 
 
-def _make(prepared: Prepared, cache: UnitCache, way: Way, look: Callable[[], None], report: Report) -> ReadyTree:
+def _make(
+    prepared: Prepared, cache: UnitCache, way: RestoreMethod, look: Callable[[], None], report: Report
+) -> ReadyTree:
     snapshot = prepared.snapshot
     with locked(cache.making_lock(snapshot.address), wait_s=MAKING_S_MAX):
         ready = read_ready(cache, snapshot, way.mode)
@@ -219,7 +223,7 @@ def _with_space(cache: UnitCache, snapshot: Snapshot, make: Callable[[], ReadyTr
 
 
 def _restored(
-    snapshot: Snapshot, cache: UnitCache, ready: ReadyTree, way: Way, ensured: EnsuredUnits, ms: int
+    snapshot: Snapshot, cache: UnitCache, ready: ReadyTree, way: RestoreMethod, ensured: EnsuredUnits, ms: int
 ) -> RestoredTree:
     tree = ready.tree
     return RestoredTree(

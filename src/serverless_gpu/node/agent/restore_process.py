@@ -29,7 +29,7 @@ from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.progress import ProgressPoint
 from serverless_gpu.environment.restore.cache.cache_directory import DiskFull, is_full, read_document
 from serverless_gpu.environment.restore.cache.unit_cache import UnitCache
-from serverless_gpu.environment.restore.restore import RestoredTree, Way, compile_rest, restore
+from serverless_gpu.environment.restore.restore import RestoredTree, RestoreMethod, compile_rest, restore
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.repair import read_snapshot
 from serverless_gpu.environment.stores.store_urls import open_store
@@ -220,7 +220,7 @@ def restored(
     return RestoreDone(number=want.number, restored=made, snapshot=snapshot), lock
 
 
-def way_for(asked: Mode, environments: Path) -> Way:
+def way_for(asked: Mode, environments: Path) -> RestoreMethod:
     """Return how to restore on this machine; `asked` is "" for whatever is possible.
 
     Raises EnvironmentUnsupported where mounts are asked for and impossible, or nothing can be loaded from links.
@@ -229,7 +229,7 @@ def way_for(asked: Mode, environments: Path) -> Way:
         return _links(environments, "SERVERLESS_GPU_RESTORE=links")
     problem = mount_problem(environments)
     if not problem:
-        return Way(mode="overlay")
+        return RestoreMethod(mode="overlay")
     if asked == "overlay":
         raise EnvironmentUnsupported(
             f"SERVERLESS_GPU_RESTORE=overlay, and this machine cannot mount environments: {problem}",
@@ -238,7 +238,7 @@ def way_for(asked: Mode, environments: Path) -> Way:
     return _links(environments, f"no mounts: {problem}")
 
 
-def _links(environments: Path, why: str) -> Way:
+def _links(environments: Path, why: str) -> RestoreMethod:
     if is_noexec(environments):
         raise EnvironmentUnsupported(
             f"{environments} lies on a file system that is mounted noexec, and no compiled module can be loaded from a "
@@ -246,7 +246,7 @@ def _links(environments: Path, why: str) -> Way:
             hint="set SERVERLESS_GPU_HOME to a directory on a file system without noexec, or have it mounted again: "
             "sudo mount -o remount,exec …",
         )
-    return Way(mode="links", why=why)
+    return RestoreMethod(mode="links", why=why)
 
 
 def mount_problem(environments: Path) -> str:

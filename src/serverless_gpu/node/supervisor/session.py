@@ -181,7 +181,7 @@ class SessionHolder:
             sentence = waiting_text(self._book, asker)
             if self._said.get(asker.run_id) != sentence:
                 self._said[asker.run_id] = sentence
-                self._borrowers[asker.run_id].say(protocol.Waiting(sentence=sentence))
+                self._borrowers[asker.run_id].send(protocol.Waiting(sentence=sentence))
 
     def _failed(self, book: SessionBook) -> frozenset[str]:
         """Return which idle devices the driver has said something of since they were taken."""

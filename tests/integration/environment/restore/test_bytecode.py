@@ -15,7 +15,7 @@ from serverless_gpu.environment.documents import Snapshot, SnapshotOrigin
 from serverless_gpu.environment.restore.bytecode import compile_all, compile_jobs
 from serverless_gpu.environment.restore.cache.unit_cache import UnitCache
 from serverless_gpu.environment.restore.cache.unpack import MTIME_S
-from serverless_gpu.environment.restore.restore import RestoredTree, Way, compile_rest, restore
+from serverless_gpu.environment.restore.restore import RestoredTree, RestoreMethod, compile_rest, restore
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.errors import EnvironmentRejected
 from tests.support.environment.made_environments import Counting, Made, Piece, base_python, interpreter
@@ -89,7 +89,7 @@ def test_what_the_caller_had_loaded_is_compiled_first_and_the_rest_later(
     made: Made, cache: UnitCache, mode: str
 ) -> None:
     piece, snapshot = environment(made)
-    way = Way(mode="links" if mode == "links" else "overlay")
+    way = RestoreMethod(mode="links" if mode == "links" else "overlay")
     restored = restore(snapshot.address, made.blobs, cache, way=way)
     place = cache.unit(piece.unit.address)
     first = [f"site/__pycache__/single.{TAG}.pyc"]
@@ -124,7 +124,9 @@ def test_bytecode_names_the_time_and_size_of_its_source_and_tracebacks_the_tree(
     made: Made, cache: UnitCache, mode: str
 ) -> None:
     piece, snapshot = environment(made)
-    restored = restore(snapshot.address, made.blobs, cache, way=Way(mode="links" if mode == "links" else "overlay"))
+    restored = restore(
+        snapshot.address, made.blobs, cache, way=RestoreMethod(mode="links" if mode == "links" else "overlay")
+    )
     path = cache.unit(piece.unit.address) / f"site/alpha/__pycache__/used.{TAG}.pyc"
     magic, flags, mtime, size = struct.unpack("<4sIII", path.read_bytes()[:16])
     source = cache.unit(piece.unit.address) / "site/alpha/used.py"
@@ -144,7 +146,9 @@ def test_S221_start_up_code_of_an_environment_is_never_run_by_restoring_or_compi
     loaded = tuple(f"site/{name}.py" for name in names)
     snapshot = made.snapshot([made.root([evil])], facts=SnapshotOrigin(loaded=(loaded,), python=base_python()))
     for mode in MODES:
-        restored = restore(snapshot.address, made.blobs, cache, way=Way(mode="links" if mode == "links" else "overlay"))
+        restored = restore(
+            snapshot.address, made.blobs, cache, way=RestoreMethod(mode="links" if mode == "links" else "overlay")
+        )
         compile_rest(snapshot.address, cache)
     assert len(bytecode_in(cache.unit(evil.unit.address))) == len(names)
     assert not marker.exists()

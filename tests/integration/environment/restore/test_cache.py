@@ -17,7 +17,7 @@ from serverless_gpu.environment.progress import ProgressPoint
 from serverless_gpu.environment.restore.cache.fetch import UnitFetch
 from serverless_gpu.environment.restore.cache.unit_cache import UnitCache
 from serverless_gpu.environment.restore.cache.unpack import MTIME_S
-from serverless_gpu.environment.restore.restore import Way, restore
+from serverless_gpu.environment.restore.restore import RestoreMethod, restore
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.directory_store import DirectoryStore
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentMissing, StorageError
@@ -221,7 +221,7 @@ def test_F29_who_uses_a_damaged_unit_keeps_seeing_it_until_they_end(made: Made, 
 def test_F29_a_tree_of_links_to_a_damaged_unit_is_made_again(made: Made, cache: UnitCache) -> None:
     piece = made.distribution("alpha", {"site/alpha.py": "a = 1\n"})
     snapshot = made.snapshot([made.root([piece])])
-    links = Way(mode="links")
+    links = RestoreMethod(mode="links")
     restored = restore(snapshot.address, made.blobs, cache, way=links)
     module = next(Path(restored.tree).rglob("alpha.py"))
     altered(module)  # one file with the cache's
@@ -336,7 +336,7 @@ def used(made: Made, cache: UnitCache, clock: FakeClock, *pieces: Piece) -> str:
     """Restore an environment of these units and return its address; a second passes."""
     clock.advance(1)
     snapshot = made.snapshot([made.root(pieces)])
-    restore(snapshot.address, made.blobs, cache, way=Way(mode="links"))
+    restore(snapshot.address, made.blobs, cache, way=RestoreMethod(mode="links"))
     return snapshot.address
 
 
@@ -365,7 +365,7 @@ def test_what_was_not_used_for_longest_goes_first_and_never_what_is_held(made: M
     os.close(held)
     assert cache.evict(max_bytes=0) > 0
     assert there() == []
-    restored = restore(third, made.blobs, cache, way=Way(mode="links"))
+    restored = restore(third, made.blobs, cache, way=RestoreMethod(mode="links"))
     assert restored.units_fetched == 2
 
 
@@ -378,7 +378,7 @@ def test_environments_that_nobody_uses_go_and_their_units_stay(
     snapshots = [made.simple("shared", f"mine{number}") for number in range(5)]
     held = cache.hold(snapshots[0].address)
     for snapshot in snapshots:
-        assert not restore(snapshot.address, made.blobs, cache, way=Way(mode=mode)).mended
+        assert not restore(snapshot.address, made.blobs, cache, way=RestoreMethod(mode=mode)).mended
     cache.evict()
     left = {snapshots[number].address for number in (0, 3, 4)}
     assert {path.name for path in cache.trees.iterdir()} == left
@@ -386,7 +386,7 @@ def test_environments_that_nobody_uses_go_and_their_units_stay(
     assert locks - {"units", "evicting", "linking"} == left
     assert cache.sizes()[0] == 6
     os.close(held)
-    assert not restore(snapshots[4].address, made.blobs, cache, way=Way(mode=mode)).mended
+    assert not restore(snapshots[4].address, made.blobs, cache, way=RestoreMethod(mode=mode)).mended
 
 
 def test_a_restore_evicts_afterwards_what_is_over_the_size(made: Made, tmp_path: Path) -> None:

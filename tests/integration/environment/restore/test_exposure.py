@@ -12,7 +12,7 @@ from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.restore.cache.unit_cache import UnitCache
 from serverless_gpu.environment.restore.cache.unit_integrity import exposed_since, suspects
 from serverless_gpu.environment.restore.export import ExportRequest, export
-from serverless_gpu.environment.restore.restore import Way, compile_rest, restore
+from serverless_gpu.environment.restore.restore import RestoreMethod, compile_rest, restore
 from serverless_gpu.environment.restore.trees import mend_units
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.errors import EnvironmentCorrupt
@@ -20,7 +20,7 @@ from tests.support.environment.made_environments import Counting, Made, interpre
 from tests.support.golden import golden
 
 _LATER_NS = 50_000_000
-LINKS = Way(mode="links", why="asked")
+LINKS = RestoreMethod(mode="links", why="asked")
 
 
 @pytest.fixture

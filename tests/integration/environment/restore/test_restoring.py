@@ -16,7 +16,7 @@ import pytest
 
 from serverless_gpu.environment.documents import Generated, Snapshot, SnapshotOrigin, make_snapshot
 from serverless_gpu.environment.restore.cache.unit_cache import UnitCache
-from serverless_gpu.environment.restore.restore import RestoredTree, Way, glibc, restore
+from serverless_gpu.environment.restore.restore import RestoredTree, RestoreMethod, glibc, restore
 from serverless_gpu.environment.restore.trees import LAYERS_MAX
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.directory_store import DirectoryStore
@@ -129,7 +129,7 @@ def zoo(made: Made) -> Snapshot:
 
 @pytest.fixture(params=MODES)
 def restored(request: pytest.FixtureRequest, zoo: Snapshot, made: Made, cache: UnitCache) -> RestoredTree:
-    way = Way(mode=request.param, why="a test asks for links" if request.param == "links" else "")
+    way = RestoreMethod(mode=request.param, why="a test asks for links" if request.param == "links" else "")
     return restore(zoo.address, made.blobs, cache, way=way)
 
 
@@ -269,7 +269,7 @@ def test_the_choice_is_said_with_its_reason(restored: RestoredTree, cache: UnitC
 def test_a_known_snapshot_is_found_again_without_the_store(
     restored: RestoredTree, zoo: Snapshot, made: Made, cache: UnitCache
 ) -> None:
-    way = Way(mode=restored.mode, why=restored.why)
+    way = RestoreMethod(mode=restored.mode, why=restored.why)
     again = restore(zoo.address, StoreBlobs(Counting()), UnitCache(cache.root), way=way)
     assert (again.units_fetched, again.fetched_bytes, restored.units_fetched) == (0, 0, 8)
     assert restored.fetched_bytes > 0
@@ -289,7 +289,9 @@ def test_a_store_without_it_says_so_and_leaves_nothing(cache: UnitCache) -> None
 @pytest.mark.parametrize("mode", MODES)
 def test_an_empty_snapshot_is_an_empty_environment(made: Made, cache: UnitCache, mode: str) -> None:
     snapshot = made.snapshot([made.root([])])
-    restored = restore(snapshot.address, made.blobs, cache, way=Way(mode="links" if mode == "links" else "overlay"))
+    restored = restore(
+        snapshot.address, made.blobs, cache, way=RestoreMethod(mode="links" if mode == "links" else "overlay")
+    )
     assert ask(restored, "import sys; from importlib import metadata; answer = list(metadata.distributions())") == []
 
 
@@ -324,7 +326,9 @@ def test_a_library_finds_one_of_another_distribution_relative_to_itself(
     low = made.distribution("low", {"site/low.libs/libsglow.so": (tmp_path / "libsglow.so").read_bytes()})
     high = made.distribution("high", {"site/high/lib/libsghigh.so": (tmp_path / "libsghigh.so").read_bytes()})
     snapshot = made.snapshot([made.root([low, high])])
-    restored = restore(snapshot.address, made.blobs, cache, way=Way(mode="links" if mode == "links" else "overlay"))
+    restored = restore(
+        snapshot.address, made.blobs, cache, way=RestoreMethod(mode="links" if mode == "links" else "overlay")
+    )
     code = "import ctypes, sysconfig; lib = sysconfig.get_path('purelib') + '/high/lib/libsghigh.so'"
     assert ask(restored, f"{code}; answer = ctypes.CDLL(lib).high()") == 8
 
@@ -343,7 +347,7 @@ def test_another_user_without_rights_can_use_it(made: Made, public: UnitCache, m
         alpha = made.distribution("alpha", {"site/alpha/__init__.py": "a = 1\n", "site/alpha/deep/er.txt": "x"})
         snapshot = made.snapshot([made.root([alpha])], python="/usr/bin/python3")
         restored = restore(
-            snapshot.address, made.blobs, public, way=Way(mode="links" if mode == "links" else "overlay")
+            snapshot.address, made.blobs, public, way=RestoreMethod(mode="links" if mode == "links" else "overlay")
         )
     finally:
         os.umask(umask)
@@ -370,7 +374,7 @@ def test_no_interpreter_for_it_is_said_before_anything_is_fetched(made: Made, ca
 
 def test_a_tree_that_somebody_installed_into_is_made_again_beside_them(made: Made, cache: UnitCache) -> None:
     snapshot = made.simple("alpha")
-    links = Way(mode="links")
+    links = RestoreMethod(mode="links")
     first = restore(snapshot.address, made.blobs, cache, way=links)
     held = cache.hold(snapshot.address)
     site = Path(first.tree) / "lib" / f"python{interpreter().minor}" / "site-packages"
@@ -388,7 +392,7 @@ def test_a_tree_that_somebody_installed_into_is_made_again_beside_them(made: Mad
 
 def test_files_of_the_cache_cannot_be_written_through_a_tree(made: Made, cache: UnitCache) -> None:
     snapshot = made.simple("alpha")
-    restored = restore(snapshot.address, made.blobs, cache, way=Way(mode="links"))
+    restored = restore(snapshot.address, made.blobs, cache, way=RestoreMethod(mode="links"))
     file = Path(restored.tree) / "lib" / f"python{interpreter().minor}" / "site-packages" / "alpha" / "__init__.py"
     unit = cache.unit(snapshot.roots[0].members[0].address) / "site" / "alpha" / "__init__.py"
     assert os.path.samefile(file, unit)
@@ -422,7 +426,9 @@ def test_what_a_killed_restore_left_is_made_again(made: Made, cache: UnitCache, 
         half = cache.environment(snapshot.address) / name
         half.mkdir(parents=True)
         (half / "pyvenv.cfg").write_text("half")
-    restored = restore(snapshot.address, made.blobs, cache, way=Way(mode="links" if mode == "links" else "overlay"))
+    restored = restore(
+        snapshot.address, made.blobs, cache, way=RestoreMethod(mode="links" if mode == "links" else "overlay")
+    )
     assert ask(restored, "import alpha; answer = alpha.name") == "alpha"
 
 
@@ -448,6 +454,8 @@ print(restore({snapshot.address!r}, blobs, Cache(Path({str(cache.root)!r})), way
     said = [process.communicate(timeout=60) for process in crowd]
     assert [process.returncode for process in crowd] == [0] * 4, said
     assert sum(int(out) for out, _ in said) == 12
-    restored = restore(snapshot.address, shared.blobs, cache, way=Way(mode="links" if mode == "links" else "overlay"))
+    restored = restore(
+        snapshot.address, shared.blobs, cache, way=RestoreMethod(mode="links" if mode == "links" else "overlay")
+    )
     assert ask(restored, "import many0, many11; answer = many11.n") == "many11"
     assert sorted(path.name for path in cache.trees.iterdir()) == [snapshot.address]

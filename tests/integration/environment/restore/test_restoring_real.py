@@ -23,7 +23,7 @@ from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.restore.assembly import moved
 from serverless_gpu.environment.restore.cache.unit_cache import UnitCache
 from serverless_gpu.environment.restore.export import ExportRequest, export
-from serverless_gpu.environment.restore.restore import RestoredTree, Way, restore
+from serverless_gpu.environment.restore.restore import RestoredTree, RestoreMethod, restore
 from serverless_gpu.environment.scan.description import read_description
 from serverless_gpu.environment.scan.interpreter import describe_other
 from serverless_gpu.environment.scan.scan import Recogniser
@@ -159,7 +159,10 @@ def translated(original: Original, tree: str) -> Any:
 def test_python_sees_in_a_restored_environment_what_it_saw(original: Original, tmp_path: Path, mode: str) -> None:
     cache = UnitCache(tmp_path / "environments")
     restored = restore(
-        original.snapshot.address, original.blobs, cache, way=Way(mode="links" if mode == "links" else "overlay")
+        original.snapshot.address,
+        original.blobs,
+        cache,
+        way=RestoreMethod(mode="links" if mode == "links" else "overlay"),
     )
     code = f"{QUESTIONS}\nimport json; print(json.dumps(answer))"
     said = json.loads(run(restored, "python", "-c", code, environ={"PYTHONPATH": ":".join(restored.before)}))

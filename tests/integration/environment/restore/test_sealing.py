@@ -16,14 +16,14 @@ from serverless_gpu.environment.restore.cache.cache_directory import read_docume
 from serverless_gpu.environment.restore.cache.unit_cache import UnitCache
 from serverless_gpu.environment.restore.cache.unit_integrity import BYTECODE, LOOK_S, sweep_unit
 from serverless_gpu.environment.restore.cache.unpack import MTIME_S
-from serverless_gpu.environment.restore.restore import OVERLAY, RestoredTree, Way, compile_rest, restore
+from serverless_gpu.environment.restore.restore import OVERLAY, RestoredTree, RestoreMethod, compile_rest, restore
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.testing import FakeClock
 from tests.support.environment.made_environments import Counting, Made, altered
 from tests.support.golden import golden
 
 SOURCE = "value = 1\n" + "# long enough to be compiled before the first import\n" * 4000
-LINKS = Way(mode="links", why="a test")
+LINKS = RestoreMethod(mode="links", why="a test")
 
 
 class Node:
@@ -44,7 +44,7 @@ class Node:
         self.clock.boot_id = lambda: name  # type: ignore[method-assign]  # of this boot
         self.cache = UnitCache(self.root, clock=self.clock)
 
-    def restore(self, snapshot: Snapshot, way: Way = OVERLAY) -> RestoredTree:
+    def restore(self, snapshot: Snapshot, way: RestoreMethod = OVERLAY) -> RestoredTree:
         return restore(snapshot.address, StoreBlobs(self.store), self.cache, way=way)
 
     def snapshot(self) -> Snapshot:

@@ -12,7 +12,7 @@ import pytest
 from serverless_gpu.environment.capture.snapshot_capture import capture
 from serverless_gpu.environment.documents import make_snapshot
 from serverless_gpu.environment.restore.cache.unit_cache import UnitCache
-from serverless_gpu.environment.restore.restore import Way, restore
+from serverless_gpu.environment.restore.restore import RestoreMethod, restore
 from serverless_gpu.environment.scan.scan import Scan
 from serverless_gpu.environment.stores.base import Store
 from serverless_gpu.environment.stores.blobs import StoreBlobs
@@ -58,7 +58,7 @@ def scan(tmp_path: Path) -> Scan:
 
 def fetch(address: str, store: Store, root: Path) -> str:
     """Restore a snapshot on a node that has nothing yet."""
-    return restore(address, StoreBlobs(store), UnitCache(root, clock=FakeClock()), way=Way(mode="links")).tree
+    return restore(address, StoreBlobs(store), UnitCache(root, clock=FakeClock()), way=RestoreMethod(mode="links")).tree
 
 
 def alter(store: Store, kinds: Iterable[str], change: Callable[[bytes], bytes], *, most: int = 1000) -> list[str]:

@@ -20,7 +20,7 @@ from serverless_gpu.environment.documents import (
     unit_address,
 )
 from serverless_gpu.environment.restore.cache.unit_cache import UnitCache
-from serverless_gpu.environment.restore.restore import Way, restore
+from serverless_gpu.environment.restore.restore import RestoreMethod, restore
 from serverless_gpu.environment.snapshot_rules import check_snapshot
 from serverless_gpu.environment.stores.base import Store
 from serverless_gpu.environment.stores.blobs import StoreBlobs
@@ -239,7 +239,9 @@ def test_22A5_a_unit_is_verified_once_for_all_who_send_it() -> None:
 
 
 def fetch(snapshot: Snapshot, store: Store, root: Path) -> str:
-    return restore(snapshot.address, StoreBlobs(store), UnitCache(root, clock=FakeClock()), way=Way(mode="links")).tree
+    return restore(
+        snapshot.address, StoreBlobs(store), UnitCache(root, clock=FakeClock()), way=RestoreMethod(mode="links")
+    ).tree
 
 
 # --- snapshots ---------------------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ def test_streams_of_a_rank_and_sentences_keep_their_places() -> None:
     show(box, 0, "1\n")
     show(box, 0, "2\n", stream="stderr")
     show(box, 0, "3\n")
-    box.say(STARTED)
+    box.put(STARTED)
     show(box, 0, "4\n")
     assert [message.text if isinstance(message, protocol.Output) else message for message in take(box)] == [
         "1\n",
@@ -96,7 +96,7 @@ def test_F49_the_end_of_every_rank_is_there_when_the_last_word_is_said() -> None
             show(box, rank, f"{number:06} {'x' * 992}\n")
     for rank in range(8):
         show(box, rank, "END\n")
-    box.say(STARTED)
+    box.put(STARTED)
     messages = take(box)
     assert messages[-1] == STARTED
     for rank in range(8):
@@ -113,7 +113,7 @@ def test_F49_lost_and_kept_output_is_counted_apart() -> None:
     show(box, 0, "x" * SHARE)
     show(box, 0, "a" * 10_000)
     show(box, 0, "b" * 10_000, lost=True)
-    box.say(STARTED)
+    box.put(STARTED)
     told = text(take(box), 0).lstrip("x")
     assert told == "<10000><5904 lost>" + "b" * 4096
 
@@ -148,15 +148,15 @@ def test_F49_what_came_before_a_gap_is_not_its_end() -> None:
     show(box, 0, "old\n")
     box.skip(0, "stdout", 1_000, lost=False)
     show(box, 0, "END\n")
-    box.say(STARTED)
+    box.put(STARTED)
     assert text(take(box), 0).lstrip("x") == "<1004>END\n"
 
 
 def test_reasons_for_waiting_are_bounded() -> None:
     box = Outbox()
     for number in range(watchers.WAITING_MAX + 10):
-        box.say(protocol.Waiting(sentence=str(number)))
-    box.say(STARTED)
+        box.put(protocol.Waiting(sentence=str(number)))
+    box.put(STARTED)
     messages = take(box)
     assert (len(messages), messages[-1]) == (watchers.WAITING_MAX + 1, STARTED)
 
@@ -173,7 +173,7 @@ def test_F49_every_byte_is_shown_or_counted_and_the_queue_is_bounded(steps: list
         show(box, rank, "x" * (size - 1) + "\n", stream=stream)
         written[rank, stream] = written.get((rank, stream), 0) + size
         messages += take(box, read)
-    box.say(STARTED)
+    box.put(STARTED)
     left = take(box)
     assert sum(len(one.text) for one in left if isinstance(one, protocol.Output)) < 6 * (SHARE + 20_000)
     messages += left

@@ -53,7 +53,7 @@ def test_what_is_said_arrives_in_order(ends: tuple[Watcher, Channel]) -> None:
     watcher, peer = ends
     said: list[protocol.Sendable] = [protocol.Accepted(pid=7), output(1), STOPPED]
     for message in said:
-        watcher.say(message)
+        watcher.send(message)
     assert read_all(peer) == said
     assert (watcher.waiting, watcher.gone, watcher.dropped_bytes) == (False, False, 0)
 
@@ -75,7 +75,7 @@ def test_F49_output_is_left_out_first_and_everything_else_is_kept(ends: tuple[Wa
         watcher.show(output(count + number, 8_000), 8_000, lost=False)
     dropped = watcher.dropped_bytes
     assert dropped > 8_000
-    watcher.say(STOPPED)
+    watcher.send(STOPPED)
     read = read_slowly(watcher, peer)
     assert read[-1] == STOPPED
     told = sum(message.bytes for message in read if isinstance(message, protocol.Skipped))
@@ -89,15 +89,15 @@ def test_a_peer_that_is_gone_is_forgotten_with_what_it_was_to_hear(ends: tuple[W
     peer.close()
     watcher.flush()
     assert (watcher.gone, watcher.waiting) == (False, False), "its last words may still be there"
-    watcher.say(STOPPED)
+    watcher.send(STOPPED)
     assert not watcher.waiting
-    assert not watcher.hear(lambda _: None)
+    assert not watcher.receive(lambda _: None)
 
 
 def test_last_words_are_waited_for_but_not_for_ever(ends: tuple[Watcher, Channel]) -> None:
     watcher, peer = ends
     fill(watcher)
-    watcher.say(STOPPED)
+    watcher.send(STOPPED)
     watcher.drain(0.01)
     assert not watcher.waiting
     assert STOPPED not in read_all(peer)
@@ -105,7 +105,7 @@ def test_last_words_are_waited_for_but_not_for_ever(ends: tuple[Watcher, Channel
 
 def test_last_words_reach_a_peer_that_reads(ends: tuple[Watcher, Channel]) -> None:
     watcher, peer = ends
-    watcher.say(output(1))
+    watcher.send(output(1))
     watcher.drain(1.0)
     assert read_all(peer) == [output(1)]
 
@@ -116,10 +116,10 @@ def test_last_words_reach_a_peer_that_reads(ends: tuple[Watcher, Channel]) -> No
 def test_what_a_watcher_says_is_passed_on(ends: tuple[Watcher, Channel]) -> None:
     watcher, peer = ends
     heard: list[protocol.AnyMessage] = []
-    assert watcher.hear(heard.append)
+    assert watcher.receive(heard.append)
     protocol.send(peer, protocol.Cancel())
     protocol.send(peer, protocol.Cancel())
-    assert [watcher.hear(heard.append) for _ in range(3)] == [True, True, True]
+    assert [watcher.receive(heard.append) for _ in range(3)] == [True, True, True]
     assert heard == [protocol.Cancel(), protocol.Cancel()]
 
 
@@ -132,20 +132,20 @@ def test_nonsense_ends_the_conversation_and_nothing_else(ends: tuple[Watcher, Ch
     watcher, peer = ends
     peer.send(body)
     heard: list[protocol.AnyMessage] = []
-    assert not watcher.hear(heard.append)
+    assert not watcher.receive(heard.append)
     assert heard == []
 
 
 def test_a_packet_that_is_no_message_ends_the_conversation_and_nothing_else(ends: tuple[Watcher, Channel]) -> None:
     watcher, peer = ends
     peer.sock.send(b"?")
-    assert not watcher.hear(lambda _: None)
+    assert not watcher.receive(lambda _: None)
 
 
 def test_a_closed_watcher_is_heard_as_gone(ends: tuple[Watcher, Channel]) -> None:
     watcher, peer = ends
     peer.close()
-    assert not watcher.hear(lambda _: None)
+    assert not watcher.receive(lambda _: None)
 
 
 # --- who comes by the socket -----------------------------------------------------------------------------------------
