@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serverless_gpu.environment.restore.zygote_compatibility import Loaded
+from serverless_gpu.environment.restore.zygote_compatibility import LoadedModules
 from serverless_gpu.environment.service_messages import Where
 from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.model.lifecycle.attempt import Attempt, Event, GangPlaced, Limits, RankExecuting
@@ -94,7 +94,7 @@ def test_what_a_rank_says_is_an_event_or_refused(said: list[Frame], tmp_path_fac
 def zygote(channel: Channel) -> Zygote:
     """Return a zygote of which there is nothing but the channel, and of which one stem was asked for."""
     made = cast(Any, Zygote.__new__(Zygote))
-    made.channel, made.environment, made.loaded = channel, None, Loaded()
+    made.channel, made.environment, made.loaded = channel, None, LoadedModules()
     made.ready = made.dead = False
     made.cold = ""
     made._asked, made._stems, made._takers = deque([None]), deque(), deque()

@@ -10,7 +10,7 @@ imported may change, come and go: modules and metadata are looked up when they a
 
 What a snapshot says of its units beside their addresses (names, modules) is for people: addresses do not cover it.
 
-It looks at no files: `Units` says what was seen in them.
+It looks at no files: `UnitFindings` says what was seen in them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from serverless_gpu.environment.documents import Root, Snapshot, SnapshotMember
 from serverless_gpu.environment.restore.assembly import library_name
 
 
-class Loaded(msgspec.Struct, frozen=True, kw_only=True):
+class LoadedModules(msgspec.Struct, frozen=True, kw_only=True):
     """What an interpreter has of its environment."""
 
     names: frozenset[str] = frozenset()
@@ -31,7 +31,7 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
     libraries_known: bool = True  # whether the libraries are among them: not where the system does not say
 
 
-class Units(msgspec.Struct, frozen=True, kw_only=True):
+class UnitFindings(msgspec.Struct, frozen=True, kw_only=True):
     """What was seen in the units that only one of two environments has, by their addresses."""
 
     used: Collection[str] = ()
@@ -39,7 +39,7 @@ class Units(msgspec.Struct, frozen=True, kw_only=True):
     names: Mapping[str, Collection[str]] = {}
 
 
-def fits(loaded: Loaded, old: Snapshot, new: Snapshot, units: Units) -> str:
+def fits(loaded: LoadedModules, old: Snapshot, new: Snapshot, units: UnitFindings) -> str:
     """Return why an interpreter of one environment cannot be used for another, or "" when it can."""
     mine, theirs = old.interpreter, new.interpreter
     if (mine.implementation, mine.abi, mine.platform, mine.minor) != (
@@ -91,7 +91,7 @@ def _shape(root: Root) -> tuple[str, bool]:
     return root.kind, root.before
 
 
-def _root_problem(loaded: Loaded, old: Root, new: Root, units: Units) -> str:
+def _root_problem(loaded: LoadedModules, old: Root, new: Root, units: UnitFindings) -> str:
     gone, come = _difference(old, new)
     if old.generated != new.generated:
         names = sorted({file.path for file in set(old.generated) ^ set(new.generated)})

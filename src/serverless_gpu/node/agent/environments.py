@@ -32,7 +32,13 @@ from serverless_gpu.environment.restore.assembly import moved, site_of
 from serverless_gpu.environment.restore.cache.cache_directory import LINKED
 from serverless_gpu.environment.restore.cache.unit_integrity import LOOK_S
 from serverless_gpu.environment.restore.restore import RestoredTree
-from serverless_gpu.environment.restore.zygote_compatibility import Loaded, Units, changed_units, fits, row_of
+from serverless_gpu.environment.restore.zygote_compatibility import (
+    LoadedModules,
+    UnitFindings,
+    changed_units,
+    fits,
+    row_of,
+)
 from serverless_gpu.environment.service_messages import store_variables
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentMissing, StorageError
 from serverless_gpu.model.lifecycle.attempt import Reason
@@ -366,7 +372,7 @@ class RestoredEnvironment:
             },
         )
 
-    def misfit(self, loaded: Loaded, older: RestoredEnvironment) -> str:
+    def misfit(self, loaded: LoadedModules, older: RestoredEnvironment) -> str:
         """Return why an interpreter of an older environment cannot be used for this one, or "" when it can."""
         if self.mode != "overlay" or older.mode != "overlay":
             return "each environment made of links has an interpreter of its own"
@@ -374,7 +380,7 @@ class RestoredEnvironment:
             return "what it was started in was deleted"
         changed = changed_units(older.snapshot, self.snapshot)
         tops = {address: _tops(self._unit(address)) for address in changed}
-        units = Units(
+        units = UnitFindings(
             used=self._used(loaded, older, tops),
             hooks={address: when for address in changed if (when := _runs_code(self._unit(address), tops[address]))},
             names={address: frozenset(map(_module_name, tops[address])) for address in changed},
@@ -390,7 +396,9 @@ class RestoredEnvironment:
         units = [str(self._unit(address)) for address in self.snapshot.addresses()]
         return (str(self.mounts[0]["at"]), *layers, *units)
 
-    def _used(self, loaded: Loaded, older: RestoredEnvironment, tops: Mapping[str, Collection[str]]) -> frozenset[str]:
+    def _used(
+        self, loaded: LoadedModules, older: RestoredEnvironment, tops: Mapping[str, Collection[str]]
+    ) -> frozenset[str]:
         """Return which of the changed units, given with the tops of their files, hold a file that was loaded."""
         rows = [row for file in loaded.files if (row := row_of(older.snapshot, older.tree, file)) is not None]
         return frozenset(

@@ -38,7 +38,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from serverless_gpu.environment.restore.zygote_compatibility import Loaded
+from serverless_gpu.environment.restore.zygote_compatibility import LoadedModules
 from serverless_gpu.node.agent.environments import RestoredEnvironment
 from serverless_gpu.node.base.protocol import Context, original
 from serverless_gpu.node.inside import protocol as inside
@@ -134,7 +134,7 @@ class Zygote:
         self.channel = ours
         self.key = request.key
         self.environment = environment  # that its stems have
-        self.loaded = Loaded()
+        self.loaded = LoadedModules()
         self._born_in = environment
         self.ready = False
         self.why = ""  # why it had to be started
@@ -285,7 +285,9 @@ class Zygote:
             known = ready.get("libraries") is not None
             libraries = inside.strings(ready, "libraries") if known else []
             names = inside.strings(ready, "names")
-            self.loaded = Loaded(names=frozenset(names), files=frozenset({*files, *libraries}), libraries_known=known)
+            self.loaded = LoadedModules(
+                names=frozenset(names), files=frozenset({*files, *libraries}), libraries_known=known
+            )
 
     def stale(self) -> str | None:
         """Return the first loaded file that changed since, or None."""

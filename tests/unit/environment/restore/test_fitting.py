@@ -14,14 +14,20 @@ from serverless_gpu.environment.documents import (
     SnapshotOrigin,
     make_snapshot,
 )
-from serverless_gpu.environment.restore.zygote_compatibility import Loaded, Units, changed_units, fits, row_of
+from serverless_gpu.environment.restore.zygote_compatibility import (
+    LoadedModules,
+    UnitFindings,
+    changed_units,
+    fits,
+    row_of,
+)
 from tests.support.golden import golden
 
 PYTHON = Interpreter(implementation="cpython", version="3.11.7", abi="cpython-311-x86_64-linux-gnu", platform="linux")
 NUMPY = SnapshotMember(address="a" * 64, kind="distribution", name="numpy", version="2.0", modules=("numpy",))
 TOY = SnapshotMember(address="b" * 64, kind="distribution", name="toy", version="1.0", modules=("toy",))
 CODE = SnapshotMember(address="c" * 64, kind="code", name="project", modules=("train", "calendar"))
-LOADED = Loaded(names=frozenset({"numpy", "calendar", "sys"}), files=frozenset({"/view/numpy/__init__.py"}))
+LOADED = LoadedModules(names=frozenset({"numpy", "calendar", "sys"}), files=frozenset({"/view/numpy/__init__.py"}))
 
 
 def snapshot(*members: SnapshotMember, code: SnapshotMember = CODE, **changes: object) -> Snapshot:
@@ -36,7 +42,7 @@ def asked(new: Snapshot, old: Snapshot = OLD, **seen: object) -> str:
     """Ask, with units that hold what their members say."""
     roots = (*old.roots, *new.roots)
     names = {member.address: member.modules for root in roots for member in root.members}
-    return fits(LOADED, old, new, Units(**{"names": names, **seen}))  # type: ignore[arg-type]  # written down by hand
+    return fits(LOADED, old, new, UnitFindings(**{"names": names, **seen}))  # type: ignore[arg-type]  # written down by hand
 
 
 def newer(member: SnapshotMember, version: str = "", **changes: object) -> SnapshotMember:
@@ -130,4 +136,4 @@ def test_what_a_unit_brings_is_what_is_in_it_whatever_the_snapshot_says() -> Non
 
 def test_libraries_that_are_not_known_may_be_any() -> None:
     unknown = msgspec.structs.replace(LOADED, libraries_known=False)
-    assert fits(unknown, OLD, snapshot(NUMPY), Units()) == golden("environment.fitting.known-libraries-warm")
+    assert fits(unknown, OLD, snapshot(NUMPY), UnitFindings()) == golden("environment.fitting.known-libraries-warm")

@@ -11,7 +11,7 @@ import pytest
 
 from serverless_gpu.environment.documents import Root, SnapshotOrigin, make_snapshot
 from serverless_gpu.environment.progress import ProgressPoint
-from serverless_gpu.environment.restore.zygote_compatibility import Loaded
+from serverless_gpu.environment.restore.zygote_compatibility import LoadedModules
 from serverless_gpu.errors import EnvironmentUnsupported
 from serverless_gpu.node.agent.restore_process import sentence, way_for
 from serverless_gpu.node.inside import namespaces
@@ -58,9 +58,9 @@ def test_a_unit_that_was_loaded_is_found_by_its_files(tmp_path: Path) -> None:
     file = tmp_path / "units" / "ab" / TOY.address / "site" / "toy" / "fast.so"
     file.parent.mkdir(parents=True)
     file.touch()
-    library = Loaded(files=frozenset({"/view/lib/python3.11/site-packages/toy/fast.so"}))
+    library = LoadedModules(files=frozenset({"/view/lib/python3.11/site-packages/toy/fast.so"}))
     assert new.misfit(library, old) == golden("node.restored.toy-loaded-any")
-    other = Loaded(files=frozenset({"/view/lib/python3.11/site-packages/toy/other.so"}))
+    other = LoadedModules(files=frozenset({"/view/lib/python3.11/site-packages/toy/other.so"}))
     assert new.misfit(other, old) == ""
     (file.parents[1] / "toy.pth").touch()
     assert new.misfit(other, old) == golden("node.restored.toy-runs-code")
@@ -75,7 +75,7 @@ def test_what_was_deleted_is_not_there_even_if_it_was_made_again(tmp_path: Path,
     assert not environment(tmp_path / "elsewhere").is_one_with(held)
     again = environment(tmp_path)  # which makes them
     assert not held.is_there() and not held.is_one_with(again) and again.is_there()
-    assert again.misfit(Loaded(), held) == golden("node.restored.started-deleted")
+    assert again.misfit(LoadedModules(), held) == golden("node.restored.started-deleted")
 
 
 def test_what_a_unit_brings_is_looked_up_in_it(tmp_path: Path) -> None:
@@ -87,16 +87,16 @@ def test_what_a_unit_brings_is_looked_up_in_it(tmp_path: Path) -> None:
     (site / "toy-1.0.dist-info").mkdir(parents=True)
     for name in ("calendar.cpython-311-x86_64-linux-gnu.so", "numpy.txt"):
         (site / name).touch()
-    assert new.misfit(Loaded(names=frozenset({"numpy", "toy-1"})), old) == ""
+    assert new.misfit(LoadedModules(names=frozenset({"numpy", "toy-1"})), old) == ""
     why = "toy 1.0 brings calendar, which it has loaded from elsewhere"
-    assert new.misfit(Loaded(names=frozenset({"calendar"})), old) == why
+    assert new.misfit(LoadedModules(names=frozenset({"calendar"})), old) == why
     (site / "toy-1.0.dist-info" / "entry_points.txt").write_text("[torch.backends]\ntoy = toy:load\n")
-    assert new.misfit(Loaded(), old) == golden("node.restored.toy-runs-code-torch")
+    assert new.misfit(LoadedModules(), old) == golden("node.restored.toy-runs-code-torch")
 
 
 def test_links_have_an_interpreter_each(tmp_path: Path) -> None:
     linked = environment(tmp_path, "links")
-    assert linked.misfit(Loaded(), environment(tmp_path)) == golden("node.restored.each-environment-made")
+    assert linked.misfit(LoadedModules(), environment(tmp_path)) == golden("node.restored.each-environment-made")
 
 
 def test_the_lock_is_let_go_with_the_last_who_uses_it(tmp_path: Path) -> None:
