@@ -11,7 +11,7 @@ import msgspec
 from benchmarks import environment_sets as sets
 from benchmarks.environment_neighbours import new_directory
 from benchmarks.environment_sets import now_ns
-from serverless_gpu.environment.capture.snapshot_capture import Captured, take
+from serverless_gpu.environment.capture.snapshot_capture import CaptureResult, scan_and_capture
 from serverless_gpu.environment.compression import LEVEL_LOCAL
 from serverless_gpu.environment.progress import nobody
 from serverless_gpu.environment.restore.cache.unit_cache import UnitCache
@@ -42,7 +42,9 @@ def capture(directory: str) -> dict[str, object]:
     """Capture an environment nobody has seen into an empty store; every file is durable when it is over."""
     place, description = new_directory(), _description()
     started_ns = now_ns()
-    taken = take(description, Recogniser(place / "index"), _blobs(place / "store"), level=LEVEL_LOCAL, report=nobody)
+    taken = scan_and_capture(
+        description, Recogniser(place / "index"), _blobs(place / "store"), level=LEVEL_LOCAL, report=nobody
+    )
     took_ns = now_ns() - started_ns
     return {"ms": took_ns / 1e6, "mb": taken.sent_bytes / 1e6, "memory_mb": _peak_mb()}
 
@@ -133,10 +135,10 @@ def _stored_bytes() -> int:
     return sum(path.stat().st_size for path in _store().rglob("*") if path.is_file())
 
 
-def _taken() -> Captured:
+def _taken() -> CaptureResult:
     """Capture into the store that the row names, knowing what was captured into it before."""
     index = _store().with_name(f"{_store().name}-index")
-    return take(_description(), Recogniser(index), _blobs(_store()), level=LEVEL_LOCAL)
+    return scan_and_capture(_description(), Recogniser(index), _blobs(_store()), level=LEVEL_LOCAL)
 
 
 def _fresh_trees() -> Path:

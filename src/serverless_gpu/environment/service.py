@@ -39,7 +39,7 @@ from typing import NoReturn, Protocol
 import msgspec
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.environment.capture.snapshot_capture import Captured, capture, remarks
+from serverless_gpu.environment.capture.snapshot_capture import CaptureResult, capture, capture_remarks
 from serverless_gpu.environment.compression import LEVEL_LOCAL, LEVEL_REMOTE
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.progress import ProgressPoint
@@ -423,7 +423,7 @@ def _take(index: Path, ask: EnvironmentQuestion, tell: Callable[[Answer], None])
 
 def _found(ask: EnvironmentQuestion, last: Snapshot | None, scan: Scan, blobs: StoreBlobs) -> CapturedEnvironment:
     """Return what is to be said of an environment before it is captured."""
-    told = remarks(last, scan)
+    told = capture_remarks(last, scan)
     if last is None:
         return CapturedEnvironment(number=ask.number, first=True, remarks=told)
     changes = tuple(change.sentence() for change in differences(last, scan.snapshot, scan.sources, blobs))
@@ -434,7 +434,7 @@ def _found(ask: EnvironmentQuestion, last: Snapshot | None, scan: Scan, blobs: S
     return CapturedEnvironment(number=ask.number, first=False, changes=_told(changes), remarks=told)
 
 
-def _summary(number: int, taken: Captured, ms: int) -> Taken:
+def _summary(number: int, taken: CaptureResult, ms: int) -> Taken:
     snapshot = taken.snapshot
     code = [member for root in snapshot.roots for member in root.members if member.kind == "code"]
     return Taken(

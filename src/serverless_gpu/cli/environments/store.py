@@ -14,7 +14,7 @@ from serverless_gpu.cli.environments import locations
 from serverless_gpu.cli.environments.progress_meter import Meters
 from serverless_gpu.cli.environments.show import SHORT, titles
 from serverless_gpu.cli.output import print_json, say
-from serverless_gpu.environment.capture.snapshot_capture import Captured, take
+from serverless_gpu.environment.capture.snapshot_capture import CaptureResult, scan_and_capture
 from serverless_gpu.environment.compression import LEVEL_LOCAL, LEVEL_REMOTE
 from serverless_gpu.environment.documents import Snapshot, SnapshotMember
 from serverless_gpu.environment.progress import ProgressPoint
@@ -44,7 +44,7 @@ def capture(python: str | None, store: str | None, *, repair: bool, as_json: boo
     with Meters() as meters:
         if repair:
             removed = repair_units(blobs, recogniser.scan(described, meters.report).snapshot.addresses())
-        captured = take(described, recogniser, blobs, level=level, report=meters.report)
+        captured = scan_and_capture(described, recogniser, blobs, level=level, report=meters.report)
     took_ms = (clock.boottime_ns() - began_ns) // 1_000_000
     if as_json:
         print_json(_captured_json(captured, blobs.store.url, took_ms) | ({"repaired": removed} if repair else {}))
@@ -56,7 +56,7 @@ def capture(python: str | None, store: str | None, *, repair: bool, as_json: boo
         say(line)
 
 
-def captured_text(captured: Captured, url: str, took_ms: int) -> list[str]:
+def captured_text(captured: CaptureResult, url: str, took_ms: int) -> list[str]:
     """Return the summary of a capture; its last line is the address."""
     snapshot, new = captured.snapshot, _new(captured)
     known = len(snapshot.addresses()) - len(new)
@@ -70,13 +70,13 @@ def captured_text(captured: Captured, url: str, took_ms: int) -> list[str]:
     return [*lines, snapshot.address]
 
 
-def _new(captured: Captured) -> list[SnapshotMember]:
+def _new(captured: CaptureResult) -> list[SnapshotMember]:
     wanted = set(captured.units_new)
     members = {m.address: m for root in captured.snapshot.roots for m in root.members if m.address in wanted}
     return sorted(members.values(), key=lambda member: -member.size)
 
 
-def _captured_json(captured: Captured, url: str, took_ms: int) -> dict[str, object]:
+def _captured_json(captured: CaptureResult, url: str, took_ms: int) -> dict[str, object]:
     snapshot = captured.snapshot
     return {
         "address": snapshot.address,

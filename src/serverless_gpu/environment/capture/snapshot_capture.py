@@ -59,7 +59,7 @@ _LARGEST = 3
 _LEFT_OUT_SAID_MAX = 3
 
 
-class Captured(msgspec.Struct, frozen=True, kw_only=True):
+class CaptureResult(msgspec.Struct, frozen=True, kw_only=True):
     """What a capture did."""
 
     scan: Scan
@@ -76,9 +76,9 @@ class Captured(msgspec.Struct, frozen=True, kw_only=True):
         return self.scan.snapshot
 
 
-def take(
+def scan_and_capture(
     description: Description, recogniser: Recogniser, blobs: StoreBlobs, *, level: int, report: Report = nobody
-) -> Captured:
+) -> CaptureResult:
     """Scan an environment, capture it, and remember it."""
     captured = capture(recogniser.scan(description, report), blobs, level=level, report=report)
     recogniser.remember(captured.scan)
@@ -93,7 +93,7 @@ def capture(
     level: int = LEVEL_LOCAL,
     report: Report = nobody,
     settings: PackSettings | None = None,
-) -> Captured:
+) -> CaptureResult:
     """Send what the store lacks of an environment, and then the snapshot.
 
     Raises:
@@ -106,10 +106,10 @@ def capture(
     listed = (member for root in scan.snapshot.roots for member in root.members)
     found = {member.address: member for member in listed if member.address in missing}
     members = dict(sorted(found.items(), key=lambda item: (-item[1].size, item[0])))
-    space = _Space(blobs)
+    space = _StoreSpace(blobs)
     space.check(sum(member.size for member in members.values()))
     counts, meter = Counts(), _Meter(report, members)
-    with _Look([scan.sources[address] for address in members]) as look:
+    with _ReadabilityCheck([scan.sources[address] for address in members]) as look:
 
         def before_packs(size: int) -> None:
             look.wait()  # the first files are read meanwhile, but nothing is sent before all can be
@@ -148,7 +148,7 @@ def check_size(snapshot: Snapshot) -> None:
     )
 
 
-class _Space:
+class _StoreSpace:
     """Keeps the store from being filled up."""
 
     def __init__(self, blobs: StoreBlobs) -> None:
@@ -178,7 +178,7 @@ class _Space:
             )
 
 
-class _Look:
+class _ReadabilityCheck:
     """Looks, beside other work, whether all files can be read."""
 
     def __init__(self, sources: Sequence[LocalUnit]) -> None:
@@ -186,7 +186,7 @@ class _Look:
         self._stop = threading.Event()
         self._thread = ThreadPoolExecutor(1, "sgpu-look")
 
-    def __enter__(self) -> _Look:
+    def __enter__(self) -> _ReadabilityCheck:
         self._done = self._thread.submit(self._run)
         return self
 
@@ -242,7 +242,7 @@ def _jobs(take: Callable[[], SnapshotMember], sources: Mapping[str, LocalUnit], 
     """Yield jobs while a taker is left."""
     while True:
         try:
-            member = take()
+            member = scan_and_capture()
         except IndexError:
             return
         source = sources[member.address]
@@ -270,9 +270,9 @@ def _old(source: LocalUnit, blobs: StoreBlobs) -> Unit | None:
         return None  # altered, or of another format: everything is packed then
 
 
-def _result(scan: Scan, packed: Mapping[str, PackedUnit], counts: Counts, *, known: int) -> Captured:
+def _result(scan: Scan, packed: Mapping[str, PackedUnit], counts: Counts, *, known: int) -> CaptureResult:
     moved = {address: done.unit.address for address, done in packed.items() if done.unit.address != address}
-    return Captured(
+    return CaptureResult(
         scan=_corrected(scan, {address: packed[address].unit.rows for address in moved}, moved) if moved else scan,
         units_new=tuple(done.unit.address for done in packed.values()),
         units_known=known,
@@ -315,7 +315,7 @@ def _name(member: SnapshotMember) -> str:
     return f"{member.name} {member.version}".strip()
 
 
-def remarks(last: Snapshot | None, scan: Scan) -> tuple[str, ...]:
+def capture_remarks(last: Snapshot | None, scan: Scan) -> tuple[str, ...]:
     """Return what is to be said, once: at a later capture only what is new."""
     said: list[str] = []
     for number, root in enumerate(scan.snapshot.roots):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.environment.capture.snapshot_capture import Captured, take
+from serverless_gpu.environment.capture.snapshot_capture import CaptureResult, scan_and_capture
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.progress import ProgressPoint, nobody
 from serverless_gpu.environment.restore.cache.unpack import unpack
@@ -51,8 +51,8 @@ class Place:
         self.store = DirectoryStore(tmp_path / "store")
         self.recogniser = Recogniser(tmp_path / "index")
 
-    def take(self, venv: Venv, cwd: Path | None = None) -> Captured:
-        return take(venv.describe(cwd), self.recogniser, StoreBlobs(self.store), level=1, report=nobody)
+    def take(self, venv: Venv, cwd: Path | None = None) -> CaptureResult:
+        return scan_and_capture(venv.describe(cwd), self.recogniser, StoreBlobs(self.store), level=1, report=nobody)
 
     def unpack(self, snapshot: Snapshot, number: int = 0) -> dict[str, tuple[str, bytes | str]]:
         """Unpack every unit of a root, and return what is there by path: kind, content or target."""
@@ -161,7 +161,7 @@ def test_code_is_captured_beside_the_packages(tmp_path: Path, venv: Venv) -> Non
 def test_scan_and_capture_report(tmp_path: Path, venv: Venv) -> None:
     seen: list[ProgressPoint] = []
     place = Place(tmp_path)
-    take(venv.describe(), place.recogniser, StoreBlobs(place.store), level=1, report=seen.append)
+    scan_and_capture(venv.describe(), place.recogniser, StoreBlobs(place.store), level=1, report=seen.append)
     assert [phase for phase in dict.fromkeys(progress.phase for progress in seen)] == ["scan", "capture"]
     assert seen[-1].bytes_done == seen[-1].bytes_total > 9_000_000
 

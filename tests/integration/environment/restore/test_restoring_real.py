@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from serverless_gpu.environment.capture.snapshot_capture import take
+from serverless_gpu.environment.capture.snapshot_capture import scan_and_capture
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.restore.assembly import moved
 from serverless_gpu.environment.restore.cache.unit_cache import UnitCache
@@ -101,7 +101,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Original:
         patch.chdir(home / "work")
         description = read_description(describe_other(python))
     blobs = StoreBlobs(Counting())
-    snapshot = take(description, Recogniser(home / "index"), blobs, level=1).snapshot
+    snapshot = scan_and_capture(description, Recogniser(home / "index"), blobs, level=1).snapshot
     answers = ask(python, home / "work", variables)
     hidden = home.with_name("hidden")
     home.rename(hidden)

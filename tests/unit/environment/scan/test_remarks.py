@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from serverless_gpu.client.launch.snapshot_environment import found_text, taken_text
-from serverless_gpu.environment.capture.snapshot_capture import remarks
+from serverless_gpu.environment.capture.snapshot_capture import capture_remarks
 from serverless_gpu.environment.documents import (
     FileRow,
     Root,
@@ -39,18 +39,18 @@ def scan(*left_out: str, **sizes: int) -> Scan:
 
 
 def test_large_code_is_said_with_its_largest_files_and_what_to_do() -> None:
-    (said,) = remarks(None, scan(a=300 * MB, b=200 * MB, c=100 * MB, d=1 * MB, train=10))
+    (said,) = capture_remarks(None, scan(a=300 * MB, b=200 * MB, c=100 * MB, d=1 * MB, train=10))
 
     assert said.startswith("the code in /p is 601.0 MB; largest: a 300.0 MB, b 200.0 MB, c 100.0 MB. ")
     assert ".sgpuignore" in said
-    assert remarks(None, scan(a=99 * MB)) == ()
+    assert capture_remarks(None, scan(a=99 * MB)) == ()
 
 
 def test_code_that_grows_is_said_once_for_each_100_mb() -> None:
     before = scan(a=250 * MB).snapshot
 
-    assert remarks(before, scan(a=260 * MB)) == ()
-    (said,) = remarks(before, scan(a=250 * MB, b=300 * MB))
+    assert capture_remarks(before, scan(a=260 * MB)) == ()
+    (said,) = capture_remarks(before, scan(a=250 * MB, b=300 * MB))
     assert golden("environment.remarks.550-mb-300") in said
 
 
@@ -58,21 +58,21 @@ def test_what_of_the_code_stays_behind_is_said_once() -> None:
     many = [f"/p/{name}: it is a device" for name in "abcd"]
     inside = "/p/.venv/x: a link"
 
-    assert remarks(None, scan(inside, "/elsewhere: y")) == ()
-    assert remarks(None, scan(*many, inside)) == (
+    assert capture_remarks(None, scan(inside, "/elsewhere: y")) == ()
+    assert capture_remarks(None, scan(*many, inside)) == (
         *(f"left out: {sentence}" for sentence in many[:3]),
         golden("environment.remarks.left-out-more"),
     )
-    assert remarks(scan(*many[:3]).snapshot, scan(*many)) == (f"left out: {many[3]}",)
+    assert capture_remarks(scan(*many[:3]).snapshot, scan(*many)) == (f"left out: {many[3]}",)
 
 
 def test_what_git_ignores_is_said_once_however_many_there_are() -> None:
     first, later = (f"/p/: {count} files that git ignores (a, b, …)" for count in (7, 8))
     unasked = f"{later}; which of them it tracks is not known: its index cannot be read"
 
-    assert remarks(None, scan(first)) == (f"left out: {first}",)
-    assert remarks(scan(first).snapshot, scan(later)) == ()
-    assert remarks(scan(first).snapshot, scan(unasked)) == (f"left out: {unasked}",)
+    assert capture_remarks(None, scan(first)) == (f"left out: {first}",)
+    assert capture_remarks(scan(first).snapshot, scan(later)) == ()
+    assert capture_remarks(scan(first).snapshot, scan(unasked)) == (f"left out: {unasked}",)
 
 
 def test_the_first_capture_says_all_and_later_ones_what_is_new() -> None:
