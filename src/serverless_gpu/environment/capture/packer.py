@@ -109,7 +109,7 @@ class Packer:
         blobs: StoreBlobs,
         settings: PackSettings,
         *,
-        counts: Counts,
+        counts: CaptureCounts,
         pulse: Callable[[str], None] = lambda name: None,
         before_packs: Callable[[int], None] = lambda size: None,
     ) -> None:
@@ -120,8 +120,8 @@ class Packer:
         self._before_packs = before_packs
         self._stop = threading.Event()
         self._own = threading.local()
-        self._flight: deque[tuple[_Work, BlockPlan, Future[bytes]]] = deque()
-        self._again: deque[_Work] = deque()
+        self._flight: deque[tuple[_UnitWork, BlockPlan, Future[bytes]]] = deque()
+        self._again: deque[_UnitWork] = deque()
         self._ended: deque[tuple[PackJob, Future[Unit]]] = deque()
 
     def pack(self, *lines: Iterable[PackJob]) -> Iterator[PackedUnit]:
@@ -135,7 +135,7 @@ class Packer:
             ThreadPoolExecutor(threads, "sgpu-read") as self._reading,
             ThreadPoolExecutor(STORING_THREADS, "sgpu-store") as storing,
         ):
-            self._sender = Sender(
+            self._sender = PackSender(
                 self._blobs,
                 storing,
                 counts=self._counts,
@@ -143,7 +143,7 @@ class Packer:
                 before_packs=self._before_packs,
             )
             try:
-                yield from self._pack([_Line(iter(jobs)) for jobs in lines], min(4 * threads, BLOCKS_MAX))
+                yield from self._pack([_JobQueue(iter(jobs)) for jobs in lines], min(4 * threads, BLOCKS_MAX))
             finally:
                 self._stop.set()
                 self._reading.shutdown(wait=True, cancel_futures=True)
@@ -151,20 +151,20 @@ class Packer:
                 for work, _, _ in self._flight:
                     work.reader.close()
 
-    def _pack(self, lines: list[_Line], window: int) -> Iterator[PackedUnit]:
+    def _pack(self, lines: list[_JobQueue], window: int) -> Iterator[PackedUnit]:
         while lines or self._flight or self._again:
             for line in lines:
                 self._advance(line)
                 while len(self._flight) >= window:
                     self._take()
-            lines = [line for line in lines if line.work] or ([_Line(iter(()))] if self._again else [])
+            lines = [line for line in lines if line.work] or ([_JobQueue(iter(()))] if self._again else [])
             if not lines and self._flight:
                 self._take()
             yield from self._stored(wait=False)
         self._sender.flush()
         yield from self._stored(wait=True)
 
-    def _advance(self, line: _Line) -> None:
+    def _advance(self, line: _JobQueue) -> None:
         """Hand out one more block of a line's unit, or begin its next one."""
         work = line.work
         if work is None or work.planned:
@@ -172,7 +172,7 @@ class Packer:
             if self._again:
                 work = self._again.popleft()
             elif (job := next(line.jobs, None)) is not None:
-                work = self._begun(_Work(job, list(job.source.rows), self._settings, self._stop.is_set))
+                work = self._begun(_UnitWork(job, list(job.source.rows), self._settings, self._stop.is_set))
             line.work = work
             if work is None:
                 return
@@ -184,7 +184,7 @@ class Packer:
         work.outstanding += 1
         self._flight.append((work, plan, self._reading.submit(self._fill, work.reader, plan)))
 
-    def _begun(self, work: _Work) -> _Work:
+    def _begun(self, work: _UnitWork) -> _UnitWork:
         self._counts.add(bytes_done=work.bytes_done, files_done=work.files_done)
         return work
 
@@ -215,7 +215,7 @@ class Packer:
                 self._close_pack(work)
         self._close_if_done(work)
 
-    def _close_if_done(self, work: _Work) -> None:
+    def _close_if_done(self, work: _UnitWork) -> None:
         if work.outstanding or not work.planned or work.closed:
             return
         work.closed = True
@@ -225,14 +225,14 @@ class Packer:
                 raise unsteady(work.changed)
             self._counts.add(bytes_done=-work.bytes_done, files_done=-work.files_done)
             rows = true_sizes(work.rows, work.files, work.job.source.texts)
-            again = _Work(work.job, rows, self._settings, self._stop.is_set, tries=work.tries + 1)
+            again = _UnitWork(work.job, rows, self._settings, self._stop.is_set, tries=work.tries + 1)
             self._again.append(self._begun(again))
             return
         if work.filled:
             self._close_pack(work)
         self._ended.append((work.job, self._sender.add_unit(ReadUnit(work.job.name, work.packs, work.unit))))
 
-    def _close_pack(self, work: _Work) -> None:
+    def _close_pack(self, work: _UnitWork) -> None:
         while not self._sender.has_room(work.filled):
             self._pulse(work.job.name)
         for pack in work.packs:
@@ -254,15 +254,15 @@ class Packer:
         return future.result()
 
 
-class _Line:
+class _JobQueue:
     """Units to be packed one after another, and the one that is being handed out."""
 
     def __init__(self, jobs: Iterator[PackJob]) -> None:
         self.jobs = jobs
-        self.work: _Work | None = None
+        self.work: _UnitWork | None = None
 
 
-class _Work:
+class _UnitWork:
     """A unit being packed: one try."""
 
     def __init__(
@@ -326,7 +326,7 @@ class ReadUnit(msgspec.Struct, frozen=True):
     make: Callable[[tuple[str, ...]], Unit]
 
 
-class Counts:
+class CaptureCounts:
     """What has happened so far; read by the reporter, written by several threads."""
 
     def __init__(self) -> None:
@@ -350,7 +350,7 @@ class Counts:
             self.packs_known += known
 
 
-class Sender:
+class PackSender:
     """Collects what is to be stored, and stores it; used by one thread.
 
     `threads` take what they are given in order; `before_packs` is called before packs of so many bytes are put, and may
@@ -362,7 +362,7 @@ class Sender:
         blobs: StoreBlobs,
         threads: ThreadPoolExecutor,
         *,
-        counts: Counts,
+        counts: CaptureCounts,
         stopped: Callable[[], bool],
         before_packs: Callable[[int], None],
     ) -> None:
@@ -371,7 +371,7 @@ class Sender:
         self._counts = counts
         self._stopped = stopped
         self._before_packs = before_packs
-        self._room = _Room(BYTES_IN_FLIGHT)
+        self._room = _ByteBudget(BYTES_IN_FLIGHT)
         self._group = _Group()
 
     def has_room(self, size: int) -> bool:
@@ -464,7 +464,7 @@ class _Group:
         return len(self.packs) + len(self.units)
 
 
-class _Room:
+class _ByteBudget:
     """A bound on bytes that several threads hold."""
 
     def __init__(self, bytes_max: int) -> None:

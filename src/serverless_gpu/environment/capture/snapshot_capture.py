@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from serverless_gpu.environment.capture.packer import Counts, PackedUnit, Packer, PackJob, PackSettings
+from serverless_gpu.environment.capture.packer import CaptureCounts, PackedUnit, Packer, PackJob, PackSettings
 from serverless_gpu.environment.capture.unit_blocks import unreadable
 from serverless_gpu.environment.compression import LEVEL_LOCAL
 from serverless_gpu.environment.documents import FileRow, Root, Snapshot, SnapshotMember, Unit, in_order, make_snapshot
@@ -108,7 +108,7 @@ def capture(
     members = dict(sorted(found.items(), key=lambda item: (-item[1].size, item[0])))
     space = _StoreSpace(blobs)
     space.check(sum(member.size for member in members.values()))
-    counts, meter = Counts(), _Meter(report, members)
+    counts, meter = CaptureCounts(), _Meter(report, members)
     with _ReadabilityCheck([scan.sources[address] for address in members]) as look:
 
         def before_packs(size: int) -> None:
@@ -220,7 +220,7 @@ class _Meter:
         self._files = sum(member.files for member in members.values())
         self._next_s = 0.0
 
-    def pulse(self, counts: Counts, name: str, *, last: bool = False) -> None:
+    def pulse(self, counts: CaptureCounts, name: str, *, last: bool = False) -> None:
         now = time.monotonic()
         if now < self._next_s and not last:
             return
@@ -270,7 +270,7 @@ def _old(source: LocalUnit, blobs: StoreBlobs) -> Unit | None:
         return None  # altered, or of another format: everything is packed then
 
 
-def _result(scan: Scan, packed: Mapping[str, PackedUnit], counts: Counts, *, known: int) -> CaptureResult:
+def _result(scan: Scan, packed: Mapping[str, PackedUnit], counts: CaptureCounts, *, known: int) -> CaptureResult:
     moved = {address: done.unit.address for address, done in packed.items() if done.unit.address != address}
     return CaptureResult(
         scan=_corrected(scan, {address: packed[address].unit.rows for address in moved}, moved) if moved else scan,
