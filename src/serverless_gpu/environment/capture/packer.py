@@ -39,8 +39,8 @@ from serverless_gpu.environment.capture.unit_blocks import (
     BlockPlan,
     CaptureStopped,
     FileChanged,
-    Reader,
-    Reuse,
+    ReusedBlocks,
+    UnitReader,
     places_of,
     plan_blocks,
     reuse,
@@ -188,7 +188,7 @@ class Packer:
         self._counts.add(bytes_done=work.bytes_done, files_done=work.files_done)
         return work
 
-    def _fill(self, reader: Reader, plan: BlockPlan) -> bytes:
+    def _fill(self, reader: UnitReader, plan: BlockPlan) -> bytes:
         buffer: memoryview | None = getattr(self._own, "buffer", None)
         if buffer is None:  # once per thread: memory that is asked for again and again is cleared again and again
             buffer = self._own.buffer = memoryview(bytearray(self._settings.block_bytes + 1))
@@ -273,8 +273,8 @@ class _UnitWork:
         self.tries = tries
         filled = [index for index, row in enumerate(rows) if row.has_content]
         self.files = dict(zip(filled, job.source.files, strict=True))
-        self.reader = Reader(rows, self.files, job.source.texts, stopped)
-        self._reuse = reuse(rows, job.old) if job.old else Reuse()
+        self.reader = UnitReader(rows, self.files, job.source.texts, stopped)
+        self._reuse = reuse(rows, job.old) if job.old else ReusedBlocks()
         self._plans = plan_blocks(
             rows, [index for index in filled if index not in self._reuse.places], settings.block_bytes
         )

@@ -60,7 +60,7 @@ class BlockPlan(NamedTuple):
         return sum(part.size for part in self.parts)
 
 
-class Reuse(NamedTuple):
+class ReusedBlocks(NamedTuple):
     """What of an older version still serves: packs, their blocks, and places by index of the new row."""
 
     packs: tuple[str, ...] = ()
@@ -111,7 +111,7 @@ def places_of(plans: Sequence[BlockPlan], first: int) -> dict[int, ContentPlace]
     return places
 
 
-def reuse(rows: Sequence[FileRow], old: Unit) -> Reuse:
+def reuse(rows: Sequence[FileRow], old: Unit) -> ReusedBlocks:
     """Return which bytes of an older version can stand for files of a new one, or nothing if that is not worth it."""
     known: dict[tuple[bytes, int], list[ContentPlace]] = defaultdict(list)  # where content lies, by digest and size
     filled = (row for row in old.rows if row.has_content and row.size)
@@ -130,10 +130,10 @@ def reuse(rows: Sequence[FileRow], old: Unit) -> Reuse:
     held = sum(old.blocks[index].length for index in kept)
     used = sum(old.blocks[index].length * size // old.blocks[index].size for index, size in used_blocks.items())
     if not taken or 2 * used < held or len(packs) > PACKS_MORE_MAX + 2 * held // PACK_BYTES:
-        return Reuse()
+        return ReusedBlocks()
     pack_index = {pack: index for index, pack in enumerate(sorted(packs))}
     block_index = {block: index for index, block in enumerate(kept)}
-    return Reuse(
+    return ReusedBlocks(
         packs=tuple(old.packs[pack] for pack in pack_index),
         blocks=tuple(
             msgspec.structs.replace(old.blocks[index], pack=pack_index[old.blocks[index].pack]) for index in kept
@@ -165,7 +165,7 @@ class CaptureStopped(Exception):
     """Another worker failed, so the result is not needed."""
 
 
-class Reader:
+class UnitReader:
     """The content of one unit's files, for several threads at once.
 
     `files` and `texts` (content that stands instead of a file's) go by index of the row.
