@@ -115,7 +115,7 @@ class UvicornServer(uvicorn.Server):
 
     @property
     def certificate(self) -> str:
-        """Return what is to be said of the certificate; "" where there is none."""
+        """Return what is to be said of the certificate; "" without one."""
         return "" if self._certificate is None else self._certificate.sentence()
 
     @property
@@ -215,10 +215,10 @@ def serve(
     renewed: Callable[[str, UvicornServer], None] = lambda _url, _running: None,
     clock: Clock | None = None,
 ) -> None:
-    """Be the server until it is told to stop; blocks.
+    """Run the server until it is stopped; blocks.
 
     Args:
-        settings: what the server was told.
+        settings: of the server.
         ready: called once it answers, with its address on this machine and the handle that stops it.
         announce: gets a line when the start has to wait for its database; the log has it, too.
         decide: asked before that whether several principals may share a uid, as `isolation.settle` does.

@@ -173,7 +173,7 @@ def assembled(
     """Put a server together, and take it apart.
 
     Args:
-        settings: what it was told.
+        settings: of the server.
         url: under which this machine reaches it.
         clock: the machine's.
         other: which process shares the server's directory, or "".
@@ -404,7 +404,7 @@ def _check_key(database: Database, sealer: Sealer) -> None:
 
 
 def _do_without_key(database: Database, sealer: Sealer, *, now_ns: int) -> None:
-    """Take away the secrets that nobody can open any more; runs that need the key end when they are placed."""
+    """Remove the secrets that cannot be opened any more; runs that need the key end when they are placed."""
 
     def work(connection: sa.Connection) -> list[str]:
         names = stored_secrets.take_away_sealed_by_another(connection, sealer)

@@ -68,7 +68,7 @@ _IMPORTABLE = (".py", ".so")
 _VENV_NAMES = frozenset({"bin", "lib", "lib64", "include", "share", "etc", "pyvenv.cfg"})
 
 
-class CodePlace(msgspec.Struct, frozen=True, kw_only=True):
+class CodeDirectory(msgspec.Struct, frozen=True, kw_only=True):
     """A directory of code, and what decides what of it counts."""
 
     directory: str  # absolute path
@@ -85,15 +85,15 @@ class CodePlace(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.index) and index_mtime(self.index) != self.index_ns
 
 
-class Code(msgspec.Struct, frozen=True, kw_only=True):
+class CodeListing(msgspec.Struct, frozen=True, kw_only=True):
     """What of a directory of code travels."""
 
     listing: Listing
     watched: tuple[str, ...]  # files of patterns that decided, or would if they were there
-    place: CodePlace
+    place: CodeDirectory
 
 
-def list_code(place: CodePlace, *, ask: bool = False) -> Code:
+def list_code(place: CodeDirectory, *, ask: bool = False) -> CodeListing:
     """Return what of a directory of code travels.
 
     With `ask`, what git tracks is read; otherwise what the place says stands.
@@ -107,7 +107,7 @@ def list_code(place: CodePlace, *, ask: bool = False) -> Code:
     if ask and (said := walk.staying.sentence(place.directory, walk.problem)):
         walk.listing.odd = {"": said} | walk.listing.odd
     inner = (f"{directory.path}/{name}" for directory in walk.listing.directories.values() for name in (GIT, OURS))
-    return Code(
+    return CodeListing(
         listing=walk.listing,
         watched=(*watched, *(path for path in inner if os.path.lexists(path))),
         place=walk.place,
@@ -117,7 +117,7 @@ def list_code(place: CodePlace, *, ask: bool = False) -> Code:
 class _CodeWalk:
     """One walk: which directories are still to be looked at, with what is ignored in each."""
 
-    def __init__(self, place: CodePlace, outer: Ignoring, *, ask: bool) -> None:
+    def __init__(self, place: CodeDirectory, outer: Ignoring, *, ask: bool) -> None:
         self._ask = ask
         self._out = frozenset(place.out)
         self._waiting: list[tuple[str, Ignoring]] = [("", outer)]
@@ -130,7 +130,7 @@ class _CodeWalk:
         self._imported_from = {path.rpartition("/")[0] for path in (*place.wanted, *place.unwanted)}
         self._packages: dict[str, bool] = {}
         self.listing = Listing(top=place.directory, files={}, directories={}, odd={})
-        self.staying = Staying()
+        self.staying = IgnoredFiles()
         self.problem = ""
         self.place = place
         if ask:
@@ -369,7 +369,7 @@ class _Misfits:
         return path, f"where case or Unicode forms do not count it is the same name as {show(os.path.basename(other))}"
 
 
-class Staying:
+class IgnoredFiles:
     """What git ignores below a directory, as far as the walk met it."""
 
     def __init__(self) -> None:

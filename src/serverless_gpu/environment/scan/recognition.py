@@ -26,7 +26,7 @@ from serverless_gpu.environment.scan.description import Description
 from serverless_gpu.environment.scan.digests import digest_file
 from serverless_gpu.environment.scan.directory_listing import look
 from serverless_gpu.environment.scan.index import GatePart, Stats, known_mtime
-from serverless_gpu.environment.scan.project_files import CodePlace, list_code, wanted_files
+from serverless_gpu.environment.scan.project_files import CodeDirectory, list_code, wanted_files
 from serverless_gpu.environment.scan.roots import keep_for
 from serverless_gpu.errors import EnvironmentProblem
 
@@ -240,7 +240,7 @@ def _compare_directories(gate: GatePart, description: Description, seen_ns: int,
     return mtimes.tobytes() if moved else gate.mtimes
 
 
-def _newly_loaded(gate: GatePart, description: Description) -> dict[int, CodePlace]:
+def _newly_loaded(gate: GatePart, description: Description) -> dict[int, CodeDirectory]:
     """Return the areas of code from which modules were loaded that are not known to be part of them."""
     known = set(gate.code.names())
     again = {}
@@ -255,7 +255,7 @@ def _newly_loaded(gate: GatePart, description: Description) -> dict[int, CodePla
     return again
 
 
-def _compare_code(gate: GatePart, number: int, place: CodePlace, mtimes: array[int], seen_ns: int) -> bool:
+def _compare_code(gate: GatePart, number: int, place: CodeDirectory, mtimes: array[int], seen_ns: int) -> bool:
     """Return whether a walk of an area of code finds the same directories and files as before."""
     if place.is_stale():  # git may track what it did not, and only a whole scan asks it
         return False

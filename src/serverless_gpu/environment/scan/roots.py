@@ -54,7 +54,7 @@ from serverless_gpu.environment.scan.distributions import (
     read_text,
     row_path,
 )
-from serverless_gpu.environment.scan.project_files import CodePlace, list_code, wanted_files
+from serverless_gpu.environment.scan.project_files import CodeDirectory, list_code, wanted_files
 from serverless_gpu.environment.unit_rules import ROOTS_MAX
 from serverless_gpu.errors import EnvironmentUnsupported
 
@@ -265,7 +265,7 @@ class Area(msgspec.Struct, frozen=True, array_like=True):
 
     kind: Literal["site", "prefix", "code"]
     top: str  # absolute path
-    place: CodePlace | None = None
+    place: CodeDirectory | None = None
 
 
 class KeptDistribution(msgspec.Struct, frozen=True, array_like=True):
@@ -422,7 +422,7 @@ def _look_at_code(spot: ImportRoot, spots: ImportRoots, description: Description
         others += temporary_directories()  # below `/`, an `__init__.py` that somebody left there makes them no package
     out = tuple(sorted({path for path in others if path and path != spot.directory}))
     wanted = wanted_files(spot.directory, description.loaded, out)
-    place = CodePlace(directory=spot.directory, shallow=spot.shallow, out=out, wanted=wanted)
+    place = CodeDirectory(directory=spot.directory, shallow=spot.shallow, out=out, wanted=wanted)
     code = list_code(place, ask=True)
     files = {f"site/{path}": file for path, file in code.listing.files.items() if is_plain(path)}
     for path in code.listing.files.keys() - {path[5:] for path in files}:

@@ -9,7 +9,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
     """A principal, or one crew of an attempt.
 
     Attributes:
-        name: of the principal; "" for nobody (public routes), and for an attempt.
+        name: of the principal; "" on public routes, and for an attempt.
         kind: user, service, or "attempt".
         role: of `wire.principals`; "" for an attempt.
         teams: it is in.

@@ -1,7 +1,7 @@
 """Disk space: how much more fits on a disk, and how much of it always stays free.
 
 A run must be able to end, and the database to say so, also when payloads, results and logs have filled the disk. So
-whoever stores bytes for users leaves some of it free.
+every store of users' bytes leaves some of it free.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Unwell(Exception):
 
 
 class ProbeAnswer(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
-    """What came of a question.
+    """Result of a probe.
 
     Attributes:
         value: None where nothing came.

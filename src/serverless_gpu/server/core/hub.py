@@ -4,9 +4,9 @@
     reader (event loop):  seen = hub.version(key);  read;  show;  seen = await hub.changed(key, seen, timeout_s)
 
 A reader notes the version *before* it reads: a change between its reading and its waiting then ends the wait at once.
-Nothing is carried here but "look again", so a touch that is lost with the process costs nobody more than one timeout,
+Nothing is carried here but "look again", so a touch that is lost with the process costs a reader one timeout at most,
 and every reader has one. Once the hub is closed every wait ends at once: that is how streams learn that the server is
-to stop, and a stream looks at `closed` before it waits again. Keys that nobody touched for long are forgotten; who
+to stop, and a stream looks at `closed` before it waits again. Keys that were not touched for long are forgotten; who
 waits for one of them looks once for nothing.
 """
 
@@ -148,7 +148,7 @@ class _Waiting:
         try:
             self._loop.call_soon_threadsafe(self._done)
         except RuntimeError:
-            return  # the loop has ended, and with it whoever waited
+            return  # the loop has ended, and with it its readers
 
     def _done(self) -> None:
         if not self.future.done():

@@ -6,7 +6,7 @@
 
 So a clock that is set wrong and put right again costs nothing: no token ends early or lives longer, nothing that is
 kept is removed, no receipt is given up. Durations and deadlines do not depend on it in any case: they are boottime.
-What a jump does to the calendar is said in the log when it comes, and when it is believed.
+The log says when a jump comes, and when it is believed.
 
 Failure cases: the server is started while the clock is wrong (it is believed: nothing better is known; a token that has
 ended is let in again by a clock that is behind); the clock jumps again and again (each time counts from the last one).

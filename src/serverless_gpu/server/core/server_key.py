@@ -85,7 +85,7 @@ class Keys:
     def fingerprint(self, request: bytes) -> str:
         """Return 64 characters that tell one request from another, and nothing of what is in it.
 
-        A plain hash would let whoever has the database try passwords: the request holds the caller's variables.
+        With a plain hash, a reader of the database could try passwords: the request holds the caller's variables.
         """
         return hmac.digest(self._requests, request, "sha256").hex()
 
@@ -122,7 +122,7 @@ def encode(data: bytes) -> str:
 
 
 def remove_unnamed(directory: Path) -> None:
-    """Remove what `write_private` has left of a process that was killed in it; nobody may be writing there now."""
+    """Remove what `write_private` has left of a process that was killed in it; no process may be writing there now."""
     for path in directory.glob(".*"):
         if _UNNAMED.fullmatch(path.name):
             path.unlink(missing_ok=True)

@@ -147,7 +147,7 @@ class RedactingFormatter(logging.Formatter):
 
 
 class LogFile(logging.handlers.RotatingFileHandler):
-    """The file, written by a thread of its own, so that nobody who logs waits for the disk."""
+    """The file, written by a thread of its own, so that no caller waits for the disk."""
 
     def __init__(self, path: Path, secrets: Collection[str] = ()) -> None:
         super().__init__(path, maxBytes=BYTES_MAX, backupCount=KEPT, encoding="utf-8")

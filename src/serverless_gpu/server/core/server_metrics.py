@@ -4,10 +4,10 @@
     with measures.ticks.labels("scheduler").time(): ...
     what is there (runs, nodes, devices, disk) is read when Prometheus asks: `operations/server_status.py`
 
-A new measure is an attribute here with its sentence, a row in docs/how-to/operating-a-server.md, and, when somebody
+A new measure is an attribute here with its sentence, a row in docs/how-to/operating-a-server.md, and, when people
 should look at it, a panel or an alert in `deploy/`; tests compare the three. A label has few values that nobody outside
 can add to: a loop, a route as it was declared, a reason, a class of status. Never a run, a user, a node, or text from a
-request: each new value is kept for ever, and whoever may read figures may not read who works on what.
+request: each new value is kept for ever, and readers of metrics may not see who works on what.
 
 Counters begin at zero with each process; Prometheus knows. Nothing here can fail a request: it is memory.
 """
@@ -33,12 +33,12 @@ _FAST_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10
 _SLOW_S = (0.01, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _WORKS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
-# A series more for each, which nobody reads.
+# One more unused series for each.
 prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call] # theirs has no annotation
 
 
 class MetricsSource(Collector, abc.ABC):
-    """Figures of what is there."""
+    """Metrics of the current state, refreshed when Prometheus asks."""
 
     @abc.abstractmethod
     async def refresh(self) -> None:
@@ -77,7 +77,7 @@ class ServerMetrics:
         charge_failures: times that an attempt could not be charged.
         upload_bytes: that were put into a store, by store.
         store: seconds of a call to a store, by store ("blobs", "environments") and operation.
-        store_errors: calls to a store that failed, likewise.
+        store_errors: failed calls to a store, by store and operation.
         violations: of invariants that the self-check found, by invariant.
     """
 
@@ -138,7 +138,7 @@ class ServerMetrics:
         gauge("build_info", "Which version this is.", "version").labels(__version__).set(1)
 
     def watch(self, source: MetricsSource) -> None:
-        """Add figures of what is there, looked at when somebody asks."""
+        """Add metrics of the current state."""
         self._sources.append(source)
         self.registry.register(source)
 

@@ -50,7 +50,7 @@ PORT = 7878
 PARTITION_GRACE_MIN_S = 60.0
 DAY_S = 86_400.0
 RETENTION_MIN_S = 3_600.0
-"""Nobody who still asks for a run that ended is told that there was none."""
+"""A client that still asks for a run that ended finds it."""
 RETENTION_MAX_S = 3_650 * DAY_S
 STOP_WITHIN_MAX_S = 600.0
 VARIABLES = "SGPU_"
@@ -71,7 +71,7 @@ _USUAL = QueuePolicy()
 _DEFAULT = "default"
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
-# What an address may carry that is nobody's business.
+# Secrets in an address.
 _SECRET = re.compile(r"(?<=://)([^/@:]*):[^/@]*@|\b(\w*(?:password|secret|token|sig)\w*)=[^&\s]+", re.IGNORECASE)
 
 
@@ -188,20 +188,20 @@ class _Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server was told, and what follows from it. Durations are seconds.
+    """Settings of a server, and what follows from them. Durations are seconds.
 
     Attributes:
         home: the home directory, `$SERVERLESS_GPU_HOME`.
         database: url, see `server.database`.
         store: url or path of the store of environments; "" for `server/store`.
         host: address it listens on.
-        port: it listens on; 0 for any that is free; None for 7878, or a free one when somebody else has that.
+        port: it listens on; 0 for any that is free; None for 7878, or a free one when that is taken.
         hosts: further names it answers to.
         tls_cert: file with the server's certificate and those between it and its issuer; "" for plain HTTP.
         tls_key: file with its key.
         tls_ca: file with the certificate of who issued it, for machines that join; "" where every machine knows that.
         behind_proxy: addresses or networks of proxies that speak TLS for this server; what they say of who asks is
-            believed, and beyond loopback nobody else is answered.
+            believed, and beyond loopback no other peer is answered.
         node: whether the machine it is on is a node, too.
         partition_grace_s: how long an attempt goes on without an answer of the server.
         partition_margin_s: how much longer the server waits before it believes that.
@@ -215,7 +215,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         logs_bytes_max: what the output of all runs may take; beyond, that of the oldest goes.
         nearby_bytes_max: what copies of environments in a bucket may take on this disk; 0 for none.
         runs_waiting_max: runs of one principal that may wait at once.
-        on_owner_disabled: what becomes of the runs of somebody who may start none any more: finish, or stop.
+        on_owner_disabled: what happens to the runs of an owner who may start none any more: finish, or stop.
         currency: of prices, and of what is charged.
         ray: how Ray makes one pool of several machines; None for this machine alone.
         key_lost: whether to start although the key of secrets, or of runs that have not ended, is another one.
@@ -223,7 +223,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         mlflow: whether an MLflow server runs beside this one.
         mlflow_store: url or path of its store; "" for the home's own.
         mlflow_url: where clients and nodes find it; "" for its address on loopback.
-        webhook: address that is told of budgets and alarms; "" for nobody.
+        webhook: address that gets notices of budgets and alarms; "" for none.
         stopping_s: how long requests may go on when the server is to stop; no others are taken meanwhile.
         queue: what was decided about the queue, but for the shares, which are in the database (`shares.policy`).
     """
@@ -427,7 +427,7 @@ def _spoken(name: str, text: str, variable: str) -> object:
     try:
         return kind(text)
     except ValueError:
-        return text  # which is said to be of the wrong type
+        return text  # msgspec refuses it as of the wrong type
 
 
 _KINDS: Mapping[str, Callable[[str], object]] = {

@@ -35,6 +35,6 @@ def check_time_zone(name: str) -> None:
 
 
 def check_name(what: str, name: str) -> None:
-    """Refuse a name that nobody could read or type."""
+    """Refuse a name that is hard to read or type."""
     if not 0 < len(name) <= NAME_CHARACTERS_MAX or not name.isprintable() or name != name.strip():
         raise InvalidValue(f"{what} cannot be named {name[:64]!r}", hint="1 to 64 printable characters")

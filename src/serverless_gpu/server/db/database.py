@@ -5,7 +5,7 @@
     PostgreSQL      a connection from the pool, a snapshot   a connection from the pool, REPEATABLE READ, tried again
 
 A piece of work is a function of a connection. It is one transaction: all of it is durable when `write` returns, or
-nothing of it is there. It sees the database as of its start; where a row that it changes was changed by somebody else
+nothing of it is there. It sees the database as of its start; where a row that it changes was changed by another one
 meanwhile, it is done again. So it must be pure database work: no clock, no file, no network, no engine inside.
 
 What can go wrong:
@@ -63,7 +63,7 @@ AT_ONCE = 500
 """How many values a portion of a long list for ``IN (…)`` has: a statement takes only so many."""
 TOLD_EVERY_NS = 5_000_000_000
 PROBE_NS = 10_000_000_000
-"""A database that nobody has written to for so long is written to by whoever asks whether it is well."""
+"""After so long without a write, a health check writes."""
 DAMAGED = "the database is damaged, or is none"
 DAMAGED_HINT = "stop the server; `sgpu server restore` makes it anew from a backup, once server/ is moved away"
 OLDEST = {"postgresql": (15,), "sqlite": (3, 35)}
@@ -109,7 +109,7 @@ class Database:
 
     Attributes:
         claim: of the one server that uses it; taken by `be_sole`.
-        reserve: room that is kept back; whoever keeps the loops tends it.
+        reserve: room that is kept back; the loop `reserve` tends it.
     """
 
     def __init__(self, url: str, *, clock: Clock, measures: ServerMetrics | None = None) -> None:
@@ -171,12 +171,12 @@ class Database:
         return found
 
     def on_commit(self, told: Callable[[int], None]) -> None:
-        """Have each commit's number told before anyone is told of the commit; PostgreSQL's are not counted."""
+        """Call a function with each commit's number before its writer returns; PostgreSQL's are not counted."""
         if self._writer is not None:
             self._writer.on_commit = told
 
     def checkpoint(self) -> None:
-        """Move what is in SQLite's log into its file, so that less is lost with the log; nobody waits for it."""
+        """Move what is in SQLite's log into its file, so that less is lost with the log; without waiting for a lock."""
         if self._file is None:
             return
         try:
@@ -468,7 +468,7 @@ def _postgres(url: sa.URL, claim: LeaderLock) -> sa.Engine:
     @sa.event.listens_for(engine, "connect")
     def _connect(connection: Any, _record: object) -> None:
         with connection.cursor() as cursor:
-            # Nobody's forgotten session makes the server stand still, and what was said to be written is on disk,
+            # No forgotten session makes the server stand still, and what is acknowledged is on disk,
             # whatever the database's own configuration says.
             cursor.execute(f"SET lock_timeout = '{WAIT_S}s'")
             cursor.execute(
@@ -482,7 +482,7 @@ def _postgres(url: sa.URL, claim: LeaderLock) -> sa.Engine:
 
 
 def _postgres_alone(url: sa.URL, name: str) -> sa.Engine:
-    """Return an engine without a pool, each statement of which counts by itself."""
+    """Return an engine without a pool, where each statement commits by itself."""
     return sa.create_engine(
         url,
         isolation_level="AUTOCOMMIT",

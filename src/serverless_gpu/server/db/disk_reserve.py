@@ -9,7 +9,7 @@
 
 A stop, a heartbeat and an ending take a few kilobytes each; the reserve has sixteen megabytes.
 
-What can go wrong: the reserve is used up, too (what asks is told so, and nodes keep and repeat what they have to say);
+What can go wrong: the reserve is used up, too (requests fail, and nodes keep and repeat what they have to say);
 it cannot be made (said in the log; then writes fail as soon as the disk is full). PostgreSQL ends by itself when there
 is no room for its log, and that is a database that is away: nothing but room, made by a person, brings it back. At its
 start after such an end it empties the table, as it does with all that have no log, so that there is some.
@@ -148,7 +148,7 @@ class TableReserve(DiskReserve):
         self._connect = connect
 
     def _short(self) -> str:
-        return ""  # how much is left there, PostgreSQL tells nobody but its administrator
+        return ""  # PostgreSQL tells only its administrator how much is left
 
     def _release(self) -> bool:
         # Not TRUNCATE: that makes new files first, and what belongs to them has no room.

@@ -4,7 +4,7 @@
     thread B ── work ─▶├─ queue ─▶  A's work · SAVEPOINT B's work · SAVEPOINT C's work
     thread C ── work ─▶┘            COMMIT, one fsync ─▶ A, B and C get what their work returned
 
-SQLite lets one connection write at a time, and a commit that survives a power cut costs one fsync, whoever pays for it.
+SQLite lets one connection write at a time, and a commit that survives a power cut costs one fsync.
 So writers do not fight for the lock: they queue, and those that came while the disk was busy share the next fsync.
 
 What can go wrong:
@@ -12,7 +12,7 @@ What can go wrong:
 - A work raises: its savepoint is rolled back, its caller gets the exception, the others do not notice.
 - The transaction as a whole fails (disk full, I/O error, another process has the lock): nothing of it is there, and
   each work is done again in a transaction of its own, so that only those get an error whose own work fails.
-- The process dies: what was committed is there, the rest is not; no caller was told otherwise.
+- The process dies: what was committed is there, the rest is not; no caller returned otherwise.
 - Another server has claimed the database: nothing is committed, and each caller gets `Superseded`.
 """
 
@@ -75,7 +75,7 @@ class GroupCommit:
 
     Attributes:
         holder: the name of this process's claim, once it has a generation; commits are counted in the database then.
-        on_commit: called with the number of each commit, before anyone is told of it.
+        on_commit: called with the number of each commit, before its writers return.
     """
 
     def __init__(self, engine: sa.Engine, *, clock: Clock, measures: ServerMetrics | None = None) -> None:
@@ -203,7 +203,7 @@ def _attempt(waiting: _Waiting, connection: sa.Connection) -> None:
 
 
 def _in_savepoint(waiting: _Waiting, connection: sa.Connection) -> None:
-    """Do a work of which nothing is left when it fails; by the driver, as SQLAlchemy's savepoints cost more than it."""
+    """Do a work, and roll it back when it fails; by the driver, as SQLAlchemy's savepoints cost more than it."""
     driver = _driver(connection)
     try:
         driver.execute("SAVEPOINT work")

@@ -3,12 +3,12 @@
     <database>.mark         beside an SQLite database
     server/database.mark    of a PostgreSQL database
 
-    commit is durable ─▶ mark written ─▶ the caller is told        SQLite: every commit
+    commit is durable ─▶ mark written ─▶ the write returns         SQLite: every commit
     each second       ─▶ audit number, written and synced          both
 
 The mark lags behind the database and never leads it. A start compares both (`operations/restore.py`).
 
-- SQLite: the mark is written before anyone is told of a commit. It survives the end of the process; a power cut may
+- SQLite: the mark is written before a write returns. It survives the end of the process; a power cut may
   take back its last second (`SYNC_S`).
 - PostgreSQL: the mark lags by a second, and by the audit alone.
 
@@ -45,7 +45,7 @@ class UnreadableMark(Exception):
 
 
 def read_mark(path: Path) -> HighWaterMark | None:
-    """Return what a mark says, or None where there is none.
+    """Return what a mark says, or None without a mark.
 
     Raises:
         UnreadableMark: the file has no slot that is whole.

@@ -140,7 +140,7 @@ def require_postgres(connection: sa.Connection, holder: str) -> None:
     statement = f"{_LOCK_SHARED}; {HOLDER}"
     errors = connection.dialect.loaded_dbapi.Error
     try:
-        # By the driver: one round trip for both, of which SQLAlchemy would show the first one's rows.
+        # By the driver: one round trip for both; SQLAlchemy would show the first one's rows.
         cursor: Any = connection.connection.cursor()
         with contextlib.closing(cursor):
             cursor.execute(statement)
@@ -242,7 +242,7 @@ class LeaderLock:
 
     @property
     def is_stale(self) -> bool:
-        """Return whether nobody has looked for so long that another server may have the database by now."""
+        """Return whether the last look is so long ago that another server may have the database by now."""
         if not self._taken or not self._is_postgres:
             return False
         return self._clock.boottime_ns() - self._looked_ns > STALE_S * 1e9
@@ -276,7 +276,7 @@ class LeaderLock:
             lives = self._session_lives()
             self._held = self._held and lives  # while it is asked for again nothing is written
             self._held = (lives or self._try_session()) and not self.is_gone
-        except sa.exc.DBAPIError:  # away, which the loops say; nobody can have it, or somebody will be found to
+        except sa.exc.DBAPIError:  # away, which the loops log; another server is found with the next look
             self._held = False
             return
         except ServerProblem as error:
@@ -357,7 +357,7 @@ class LeaderLock:
         return False
 
     def end_others(self, session: sa.Connection) -> None:
-        """End what another server left in the middle of something; the lock is held, and nobody gets a new one."""
+        """End what another server left in the middle of something; the lock is held, so there are no new ones."""
         values = {"mine": self.name, "all": f"{APPLICATION} %"}
         try:
             for _ in range(round(_ENDED_S / _PAUSE_S)):

@@ -72,7 +72,7 @@ pools = sa.Table(
     sa.Column("isolation", sa.String(16)),  # none: several principals may share a uid; unset: not; NULL: undecided
 )
 
-shares = sa.Table(  # of the fair share; whoever is not in it has 1
+shares = sa.Table(  # of the fair share; 1 without a row
     "shares",
     metadata,
     sa.Column("kind", sa.String(8), primary_key=True),  # team, user
@@ -449,7 +449,7 @@ utilisations = sa.Table(  # what telemetry saw of a crew's devices, by its recei
     sa.Column("peak_memory_bytes", sa.BigInteger),  # the most of one device
     sa.Column("plain_id", sa.BigInteger, nullable=False, server_default="0"),  # of its account
     sa.Index("ix_utilisations_day", "day", "account_id", "observed_ms", "busy_ms"),  # all that a report reads
-    sa.Index("ix_utilisations_plain", "day", "plain_id", "observed_ms", "busy_ms"),  # likewise
+    sa.Index("ix_utilisations_plain", "day", "plain_id", "observed_ms", "busy_ms"),  # alike
 )
 
 
@@ -476,7 +476,7 @@ def _sums() -> list[sa.Column[int]]:
     return [sa.Column(name, sa.BigInteger, nullable=name == "micros") for name in names]
 
 
-used_days = sa.Table(  # sums of `charges` up to a number, for reports: `usage_rollup.py`; may be made anew from them
+used_days = sa.Table(  # sums of `charges` up to a number, for reports: `usage_rollup.py`; may be made again from them
     "used_days",
     metadata,
     sa.Column("day", sa.Integer, primary_key=True),

@@ -116,7 +116,7 @@ class _Request:
 
     @property
     def route(self) -> str:
-        """Return the route as it was declared; "other" where there is none, or nobody knows who asks."""
+        """Return the route as it was declared; "other" without one, or without a caller."""
         call = self._scope.get(CALL)
         route = call.route if isinstance(call, Call) else self._scope.get(ROUTE)
         return route.path if isinstance(route, Route) else OTHER

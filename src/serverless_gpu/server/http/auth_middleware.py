@@ -4,8 +4,8 @@
                                      │             └▶ token ─▶ route ─▶ may they? ─▶ body bounds ─┴▶ route
                                   refused             401      404/405   403          413, 415
 
-The order matters. A page in somebody's browser is stopped by the name it came under, whatever it knows. Nobody learns
-which paths exist without a token. Nothing of a body is read before its sender may send it, and then only so much, of
+The order matters. A page in a user's browser is stopped by the name it came under, whatever it knows. Without a token, a caller does not
+learn which paths exist. Nothing of a body is read before its sender may send it, and then only so much, of
 the declared type.
 
 `PUBLIC_ROUTES` is the whole list of what needs no token. A route that says `needs=PUBLIC` and is not in it, or the
@@ -220,7 +220,7 @@ class _Table:
         return found
 
     def attempt_of(self, route: Route, path: str) -> tuple[str, int] | None:
-        """Return the run and the fence in a path, or None when there are none."""
+        """Return the run and the fence in a path, or None."""
         for pattern, routes in self._patterns:
             match = pattern.match(path)
             if match and routes.get(route.method) is route:
@@ -342,5 +342,5 @@ class Authenticator:
         try:
             self._database.write(lambda connection: principals.note_use(connection, [token_id], now_ns=now_ns))
         except ServerProblem as error:
-            # Somebody who only looks must be able to also when the disk is full.
+            # Reading must be possible also when the disk is full.
             _log.warning("the use of token %s was not written down: %s", token_id, error.message)

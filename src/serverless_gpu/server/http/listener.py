@@ -1,6 +1,6 @@
 """Where a server listens, and that a home has one server only.
 
-    lock     server.lock and server/lock, held as long as the process lives: a second server of the home is told of the
+    lock     server.lock and server/lock, held as long as the process lives: a second server of the home fails and names the
              first. Servers of one PostgreSQL may share server/: the database decides which of them works
              (`leader_lock.py`)
     port     as asked for; else the one of last time (server/port), else 7878, else any free one, which is remembered
@@ -8,10 +8,10 @@
              machine's own node and clients use that, so nothing of theirs depends on a name or a certificate
     protocol uvicorn's, with bounds on what it lacks bounds for: headers that never end, or come a byte at a time;
              connections that say nothing; and how many there are, so that the server never runs out of descriptors:
-             where there are too many, the one of which no request is under way for the longest time goes
+             where there are too many, the one that is idle for the longest time goes
 
-The port is remembered, so that clients of before find the server again after it was started again. Only where nobody
-asked for a port may it be another one.
+The port is remembered, so that clients of before find the server again after it was started again. Only where no port was
+asked for may it be another one.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _HINT = "`sgpu status` shows it; another SERVERLESS_GPU_HOME gets a server of it
 
 @contextlib.contextmanager
 def only_one(directory: Path, *, may_share: bool = False) -> Iterator[str]:
-    """Hold the locks of a server: of its home, and of its directory, which somebody may have moved or copied.
+    """Hold the locks of a server: of its home, and of its directory, which may have been moved or copied.
 
     Args:
         directory: the server's.

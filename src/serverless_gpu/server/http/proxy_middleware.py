@@ -4,13 +4,13 @@
     the declared proxy ─ says who ┴─▶ stopping? ── no ─▶ auth
     anybody else, where a proxy is declared ─▶ 403        └─ yes ─▶ 503, "again in a second"; what goes on is counted
 
-Behind a proxy tokens cross the network between it and this server as they are: whoever comes past it would send theirs
-in the clear, too, and could say of himself whatever a proxy may say. So beyond loopback nobody else is answered, and
+Behind a proxy tokens cross the network between it and this server as they are: a client that comes past it would send its
+token in the clear, too, and could claim whatever a proxy may claim. So beyond loopback no other peer is answered, and
 what a proxy says is believed from its own address only. It has to say that it was reached by TLS; a proxy of this
 machine has an address that others here have, too: who says nothing there of having been passed on is this machine's.
 
 A server that is to stop takes no new requests and finishes those that it has (`Running.shutdown`). `/health` and
-`/version` go on: whoever looks is told.
+`/version` go on: they say so.
 """
 
 from __future__ import annotations

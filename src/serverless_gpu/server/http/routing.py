@@ -28,7 +28,7 @@ Parameters of a handler:
 
 What a route returns: a `wire` struct (200), `None` (204), `Stream` (server-sent events), `Bytes`, or another Starlette
 response (say `-> Health | Response`). What it raises: exceptions of `errors.py` become a `wire.base.Problem` with their
-status; anything else is logged and becomes a 500 that says nothing. Raise `NotFound` for what somebody may not see.
+status; anything else is logged and becomes a 500 that says nothing. Raise `NotFound` for what the caller may not see.
 
 `needs` is what `AuthMiddleware` checks before the body is read: `reading(noun)`, `writing(noun)` of
 `model.access_control`, `ANYBODY` with a valid token, `ATTEMPT` (the attempt's own token, whose run and fence stand in
@@ -85,7 +85,7 @@ BYTES = "application/octet-stream"
 LOOP_BYTES_MAX = 64 << 10
 """A longer body of an async route is decoded in a thread: 64 KiB take the event loop less than a millisecond."""
 CHECKED_S = 10.0
-"""Whoever reads a stream is let in anew this often."""
+"""How often the reader of a stream is authorized again."""
 EVENTS = "text/event-stream"
 _PART_NAME = re.compile(r"{(\w+)(?::\w+)?}")
 _RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{0,18})", re.ASCII)
@@ -98,7 +98,7 @@ def problem(error: ServerlessGpuError, *, close: bool = False) -> Response:
 
     Args:
         error: what is answered.
-        close: whether a body may still be coming that nobody will read, so that the connection has to end.
+        close: whether a body may still be coming that is not read, so that the connection has to end.
     """
     shortage = None
     if isinstance(error, NoSuitableNode):
@@ -122,7 +122,7 @@ def problem(error: ServerlessGpuError, *, close: bool = False) -> Response:
 
 
 class Need(msgspec.Struct, frozen=True, kw_only=True):
-    """What somebody must have to use a route.
+    """What a caller needs to use a route.
 
     Attributes:
         noun: a resource of `model.access_control`, or one of "anybody", "attempt", "public".
@@ -241,7 +241,7 @@ class Stream(Generic[T]):
                 yield b":\n\n" if message is None else b"data: " + msgspec.json.encode(message) + b"\n\n"
         except ServerProblem as error:
             # Not let in any more, or the database is away: the status has been sent, so the line ends, and the reader
-            # comes again and is told.
+            # comes again and learns it.
             _logger.warning("a stream ends: %s", error.message)
         finally:
             streams.dec()
@@ -270,7 +270,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def content_type(self) -> str:
-        """Return the content type its body has to have, or "" where there is none."""
+        """Return the content type its body has to have, or "" without a body."""
         if self.body is None:
             return ""
         return BYTES if self.body in (bytes, Incoming) else JSON
@@ -292,7 +292,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         except ServerlessGpuError as error:
             return problem(error)
         except ClientDisconnect:
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # the client is gone
         except Exception:  # a bug of a route must not end the server, and says nothing to the outside
             _logger.exception("%s %s failed", self.method, self.path)
             found = server_log.current().get("request_id", "")
@@ -428,7 +428,7 @@ def _query(request: HttpRequest, kind: Any) -> object:
 
 
 def _identified(parts: typing.Mapping[str, object]) -> dict[str, object]:
-    """Return what of a path the log may have: identifiers, and no other text that somebody wrote there."""
+    """Return what of a path the log may have: identifiers, and no other text of the caller."""
     named = {
         name: str(parts[name]) for name in ("run", "node") if created_wall_ns(str(parts.get(name, ""))) is not None
     }

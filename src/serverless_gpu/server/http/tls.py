@@ -1,4 +1,4 @@
-"""The server's certificate: two files, read at the start and again when somebody renewed them.
+"""TLS certificate of the server: two files, read at the start and again when they are renewed.
 
     tls_cert  PEM: the certificate, then those between it and its issuer        SIGHUP ─▶ read, checked, in use for
     tls_key   PEM: its key; readable by the server's user only                            connections from then on
@@ -107,7 +107,7 @@ class Certificate:
         return found
 
     def _write_down(self, found: CertificateInUse) -> None:
-        """Say to the doctor what is in use; on a full disk it is told of the one before."""
+        """Say to the doctor what is in use; on a full disk it sees the one before."""
         beside = self._directory / f".{FILE}"
         try:
             beside.write_bytes(msgspec.json.encode(found))

@@ -26,7 +26,7 @@ from serverless_gpu.server.records.crews import CrewId
 RENEWAL = "renewal"
 """What a node says that it takes."""
 RENEWED_MAX = 1_000
-"""Attempts of which a heartbeat may want tokens; the others come with the next one."""
+"""Attempts whose tokens one heartbeat may ask for; the others come with the next one."""
 _RENEWED_AFTER = 0.25
 
 

@@ -39,7 +39,7 @@ from serverless_gpu.server.records.runs import StoredRun
 from serverless_gpu.units import format_duration_ms
 
 TAILS_MAX = 8
-"""Ranks of which the last output is told, as on one node."""
+"""Ranks whose last output is shown, as on one node."""
 _OF_OTHERS = frozenset({Reason.PEER_FAILED, Reason.COLLECTIVE_HANG})
 """What every crew says of the same thing, which is no failure of its own."""
 

@@ -53,7 +53,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
         heard_ns: when each crew was heard of, by number.
         hangs: whether its ranks stand still.
         idle: how long each crew's devices have done nothing, by number.
-        told: what its crews are told of that.
+        told: the warning that its crews get.
     """
 
     heard_ns: Mapping[int, int] = msgspec.field(default_factory=dict)
@@ -189,7 +189,7 @@ class GangHangs:
         return msgspec.structs.replace(progress, hangs=hangs, told=told)
 
     def _stop(self, run: StoredRun) -> None:
-        """Stop a run of which no device on any node has done anything for too long."""
+        """Stop a run whose devices have done nothing on any node for too long."""
         at_ns = self._clock.wall_ns()
 
         def work(connection: sa.Connection) -> TransitionResult | None:

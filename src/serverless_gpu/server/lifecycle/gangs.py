@@ -93,7 +93,7 @@ class ReportReply(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         release: its ranks may exit.
         peer_failed: what failed on another node, or "".
-        stop: why it is to stop as another crew does, with all of its grace, though nobody asked the run to.
+        stop: why it is to stop as another crew does, with all of its grace, though the run was not asked to.
     """
 
     release: bool = False
@@ -148,7 +148,7 @@ def follow(run: StoredRun, crews: Sequence[StoredCrew], *, is_word: bool, detail
     Args:
         run: as it was read, at an attempt that goes on.
         crews: all of that, as they are now.
-        is_word: whether a node said so; else it follows from silence, or from what somebody knows.
+        is_word: whether a node said so; else it follows from silence, or from what the server knows.
         detail: for people, of the crew that has just ended.
     """
     attempt = run.attempt

@@ -31,7 +31,7 @@ _GOES_ON = tuple(state.value for state in State if state not in TERMINAL)
 
 
 def may_start(principal: PrincipalView) -> bool:
-    """Return whether somebody may start runs."""
+    """Return whether a principal may start runs."""
     return not principal.disabled and principal.role not in _WITHOUT
 
 
@@ -49,7 +49,7 @@ def decide(
     wanted: OnDisabled | None,
     otherwise: OnDisabled,
 ) -> str:
-    """Write what is to become of the runs of somebody who was changed.
+    """Write what happens to the runs of a principal that was changed.
 
     Args:
         connection: of the change.

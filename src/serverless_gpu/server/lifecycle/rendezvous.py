@@ -72,7 +72,7 @@ _Work = tuple[StoredAttempt, tuple[TransitionResult, ...]]
 
 
 COME_S = 300.0
-"""How long a crew is waited for of which nothing is heard at all."""
+"""How long a silent crew is waited for."""
 MEET_S = 120.0
 """How long crews may take to try each other, once all have said where they can be tried."""
 TOTAL_S = 3_600.0
@@ -224,7 +224,7 @@ class RendezvousService:
             self._have_look(attempt, but=but)
 
     def _gone(self, run: ActiveRun, now_ns: int) -> tuple[int, ...]:
-        """Return the crews of which nothing is heard, nor of their nodes, by their numbers."""
+        """Return the numbers of the crews that are silent, with their nodes."""
         silent_ns = self._settings.soft_expiry_s * 1e9
         return tuple(
             crew.id[2]
@@ -234,7 +234,7 @@ class RendezvousService:
         )
 
     def _end_silent(self, gang: ActiveRun, silent: Sequence[int]) -> None:
-        """End the crews of a gang that was called off of which nothing is heard any more, nor of their nodes."""
+        """End the silent crews of a gang that was called off, where their nodes are silent, too."""
         note = Note(at_ns=self._clock.wall_ns())
 
         def work(connection: sa.Connection) -> tuple[TransitionResult, ...]:
@@ -287,14 +287,14 @@ class RendezvousService:
         apart: tuple[int, int] | None = None,
         silent: Sequence[int] = (),
     ) -> None:
-        """Write that a gang will not meet, and end the crews that nobody has heard of.
+        """Write that a gang will not meet, and end the crews that never reported.
 
         Args:
             attempt: which.
             known: of it.
             why: for people; not asked where it ends for another reason.
-            apart: two crews of which the first does not reach the second.
-            silent: crews of which nothing is heard any more, nor of their nodes; they are ended, too.
+            apart: two crews: the first does not reach the second.
+            silent: crews that are silent, with their nodes; they are ended, too.
         """
         at_ns = self._clock.wall_ns()
         why = "".join(character if character.isprintable() else " " for character in why)
@@ -355,7 +355,7 @@ def _may_begin(attempt: StoredAttempt) -> bool:
 
 
 def _refuse(connection: sa.Connection, crew: CrewId, note: Note) -> TransitionResult:
-    """End a crew that nobody has heard of: its gang was called off, so its user code never begins."""
+    """End a crew that never reported: its gang was called off, so its user code never begins."""
     run_id, _, number = crew
     run = runs.find(connection, run_id)
     assert run is not None
@@ -409,13 +409,13 @@ class RendezvousState(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def offers_for(self, number: int) -> tuple[Offer, ...]:
-        """Return what a crew is told: all offers, once they are here, and until it has said what it reached."""
+        """Return the offers for a crew: all of them, once they are here, and until it has said what it reached."""
         if self.offered_ns is None or number in self.reaches:
             return ()
         return tuple(self.offers[one] for one in sorted(self.offers))
 
     def outcome(self, nodes: Sequence[str], *, now_ns: int, quiet_s: float) -> Chosen | Apart | None:
-        """Return how a gang meets, or why not; None as long as something is missing, or somebody is quiet.
+        """Return how a gang meets, or why not; None as long as something is missing, or a crew is quiet.
 
         Args:
             nodes: names of the crews' nodes, by their numbers.

@@ -19,7 +19,7 @@ _LINK = re.compile(r"https?://[\x21-\x7e]{1,2000}")
 
 
 class _Cause(msgspec.Struct, frozen=True, kw_only=True):
-    """What people are told of `node.protocol.Stopped.cause`."""
+    """The part of `node.protocol.Stopped.cause` for people."""
 
     rank: int | None = None
     peer_lost: bool = False
@@ -78,7 +78,7 @@ def sentence(said: Report) -> str:
 
 
 def detail(said: Report) -> str:
-    """Return what people are told of an ending beyond its reason: what the node says, or which rank it was and why."""
+    """Return the detail of an ending for people: what the node says, or which rank it was and why."""
     if said.ending is None or said.sentence or text(said.ending.stopped) is None:
         return sentence(said) if said.ending is not None else ""
     cause = cause_of(said.ending)

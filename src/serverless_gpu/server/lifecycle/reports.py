@@ -4,7 +4,7 @@
                   │
                   ├─ logs    appended to files by offset, before the transaction: losing them again is no harm
                   ├─ state, facts, files, ending, receipt: one transaction, or none when nothing is new
-                  ├─ whoever waits for it is woken
+                  ├─ readers that wait for it are woken
                   └─ logs made durable, if the attempt has ended; then the node may forget its own
 
 `AuthMiddleware` has checked the crew's own token, which says which one it is. A report is applied whole or not at all,
@@ -15,15 +15,15 @@ What can go wrong:
 
 - The attempt was given up (its node was away for too long, or restarted): the answer is `stale`. What it wrote and used
   until then is kept, as it is the truth; its state, files and ending are not taken, and a late ending is audited.
-- It is given up in the very moment in which it reports again: the report renews the lease before it reads; whoever
-  gives up looks at the lease within the transaction; after a silence the report writes, too. One sees the other.
+- It is given up in the very moment in which it reports again: the report renews the lease before it reads; the
+  monitor looks at the lease within the transaction; after a silence the report writes, too. One sees the other.
 - The database is full when an attempt reports that is over: it is refused as when the server is away. "Full" would tell
   its node that it was heard of, and may go on.
 - The attempt was refused, and is reported to be starting or running all the same (an order that was delivered twice):
   `stale`, too. User code waits for the first answer, so it does not begin.
 - The server was started with a longer grace than the attempt was placed with: that is written before it is granted.
 - The attempt ended by its own report and the run has gone on: its receipt still comes, and is taken.
-- Results lie in a blob whose parts are not here: refused, before anything is written. A run that is said to have
+- Results lie in a blob whose parts are not here: refused, before anything is written. A run that reports to have
   completed has the results of all its ranks here.
 - The server dies after the logs and before the transaction: the node sends the report again, and only what is missing
   is appended.
@@ -74,7 +74,7 @@ SIGNS_PER_S = 100
 _MISSED, _MISSED_IF_LOST = 2.0, 1.2
 _QUIET_S_MAX = 15.0
 _WHOSE = re.compile(r"(?:results|failures)/([0-9]{1,9})\..*|hang-([0-9]{1,9})-[0-9]+\.txt")
-"""Of which rank, or of which node of several, a file is."""
+"""Rank, or node of several, of a file."""
 _log = logging.getLogger(__name__)
 _SEEN = {State.QUEUED: State.STARTING, State.STARTING: State.STARTING, State.RUNNING: State.RUNNING}
 
@@ -184,7 +184,7 @@ class ReportService:
             self._rendezvous.hear(found.attempt, found.crew, said)
             self._gang_hangs.hear(found.run, found.attempt, found.crew, said)
         if said.ending is not None or (said.logs and found.crew.ended_ns is not None):
-            self._logs.sync(run_id, fence)  # nobody but the node waits for that
+            self._logs.sync(run_id, fence)  # only the node waits for that
         if is_news or was_asked or found.run.state is not State.RUNNING:  # else as it was read: most are signs of life
             found = self._database.read(lambda connection: _find(connection, crew)) or found
         stop = found.run.stop if found.is_current else None
@@ -227,7 +227,7 @@ class ReportService:
     def quiet_s(self, crew: StoredCrew) -> float | None:
         """Return for how many seconds nothing was heard of a crew; None where it may just have nothing to say.
 
-        Whoever runs is heard of each `heartbeat_s`; one whose node is lost to its engine as well is missed sooner.
+        A running crew reports each `heartbeat_s`; one whose node is lost to its engine as well is missed sooner.
         """
         now_ns = self._clock.boottime_ns()
         silent_s = (now_ns - self._leases.last_ns(crew.id, now_ns=now_ns)) / 1e9
@@ -424,7 +424,7 @@ def _apply(connection: sa.Connection, who: Caller, crew: CrewId, said: Report, *
     _keep_facts(connection, found.crew, said)
     if found.crew.given_up:
         ending = said.ending
-        # It may come as often as whoever has the token likes; the audit has it once.
+        # It may come again and again; the audit has it once.
         if ending is not None and crews.note_late(connection, crew, reason=ending.reason.value):
             detail = {"fence": fence, "reason": ending.reason.value, "given_up_as": found.crew.reason or ""}
             audit.record(connection, who=who, action=Action.RUN_STALE, subject=run_id, now_ns=at_ns, detail=detail)
@@ -472,12 +472,12 @@ def _tell(connection: sa.Connection, found: _Found, said: Report, *, at_ns: int)
 
 
 def _returned(found: _Found, said: Report) -> bool:
-    """Return whether all ranks of a crew wait for those of others; one without others waits for nobody."""
+    """Return whether all ranks of a crew wait for those of others; never for a gang of one crew."""
     return said.returned and found.attempt.num_nodes > 1
 
 
 def _halt(found: _Found, said: Report) -> Halt | None:
-    """Return why a crew of several ends before its end; one without others tells nobody."""
+    """Return why a crew of several ends before its end; None for a gang of one crew."""
     return report_text.halt(said, found.ranks) if found.attempt.num_nodes > 1 else None
 
 
@@ -490,7 +490,7 @@ def _began_ns(attempt: StoredAttempt, said: Report, at_ns: int) -> int | None:
 
 
 def _check_results(connection: sa.Connection, found: _Found, said: Report) -> None:
-    """A result is durable here before anybody is told of it."""
+    """Check that the results are durable here before the end is reported to clients."""
     attempt, ending = found.attempt, said.ending
     if ending is None or ending.reason is not Reason.COMPLETED or not isinstance(found.run.spec.payload, Function):
         return

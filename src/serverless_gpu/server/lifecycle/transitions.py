@@ -67,7 +67,7 @@ class TransitionResult(msgspec.Struct, frozen=True, kw_only=True):
         before: the run as it was.
         life: what it is now.
         events: what was written about it.
-        looks: crews for which something is new that they are told when they report: they are to report now.
+        looks: crews that are to report now, because the answer has something new for them.
     """
 
     before: StoredRun
@@ -348,7 +348,7 @@ def _tell(
 
 
 def remark(connection: sa.Connection, run_id: str, fence: int, sentence: str, *, at_ns: int) -> bool:
-    """Write an event that changes nothing, and says something to whoever looks: a budget is nearly used up.
+    """Write an event that changes nothing and informs the user: a budget is nearly used up.
 
     Returns:
         Whether it was written.
@@ -478,7 +478,7 @@ def _write_attempt(
     for number, own in of_crews.items():
         if "ended_ns" in own:
             reason = gang.crews[number].reason
-            own["sentence"] = _asked_because(told.before, reason)  # what is said of it from now on
+            own["sentence"] = _asked_because(told.before, reason)  # its sentence from now on
     if over is None:
         before = life.before.value if life.before else None
         values |= {"state": life.state.value, "before": before}

@@ -1,6 +1,6 @@
 """Attempts: repository of the tries at a run. No other module reads or writes the table.
 
-An attempt is written when the scheduler decides, before anybody is told (the intent); its state follows the run's as
+An attempt is written when the scheduler decides, before any node knows of it (the intent); its state follows the run's as
 long as it is the current one, and its end is its own: the run may go on with another. What it has on each node is a
 crew (`crews.py`), and it is read with them: those on one node in the same query, the others of a gang in a second one.
 """
@@ -30,7 +30,7 @@ from serverless_gpu.server.records.crews import Gang, StoredCrew
 
 _OF_OTHERS = (Reason.PEER_FAILED, Reason.PREEMPTED, Reason.DRAINED)  # why a crew ends that nothing was wrong with
 _SAYING_MAX = 4
-"""Of so many nodes it is said at a time what each says."""
+"""How many nodes are quoted at a time."""
 _NONE: Mapping[int, Mapping[str, object]] = MappingProxyType({})
 
 
@@ -143,7 +143,7 @@ class StoredAttempt(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def uncharged(self) -> bool:
-        """Return whether a crew has ended of which the ledger does not say all."""
+        """Return whether the ledger lacks something of a crew that has ended."""
         return any(crew.uncharged for crew in self.crews)
 
 
@@ -239,7 +239,7 @@ def is_any_since(connection: sa.Connection, at_ns: int, gpu_types: Sequence[str]
 def failed_nodes(connection: sa.Connection, run_ids: Sequence[str]) -> dict[str, frozenset[str]]:
     """Return, by run, the nodes on which a crew of it was lost, or ended before its user code began.
 
-    Not those of a crew that ended since another one failed, or since somebody decided so: nothing was wrong with them.
+    Not those of a crew that ended since another one failed, or since a person or the scheduler decided so: nothing was wrong with them.
     """
     found: dict[str, set[str]] = {}
     crew = crews_table.c
@@ -258,7 +258,7 @@ def failed_nodes(connection: sa.Connection, run_ids: Sequence[str]) -> dict[str,
 
 
 def apart_nodes(connection: sa.Connection, run_ids: Sequence[str]) -> dict[str, frozenset[tuple[str, str]]]:
-    """Return, by run, pairs of nodes of which one did not reach the other in an attempt of it."""
+    """Return, by run, pairs of nodes that did not reach each other in an attempt of it."""
     found: dict[str, set[tuple[str, str]]] = {}
     query = sa.select(attempts.c.run_id, attempts.c.fence, attempts.c.cause_json)
     query = query.where(attempts.c.called_off, attempts.c.cause_json.is_not(None))
@@ -321,7 +321,7 @@ def settle(connection: sa.Connection, run_id: str, fence: int, *, at_ns: int) ->
 
 
 def remove(connection: sa.Connection, run_id: str) -> None:
-    """Remove the attempts of a run and their crews, of which nothing is left that refers to them."""
+    """Remove the attempts of a run and their crews, once nothing refers to them."""
     crews.remove(connection, run_id)
     connection.execute(attempts.delete().where(attempts.c.run_id == run_id))
 

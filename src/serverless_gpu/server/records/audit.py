@@ -97,7 +97,7 @@ _INSERT = sa.insert(audit)
 _BACK = 10_000
 """Rows that others may write between one that was begun before them and its commit."""
 SERVER = Caller(name="server", kind="service")
-"""Who does what nobody asked for."""
+"""The actor of what no principal asked for."""
 
 
 def record(
@@ -109,7 +109,7 @@ def record(
     now_ns: int,
     detail: Mapping[str, object] | None = None,
 ) -> None:
-    """Write down what somebody did.
+    """Record an action, in the transaction that does it.
 
     Args:
         connection: of the transaction that does it.
@@ -148,7 +148,7 @@ def entries(connection: sa.Connection, *, after: int = 0, limit: int = 500) -> l
 
 
 class AuditFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """Which entries somebody wants to see; "" for any.
+    """Filter of entries; "" for any.
 
     Attributes:
         after: number of the last one they have.
@@ -232,6 +232,6 @@ def _plain(row: sa.Row[Any]) -> dict[str, Any]:
 
 def _link(row: sa.Row[Any]) -> ChainedEntry:
     said = {name: getattr(row, name) for name in ("number", "seq", "sha256")}
-    if row.action is None:  # somebody has removed the row: whoever follows the chain will see
+    if row.action is None:  # the row was removed: a check of the chain finds that
         return ChainedEntry(at_ns=0, principal="", action="", subject="", detail={}, token="", **said)
     return ChainedEntry(detail=_decode(row.detail_json), **{**_plain(row), **said})

@@ -127,7 +127,7 @@ def _from_row(row: sa.Row[tuple[str, str, int]]) -> StoredBudget:
 
 
 class NoticeKind(StrEnum):
-    """What is told."""
+    """Kind of a notice."""
 
     WARNING = "budget.warning"
     REACHED = "budget.reached"

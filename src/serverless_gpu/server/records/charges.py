@@ -308,7 +308,7 @@ def after(connection: sa.Connection, seq: int, *, limit: int) -> list[PostedEntr
 
 
 def newest_seq(connection: sa.Connection) -> int:
-    """Return the number of the last entry, 0 where there is none."""
+    """Return the number of the last entry, 0 without any."""
     return connection.scalar(sa.select(sa.func.max(charges.c.seq))) or 0
 
 
@@ -431,7 +431,7 @@ def posted_from_row(row: sa.Row[Any]) -> PostedEntry:
 
 
 class UnpostedAttempt(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt that goes on, or of which the ledger does not say all.
+    """An attempt that goes on, or that the ledger does not have all of.
 
     Attributes:
         is_stopping: whether its run is asked to stop.
@@ -442,7 +442,7 @@ class UnpostedAttempt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def unposted(connection: sa.Connection) -> dict[Gang, UnpostedAttempt]:
-    """Return the attempts that have not ended, or of which the ledger does not say all."""
+    """Return the attempts that have not ended, or that the ledger does not have all of."""
     is_current = sa.and_(runs.c.id == attempts.c.run_id, runs.c.fence == attempts.c.fence)
     going = (
         sa.select(*attempt_rows.COLUMNS, runs.c.stop)
@@ -465,7 +465,7 @@ def unposted(connection: sa.Connection) -> dict[Gang, UnpostedAttempt]:
 
 
 def due_crews(connection: sa.Connection, *, limit: int) -> list[CrewId]:
-    """Return crews of which nothing more is awaited, and that the ledger does not say all of.
+    """Return crews that are complete, and that the ledger does not have all of.
 
     What they pay depends on how their attempt ended: before that they are not due.
     """
@@ -477,7 +477,7 @@ def due_crews(connection: sa.Connection, *, limit: int) -> list[CrewId]:
 
 
 def crews_going_on(connection: sa.Connection, *, before_ns: int) -> list[CrewId]:
-    """Return crews that were placed before a moment and of which more is awaited, or of their attempts."""
+    """Return crews that were placed before a moment and are not complete, or whose attempts are not."""
     own = sa.and_(crews.c.run_id == attempts.c.run_id, crews.c.fence == attempts.c.fence)
     query = sa.select(*_WHOSE).select_from(attempts.join(runs).join(crews, own))
     more = sa.or_(crews.c.settled_ns.is_(None), attempts.c.ended_ns.is_(None))
@@ -500,5 +500,5 @@ def note_charged(connection: sa.Connection, ids: Sequence[CrewId]) -> None:
 
 
 def charge_again(connection: sa.Connection, run_id: str) -> None:
-    """Have the crews of a run looked at once more by whoever charges."""
+    """Have the crews of a run charged once more."""
     connection.execute(crews.update().where(crews.c.run_id == run_id).values(uncharged=True))

@@ -1,6 +1,6 @@
 """Crews: repository of what attempts have on one node each. No other module reads or writes the table.
 
-A crew is written with its attempt, before anybody is told; its state is what its node says of it, or that nobody hears
+A crew is written with its attempt, before any node knows of it; its state is what its node says of it, or that nobody hears
 of it. It is changed together with its attempt's version (`attempts.change`): what two crews report at once cannot both
 miss what the other one says.
 """
@@ -303,7 +303,7 @@ def retoken(connection: sa.Connection, keys: Keys, after: CrewId, at_most: int) 
 
 
 def remove(connection: sa.Connection, run_id: str) -> None:
-    """Remove the crews of a run, of which nothing is left that refers to them."""
+    """Remove the crews of a run, once nothing refers to them."""
     connection.execute(crews.delete().where(crews.c.run_id == run_id))
 
 

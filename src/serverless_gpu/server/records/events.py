@@ -47,7 +47,7 @@ _AFTER = (
 
 
 def add(connection: sa.Connection, new: Sequence[StoredEvent]) -> None:
-    """Write events, numbered by whoever changed the run."""
+    """Write events, numbered by the change of the run."""
     if new:
         connection.execute(_INSERT, [msgspec.structs.asdict(event) for event in new])
 

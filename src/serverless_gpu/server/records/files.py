@@ -1,6 +1,6 @@
 """Files: repository of what attempts leave behind: results, failures, reports of a hang, receipts.
 
-A small file is in its row, a larger one is a blob, of which the row has the parts. Once an attempt has ended, its files
+A small file is in its row, a larger one is a blob, whose parts the row lists. Once an attempt has ended, its files
 are what they are: a name that is there keeps its content.
 """
 

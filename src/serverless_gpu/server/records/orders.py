@@ -1,4 +1,4 @@
-"""Orders: repository of what nodes are told to do, the outbox.
+"""Orders: repository of the outbox of orders to nodes.
 
     decision ─▶ one transaction: attempt + order ─▶ (committed) ─▶ stream of the node ─▶ taken
 
@@ -76,7 +76,7 @@ def take_starts(connection: sa.Connection, node_id: str, gangs: Sequence[tuple[s
 
 
 def taken(connection: sa.Connection, run_ids: Sequence[str]) -> set[Gang]:
-    """Return the attempts of some runs of which a node has taken the order to start its crew."""
+    """Return the attempts of some runs whose order to start a crew was taken by a node."""
     found: set[Gang] = set()
     starts = sa.and_(orders.c.kind == "start", orders.c.taken_ns.is_not(None))
     for some in portions(run_ids):

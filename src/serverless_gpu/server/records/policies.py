@@ -49,7 +49,7 @@ def put(connection: sa.Connection, policy: StoredPolicy) -> None:
 
 
 def remove(connection: sa.Connection, name: str) -> bool:
-    """Take a policy away that is attached to nobody; its runs keep what they got. Return whether it was there."""
+    """Remove a policy that is attached to no principal or team; its runs keep what they got. Return whether it was there."""
     return connection.execute(policies.delete().where(policies.c.name == name)).rowcount == 1
 
 
@@ -60,7 +60,7 @@ def caps(connection: sa.Connection) -> dict[str, int]:
 
 
 def attached(connection: sa.Connection, principal: str, teams: Collection[str]) -> Attached:
-    """Return the policies that are attached to somebody, and to the teams they are in."""
+    """Return the policies that are attached to a principal, and to its teams."""
     own = sa.and_(policy_holders.c.kind.in_(("user", "service")), policy_holders.c.name == principal)
     theirs = sa.and_(policy_holders.c.kind == "team", policy_holders.c.name.in_(teams))
     query = sa.select(policy_holders).where(sa.or_(own, theirs) if teams else own).order_by(policy_holders.c.policy)
@@ -72,7 +72,7 @@ def attached(connection: sa.Connection, principal: str, teams: Collection[str]) 
 
 
 def holders(connection: sa.Connection, name: str | None = None) -> dict[str, tuple[PolicySubject, ...]]:
-    """Return whom policies are attached to, by policy; those that are attached to nobody are not in it."""
+    """Return whom policies are attached to, by policy; those without holders are not in it."""
     query = sa.select(policy_holders).order_by(policy_holders.c.kind, policy_holders.c.name)
     if name is not None:
         query = query.where(policy_holders.c.policy == name)
@@ -83,7 +83,7 @@ def holders(connection: sa.Connection, name: str | None = None) -> dict[str, tup
 
 
 def attach(connection: sa.Connection, name: str, holder: PolicySubject) -> bool:
-    """Attach a policy to somebody; return whether it was not before."""
+    """Attach a policy to a principal or team; return whether it was not before."""
     this = {"policy": name, "kind": holder.kind, "name": holder.name}
     if connection.execute(sa.select(policy_holders.c.name).where(_is(name, holder))).first() is not None:
         return False
@@ -92,7 +92,7 @@ def attach(connection: sa.Connection, name: str, holder: PolicySubject) -> bool:
 
 
 def detach(connection: sa.Connection, name: str, holder: PolicySubject) -> bool:
-    """Detach a policy from somebody; return whether it was attached."""
+    """Detach a policy from a principal or team; return whether it was attached."""
     return connection.execute(policy_holders.delete().where(_is(name, holder))).rowcount == 1
 
 

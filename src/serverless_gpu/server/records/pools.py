@@ -21,7 +21,7 @@ class StoredPool(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         lends: whether it is reserved and lends idle devices.
         return_s: seconds within which they are back.
-        isolation: `NO_ISOLATION`, `UNSET`, or None where nobody has decided, which counts as `UNSET`.
+        isolation: `NO_ISOLATION`, `UNSET`, or None where that is undecided, which counts as `UNSET`.
     """
 
     name: str
@@ -62,13 +62,13 @@ def find(connection: sa.Connection, name: str) -> StoredPool | None:
 
 
 def ensure(connection: sa.Connection, name: str, *, at_ns: int) -> None:
-    """Make an on-demand pool of this name if there is none."""
+    """Make an on-demand pool of this name unless it exists."""
     if find(connection, name) is None:
         connection.execute(pools.insert(), {"name": name, "kind": ON_DEMAND, "created_ns": at_ns})
 
 
 def put(connection: sa.Connection, pool: StoredPool) -> None:
-    """Make a pool, or change what is said of it; when it was made stays as it is."""
+    """Make a pool, or change its properties but its creation time."""
     said: dict[str, object] = {"kind": pool.kind, "lends": pool.lends, "return_s": pool.return_s}
     if pool.isolation is not None:
         said["isolation"] = pool.isolation

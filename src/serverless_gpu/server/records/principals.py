@@ -41,7 +41,7 @@ _SECRET_CHARACTERS = 43
 _SECRET_BYTES = 32
 _NAME = re.compile(r"[a-z0-9][a-z0-9._@-]{0,63}")
 RESERVED = ("server", "attempt")
-"""What the audit calls those who are nobody."""
+"""The principal of anonymous requests in the audit."""
 
 
 # --- principals -------------------------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ def all_principals(connection: sa.Connection) -> tuple[PrincipalView, ...]:
 
 
 def change_role(connection: sa.Connection, name: str, role: str) -> None:
-    """Give somebody another role."""
+    """Give a principal another role."""
     if role not in ROLES:
         raise InvalidValue(f"there is no role {role!r}", hint=f"roles: {', '.join(ROLES)}")
     if principal(connection, name).role == "admin" and role != "admin":
@@ -84,7 +84,7 @@ def change_role(connection: sa.Connection, name: str, role: str) -> None:
 
 
 def disable(connection: sa.Connection, name: str, *, now_ns: int) -> None:
-    """Let somebody in no more, and revoke all their tokens."""
+    """Disable a principal, and revoke all its tokens."""
     found = principal(connection, name)
     if found.disabled:
         return
@@ -96,7 +96,7 @@ def disable(connection: sa.Connection, name: str, *, now_ns: int) -> None:
 
 
 def enable(connection: sa.Connection, name: str) -> None:
-    """Let somebody in again, with new tokens."""
+    """Enable a principal again; it needs new tokens."""
     principal(connection, name)
     connection.execute(sa.update(principals).where(principals.c.name == name).values(disabled_ns=None))
 
@@ -174,7 +174,7 @@ def all_teams(connection: sa.Connection) -> tuple[TeamView, ...]:
 
 
 def add_member(connection: sa.Connection, *, team: str, principal: str) -> bool:
-    """Put somebody into a team; return whether they were not in it before."""
+    """Add a principal to a team; return whether it was not in it before."""
     for table, name, noun in ((teams, team, "team"), (principals, principal, "user or service")):
         if connection.scalar(sa.select(table.c.name).where(table.c.name == name)) is None:
             raise NotFound(f"there is no {noun} {name[:64]!r}")
@@ -186,7 +186,7 @@ def add_member(connection: sa.Connection, *, team: str, principal: str) -> bool:
 
 
 def remove_member(connection: sa.Connection, *, team: str, principal: str) -> bool:
-    """Take somebody out of a team; return whether they were in it."""
+    """Remove a principal from a team; return whether it was in it."""
     there = sa.and_(members.c.team == team, members.c.principal == principal)
     return connection.execute(sa.delete(members).where(there)).rowcount == 1
 
@@ -211,7 +211,7 @@ class NewToken(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def new_secret() -> str:
-    """Return a token that nobody has: 256 random bits, and an identifier to find it by."""
+    """Return a new token: 256 random bits, and an identifier to find it by."""
     return f"{PREFIX}{new_run_id()}_{encode(secrets.token_bytes(_SECRET_BYTES))}"
 
 
@@ -255,7 +255,7 @@ def create_token(connection: sa.Connection, new: NewToken, *, secret: str, now_n
 
 
 def token(connection: sa.Connection, identifier: str) -> TokenView:
-    """Return a token, without its secret, which nobody has."""
+    """Return a token without its secret, which is not stored."""
     row = connection.execute(sa.select(tokens).where(tokens.c.id == identifier)).one_or_none()
     if row is None:
         raise NotFound(f"there is no token {identifier[:64]!r}")
@@ -263,7 +263,7 @@ def token(connection: sa.Connection, identifier: str) -> TokenView:
 
 
 def tokens_of(connection: sa.Connection, principal: str | None = None) -> tuple[TokenView, ...]:
-    """Return the tokens of somebody, or of everybody, oldest first."""
+    """Return the tokens of a principal, or all, oldest first."""
     query = sa.select(tokens).order_by(tokens.c.id)
     if principal is not None:
         query = query.where(tokens.c.principal == principal)
@@ -337,7 +337,7 @@ def authenticate(connection: sa.Connection, secret: str, *, now_ns: int, keys: K
         keys: of the server; without them, attempts' tokens that end are not known.
 
     Raises:
-        NotAuthenticated: it is nobody's, revoked, expired, or its owner is disabled. Which of these is said only to
+        NotAuthenticated: it is unknown, revoked, expired, or its owner is disabled. Which of these is said only to
             who has the right secret.
     """
     if secret.startswith(ATTEMPT_PREFIX):
@@ -415,7 +415,7 @@ def is_to_be_replaced(connection: sa.Connection, secret: str, *, now_ns: int) ->
 
 
 def is_unrevoked(connection: sa.Connection, secret: str) -> bool:
-    """Return whether the database has a token that nobody revoked."""
+    """Return whether the database has a token that is not revoked."""
     query = sa.select(tokens.c.sha256).where(tokens.c.id == token_id(secret), tokens.c.revoked_ns.is_(None))
     known = connection.scalar(query)
     return known is not None and hmac.compare_digest(known, sha256(secret))

@@ -1,7 +1,7 @@
 """Runs: repository of what was asked for and its state. No other module reads or writes the table.
 
 A run is read together with its current attempt and that one's crews. Its state is changed by `transitions.py` only,
-with `change`: compare and set. Retention removes a run of which nothing more comes: it has ended, all crews of its
+with `change`: compare and set. Retention removes a run that is complete: it has ended, all crews of its
 attempts are settled, and the ledger has all that those used. Garbage collection asks which parts and snapshots runs
 still refer to.
 """
@@ -190,19 +190,19 @@ class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Payload(msgspec.Struct, frozen=True, kw_only=True):
-    """What the node needs of a run and nobody else gets to see."""
+    """What only the node sees of a run."""
 
     context_sealed: bytes
     call: bytes | None
 
 
 class RunFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """Which runs somebody wants to see, and may.
+    """Filter of runs, with what the caller may see.
 
     Attributes:
         states: any of these; none means all.
         tags: all of these.
-        seen_by: the principal who asks, or None for somebody who may see everything.
+        seen_by: the principal who asks, or None for a caller who may see everything.
         teams: whose runs they may see as well.
     """
 
@@ -346,7 +346,7 @@ def reseal(connection: sa.Connection, old: Sealer, new: Sealer, after: str, at_m
 
 
 def page(connection: sa.Connection, wished: RunFilter, *, limit: int, cursor: str = "") -> tuple[list[StoredRun], str]:
-    """Return runs, newest first, and where the next page begins; "" when there is none."""
+    """Return runs, newest first, and where the next page begins; "" after the last page."""
     if "\0" in f"{wished.owner}{wished.team}{wished.name}{cursor}":
         return [], ""  # no text of the database has it, and PostgreSQL takes none that does
     query = _SELECT.order_by(runs.c.id.desc())
@@ -504,7 +504,7 @@ def _from_row(row: Sequence[typing.Any]) -> StoredRun:
 
 
 def over(connection: sa.Connection, *, ended_before_ns: int, limit: int) -> list[str]:
-    """Return runs that ended before a moment and of which nothing more will come, those that ended first first."""
+    """Return complete runs that ended before a moment, in the order of their ends."""
     query = sa.select(runs.c.id).where(_OVER, runs.c.ended_ns < ended_before_ns)
     return list(connection.execute(query.order_by(runs.c.ended_ns, runs.c.id).limit(limit)).scalars())
 
@@ -525,7 +525,7 @@ def removed(connection: sa.Connection, run_ids: Sequence[str]) -> set[str]:
 
 
 def remove(connection: sa.Connection, run_id: str) -> bool:
-    """Remove a run of which nothing more will come and nothing else is left; return whether it was there."""
+    """Remove a complete run that nothing refers to; return whether it was there."""
     return connection.execute(runs.delete().where(runs.c.id == run_id, _OVER)).rowcount == 1
 
 

@@ -44,7 +44,7 @@ def remove(connection: sa.Connection, kind: Kind, name: str) -> bool:
 
 
 def policy(connection: sa.Connection, said: QueuePolicy) -> QueuePolicy:
-    """Return what decisions are made by: what the server was told, and the shares as they are now."""
+    """Return the queue policy: the server's settings, with the shares as they are now."""
     there = every(connection)
     return msgspec.structs.replace(
         said,

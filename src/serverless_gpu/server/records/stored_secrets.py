@@ -195,7 +195,7 @@ def tidy(connection: sa.Connection, whose: SecretOwner, name: str) -> None:
 
 
 def replaced(connection: sa.Connection) -> list[tuple[SecretOwner, str]]:
-    """Return the secrets of which an older version is still there."""
+    """Return the secrets that still have an older version."""
     query = sa.select(secrets.c.kind, secrets.c.owner, secrets.c.name).group_by(
         secrets.c.kind, secrets.c.owner, secrets.c.name
     )

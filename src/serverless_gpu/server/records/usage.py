@@ -61,7 +61,7 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def visible(seen_by: str | None, teams: Sequence[str]) -> list[sa.ColumnElement[bool]]:
-    """Return what makes an account one that somebody may see."""
+    """Return the condition by which a caller may see an account."""
     if seen_by is None:
         return []
     return [sa.or_(accounts.c.owner == seen_by, accounts.c.team.in_(teams))]
@@ -94,7 +94,7 @@ class DemandFilter(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         from_ns: what ended before it is left out, nanoseconds since 1970; `to_ns` what began after it.
-        team: only this team's; "" for any. Likewise the others.
+        team: only this team's; "" for any. The others alike.
     """
 
     from_ns: int
@@ -260,7 +260,7 @@ class _Report:
 
     @staticmethod
     def _finest(by: tuple[str, ...]) -> str:
-        """Return the field of which there are most values: a run's, else a tag's; "" where neither is asked for."""
+        """Return the field with the most values: a run's, else a tag's; "" where neither is asked for."""
         return next((field for field in by if field == "run"), next((f for f in by if f.startswith(TAG)), ""))
 
     def _daily(self, table: sa.Table) -> sa.FromClause:
@@ -352,7 +352,7 @@ class _Report:
         return [*self._conditions(table), self._is_among(field, table, values)]
 
     def _is_among(self, field: str, source: sa.FromClause, values: Sequence[Any]) -> Column:
-        """Return whether a field of a row has one of some values; of a tag, "" is that there is none."""
+        """Return whether a field of a row has one of some values; of a tag, "" is its absence."""
         if not field.startswith(TAG):
             return self._key(field, source).in_(values)
         account_id = accounts.c.id if source is accounts else source.c.account_id

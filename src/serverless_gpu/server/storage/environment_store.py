@@ -73,7 +73,7 @@ _KNOWN_MAX = 50_000
 
 
 PIECE_BYTES = COPIED_BYTES
-"""What is read of a store at once: nobody holds a whole object in memory to send it."""
+"""What is read of a store at once, so that no whole object is in memory."""
 CHECKS_AT_ONCE = 2
 """Documents that are decoded at the same time; a large one takes some hundred MB."""
 SEEN_S = 600
@@ -120,7 +120,7 @@ class ContentChecks:
                         self._known.popitem(last=False)
 
     def compare(self, unit: Unit, read: ReadPack) -> None:
-        """Verify a unit whatever is known of it, with packs that are read anew."""
+        """Verify a unit whatever is known of it, with packs that are read again."""
         with self._turn(self._large):
             check_content(unit, read)
 
@@ -199,7 +199,7 @@ class EnvironmentStore:
         Args:
             key: which.
             data: its bytes.
-            may_manage: whether whoever sends it may write what garbage collection notes.
+            may_manage: whether the sender may write what garbage collection notes.
 
         Raises:
             NotAllowed: it is such a note, and they may not.
@@ -339,7 +339,7 @@ class EnvironmentStore:
         return done
 
     def tend(self) -> None:
-        """Have copies of a bucket's objects give way to whoever else needs this server's disk."""
+        """Remove copies of a bucket's objects when this server's disk runs full."""
         if self._nearby is not None:
             self._nearby.tend()
 

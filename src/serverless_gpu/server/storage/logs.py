@@ -38,7 +38,7 @@ from serverless_gpu.units import format_bytes
 
 STREAMS = ("stdout", "stderr", "telemetry")
 BYTES_MAX = (1 << 30) + (64 << 20)
-"""Stored bytes of one stream, at most; nodes stop before (`node/output/logs.py`), whoever else has a token does not."""
+"""Stored bytes of one stream, at most; nodes stop before (`node/output/logs.py`), another sender may not."""
 TOGETHER_MIN = 64
 """From so many files on the disk is asked to finish everything once, instead of each by itself."""
 
@@ -174,7 +174,7 @@ class Logs:
         }
 
     def remove(self, run_id: str) -> None:
-        """Remove everything that a run wrote; nothing happens when there is none."""
+        """Remove everything that a run wrote; nothing happens without any."""
         directory = self._directory(run_id, 1).parent
         with self._lock:
             for attempt in [path for path in self._unsynced if path.parent == directory]:
@@ -188,7 +188,7 @@ class Logs:
         return self._root / run_id / str(fence)
 
     def _open(self, directory: Path, name: str, *, make: bool) -> int:
-        """Return a descriptor of a file that is to be appended to, -1 where there is none and none is wanted."""
+        """Return a descriptor of a file that is to be appended to, -1 where it is missing and not to be made."""
         flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if make else 0)
         self._note(directory, name)
         try:

@@ -1,11 +1,11 @@
 """Object cache: keeps objects of a bucket on this server's disk, so that the bucket is read once for all nodes.
 
     read ─ here, and still what it was? ──────────────▶ from the file
-         ├ somebody reads it from the bucket just now ─▶ what they get
+         ├ another request reads it from the bucket  ─▶ the same bytes
          └ else: from the bucket, compared with its name, kept ─▶ from the file
 
 A pack's name is the digest of its bytes, so a copy is right or it is none, for ever. What a unit or a snapshot says
-beside its address may be put anew (a unit may come to point at other packs): a copy of one is good for as long as the
+beside its address may be put again (a unit may come to point at other packs): a copy of one is good for as long as the
 server takes for granted that a snapshot is there, and no longer than a restart; and none is when a pack is missed.
 Every copy is compared with its digest when it is opened: a disk that forgets costs a read of the bucket.
 
@@ -41,19 +41,19 @@ from serverless_gpu.server.core.disk_space import KEPT_FREE_BYTES, free_bytes
 
 DIRECTORY = "nearby"
 PIECE_BYTES = 8 << 20
-"""What is read of a file at once: nobody holds a whole object in memory to send it."""
+"""What is read of a file at once, so that no whole object is in memory."""
 PACKS_AT_ONCE = 8
 """Packs that are read from the bucket at the same time; each is in memory, 16 to 32 MiB, until it is on the disk."""
 DOCUMENTS_AT_ONCE = 16
 """Units and snapshots, which are small: what takes long is that the bucket is far away."""
 TURN_S = 15.0
-"""How long an object waits until it is read: a bucket that hangs holds up nobody for longer than it has to."""
+"""How long an object waits until it is read: a bucket that hangs holds up a request for so long at most."""
 FIRST_BYTES = 64 << 20
 """What is asked of the bucket first: every pack is shorter, so it takes one request."""
 DOCUMENT_S = 600
 """How long a copy of a unit or a snapshot is good."""
 WAIT_S = 40.0
-"""How long somebody waits for what another one reads: less than whoever asks does, so that they ask again."""
+"""How long a request waits for what another one reads: less than its client does, which asks again."""
 FLOOR_BYTES_MAX = 10**9
 _FLOOR_SHARE = 20  # of a small disk, a twentieth stays free
 _COPIED = ("packs", "units", "snapshots")
@@ -130,7 +130,7 @@ class ObjectCache:
             self._documents.clear()
 
     def tend(self) -> None:
-        """Give way to whoever else needs the disk."""
+        """Remove copies when the disk runs full."""
         with self._lock:
             self._make_room(0)
 
@@ -154,9 +154,9 @@ class ObjectCache:
 
     def _lead(self, key: str, flight: Future[_Copy]) -> None:
         try:
-            # Whoever led before may have ended between the look and the flight.
+            # The leader before may have ended between the look and the flight.
             copy = self._hit(key) or self._fetched(key)
-        except BaseException as error:  # noqa: BLE001 - whatever it was, those who wait are told, too
+        except BaseException as error:  # noqa: BLE001 - whatever it was, those who wait get it, too
             flight.set_exception(error)
         else:
             flight.set_result(copy)
@@ -172,7 +172,7 @@ class ObjectCache:
             except Altered:
                 data = self._once_more(key)
             except EnvironmentRejected:
-                return _Bytes(data)  # it breaks a rule, or is of another version: whoever asked says so
+                return _Bytes(data)  # it breaks a rule, or is of another version: the caller says so
             return self._kept(key, data)
 
     @contextlib.contextmanager
@@ -328,7 +328,7 @@ class ObjectCache:
 
 
 class _Document(NamedTuple):
-    """A unit or snapshot of which there is a copy: the digest of its bytes, and when they were read."""
+    """A unit or snapshot with a copy: the digest of its bytes, and when they were read."""
 
     digest: str
     read_ns: int
@@ -391,7 +391,7 @@ def _found(directory: Path) -> list[tuple[str, int]]:
         for path in (directory / kind).glob("*"):
             status = path.stat()
             if kind != "packs" or path.name.startswith("."):
-                path.unlink(missing_ok=True)  # nobody knows its digest any more, or it is half of one
+                path.unlink(missing_ok=True)  # its digest is not known any more, or it is half of one
             else:
                 found.append((status.st_mtime_ns, f"{kind}/{path.name}", status.st_size))
     return [(key, size) for _, key, size in sorted(found)]

@@ -41,7 +41,7 @@ from serverless_gpu.server.storage.logs import Logs
 from serverless_gpu.server.storage.upload_spool import UploadSpool
 
 STORE_S = 40.0
-"""How long one request waits for a bucket: less than whoever asks waits for the answer, so that they ask again."""
+"""How long one request waits for a bucket: less than a client waits for the answer, so that it asks again."""
 LOOK_MAX = 2_000
 """Runs that a start looks up, the newest ones: what a rollback loses is new."""
 _NAMED_MAX = 5

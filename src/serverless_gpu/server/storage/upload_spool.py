@@ -2,7 +2,7 @@
 
     request ── pieces ─▶ up to 1 MiB in memory ─▶ a file without a name ── whole ─▶ memoryview ─▶ check, store
 
-A slow sender costs no memory, a killed server leaves nothing behind (the file never had a name), and nobody sees a body
+A slow sender costs no memory, a killed server leaves nothing behind (the file never had a name), and no reader sees a body
 that is not whole. Disks and stores are only ever waited for in threads, and those are not the ones that answer
 everything else: a bucket that takes half a minute for each request must not keep a heartbeat waiting.
 
@@ -96,6 +96,6 @@ def _mapped(file: IO[bytes]) -> Iterator[memoryview]:
         yield view
     finally:
         # Now, not whenever a traceback is forgotten: the disk has room for it only when it is gone.
-        with contextlib.suppress(BufferError):  # whoever stored it still holds a part of it for a moment
+        with contextlib.suppress(BufferError):  # the store still holds a part of it for a moment
             view.release()
             mapped.close()

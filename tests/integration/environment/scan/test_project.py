@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from serverless_gpu.environment.scan import project_files
 from serverless_gpu.environment.scan.gitignore import excludes_file, outer_ignoring, tracked_files
-from serverless_gpu.environment.scan.project_files import CodePlace, list_code, wanted_files
+from serverless_gpu.environment.scan.project_files import CodeDirectory, list_code, wanted_files
 from serverless_gpu.errors import EnvironmentTooLarge
 from tests.support.golden import golden
 
@@ -71,7 +71,7 @@ def write(top: Path, files: Mapping[str, str]) -> None:
 
 
 def listed(place: Path, **options: object) -> set[str]:
-    return set(list_code(CodePlace(directory=str(place), **options)).listing.files)  # type: ignore[arg-type]  # for short
+    return set(list_code(CodeDirectory(directory=str(place), **options)).listing.files)  # type: ignore[arg-type]  # for short
 
 
 def git_lists(top: Path) -> set[str]:
@@ -263,7 +263,7 @@ def test_of_names_that_differ_in_case_one_travels_and_the_others_are_said(tmp_pa
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("")
 
-    code = list_code(CodePlace(directory=str(tmp_path), wanted=("net.py",)))
+    code = list_code(CodeDirectory(directory=str(tmp_path), wanted=("net.py",)))
 
     assert sorted(code.listing.files) == ["A.txt", "Data/x", "deep/file", "net.py", "solo"]
     same = "where case or Unicode forms do not count it is the same name as"
@@ -282,7 +282,7 @@ def test_what_is_named_too_oddly_to_travel_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "new\nline").touch()
     (tmp_path / "fine").touch()
 
-    code = list_code(CodePlace(directory=str(tmp_path)))
+    code = list_code(CodeDirectory(directory=str(tmp_path)))
 
     assert list(code.listing.files) == ["fine"]
     reasons = {os.path.basename(path): reason for path, reason in code.listing.odd.items()}
@@ -317,7 +317,7 @@ def test_what_git_tracks_travels_although_its_patterns_ignore_it(tmp_path: Path,
         subprocess.run(("git", "-C", repository, "-c", f"index.version={version}", *arguments), check=True)
     (top / "tracked.dat").write_text("and edited since")
 
-    code = list_code(CodePlace(directory=str(top)), ask=True)
+    code = list_code(CodeDirectory(directory=str(top)), ask=True)
 
     assert sorted(code.listing.files) == [
         ".gitignore",

@@ -12,7 +12,7 @@ import pytest
 from serverless_gpu.environment.progress import nobody
 from serverless_gpu.environment.scan import project_files, recognition
 from serverless_gpu.environment.scan.description import Description
-from serverless_gpu.environment.scan.project_files import Code, CodePlace, list_code
+from serverless_gpu.environment.scan.project_files import CodeDirectory, CodeListing, list_code
 from serverless_gpu.environment.scan.scan import Recogniser
 from tests.support.environment.wheels import Venv
 from tests.support.golden import golden
@@ -39,12 +39,12 @@ def git(top: Path, *arguments: str) -> None:
 
 def listed(top: Path, *wanted: str) -> tuple[set[str], str]:
     """Return the files that travel, and what is said of those that do not."""
-    code = list_code(CodePlace(directory=str(top), wanted=wanted), ask=True)
+    code = list_code(CodeDirectory(directory=str(top), wanted=wanted), ask=True)
     assert_same_at_the_gate(code)
     return set(code.listing.files), code.listing.odd.get("", "")
 
 
-def assert_same_at_the_gate(code: Code) -> None:
+def assert_same_at_the_gate(code: CodeListing) -> None:
     again = list_code(code.place)
     assert again.listing.files == code.listing.files
     assert {path: one.mark for path, one in again.listing.directories.items()} == {
@@ -97,7 +97,7 @@ def test_a_submodule_has_tracked_files_of_its_own(flat: Path, tmp_path: Path) ->
 def test_sgpuignore_goes_before_what_git_tracks_and_what_was_imported(flat: Path) -> None:
     write(flat, **{".sgpuignore": "a.dat\nforced/deep/\n!forced/private.py\nkeys.py\n", "keys.py": "", "sub/x.py": ""})
     write(flat, **{"sub/.sgpuignore": "x.py\n"})
-    place = CodePlace(directory=str(flat), wanted=("keys.py", "sub/x.py", "forced/private.py"))
+    place = CodeDirectory(directory=str(flat), wanted=("keys.py", "sub/x.py", "forced/private.py"))
 
     code = list_code(place, ask=True)
 
@@ -125,7 +125,7 @@ def test_what_git_ignores_is_said_the_largest_first_and_bounded(tmp_path: Path) 
     write(tmp_path, **{".env": "yy"})
     write(tmp_path, **{"data/a.py": "", ".cache/b": "", "sub/c.bin": "x" * 999, "sub/data/x": "", "a.py": ""})
 
-    code = list_code(CodePlace(directory=str(tmp_path)), ask=True)
+    code = list_code(CodeDirectory(directory=str(tmp_path)), ask=True)
 
     said = "4 files and 3 directories that git ignores (data/, big.bin, .env, small.bin, .cache/, …)"
     assert code.listing.odd == {"": said}
