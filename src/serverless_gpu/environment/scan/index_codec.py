@@ -46,7 +46,7 @@ class IndexedUnit(msgspec.Struct, frozen=True):
     distribution: Distribution | None = None
 
 
-class IndexedFile(msgspec.Struct, frozen=True):
+class KnownFiles(msgspec.Struct, frozen=True):
     """What was read before."""
 
     # by path of the file: size, mtime (or `UNKNOWN`), inode, ctime (or `UNKNOWN`), and its SHA-256
@@ -80,10 +80,10 @@ def read_memory(index: IndexFile) -> IndexParts | None:
     return IndexParts(gate, files, kept) if gate.generation == files.generation == kept.generation else None
 
 
-def known_of(memory: IndexParts | None, found: Survey) -> IndexedFile:
+def known_of(memory: IndexParts | None, found: Survey) -> KnownFiles:
     """Return what was read before of what is there now; nothing without a memory."""
     if memory is None:
-        return IndexedFile()
+        return KnownFiles()
     gate, files = memory.gate, memory.files
     wanted = {file.file for part in found.parts for file in part.files.values()}
     digests: dict[str, tuple[int, int, int, int, bytes]] = {}
@@ -95,7 +95,7 @@ def known_of(memory: IndexParts | None, found: Survey) -> IndexedFile:
     small = zip(gate.small.names(), *gate.small.columns(), strict=True)
     records = {name: (size, mtime_ns, inode) for name, size, mtime_ns, inode, _ in small}
     addresses: dict[Place, str] = {(owner.site, owner.kind, owner.name): owner.address for owner in files.owners}
-    return IndexedFile(digests, records, addresses)
+    return KnownFiles(digests, records, addresses)
 
 
 def make_parts(

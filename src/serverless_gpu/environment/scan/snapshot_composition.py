@@ -28,7 +28,7 @@ from serverless_gpu.environment.progress import ProgressPoint, Report
 from serverless_gpu.environment.scan.description import Description
 from serverless_gpu.environment.scan.digests import Digest, digest_files, may_be_script
 from serverless_gpu.environment.scan.directory_listing import ListedFile, is_plain
-from serverless_gpu.environment.scan.index_codec import IndexedFile, IndexedUnit
+from serverless_gpu.environment.scan.index_codec import IndexedUnit, KnownFiles
 from serverless_gpu.environment.scan.roots import ReusedUnits, Survey, SurveyedRoot
 from serverless_gpu.environment.scan.stdlib_rescan import own_row_path
 from serverless_gpu.environment.scan.units import (
@@ -64,7 +64,7 @@ class Composed(msgspec.Struct, frozen=True, kw_only=True):
     made: list[IndexedUnit]
 
 
-def compose(found: Survey, description: Description, known: IndexedFile, captured_ns: int, report: Report) -> Composed:
+def compose(found: Survey, description: Description, known: KnownFiles, captured_ns: int, report: Report) -> Composed:
     """Return the snapshot of what was found."""
     # A directory without anything in it adds nothing; the interpreter's own is there always.
     parts = [part for number, part in enumerate(found.parts) if part.files or number == 0]
@@ -125,7 +125,7 @@ class Sources(Mapping[str, LocalUnit]):
 class _Composer:
     """Units as they come: their sources by address, and what is remembered of them."""
 
-    def __init__(self, known: IndexedFile) -> None:
+    def __init__(self, known: KnownFiles) -> None:
         self._known = known
         self.sources = Sources()
         self.made: list[IndexedUnit] = []
@@ -177,7 +177,7 @@ class _Composer:
         return part.reused.members
 
 
-def _digest_all(drafts: Sequence[Drafts], known: IndexedFile, report: Report) -> list[dict[str, Digest]]:
+def _digest_all(drafts: Sequence[Drafts], known: KnownFiles, report: Report) -> list[dict[str, Digest]]:
     """Return for each part the digests of its files by path of the row."""
     digests: list[dict[str, Digest]] = []
     unread: list[tuple[int, str, ListedFile]] = []
