@@ -31,7 +31,7 @@ from serverless_gpu.environment.scan.index import FilesPart, GatePart, IndexFile
 from serverless_gpu.environment.scan.index_codec import known_of, make_parts, read_memory
 from serverless_gpu.environment.scan.recognition import find_edits, recognise
 from serverless_gpu.environment.scan.roots import Survey, survey
-from serverless_gpu.environment.scan.snapshot_composition import Composed, LocalUnit, compose
+from serverless_gpu.environment.scan.snapshot_composition import Composition, LocalUnit, compose
 from serverless_gpu.environment.scan.stdlib_rescan import look_again
 from serverless_gpu.environment.scan.watcher import LibraryWatcher, Unwatchable
 
@@ -52,7 +52,7 @@ class _Seen(msgspec.Struct, frozen=True):
     key: bytes
     seen_ns: int
     survey: Survey
-    composed: Composed
+    composed: Composition
 
 
 class _Gated(msgspec.Struct, frozen=True):

@@ -56,7 +56,7 @@ class LocalUnit(msgspec.Struct, frozen=True, kw_only=True):
     previous: str = ""  # address of the version of this unit that was captured here before, or ""
 
 
-class Composed(msgspec.Struct, frozen=True, kw_only=True):
+class Composition(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot, where its units are, and what of each file is worth remembering."""
 
     snapshot: Snapshot
@@ -64,7 +64,9 @@ class Composed(msgspec.Struct, frozen=True, kw_only=True):
     made: list[IndexedUnit]
 
 
-def compose(found: Survey, description: Description, known: KnownFiles, captured_ns: int, report: Report) -> Composed:
+def compose(
+    found: Survey, description: Description, known: KnownFiles, captured_ns: int, report: Report
+) -> Composition:
     """Return the snapshot of what was found."""
     # A directory without anything in it adds nothing; the interpreter's own is there always.
     parts = [part for number, part in enumerate(found.parts) if part.files or number == 0]
@@ -89,10 +91,10 @@ def compose(found: Survey, description: Description, known: KnownFiles, captured
         roots.append(Root(kind=kind, members=listed, generated=texts, before=spot.before, on_path=spot.on_path))
     facts = _make_facts(parts, description, captured_ns, left_out)
     snapshot = make_snapshot(description.interpreter, tuple(roots), facts)
-    return Composed(snapshot=snapshot, sources=composer.sources, made=composer.made)
+    return Composition(snapshot=snapshot, sources=composer.sources, made=composer.made)
 
 
-class Sources(Mapping[str, LocalUnit]):
+class UnitSources(Mapping[str, LocalUnit]):
     """Sources by address; those of reused units are made on demand."""
 
     def __init__(self) -> None:
@@ -127,7 +129,7 @@ class _Composer:
 
     def __init__(self, known: KnownFiles) -> None:
         self._known = known
-        self.sources = Sources()
+        self.sources = UnitSources()
         self.made: list[IndexedUnit] = []
 
     def make_member(self, part: SurveyedRoot, draft: Draft, digests: Mapping[str, Digest]) -> SnapshotMember:
