@@ -32,9 +32,9 @@ from serverless_gpu.environment.scan.index_codec import IndexedUnit, KnownFiles
 from serverless_gpu.environment.scan.roots import ReusedUnits, Survey, SurveyedRoot
 from serverless_gpu.environment.scan.stdlib_rescan import own_row_path
 from serverless_gpu.environment.scan.units import (
-    Directories,
-    Draft,
-    Drafts,
+    DirectoryPlaceholders,
+    RootDrafts,
+    UnitDraft,
     archive_line,
     draft_units,
     settle_contested,
@@ -71,7 +71,7 @@ def compose(
     # A directory without anything in it adds nothing; the interpreter's own is there always.
     parts = [part for number, part in enumerate(found.parts) if part.files or number == 0]
     drafts = [draft_units(part) for part in parts]
-    directories = Directories([part.spot for part in parts])
+    directories = DirectoryPlaceholders([part.spot for part in parts])
     generated = [take_generated(one.units, directories) for one in drafts]
     for number, part in enumerate(parts):
         if part.spot.archive and not part.spot.before:
@@ -132,7 +132,7 @@ class _Composer:
         self.sources = UnitSources()
         self.made: list[IndexedUnit] = []
 
-    def make_member(self, part: SurveyedRoot, draft: Draft, digests: Mapping[str, Digest]) -> SnapshotMember:
+    def make_member(self, part: SurveyedRoot, draft: UnitDraft, digests: Mapping[str, Digest]) -> SnapshotMember:
         """Return a unit as its root lists it, and keep its source."""
         rows: list[FileRow] = []
         files: list[str] = []
@@ -179,7 +179,7 @@ class _Composer:
         return part.reused.members
 
 
-def _digest_all(drafts: Sequence[Drafts], known: KnownFiles, report: Report) -> list[dict[str, Digest]]:
+def _digest_all(drafts: Sequence[RootDrafts], known: KnownFiles, report: Report) -> list[dict[str, Digest]]:
     """Return for each part the digests of its files by path of the row."""
     digests: list[dict[str, Digest]] = []
     unread: list[tuple[int, str, ListedFile]] = []

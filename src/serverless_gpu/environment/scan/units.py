@@ -44,7 +44,7 @@ _VENV_FILE = re.compile(
 _ENDS = r"(?![^/\"'\s:;,)\]}\\])"  # a directory's name ends here
 
 
-class Draft(msgspec.Struct, kw_only=True):
+class UnitDraft(msgspec.Struct, kw_only=True):
     """A unit whose digests are not all known yet."""
 
     kind: UnitKind
@@ -60,23 +60,23 @@ class Draft(msgspec.Struct, kw_only=True):
         return tuple(sorted({name for path in self.files if (name := module_name(path))}))
 
 
-class Drafts(msgspec.Struct, kw_only=True):
+class RootDrafts(msgspec.Struct, kw_only=True):
     """The units of a root, and for files that distributions disagree about, which claims what."""
 
-    units: list[Draft]
-    contested: dict[str, list[tuple[Draft, RecordLine]]]
+    units: list[UnitDraft]
+    contested: dict[str, list[tuple[UnitDraft, RecordLine]]]
 
 
-def draft_units(part: SurveyedRoot) -> Drafts:
+def draft_units(part: SurveyedRoot) -> RootDrafts:
     """Divide the files of a part."""
     if part.spot.kind == "code":
-        code = Draft(kind="code", name=os.path.basename(part.spot.real), files=dict(part.files), believed={})
-        return Drafts(units=[code], contested={})
-    units: list[Draft] = []
-    claimed: dict[str, list[tuple[Draft, RecordLine]]] = {}
+        code = UnitDraft(kind="code", name=os.path.basename(part.spot.real), files=dict(part.files), believed={})
+        return RootDrafts(units=[code], contested={})
+    units: list[UnitDraft] = []
+    claimed: dict[str, list[tuple[UnitDraft, RecordLine]]] = {}
     scripts = part.reused.scripts if part.reused is not None else frozenset()
     for distribution in part.distributions:
-        draft = Draft(
+        draft = UnitDraft(
             kind="distribution",
             name=distribution.name,
             version=distribution.version,
@@ -95,15 +95,15 @@ def draft_units(part: SurveyedRoot) -> Drafts:
         and not is_dropped(path)
         and not (_VENV_FILE.fullmatch(path) or is_entry_script(path, scripts))
     }
-    units.append(Draft(kind="unowned", files=unowned, believed={}))
+    units.append(UnitDraft(kind="unowned", files=unowned, believed={}))
     contested = {path: owners for path, owners in claimed.items() if len({claim[1:] for _, claim in owners}) > 1}
     for path, owners in contested.items():
         for draft, _ in owners:
             draft.believed.pop(path, None)
-    return Drafts(units=units, contested=contested)
+    return RootDrafts(units=units, contested=contested)
 
 
-def settle_contested(contested: Mapping[str, list[tuple[Draft, RecordLine]]], sha256: Mapping[str, bytes]) -> None:
+def settle_contested(contested: Mapping[str, list[tuple[UnitDraft, RecordLine]]], sha256: Mapping[str, bytes]) -> None:
     """Leave files that distributions disagree about to those that are right, or to the first when none is."""
     for path, owners in contested.items():
         right = [draft for draft, claim in owners if claim.sha256 == sha256[path]] or [owners[0][0]]
@@ -112,7 +112,7 @@ def settle_contested(contested: Mapping[str, list[tuple[Draft, RecordLine]]], sh
                 draft.files.pop(path, None)
 
 
-def settle_links(draft: Draft) -> list[str]:
+def settle_links(draft: UnitDraft) -> list[str]:
     """Keep the links of a unit that lead to something in it, one way or another; others become files or go."""
     links = [path for path, file in draft.files.items() if file.kind == "l"]
     if not links:
@@ -132,7 +132,10 @@ def settle_links(draft: Draft) -> list[str]:
 
 
 def _claim_files(
-    part: SurveyedRoot, distribution: Distribution, draft: Draft, claimed: dict[str, list[tuple[Draft, RecordLine]]]
+    part: SurveyedRoot,
+    distribution: Distribution,
+    draft: UnitDraft,
+    claimed: dict[str, list[tuple[UnitDraft, RecordLine]]],
 ) -> None:
     site, prefix = part.spot.site, part.spot.prefix
     for claim in distribution.claims:
@@ -204,7 +207,7 @@ def _resolve(path: str, files: Mapping[str, ListedFile], directories: set[str]) 
     return None if found is None else found._replace(file=file.file)
 
 
-class Directories:
+class DirectoryPlaceholders:
     """The directories of all roots, and what stands for them."""
 
     def __init__(self, spots: Sequence[ImportRoot]) -> None:
@@ -232,7 +235,7 @@ class Directories:
         return "".join(lines)
 
 
-def take_generated(drafts: Sequence[Draft], directories: Directories) -> tuple[Generated, ...]:
+def take_generated(drafts: Sequence[UnitDraft], directories: DirectoryPlaceholders) -> tuple[Generated, ...]:
     """Take the files that name directories out of the units of a root, and return what is generated in their place."""
     texts: dict[str, Generated] = {}
     for draft in drafts:
