@@ -41,7 +41,7 @@ _MODE = 24
 _EXTENDED = 0x40
 
 
-class Patterns(msgspec.Struct, frozen=True):
+class IgnorePatterns(msgspec.Struct, frozen=True):
     """One file of patterns."""
 
     # the directory its paths start from, relative to the top: "" or ending in ``/``. May lie above the top; then
@@ -65,11 +65,11 @@ class Patterns(msgspec.Struct, frozen=True):
         return None
 
 
-class Ignoring(msgspec.Struct, frozen=True):
+class IgnoreRules(msgspec.Struct, frozen=True):
     """What holds in a directory: files of patterns from the outermost to its own."""
 
-    git: tuple[Patterns, ...] = ()
-    ours: tuple[Patterns, ...] = ()
+    git: tuple[IgnorePatterns, ...] = ()
+    ours: tuple[IgnorePatterns, ...] = ()
     all: bool = False  # whether git ignores the directory itself, and so everything in it that it does not track
 
     def by_ours(self, path: str) -> bool | None:
@@ -80,7 +80,7 @@ class Ignoring(msgspec.Struct, frozen=True):
         """Return whether git's patterns ignore an entry of this directory."""
         return self.all or bool(_decide(self.git, path))
 
-    def below(self, directory: str, base: str, *, begins: bool = False) -> Ignoring:
+    def below(self, directory: str, base: str, *, begins: bool = False) -> IgnoreRules:
         """Return what holds in a subdirectory: its own files added, git's forgotten where another repository begins.
 
         `base` is its path relative to the top, ending in ``/``, or "".
@@ -90,10 +90,10 @@ class Ignoring(msgspec.Struct, frozen=True):
             return self
         git = () if begins else self.git
         git, mine = git + ((own,) if own else ()), self.ours + ((ours,) if ours else ())
-        return Ignoring(git, mine, self.all and not begins)
+        return IgnoreRules(git, mine, self.all and not begins)
 
 
-def _decide(chain: Sequence[Patterns], path: str) -> bool | None:
+def _decide(chain: Sequence[IgnorePatterns], path: str) -> bool | None:
     for patterns in reversed(chain):
         decided = patterns.decide(path)
         if decided is not None:
@@ -101,7 +101,7 @@ def _decide(chain: Sequence[Patterns], path: str) -> bool | None:
     return None
 
 
-def read_patterns(file: str, base: str = "", above: str = "") -> Patterns | None:
+def read_patterns(file: str, base: str = "", above: str = "") -> IgnorePatterns | None:
     """Return a file of patterns, or None where there is none that says anything."""
     try:
         with open(file, "rb") as opened:
@@ -111,7 +111,7 @@ def read_patterns(file: str, base: str = "", above: str = "") -> Patterns | None
     return parse_patterns(text, base, above)
 
 
-def parse_patterns(text: str, base: str = "", above: str = "") -> Patterns | None:
+def parse_patterns(text: str, base: str = "", above: str = "") -> IgnorePatterns | None:
     """Return patterns as git reads them, or None when there are none."""
     rules = []
     for line in text.split("\n"):
@@ -126,7 +126,9 @@ def parse_patterns(text: str, base: str = "", above: str = "") -> Patterns | Non
         return None
     rules.reverse()
     anything = re.compile("|".join(f"(?:{expression})" for expression, _ in rules), re.DOTALL)
-    return Patterns(base, above, tuple((re.compile(text, re.DOTALL), ignores) for text, ignores in rules), anything)
+    return IgnorePatterns(
+        base, above, tuple((re.compile(text, re.DOTALL), ignores) for text, ignores in rules), anything
+    )
 
 
 def git_index(top: str) -> tuple[str, str] | None:
@@ -137,7 +139,7 @@ def git_index(top: str) -> tuple[str, str] | None:
     return os.path.join(_own_git_directory(repository), "index"), _relative(top, repository)
 
 
-def outer_ignoring(top: str) -> tuple[Ignoring, tuple[str, ...]]:
+def outer_ignoring(top: str) -> tuple[IgnoreRules, tuple[str, ...]]:
     """Return what holds above a directory, in its repository, and the files that say so or would if they were there.
 
     When the repository ignores the directory itself, nothing above it counts: somebody runs code in it.
@@ -152,8 +154,8 @@ def outer_ignoring(top: str) -> tuple[Ignoring, tuple[str, ...]]:
     watched = (*settings, *(file for file, _ in places))
     watched += tuple(f"{above}/{OURS}" for above, _ in _parents(top, repository))
     if repository is not None and _is_ignored(_relative(top, repository), git):
-        return Ignoring(), watched
-    return Ignoring(tuple(git), tuple(ours)), watched
+        return IgnoreRules(), watched
+    return IgnoreRules(tuple(git), tuple(ours)), watched
 
 
 def _own(expression: str, line: str) -> str:
@@ -191,7 +193,7 @@ def _parents(top: str, repository: str | None) -> list[tuple[str, str]]:
     return [(path, _relative(top, path)) for path in reversed(between)]
 
 
-def _is_ignored(inside: str, git: Sequence[Patterns]) -> bool:
+def _is_ignored(inside: str, git: Sequence[IgnorePatterns]) -> bool:
     """Return whether a repository ignores a directory, or one above it; its path in the repository ends in ``/``."""
     for end in (index + 1 for index, letter in enumerate(inside) if letter == "/"):
         for patterns in reversed(git):

@@ -44,7 +44,7 @@ from serverless_gpu.environment.scan.directory_listing import (
 from serverless_gpu.environment.scan.gitignore import (
     GIT,
     OURS,
-    Ignoring,
+    IgnoreRules,
     git_index,
     index_mtime,
     outer_ignoring,
@@ -117,11 +117,11 @@ def list_code(place: CodeDirectory, *, ask: bool = False) -> CodeListing:
 class _CodeWalk:
     """One walk: which directories are still to be looked at, with what is ignored in each."""
 
-    def __init__(self, place: CodeDirectory, outer: Ignoring, *, ask: bool) -> None:
+    def __init__(self, place: CodeDirectory, outer: IgnoreRules, *, ask: bool) -> None:
         self._ask = ask
         self._out = frozenset(place.out)
-        self._waiting: list[tuple[str, Ignoring]] = [("", outer)]
-        self._chains: dict[str, Ignoring] = {}
+        self._waiting: list[tuple[str, IgnoreRules]] = [("", outer)]
+        self._chains: dict[str, IgnoreRules] = {}
         self._ignoring = outer
         self._is_venv = os.path.lexists(f"{place.directory}/pyvenv.cfg")
         self._tracked: set[str] = set()
@@ -189,7 +189,7 @@ class _CodeWalk:
                 self._above_tracked.add(above)
                 above = above[: above.rfind("/", 0, -1) + 1]
 
-    def _holds_in(self, path: str) -> Ignoring:
+    def _holds_in(self, path: str) -> IgnoreRules:
         """Return what holds in a directory that is kept: only what is tracked, where the directory itself is not."""
         ignoring = self._ignoring
         if path in self._above_tracked and ignoring.by_ours(path) is None and ignoring.by_git(path):

@@ -4,9 +4,9 @@
                                      │             └▶ token ─▶ route ─▶ may they? ─▶ body bounds ─┴▶ route
                                   refused             401      404/405   403          413, 415
 
-The order matters. A page in a user's browser is stopped by the name it came under, whatever it knows. Without a token, a caller does not
-learn which paths exist. Nothing of a body is read before its sender may send it, and then only so much, of
-the declared type.
+The order matters. A page in a user's browser is stopped by the name it came under, whatever it knows. Without a token,
+a caller does not learn which paths exist. Nothing of a body is read before its sender may send it, and then only so
+much, of the declared type.
 
 `PUBLIC_ROUTES` is the whole list of what needs no token. A route that says `needs=PUBLIC` and is not in it, or the
 other way round, keeps the server from starting. There are no WebSockets and no mounts; both are refused here.

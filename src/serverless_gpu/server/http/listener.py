@@ -10,8 +10,8 @@
              connections that say nothing; and how many there are, so that the server never runs out of descriptors:
              where there are too many, the one that is idle for the longest time goes
 
-The port is remembered, so that clients of before find the server again after it was started again. Only where no port was
-asked for may it be another one.
+The port is remembered, so that clients of before find the server again after it was started again. Only where no port
+was asked for may it be another one.
 """
 
 from __future__ import annotations

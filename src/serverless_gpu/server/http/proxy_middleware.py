@@ -4,9 +4,9 @@
     the declared proxy ─ says who ┴─▶ stopping? ── no ─▶ auth
     anybody else, where a proxy is declared ─▶ 403        └─ yes ─▶ 503, "again in a second"; what goes on is counted
 
-Behind a proxy tokens cross the network between it and this server as they are: a client that comes past it would send its
-token in the clear, too, and could claim whatever a proxy may claim. So beyond loopback no other peer is answered, and
-what a proxy says is believed from its own address only. It has to say that it was reached by TLS; a proxy of this
+Behind a proxy tokens cross the network between it and this server as they are: a client that comes past it would send
+its token in the clear, too, and could claim whatever a proxy may claim. So beyond loopback no other peer is answered,
+and what a proxy says is believed from its own address only. It has to say that it was reached by TLS; a proxy of this
 machine has an address that others here have, too: who says nothing there of having been passed on is this machine's.
 
 A server that is to stop takes no new requests and finishes those that it has (`Running.shutdown`). `/health` and

@@ -1,7 +1,7 @@
 """Attempts: repository of the tries at a run. No other module reads or writes the table.
 
-An attempt is written when the scheduler decides, before any node knows of it (the intent); its state follows the run's as
-long as it is the current one, and its end is its own: the run may go on with another. What it has on each node is a
+An attempt is written when the scheduler decides, before any node knows of it (the intent); its state follows the run's
+as long as it is the current one, and its end is its own: the run may go on with another. What it has on each node is a
 crew (`crews.py`), and it is read with them: those on one node in the same query, the others of a gang in a second one.
 """
 
@@ -239,7 +239,7 @@ def is_any_since(connection: sa.Connection, at_ns: int, gpu_types: Sequence[str]
 def failed_nodes(connection: sa.Connection, run_ids: Sequence[str]) -> dict[str, frozenset[str]]:
     """Return, by run, the nodes on which a crew of it was lost, or ended before its user code began.
 
-    Not those of a crew that ended since another one failed, or since a person or the scheduler decided so: nothing was wrong with them.
+    Without those of crews that ended because another one failed, or by a decision: nothing was wrong with them.
     """
     found: dict[str, set[str]] = {}
     crew = crews_table.c

@@ -1,8 +1,8 @@
 """Crews: repository of what attempts have on one node each. No other module reads or writes the table.
 
-A crew is written with its attempt, before any node knows of it; its state is what its node says of it, or that nobody hears
-of it. It is changed together with its attempt's version (`attempts.change`): what two crews report at once cannot both
-miss what the other one says.
+A crew is written with its attempt, before any node knows of it; its state is what its node says of it, or that nobody
+hears of it. It is changed together with its attempt's version (`attempts.change`): what two crews report at once cannot
+both miss what the other one says.
 """
 
 from __future__ import annotations

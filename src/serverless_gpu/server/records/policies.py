@@ -49,7 +49,7 @@ def put(connection: sa.Connection, policy: StoredPolicy) -> None:
 
 
 def remove(connection: sa.Connection, name: str) -> bool:
-    """Remove a policy that is attached to no principal or team; its runs keep what they got. Return whether it was there."""
+    """Remove a policy without holders; its runs keep what they got. Return whether it was there."""
     return connection.execute(policies.delete().where(policies.c.name == name)).rowcount == 1
 
 

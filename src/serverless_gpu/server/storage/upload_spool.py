@@ -2,8 +2,8 @@
 
     request ── pieces ─▶ up to 1 MiB in memory ─▶ a file without a name ── whole ─▶ memoryview ─▶ check, store
 
-A slow sender costs no memory, a killed server leaves nothing behind (the file never had a name), and no reader sees a body
-that is not whole. Disks and stores are only ever waited for in threads, and those are not the ones that answer
+A slow sender costs no memory, a killed server leaves nothing behind (the file never had a name), and no reader sees a
+body that is not whole. Disks and stores are only ever waited for in threads, and those are not the ones that answer
 everything else: a bucket that takes half a minute for each request must not keep a heartbeat waiting.
 
 Failure cases: no room (ServerStorageFull: before the first byte where the size is known, else at the piece that does
