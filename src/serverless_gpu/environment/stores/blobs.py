@@ -29,7 +29,13 @@ from serverless_gpu.environment.documents import Snapshot, Unit
 from serverless_gpu.environment.snapshot_rules import check_snapshot
 from serverless_gpu.environment.stores.base import CollectionGuard, Store, check_key
 from serverless_gpu.environment.stores.codec import Altered, encode, pack_of, snapshot_of, unit_of
-from serverless_gpu.environment.stores.condemned_objects import LEASE_S, LIST_NAME, Sentence, collectors, read_condemned
+from serverless_gpu.environment.stores.condemned_objects import (
+    LEASE_S,
+    LIST_NAME,
+    CondemnedEntry,
+    collectors,
+    read_condemned,
+)
 from serverless_gpu.environment.unit_rules import check_unit
 from serverless_gpu.errors import (
     EnvironmentCorrupt,
@@ -273,7 +279,7 @@ class StoreBlobs:
             self._began_ns = self.clock.boottime_ns()
         return self._began_ns
 
-    def _entries(self) -> tuple[Sentence, ...]:
+    def _entries(self) -> tuple[CondemnedEntry, ...]:
         try:
             return read_condemned(self.store).entries
         except EnvironmentRejected as error:

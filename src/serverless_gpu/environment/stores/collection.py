@@ -43,8 +43,8 @@ from serverless_gpu.environment.stores.codec import ITEMS_MAX
 from serverless_gpu.environment.stores.condemned_objects import (
     COLLECTOR,
     LEASE_S,
-    Condemned,
-    Sentence,
+    CondemnedEntry,
+    CondemnedList,
     collectors,
     read_condemned,
     write_condemned,
@@ -136,7 +136,7 @@ class _Collection:
         self._key = COLLECTOR + os.urandom(16).hex()
         self._renewed_ns: int | None = None
         self._listed: dict[str, Stored] = {}
-        self._condemned = Condemned()
+        self._condemned = CondemnedList()
         self._unreadable: list[str] = []
 
     @contextlib.contextmanager
@@ -187,16 +187,16 @@ class _Collection:
     def write_list(self, plan: CollectionPlan) -> None:
         """Put the new list in place: first without dates, then, when it is known to be there, with them."""
         some = plan.condemned[: ITEMS_MAX - len(plan.waiting)]
-        new = tuple(Sentence(stored.key, 0, stored.put_ns) for stored in some)
+        new = tuple(CondemnedEntry(stored.key, 0, stored.put_ns) for stored in some)
         if not new and frozenset(plan.waiting) == frozenset(self._condemned.entries):
             return
         self._renew()
-        write_condemned(self._store, Condemned(entries=plan.waiting + new))
+        write_condemned(self._store, CondemnedList(entries=plan.waiting + new))
         if new:
             now_ns = self._clock.wall_ns()
-            dated = tuple(Sentence(sentence.key, now_ns, sentence.put_ns) for sentence in new)
+            dated = tuple(CondemnedEntry(sentence.key, now_ns, sentence.put_ns) for sentence in new)
             self._renew()
-            write_condemned(self._store, Condemned(entries=plan.waiting + dated))
+            write_condemned(self._store, CondemnedList(entries=plan.waiting + dated))
 
     def collected(self, plan: CollectionPlan) -> CollectionResult:
         """Return what is to be said of it."""
@@ -211,13 +211,13 @@ class _Collection:
             unreadable=tuple(sorted(self._unreadable)),
         )
 
-    def _read_list(self) -> Condemned:
+    def _read_list(self) -> CondemnedList:
         try:
             return read_condemned(self._store)
         except EnvironmentRejected as error:
             if error.hint:  # a newer version knows better
                 raise
-            return Condemned()  # everything is condemned again
+            return CondemnedList()  # everything is condemned again
 
     def _read(
         self, plan: CollectionPlan, kept: Collection[str], parts: Callable[[str], Iterable[str]]
@@ -290,7 +290,7 @@ class CollectionPlan(NamedTuple):
 
     kept: tuple[Stored, ...]
     condemned: tuple[Stored, ...]
-    waiting: tuple[Sentence, ...]
+    waiting: tuple[CondemnedEntry, ...]
     deleted: tuple[Stored, ...]
 
     def remaining(self) -> tuple[str, ...]:
@@ -323,7 +323,7 @@ def make_plan(
     listed: Iterable[Stored],
     kept: Collection[str],
     held: Collection[str],
-    condemned: Condemned,
+    condemned: CondemnedList,
     *,
     now_ns: int,
     grace_ns: int,
@@ -333,8 +333,8 @@ def make_plan(
     `held` are keys that something which is not deleted now points at; `grace_ns` is how long an object is on the list
     before it may be deleted.
     """
-    sentences: Mapping[str, Sentence] = {sentence.key: sentence for sentence in condemned.entries}
-    plan: tuple[list[Stored], list[Stored], list[Sentence], list[Stored]] = ([], [], [], [])
+    sentences: Mapping[str, CondemnedEntry] = {sentence.key: sentence for sentence in condemned.entries}
+    plan: tuple[list[Stored], list[Stored], list[CondemnedEntry], list[Stored]] = ([], [], [], [])
     keep, condemn, wait, delete = plan
     for stored in listed:
         sentence = sentences.get(stored.key)

@@ -27,7 +27,7 @@ LEASE_S = 20 * 60
 """How long after it last said so a collection may still be deleting."""
 
 
-class Sentence(msgspec.Struct, frozen=True, array_like=True):
+class CondemnedEntry(msgspec.Struct, frozen=True, array_like=True):
     """One object on the list."""
 
     key: str
@@ -35,22 +35,22 @@ class Sentence(msgspec.Struct, frozen=True, array_like=True):
     put_ns: int  # when it had been put; another time means that somebody needed it since
 
 
-class Condemned(msgspec.Struct, frozen=True, kw_only=True):
+class CondemnedList(msgspec.Struct, frozen=True, kw_only=True):
     """The list."""
 
-    entries: tuple[Sentence, ...] = ()
+    entries: tuple[CondemnedEntry, ...] = ()
     version: int = VERSION
 
 
-def read_condemned(store: Store) -> Condemned:
+def read_condemned(store: Store) -> CondemnedList:
     """Return the list; an empty one if missing."""
     try:
-        return decode(store.get(CONDEMNED), Condemned, LIST_NAME)
+        return decode(store.get(CONDEMNED), CondemnedList, LIST_NAME)
     except KeyError:
-        return Condemned()
+        return CondemnedList()
 
 
-def write_condemned(store: Store, condemned: Condemned) -> None:
+def write_condemned(store: Store, condemned: CondemnedList) -> None:
     """Put the list in place of the one that is there."""
     store.put({CONDEMNED: encode(condemned)})
 

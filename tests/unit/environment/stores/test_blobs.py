@@ -16,7 +16,7 @@ from serverless_gpu.environment.documents import SNAPSHOT_VERSION, SnapshotOrigi
 from serverless_gpu.environment.stores.base import Store
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.codec import DOCUMENT_BYTES_MAX, encode
-from serverless_gpu.environment.stores.condemned_objects import Condemned, Sentence, write_condemned
+from serverless_gpu.environment.stores.condemned_objects import CondemnedEntry, CondemnedList, write_condemned
 from serverless_gpu.environment.stores.directory_store import DirectoryStore
 from serverless_gpu.environment.stores.memory_store import MemoryStore
 from serverless_gpu.errors import (
@@ -175,7 +175,7 @@ def test_another_version_says_to_upgrade() -> None:
     newer = msgspec.structs.replace(snapshot, version=SNAPSHOT_VERSION + 1)
     store.put({f"snapshots/{snapshot.address}": encode(newer)})
     store.put({f"units/{unit.address}": encode(msgspec.structs.replace(unit, version=2))})
-    store.put({"gc/condemned": encode(Condemned(version=2))})
+    store.put({"gc/condemned": encode(CondemnedList(version=2))})
     for read, newest in (
         (lambda: StoreBlobs(store).read_snapshot(snapshot.address), SNAPSHOT_VERSION),
         (lambda: StoreBlobs(store).read_unit(unit.address), 1),
@@ -229,7 +229,7 @@ def test_what_is_condemned_counts_as_absent_until_it_is_put_again() -> None:
     snapshot = capture(StoreBlobs(store), b"1")
     unit = StoreBlobs(store).read_unit(snapshot.addresses()[0])
     keys = (f"packs/{unit.packs[0]}", f"units/{unit.address}", f"snapshots/{snapshot.address}")
-    write_condemned(store, Condemned(entries=tuple(Sentence(key, 1, 1) for key in keys)))
+    write_condemned(store, CondemnedList(entries=tuple(CondemnedEntry(key, 1, 1) for key in keys)))
     blobs = StoreBlobs(store)
     assert blobs.missing_units([unit.address]) == (unit.address,)
     assert blobs.missing_packs(unit.packs) == unit.packs

@@ -14,7 +14,7 @@ from serverless_gpu.environment.stores.base import Store
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.codec import encode
 from serverless_gpu.environment.stores.collection import CollectionResult, Tally, collect
-from serverless_gpu.environment.stores.condemned_objects import COLLECTOR, CONDEMNED, Condemned, read_condemned
+from serverless_gpu.environment.stores.condemned_objects import COLLECTOR, CONDEMNED, CondemnedList, read_condemned
 from serverless_gpu.environment.stores.directory_store import DirectoryStore
 from serverless_gpu.environment.stores.memory_store import MemoryStore
 from serverless_gpu.errors import EnvironmentMissing, EnvironmentRejected, StoreUnavailable
@@ -89,7 +89,7 @@ def test_what_nobody_needs_is_condemned_and_then_deleted(store: Store, clock: Fa
     assert fourth.kept.bytes == sum(len(data) for key, data in everything(store).items() if key != CONDEMNED)
     assert is_whole(store, new)
     assert not store.present([f"snapshots/{old.address}"])
-    assert read_condemned(store) == Condemned()
+    assert read_condemned(store) == CondemnedList()
     assert [stored.key for stored in store.list("gc")] == [CONDEMNED]
 
 
@@ -186,7 +186,7 @@ def test_an_altered_list_condemns_anew(store: Store, clock: FakeClock) -> None:
 
 def test_the_list_of_a_newer_version_is_left_alone(clock: FakeClock) -> None:
     store = MemoryStore(clock=clock)
-    store.put({CONDEMNED: encode(Condemned(version=2))})
+    store.put({CONDEMNED: encode(CondemnedList(version=2))})
     with pytest.raises(EnvironmentRejected, match="is in version 2"):
         run(store, clock)
     assert read_keys(store) == [CONDEMNED]

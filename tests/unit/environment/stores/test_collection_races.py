@@ -12,7 +12,7 @@ from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.stores.base import Stored
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.collection import collect, make_plan
-from serverless_gpu.environment.stores.condemned_objects import CONDEMNED, Condemned, Sentence
+from serverless_gpu.environment.stores.condemned_objects import CONDEMNED, CondemnedEntry, CondemnedList
 from serverless_gpu.environment.stores.memory_store import MemoryStore
 from serverless_gpu.errors import EnvironmentMissing, StoreUnavailable
 from serverless_gpu.testing import FakeClock
@@ -225,15 +225,15 @@ def test_what_becomes_of_each_object() -> None:
     now_ns, grace_ns = 1000, 100
     listed = [stored(name, 5) for name in "abcdef0"]
     keys = [one.key for one in listed]
-    condemned = Condemned(
+    condemned = CondemnedList(
         entries=(
-            Sentence(keys[0], 900, 5),  # long enough
-            Sentence(keys[1], 901, 5),  # not yet
-            Sentence(keys[2], 900, 4),  # put again since
-            Sentence(keys[3], 0, 5),  # no date
-            Sentence(keys[4], 900, 5),  # needed
-            Sentence("packs/" + "9" * 64, 900, 5),  # gone
-            Sentence(keys[6], 900, 5),  # something that waits points at it
+            CondemnedEntry(keys[0], 900, 5),  # long enough
+            CondemnedEntry(keys[1], 901, 5),  # not yet
+            CondemnedEntry(keys[2], 900, 4),  # put again since
+            CondemnedEntry(keys[3], 0, 5),  # no date
+            CondemnedEntry(keys[4], 900, 5),  # needed
+            CondemnedEntry("packs/" + "9" * 64, 900, 5),  # gone
+            CondemnedEntry(keys[6], 900, 5),  # something that waits points at it
         )
     )
     plan = make_plan(listed, {keys[4]}, {keys[6]}, condemned, now_ns=now_ns, grace_ns=grace_ns)
