@@ -28,7 +28,7 @@ from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.environment.documents import Snapshot, Unit
 from serverless_gpu.environment.snapshot_rules import check_snapshot
 from serverless_gpu.environment.stores.base import CollectionGuard, Store, check_key
-from serverless_gpu.environment.stores.codec import Altered, encode, pack_of, snapshot_of, unit_of
+from serverless_gpu.environment.stores.codec import AlteredObject, encode, pack_of, snapshot_of, unit_of
 from serverless_gpu.environment.stores.condemned_objects import (
     LEASE_S,
     LIST_NAME,
@@ -105,7 +105,7 @@ class StoreBlobs:
         def read() -> bytes:
             data = self._get(key, what, start, length)
             if len(data) != length:
-                raise Altered("it ends too early")
+                raise AlteredObject("it ends too early")
             return data
 
         return self._twice(read, what)
@@ -235,11 +235,11 @@ class StoreBlobs:
     def _twice(self, read: Callable[[], _Value], what: str) -> _Value:
         try:
             return read()
-        except (Altered, EnvironmentRejected):
+        except (AlteredObject, EnvironmentRejected):
             pass  # on its way or where it lies: the second look tells
         try:
             return read()
-        except Altered as error:
+        except AlteredObject as error:
             raise EnvironmentCorrupt(
                 f"{what} in the store {self.store.url} is altered: {error}",
                 hint="look at the disk of the store; a restore removes what is altered, and a capture sends it again",
@@ -283,7 +283,7 @@ class StoreBlobs:
         try:
             return read_condemned(self.store).entries
         except EnvironmentRejected as error:
-            raise (error if error.hint else Altered(error.message)) from None
+            raise (error if error.hint else AlteredObject(error.message)) from None
 
     def _settle(self, keys: Iterable[str]) -> None:
         """Make sure that nothing that was put again is being deleted at this moment, before anything points at it."""

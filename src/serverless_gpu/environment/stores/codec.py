@@ -8,7 +8,7 @@ looks at, and no two forms. Sizes are checked before anything is made of them: 1
 
 Readers of a store go through here, and so does a server that stores what others send.
 
-Failure cases: `Altered` when the bytes are not what their name says, so another copy of them may be;
+Failure cases: `AlteredObject` when the bytes are not what their name says, so another copy of them may be;
 `EnvironmentRejected` when they are, and break a rule or are of a version that is not known here: then every copy is so.
 """
 
@@ -140,7 +140,7 @@ def _value(content: bytes, at: int) -> tuple[int, int]:
     return _FIXED.get(first, 1), 0  # what is of no kind we write is refused when it is decoded
 
 
-class Altered(Exception):
+class AlteredObject(Exception):
     """Bytes are not what their address says."""
 
 
@@ -149,7 +149,7 @@ def snapshot_of(data: bytes, address: str) -> Snapshot:
     snapshot = document_of(data, Snapshot, f"snapshot {address[:12]}")
     _obey(lambda: check_snapshot(snapshot), lambda: snapshot_address(snapshot) == address)
     if snapshot.address != address:
-        raise Altered(_ANOTHER)
+        raise AlteredObject(_ANOTHER)
     return snapshot
 
 
@@ -158,14 +158,14 @@ def unit_of(data: bytes, address: str) -> Unit:
     unit = document_of(data, Unit, f"unit {address[:12]}")
     _obey(lambda: check_unit(unit), lambda: unit_address(unit.rows) == address)
     if unit.address != address:
-        raise Altered(_ANOTHER)
+        raise AlteredObject(_ANOTHER)
     return unit
 
 
 def pack_of(data: bytes | memoryview, digest: str) -> None:
     """Do nothing when these bytes are the pack of a name."""
     if blake3(data).hexdigest() != digest:
-        raise Altered(_ANOTHER)
+        raise AlteredObject(_ANOTHER)
 
 
 def document_of(data: bytes, kind: type[_Document], what: str) -> _Document:
@@ -174,7 +174,7 @@ def document_of(data: bytes, kind: type[_Document], what: str) -> _Document:
         return decode(data, kind, what)
     except EnvironmentRejected as error:
         # A hint says that another version wrote it; what cannot be read for another reason, nobody wrote.
-        raise (error if error.hint else Altered(error.message)) from None
+        raise (error if error.hint else AlteredObject(error.message)) from None
 
 
 def _obey(check: Callable[[], None], is_itself: Callable[[], bool]) -> None:
@@ -183,4 +183,4 @@ def _obey(check: Callable[[], None], is_itself: Callable[[], bool]) -> None:
     except EnvironmentRejected:
         if is_itself():
             raise  # it was written like that
-        raise Altered(_ANOTHER) from None
+        raise AlteredObject(_ANOTHER) from None

@@ -43,7 +43,7 @@ from serverless_gpu.environment.documents import Snapshot, Unit
 from serverless_gpu.environment.packages import Packages, packages_of
 from serverless_gpu.environment.stores.base import Store, Stored, check_key
 from serverless_gpu.environment.stores.blobs import StoreBlobs as Documents
-from serverless_gpu.environment.stores.codec import Altered, pack_of, snapshot_of, unit_of
+from serverless_gpu.environment.stores.codec import AlteredObject, pack_of, snapshot_of, unit_of
 from serverless_gpu.environment.stores.collection import CollectionResult, collect
 from serverless_gpu.environment.stores.condemned_objects import read_condemned
 from serverless_gpu.environment.stores.repair import ReadPack, Unequal, check_content, damaged
@@ -215,7 +215,7 @@ class EnvironmentStore:
         self.check_room(len(data))
         try:
             wanted = self._checked(key, data)
-        except Altered as error:
+        except AlteredObject as error:
             raise HashMismatch(
                 f"{key[:80]} arrived altered: {error}",
                 hint="send it again; when that happens often, something on the way alters or cuts what is sent",
@@ -395,7 +395,7 @@ class EnvironmentStore:
     def _is_pack(self, digest: str) -> bool:
         try:
             pack_of(self._store.get(f"packs/{digest}"), digest)
-        except (KeyError, Altered):
+        except (KeyError, AlteredObject):
             return False
         return True
 
@@ -419,7 +419,7 @@ class EnvironmentStore:
             try:
                 there = self._store.get(key)
                 snapshot_of(there, address)
-            except (KeyError, Altered, EnvironmentRejected):
+            except (KeyError, AlteredObject, EnvironmentRejected):
                 self._check_members(snapshot_of(bytes(data), address))
                 return data
             return there
@@ -467,7 +467,7 @@ class EnvironmentStore:
             return all(sentence.key != key for sentence in read_condemned(self._store).entries)
         except StoreUnavailable:
             raise
-        except (KeyError, Altered, Unequal, EnvironmentProblem):
+        except (KeyError, AlteredObject, Unequal, EnvironmentProblem):
             return False
 
 

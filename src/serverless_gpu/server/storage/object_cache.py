@@ -35,7 +35,7 @@ from blake3 import blake3
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.environment.stores.base import OBJECT_BYTES_MAX, Store, check_key, check_range
-from serverless_gpu.environment.stores.codec import Altered
+from serverless_gpu.environment.stores.codec import AlteredObject
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentRejected, StoreUnavailable
 from serverless_gpu.server.core.disk_space import KEPT_FREE_BYTES, free_bytes
 
@@ -59,7 +59,7 @@ _FLOOR_SHARE = 20  # of a small disk, a twentieth stays free
 _COPIED = ("packs", "units", "snapshots")
 
 Judge = Callable[[str, bytes], None]
-"""Raises `Altered` when bytes are not what their key says."""
+"""Raises `AlteredObject` when bytes are not what their key says."""
 
 _log = logging.getLogger(__name__)
 
@@ -169,7 +169,7 @@ class ObjectCache:
             data = self._whole(key)
             try:
                 self._judge(key, data)
-            except Altered:
+            except AlteredObject:
                 data = self._once_more(key)
             except EnvironmentRejected:
                 return _Bytes(data)  # it breaks a rule, or is of another version: the caller says so
@@ -193,7 +193,7 @@ class ObjectCache:
         data = self._whole(key)
         try:
             self._judge(key, data)
-        except Altered as error:
+        except AlteredObject as error:
             kind, _, name = key.partition("/")
             raise EnvironmentCorrupt(
                 f"{kind[:-1]} {name[:12]} in the store {self._store.url} is altered: {error}",
