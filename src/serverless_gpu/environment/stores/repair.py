@@ -13,7 +13,7 @@ may point at packs that hold something else: each pack is what its name says, an
 look at the content tells (`check_content`). It reads each pack once, in the order in which a capture fills them, with
 one pack in memory at a time.
 
-Failure cases: the store does not let itself be changed (said in the hint, the objects are named); `Unequal` names the
+Failure cases: the store does not let itself be changed (said in the hint, the objects are named); `ContentMismatch` names the
 first row whose bytes are others.
 """
 
@@ -43,7 +43,7 @@ NAMED_MAX = 3
 _AGAIN = "where it is installed, `sgpu env capture` sends that again"
 
 
-class Unequal(Exception):
+class ContentMismatch(Exception):
     """Packs do not hold what the rows of a unit say."""
 
 
@@ -73,7 +73,7 @@ def check_content(unit: Unit, read: ReadPack) -> None:
         if block.pack != pack:
             reads += 1
             if reads > len(extents) + PACK_READS_FREE:
-                raise Unequal("its blocks jump between its packs")
+                raise ContentMismatch("its blocks jump between its packs")
             data = memoryview(b"")  # one pack in memory, not two
             pack, data = block.pack, memoryview(read(unit.packs[block.pack], extents[block.pack]))
         content = _content(data[block.offset : block.offset + block.length], block.size, parts[index][0].row)
@@ -82,7 +82,7 @@ def check_content(unit: Unit, read: ReadPack) -> None:
             if not part.is_last:
                 continue
             if digest.digest() != part.row.sha256:
-                raise Unequal(f"its packs hold other bytes than {part.row.path!r} has")
+                raise ContentMismatch(f"its packs hold other bytes than {part.row.path!r} has")
             digest = hashlib.sha256()
 
 
@@ -90,9 +90,9 @@ def _content(frame: memoryview, size: int, row: FileRow) -> memoryview:
     try:
         content = decompress(frame, size)
     except EnvironmentRejected as error:
-        raise Unequal(f"the bytes of {row.path!r} cannot be read: {error.message}") from None
+        raise ContentMismatch(f"the bytes of {row.path!r} cannot be read: {error.message}") from None
     if len(content) != size:
-        raise Unequal(f"the block of {row.path!r} holds {len(content)} bytes instead of {size}")
+        raise ContentMismatch(f"the block of {row.path!r} holds {len(content)} bytes instead of {size}")
     return memoryview(content)
 
 
@@ -154,7 +154,7 @@ def damaged(
 ) -> tuple[str, ...]:
     """Return the keys of what no restore can use, in the order in which it may be deleted: units, then packs.
 
-    `check` compares the content of a unit whose packs are whole with its rows; it raises `Unequal`.
+    `check` compares the content of a unit whose packs are whole with its rows; it raises `ContentMismatch`.
     """
     units: list[str] = []
     packs: dict[str, str] = {}  # digest → "", "altered" or "missing"
@@ -178,7 +178,7 @@ def _holds(blobs: StoreBlobs, unit: Unit, check: Callable[[Unit, ReadPack], None
     """Return whether packs that are what their names say hold what a unit's rows say."""
     try:
         check(unit, lambda digest, length: blobs.read_range(digest, 0, length))
-    except (Unequal, EnvironmentCorrupt):
+    except (ContentMismatch, EnvironmentCorrupt):
         return False
     return True
 

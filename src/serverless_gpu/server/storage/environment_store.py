@@ -24,7 +24,7 @@ it restores, and asks for `repair` when something is wrong.
 
 Failure cases: altered on the way (HashMismatch; send it again), against the rules (EnvironmentRejected), no room
 (ServerStorageFull), a store that does not answer (StoreUnavailable, after trying for as long as a store does), packs
-that hold something else than a unit's rows say (`Unequal`), no turn within WAIT_S (StoreUnavailable; ask again).
+that hold something else than a unit's rows say (`ContentMismatch`), no turn within WAIT_S (StoreUnavailable; ask again).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from serverless_gpu.environment.stores.blobs import StoreBlobs as Documents
 from serverless_gpu.environment.stores.codec import AlteredObject, pack_of, snapshot_of, unit_of
 from serverless_gpu.environment.stores.collection import CollectionResult, collect
 from serverless_gpu.environment.stores.condemned_objects import read_condemned
-from serverless_gpu.environment.stores.repair import ReadPack, Unequal, check_content, damaged
+from serverless_gpu.environment.stores.repair import ContentMismatch, ReadPack, check_content, damaged
 from serverless_gpu.errors import (
     EnvironmentCorrupt,
     EnvironmentMissing,
@@ -372,7 +372,7 @@ class EnvironmentStore:
         self._need_packs(unit)
         try:
             self._content.check(data, lambda: self._unit(key, data))
-        except (Unequal, EnvironmentCorrupt) as error:
+        except (ContentMismatch, EnvironmentCorrupt) as error:
             self._refuse_content(key, data, unit, str(error))
 
     def _refuse_content(self, key: str, data: bytes | memoryview, unit: Unit, why: str) -> NoReturn:
@@ -410,7 +410,7 @@ class EnvironmentStore:
                 return b"".join(self._nearby.read(key, 0, length))
             return self._store.get(key, 0, length)
         except KeyError:
-            raise Unequal(f"pack {digest[:12]} is not there any more") from None
+            raise ContentMismatch(f"pack {digest[:12]} is not there any more") from None
 
     def _first(self, key: str, data: bytes | memoryview) -> bytes | memoryview:
         """Return the snapshot to store: the one that is there, to be put again so that its age counts from now."""
@@ -467,7 +467,7 @@ class EnvironmentStore:
             return all(sentence.key != key for sentence in read_condemned(self._store).entries)
         except StoreUnavailable:
             raise
-        except (KeyError, AlteredObject, Unequal, EnvironmentProblem):
+        except (KeyError, AlteredObject, ContentMismatch, EnvironmentProblem):
             return False
 
 

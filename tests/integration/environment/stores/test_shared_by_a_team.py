@@ -27,7 +27,7 @@ from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.codec import encode
 from serverless_gpu.environment.stores.directory_store import DirectoryStore
 from serverless_gpu.environment.stores.memory_store import MemoryStore
-from serverless_gpu.environment.stores.repair import Unequal, check_content, repair_units
+from serverless_gpu.environment.stores.repair import ContentMismatch, check_content, repair_units
 from serverless_gpu.environment.stores.server_store import ServedStore
 from serverless_gpu.environment.stores.store_urls import open_store
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentMissing, EnvironmentProblem, EnvironmentRejected
@@ -193,9 +193,9 @@ def test_22A5_files_of_several_blocks_are_compared_to_their_end() -> None:
     for number, row in enumerate(unit.rows):
         if row.size:
             rows = (*unit.rows[:number], replace(row, sha256=b"\1" * 32), *unit.rows[number + 1 :])
-            with pytest.raises(Unequal, match=row.path):
+            with pytest.raises(ContentMismatch, match=row.path):
                 check_content(replace(unit, rows=rows, address=unit_address(rows)), reader)
-    with pytest.raises(Unequal, match="cannot be read"):
+    with pytest.raises(ContentMismatch, match="cannot be read"):
         check_content(unit, lambda digest, length: b"no frame" * 100)
 
 
@@ -220,7 +220,7 @@ def test_22A5_blocks_that_jump_between_packs_are_not_read_again_and_again() -> N
         places=tuple(places),
     )
     store.put({f"packs/{digest_of(pack)}": pack for pack in packs})
-    with pytest.raises(Unequal, match="jump between"):
+    with pytest.raises(ContentMismatch, match="jump between"):
         check_content(jumping, lambda digest, length: store.get(f"packs/{digest}", 0, length))
 
 
