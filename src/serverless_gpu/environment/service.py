@@ -65,7 +65,7 @@ from serverless_gpu.environment.service_messages import (
 from serverless_gpu.environment.stores.base import Store
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.store_urls import is_remote, is_served, open_store
-from serverless_gpu.environment.watch_process import Patience, WatchProcess
+from serverless_gpu.environment.watch_process import WatchBackoff, WatchProcess
 from serverless_gpu.errors import EnvironmentProblem, ServerlessGpuError, StorageError
 from serverless_gpu.operating_system import is_thread_limit, lacks_inodes, thread_limit
 
@@ -118,7 +118,7 @@ class Service:
             bytes, list[EnvironmentQuestion]
         ] = {}  # questions that came while a capture was being written down
         self._watches: dict[bytes, WatchProcess] = {}
-        self._patience: dict[bytes, Patience] = {}
+        self._patience: dict[bytes, WatchBackoff] = {}
         self._ended: list[int] = []  # watching processes that are to be reaped: closing watches takes them a while
         self._selector = selectors.DefaultSelector()
 
@@ -209,7 +209,7 @@ class Service:
 
     def _watch(self, key: bytes, description: Description) -> None:
         """Have the libraries of an environment watched from now on, if that is likely to be of use."""
-        if key in self._watches or not self._patience.setdefault(key, Patience()).is_due():
+        if key in self._watches or not self._patience.setdefault(key, WatchBackoff()).is_due():
             return
         while len(self._patience) > ENTRIES_MAX:
             self._patience.pop(next(iter(self._patience)))
@@ -239,7 +239,7 @@ class Service:
             self._log(key, watch.reason)
 
     def _log(self, key: bytes, reason: str) -> None:
-        patience = self._patience.setdefault(key, Patience())
+        patience = self._patience.setdefault(key, WatchBackoff())
         if patience.reason != reason:
             patience.reason = reason
             print(f"the environment is not watched, every file of it is looked at: {reason}", file=sys.stderr)

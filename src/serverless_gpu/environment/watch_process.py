@@ -104,7 +104,7 @@ class WatchProcess:
         return False
 
 
-class Patience:
+class WatchBackoff:
     """How many full looks to let pass before watches are placed again: twice as many after each that were of no use."""
 
     def __init__(self) -> None:

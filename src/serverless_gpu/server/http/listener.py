@@ -1,7 +1,7 @@
-"""Where a server listens, and that a home has one server only.
+"""Listening sockets and connections of the server, and the locks by which a home has one server only.
 
-    lock     server.lock and server/lock, held as long as the process lives: a second server of the home fails and names the
-             first. Servers of one PostgreSQL may share server/: the database decides which of them works
+    lock     server.lock and server/lock, held as long as the process lives: a second server of the home is
+             refused. Servers of one PostgreSQL may share server/: the database decides which of them works
              (`leader_lock.py`)
     port     as asked for; else the one of last time (server/port), else 7878, else any free one, which is remembered
     beside   a second socket on loopback, without TLS, where the first is not one of loopback in the clear: this

@@ -14,7 +14,7 @@ import pytest
 
 from serverless_gpu.environment.scan import watcher
 from serverless_gpu.environment.scan.watcher import Inotify, mounts_about
-from serverless_gpu.environment.watch_process import LOOKS_MAX, Patience
+from serverless_gpu.environment.watch_process import LOOKS_MAX, WatchBackoff
 from tests.support.environment.libraries import Library, write_in_place
 from tests.support.golden import golden
 from tests.support.small_disks import small_disk
@@ -252,7 +252,7 @@ def test_22C3_a_mount_concerns_what_lies_above_and_below_it() -> None:
 
 
 def test_22C3_watches_of_no_use_are_placed_less_and_less_often() -> None:
-    patience = Patience()
+    patience = WatchBackoff()
     pauses = []
     for _ in range(6):
         looks = 0
