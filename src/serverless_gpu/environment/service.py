@@ -78,7 +78,7 @@ _SENTENCE_CHARACTERS_MAX = 500
 _PACKET_BYTES_MAX = 60_000
 
 
-class Wire(Protocol):
+class ServiceConnection(Protocol):
     """The connection to the caller."""
 
     def fileno(self) -> int: ...
@@ -106,7 +106,7 @@ class _Task(msgspec.Struct, kw_only=True):
 class Service:
     """The service of one caller."""
 
-    def __init__(self, wire: Wire, index: Path) -> None:
+    def __init__(self, wire: ServiceConnection, index: Path) -> None:
         self._wire = wire
         self._index = index
         self._recogniser = Recogniser(index)
