@@ -44,7 +44,7 @@ from serverless_gpu.client.launch.launch import launch_command
 from serverless_gpu.client.launch.remedies import explain, no_server
 from serverless_gpu.client.remote.profile import find_profile
 from serverless_gpu.client.runs.run import Run
-from serverless_gpu.environment.service_messages import Where
+from serverless_gpu.environment.service_messages import StoreLocation
 from serverless_gpu.errors import EnvironmentProblem, NoSuitableNode, ServerNotConfigured, ServerUnavailable
 from serverless_gpu.lazy_import import load
 from serverless_gpu.model.spec import Command, Priority, RunSpec, check_command
@@ -299,7 +299,7 @@ def _resolve(home: Home, spec: RunSpec) -> tuple[RunSpec, _RankEnvironment]:
     return choice.applied(spec), _rank_environment(home, environment, server.store())
 
 
-def _rank_environment(home: Home, environment: str, store: Where | None) -> _RankEnvironment:
+def _rank_environment(home: Home, environment: str, store: StoreLocation | None) -> _RankEnvironment:
     """Return the ranks' environment without capturing it."""
     if environment != "snapshot":
         return _RankEnvironment(environment=environment)

@@ -15,7 +15,7 @@ from serverless_gpu.environment.progress import ProgressPoint
 _STORE_PREFIXES = ("AWS_", "GOOGLE_", "AZURE_", "SSL_CERT_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
 
 
-class Where(NamedTuple):
+class StoreLocation(NamedTuple):
     """A store of environments."""
 
     url: str

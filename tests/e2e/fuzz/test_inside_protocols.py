@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serverless_gpu.environment.restore.zygote_compatibility import LoadedModules
-from serverless_gpu.environment.service_messages import Where
+from serverless_gpu.environment.service_messages import StoreLocation
 from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.model.lifecycle.attempt import Attempt, Event, GangPlaced, Limits, RankExecuting
 from serverless_gpu.model.lifecycle.attempt_lifecycle import IllegalAttemptTransition, advance
@@ -170,7 +170,7 @@ def test_an_order_makes_a_directory_of_its_run_or_is_refused(
     try:
         taken = attempt_launch.take(Home(root), order, root / "node.json")
         assert taken is not None and taken[0].parent == root / "runs" / order.run_id
-        attempt_launch.make_launch(order, taken[0], greeting, clock=FakeClock(), store=Where(""), waited_ns=0)
+        attempt_launch.make_launch(order, taken[0], greeting, clock=FakeClock(), store=StoreLocation(""), waited_ns=0)
     except (ServerlessGpuError, OSError):
         pass
     outside = [path for path in root.parent.rglob("*") if path != root and root / "runs" not in (path, *path.parents)]

@@ -26,7 +26,7 @@ from serverless_gpu.client.display.run_display import Display, make_display
 from serverless_gpu.environment import service_messages
 from serverless_gpu.environment.progress import ProgressPoint
 from serverless_gpu.environment.scan.interpreter import describe
-from serverless_gpu.environment.service_messages import Where
+from serverless_gpu.environment.service_messages import StoreLocation
 from serverless_gpu.errors import EnvironmentProblem, InvalidValue, error_class
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.protocol import EnvironmentRequest, Mode
@@ -78,7 +78,7 @@ class _Service:
             if log >= 0:
                 os.close(log)
 
-    def ask(self, description: dict[str, object], store: Where, *, capture: bool) -> int:
+    def ask(self, description: dict[str, object], store: StoreLocation, *, capture: bool) -> int:
         """Send a question and return its number; raise _ServiceEnded when the service has ended."""
         with self._turn:
             self._number += 1
@@ -179,7 +179,7 @@ os.register_at_fork(after_in_child=_forget_all)
 class Recognition:
     """One question to the service about this environment; `store` None is the home's own."""
 
-    def __init__(self, home: Home, *, capture: bool = True, store: Where | None = None) -> None:
+    def __init__(self, home: Home, *, capture: bool = True, store: StoreLocation | None = None) -> None:
         self._home = home
         self._mode = asked_mode(os.environ.get(RESTORE))
         self._capture = capture
@@ -222,7 +222,7 @@ class Recognition:
                 return ("what is installed, or the project's code",)
         return ()
 
-    def is_about(self, home: Home, store: Where | None) -> bool:
+    def is_about(self, home: Home, store: StoreLocation | None) -> bool:
         """Return whether `recognise` of this home and store would ask the same."""
         return self._home.root == home.root and self._store == (store or _own_store(home))
 
@@ -339,11 +339,11 @@ class _CaptureNotices:
                 pass
 
 
-def _own_store(home: Home) -> Where:
-    return Where(str(home.environments / "store"))
+def _own_store(home: Home) -> StoreLocation:
+    return StoreLocation(str(home.environments / "store"))
 
 
-def recognise(home: Home, store: Where | None = None) -> Recognition:
+def recognise(home: Home, store: StoreLocation | None = None) -> Recognition:
     """Ask for this process's environment, once inside of `shared`; `store` None is the home's own."""
     kept: list[Recognition] | None = getattr(_shared, "kept", None)
     if kept is None:

@@ -21,7 +21,7 @@ from typing import TypeVar
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.client.display.run_display import TerminalDisplay
 from serverless_gpu.client.remote.profile import TOKEN, ServerProfile, find_profile, patience_s, reread
-from serverless_gpu.environment.service_messages import Where
+from serverless_gpu.environment.service_messages import StoreLocation
 from serverless_gpu.errors import NotAuthenticated
 from serverless_gpu.model.cost import Cost
 from serverless_gpu.model.lifecycle.attempt import StopReason
@@ -117,9 +117,9 @@ class RemoteServer:
         """Return a connection for one stream; the caller closes it."""
         return Connection(self.profile.url, self.profile.token, ca=self.profile.ca)
 
-    def store(self) -> Where:
+    def store(self) -> StoreLocation:
         """Return where environments are put for runs of this server."""
-        return Where(f"sgpu+{self.profile.url.rstrip('/')}", self.profile.token, self.profile.ca)
+        return StoreLocation(f"sgpu+{self.profile.url.rstrip('/')}", self.profile.token, self.profile.ca)
 
     def version(self, *, patiently: bool = True) -> Version:
         """Return the server's version, fetched once; `patiently` waits for a server that is away."""

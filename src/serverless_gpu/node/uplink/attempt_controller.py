@@ -28,7 +28,7 @@ import msgspec
 
 from serverless_gpu import faults
 from serverless_gpu.ambient import Clock
-from serverless_gpu.environment.service_messages import Where
+from serverless_gpu.environment.service_messages import StoreLocation
 from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.node.agent.connection import connect
@@ -210,7 +210,7 @@ class AttemptController:
                 line.close()
             channel, greeting = connect(self._home)
             profile = self._server.profile
-            store = Where(f"sgpu+{profile.url}", profile.token, profile.ca)
+            store = StoreLocation(f"sgpu+{profile.url}", profile.token, profile.ca)
             try:
                 now_ns = self._server.time.wall_ns(self._clock.boottime_ns()) or self._clock.wall_ns()
                 waited_ns = now_ns - order.submitted_ns if order.submitted_ns else 0  # both by the server's clock

@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.ambient import Clock, created_wall_ns
-from serverless_gpu.environment.service_messages import Where
+from serverless_gpu.environment.service_messages import StoreLocation
 from serverless_gpu.errors import HashMismatch, InvalidValue, SecretMissing, ServerProblem
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.billing.pricing import UNPRICED
@@ -81,7 +81,7 @@ def take(home: Home, order: Start, profile: Path) -> tuple[Path, ServerAttempt] 
 
 
 def make_launch(
-    order: Start, directory: Path, greeting: protocol.Greeting, *, clock: Clock, waited_ns: int, store: Where
+    order: Start, directory: Path, greeting: protocol.Greeting, *, clock: Clock, waited_ns: int, store: StoreLocation
 ) -> protocol.Launch:
     """Return the launch for an order; raises HardwareError or InvalidValue if this node cannot run it.
 
@@ -197,7 +197,7 @@ def _context(order: Start) -> protocol.Context:
     return msgspec.structs.replace(context, environ=environ)
 
 
-def _wanted(order: Start, store: Where) -> protocol.EnvironmentRequest | None:
+def _wanted(order: Start, store: StoreLocation) -> protocol.EnvironmentRequest | None:
     if order.spec.environment != "snapshot":
         return None
     if not order.snapshot:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from serverless_gpu.ambient import new_run_id
-from serverless_gpu.environment.service_messages import Where
+from serverless_gpu.environment.service_messages import StoreLocation
 from serverless_gpu.errors import HardwareError, InvalidValue
 from serverless_gpu.model.hardware import parse_fake
 from serverless_gpu.model.placement import laid_out
@@ -41,7 +41,9 @@ ORDER = Start(
 def candidates_of(order: Start, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.delenv("SERVERLESS_GPU_FAKE", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    launch = attempt_launch.make_launch(order, Path("d"), GREETING, clock=FakeClock(), waited_ns=0, store=Where(""))
+    launch = attempt_launch.make_launch(
+        order, Path("d"), GREETING, clock=FakeClock(), waited_ns=0, store=StoreLocation("")
+    )
     return [device.uuid for device in launch.candidates]
 
 
@@ -76,7 +78,9 @@ def test_a_crew_gets_its_own_devices_and_not_the_gangs(monkeypatch: pytest.Monke
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     crews = laid_out([("n0", 2), ("n1", 1)])
     order = msgspec.structs.replace(ORDER, crews=crews, crew=1, nonce="secret")
-    launch = attempt_launch.make_launch(order, Path("d"), GREETING, clock=FakeClock(), waited_ns=0, store=Where(""))
+    launch = attempt_launch.make_launch(
+        order, Path("d"), GREETING, clock=FakeClock(), waited_ns=0, store=StoreLocation("")
+    )
     assert (launch.world_size, launch.crews, launch.crew, launch.nonce) == (1, crews, 1, "secret")
     assert launch.numbers == range(2, 3)
     taken = attempt_launch.take(Home(tmp_path), order, tmp_path / "uplink.json")
