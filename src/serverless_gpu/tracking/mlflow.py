@@ -23,7 +23,7 @@ import msgspec
 from serverless_gpu.model.spec import Tracking
 from serverless_gpu.model.tracking_rules import KEY_CHARACTERS_MAX, RUN_TAG, Status, cut
 from serverless_gpu.tracking.base import Metric, TrackerAway, TrackerRefused, TrackerRun
-from serverless_gpu.tracking.rest import LONG_TIMEOUT_S, Exists, NotThere, Rest
+from serverless_gpu.tracking.rest import LONG_TIMEOUT_S, MlflowExists, MlflowNotFound, RestClient
 
 METRICS_MAX = 1000
 PAIRS_MAX = 100
@@ -91,7 +91,7 @@ class MlflowTracker:
     """
 
     def __init__(self, address: str | Callable[[], str], environ: Mapping[str, str]) -> None:
-        self._rest = Rest(address, environ)
+        self._rest = RestClient(address, environ)
         self._experiments: dict[str, str] = {}
 
     def find(self, tracking: Tracking, run_id: str) -> TrackerRun | None:
@@ -133,7 +133,7 @@ class MlflowTracker:
         }
         try:
             made = self._rest.call("POST", "mlflow/runs/create", body, answer=_RunAnswer, timeout_s=LONG_TIMEOUT_S)
-        except NotThere as error:
+        except MlflowNotFound as error:
             self._experiments.clear()  # deleted for good since we looked
             raise _named(error, EXPERIMENT_VARIABLE if tracking.experiment_id else "") from None
         return self._tracked(made.run.info)
@@ -197,7 +197,7 @@ class MlflowTracker:
                     "POST", "mlflow/experiments/create", {"name": name}, answer=_Created, timeout_s=LONG_TIMEOUT_S
                 )
                 experiment_id = made.experiment_id
-            except Exists:  # another process was faster
+            except MlflowExists:  # another process was faster
                 experiment_id = self._looked_up(name)
         if experiment_id is not None:
             self._experiments = {name: experiment_id}
@@ -207,7 +207,7 @@ class MlflowTracker:
         query = {"experiment_name": name}
         try:
             found = self._rest.call("GET", "mlflow/experiments/get-by-name", answer=_ExperimentAnswer, query=query)
-        except NotThere:
+        except MlflowNotFound:
             return None
         if found.experiment.lifecycle_stage != "active":
             raise TrackerRefused(
@@ -219,7 +219,7 @@ class MlflowTracker:
     def _continued(self, run_id: str) -> TrackerRun:
         try:
             info = self._get(run_id).info
-        except NotThere as error:
+        except MlflowNotFound as error:
             raise _named(error, RUN_VARIABLE) from None
         if info.lifecycle_stage != "active":
             deleted = TrackerRefused(f"the MLflow run {run_id} has been deleted in MLflow at {self._rest.uri}")

@@ -53,11 +53,11 @@ class MlflowProblem(msgspec.Struct):
     message: str = ""
 
 
-class NotThere(TrackerRefused):
+class MlflowNotFound(TrackerRefused):
     """MLflow knows nothing by that name."""
 
 
-class Exists(TrackerRefused):
+class MlflowExists(TrackerRefused):
     """MLflow has something by that name."""
 
 
@@ -67,7 +67,7 @@ class _Answer(NamedTuple):
     body: bytes
 
 
-class Rest:
+class RestClient:
     """One server, for one thread at a time; `address` and `environ` as for `MlflowTracker`."""
 
     def __init__(self, address: str | Callable[[], str], environ: Mapping[str, str]) -> None:
@@ -208,7 +208,7 @@ class Rest:
             elsewhere = f" (to {_shown(split_userinfo(found.location)[0])})" if found.location else ""
             return self._strange(f"it answers {said}{elsewhere}")
         self._known = True
-        kinds = {"RESOURCE_DOES_NOT_EXIST": NotThere, "RESOURCE_ALREADY_EXISTS": Exists}
+        kinds = {"RESOURCE_DOES_NOT_EXIST": MlflowNotFound, "RESOURCE_ALREADY_EXISTS": MlflowExists}
         return kinds.get(str(problem.error_code), TrackerRefused)(f"MLflow at {self.uri} answers {said}")
 
     def _strange(self, what: str) -> Exception:

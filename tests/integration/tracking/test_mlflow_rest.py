@@ -16,7 +16,7 @@ from serverless_gpu.model.spec import Tracking
 from serverless_gpu.testing.mlflow import FakeMlflow, FakeRun
 from serverless_gpu.tracking.base import Metric, TrackerAway, TrackerRefused, TrackerRun, split_userinfo
 from serverless_gpu.tracking.mlflow import MlflowTracker
-from serverless_gpu.tracking.rest import Rest, proxy_for
+from serverless_gpu.tracking.rest import RestClient, proxy_for
 from tests.support.golden import golden
 
 NAMED = {"MLFLOW_TRACKING_URI": "http://HOST"}
@@ -199,7 +199,7 @@ def test_answers_that_are_not_mlflows(answer: bytes, kind: type[Exception], text
 def test_an_answer_that_comes_byte_by_byte_is_given_up() -> None:
     with (
         dripping() as address,
-        closing(Rest(address, {})) as rest,
+        closing(RestClient(address, {})) as rest,
         pytest.raises(TrackerAway, match=r"too slowly|within"),
     ):
         rest.call("GET", "mlflow/runs/get", answer=dict, timeout_s=0.2)
