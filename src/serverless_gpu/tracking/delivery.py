@@ -56,7 +56,7 @@ from serverless_gpu.model.tracking_rules import (
 )
 from serverless_gpu.tracking import attempt_files
 from serverless_gpu.tracking.base import Tracker, TrackerAway, TrackerRefused, TrackerRun
-from serverless_gpu.tracking.metric_points import BACKLOG_BYTES_MAX, Points, SampleCursor, telemetry_path
+from serverless_gpu.tracking.metric_points import BACKLOG_BYTES_MAX, MetricPoints, SampleCursor, telemetry_path
 
 _guard = threading.Lock()
 _of_runs: weakref.WeakValueDictionary[str, SharedDeliveryState] = weakref.WeakValueDictionary()
@@ -125,7 +125,7 @@ class MlflowDelivery:
         self._failures = 0
         cursor = SampleCursor(self._memory.offset, self._memory.sent_ns)
         path = telemetry_path(directory, job.node_rank)
-        self._points = Points(path, job.num_nodes, cursor, backlog_bytes_max=BACKLOG_BYTES_MAX)
+        self._points = MetricPoints(path, job.num_nodes, cursor, backlog_bytes_max=BACKLOG_BYTES_MAX)
         self._is_first = job.node_rank == 0
         self._is_established = False
         self._is_superseded = False

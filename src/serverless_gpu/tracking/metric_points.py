@@ -45,7 +45,7 @@ def telemetry_path(directory: Path, node_rank: int) -> Path:
     return directory / "logs" / f"{node_rank}.telemetry"
 
 
-class Points:
+class MetricPoints:
     """The points of one file, which may appear later; for one thread.
 
     The points of all `num_nodes` together stay below a run's limit; more than `backlog_bytes_max` of the file drops the
@@ -55,7 +55,7 @@ class Points:
     def __init__(
         self, path: Path, num_nodes: int, cursor: SampleCursor, *, backlog_bytes_max: int = BACKLOG_BYTES_MAX
     ) -> None:
-        self._samples = Samples(path, cursor.offset)
+        self._samples = SampleReader(path, cursor.offset)
         self._num_nodes = num_nodes
         self._backlog_bytes_max = backlog_bytes_max
         self._known_ns = cursor.sent_ns  # rows up to here were sent by a process before
@@ -152,7 +152,7 @@ class _Row(NamedTuple):
     offset: int
 
 
-class Samples:
+class SampleReader:
     """Reader of one file, from an earlier reader's offset on."""
 
     def __init__(self, path: Path, offset: int = 0) -> None:

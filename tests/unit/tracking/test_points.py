@@ -9,7 +9,7 @@ import pytest
 
 from serverless_gpu.model.telemetry import HostSample, RankSample, Sample, encode
 from serverless_gpu.tracking.base import Metric
-from serverless_gpu.tracking.metric_points import Points, SampleCursor
+from serverless_gpu.tracking.metric_points import MetricPoints, SampleCursor
 from tests.support.tracking.deliveries import CALLED_NS, CPU, header, sample
 
 
@@ -25,7 +25,7 @@ def written(path: Path, seconds: Sequence[int]) -> Path:
     return path
 
 
-def taken(points: Points, *, ended: bool = False) -> list[tuple[int, float]]:
+def taken(points: MetricPoints, *, ended: bool = False) -> list[tuple[int, float]]:
     """Return step and value of one series, and note that they were sent."""
     found: list[tuple[int, float]] = []
     while batch := points.next(ended=ended):
@@ -35,14 +35,14 @@ def taken(points: Points, *, ended: bool = False) -> list[tuple[int, float]]:
 
 
 def test_no_file_has_no_points(tmp_path: Path) -> None:
-    points = Points(tmp_path / "0.telemetry", 1, SampleCursor())
+    points = MetricPoints(tmp_path / "0.telemetry", 1, SampleCursor())
     assert taken(points, ended=True) == []
     assert points.cursor == SampleCursor()
 
 
 def test_a_file_that_grows_becomes_points_of_ten_seconds(tmp_path: Path) -> None:
     path = written(tmp_path / "0.telemetry", [])
-    points = Points(path, 1, SampleCursor())
+    points = MetricPoints(path, 1, SampleCursor())
     found: list[tuple[int, float]] = []
     for second in range(1, 25):
         rows(path, [second])
@@ -52,13 +52,13 @@ def test_a_file_that_grows_becomes_points_of_ten_seconds(tmp_path: Path) -> None
 
 
 def test_moments_are_those_of_the_last_sample_of_a_window(tmp_path: Path) -> None:
-    points = Points(written(tmp_path / "0.telemetry", [3]), 1, SampleCursor())
+    points = MetricPoints(written(tmp_path / "0.telemetry", [3]), 1, SampleCursor())
     assert Metric(CPU, 3.0, CALLED_NS // 1_000_000 + 3000, 3) in points.next(ended=False)
 
 
 def test_what_is_next_stays_the_same_until_it_was_sent(tmp_path: Path) -> None:
     path = written(tmp_path / "0.telemetry", range(1, 12))
-    points = Points(path, 1, SampleCursor())
+    points = MetricPoints(path, 1, SampleCursor())
     batch = list(points.next(ended=False))
     rows(path, range(12, 50))
     assert list(points.next(ended=True)) == batch
@@ -68,18 +68,18 @@ def test_what_is_next_stays_the_same_until_it_was_sent(tmp_path: Path) -> None:
 @pytest.mark.parametrize("killed_after", range(1, 60, 7))
 def test_a_process_that_starts_anew_cuts_the_same_windows(tmp_path: Path, killed_after: int) -> None:
     path = written(tmp_path / "0.telemetry", range(1, killed_after + 1))
-    first = Points(path, 1, SampleCursor())
+    first = MetricPoints(path, 1, SampleCursor())
     found = taken(first)
     rows(path, range(killed_after + 1, 61))
     path.open("ab").close()
-    second = Points(path, 1, first.cursor)
+    second = MetricPoints(path, 1, first.cursor)
     found += taken(second, ended=True)
-    assert found == taken(Points(path, 1, SampleCursor()), ended=True)
+    assert found == taken(MetricPoints(path, 1, SampleCursor()), ended=True)
 
 
 def test_half_a_line_is_waited_for_and_a_broken_one_left_out(tmp_path: Path) -> None:
     path = written(tmp_path / "0.telemetry", [1])
-    points = Points(path, 1, SampleCursor())
+    points = MetricPoints(path, 1, SampleCursor())
     assert taken(points) == [(1, 1.0)]
     line = encode(sample(11))
     with path.open("ab") as file:
@@ -92,12 +92,12 @@ def test_half_a_line_is_waited_for_and_a_broken_one_left_out(tmp_path: Path) -> 
 
 def test_a_clock_that_was_set_back_ends_a_window(tmp_path: Path) -> None:
     path = written(tmp_path / "0.telemetry", [5, 6, 7, 2, 3])
-    assert taken(Points(path, 1, SampleCursor()), ended=True) == [(5, 5.0), (2, 5.0), (3, 3.0)]
+    assert taken(MetricPoints(path, 1, SampleCursor()), ended=True) == [(5, 5.0), (2, 5.0), (3, 3.0)]
 
 
 def test_a_request_has_room_for_a_thousand_points(tmp_path: Path) -> None:
     path = written(tmp_path / "0.telemetry", range(1, 5000))
-    points = Points(path, 1, SampleCursor())
+    points = MetricPoints(path, 1, SampleCursor())
     sizes = []
     while batch := points.next(ended=True):
         sizes.append(len(batch))
@@ -111,7 +111,7 @@ def test_a_node_with_more_series_than_that_still_gets_on(tmp_path: Path) -> None
     ranks = tuple(RankSample(rank, 1.0, 1, 1) for rank in range(400))
     lines = [Sample(CALLED_NS + second * 10**9, HostSample(), (), ranks) for second in (1, 2000, 4000)]
     path.write_bytes(encode(header()) + b"".join(encode(line) for line in lines))
-    points = Points(path, 1, SampleCursor())
+    points = MetricPoints(path, 1, SampleCursor())
     steps = []
     while batch := points.next(ended=True):
         assert len(batch) == 1200
@@ -123,22 +123,22 @@ def test_a_node_with_more_series_than_that_still_gets_on(tmp_path: Path) -> None
 def test_of_too_long_a_backlog_the_oldest_points_are_given_up(tmp_path: Path) -> None:
     path = written(tmp_path / "0.telemetry", range(1, 2001))
     size = path.stat().st_size
-    points = Points(path, 1, SampleCursor(), backlog_bytes_max=size // 2)
-    whole = Points(path, 1, SampleCursor())
+    points = MetricPoints(path, 1, SampleCursor(), backlog_bytes_max=size // 2)
+    whole = MetricPoints(path, 1, SampleCursor())
     dropped = points.shorten()
     assert size - points.cursor.offset <= size // 2
     rest = taken(points, ended=True)
     assert rest == taken(whole, ended=True)[-len(rest) :]
     assert points.shorten() == 0
-    per_moment = len({metric.key for metric in Points(path, 1, SampleCursor()).next(ended=False)})
+    per_moment = len({metric.key for metric in MetricPoints(path, 1, SampleCursor()).next(ended=False)})
     assert dropped == (201 - len(rest)) * per_moment
 
 
 def test_a_long_run_has_a_bounded_number_of_points(tmp_path: Path) -> None:
     # As a recording writes it: a row a second for an hour, then half as many.
     seconds = [*range(1, 3601), *range(3602, 10_801, 2)]
-    alone = taken(Points(written(tmp_path / "a", seconds), 1, SampleCursor()), ended=True)
-    of_many = taken(Points(written(tmp_path / "b", seconds), 1000, SampleCursor()), ended=True)
+    alone = taken(MetricPoints(written(tmp_path / "a", seconds), 1, SampleCursor()), ended=True)
+    of_many = taken(MetricPoints(written(tmp_path / "b", seconds), 1000, SampleCursor()), ended=True)
     assert 700 < len(alone) <= 1081
     assert 100 < len(of_many) < 250
     assert of_many[-1][0] == alone[-1][0] == 10_800

@@ -25,7 +25,7 @@ from serverless_gpu.model.telemetry import (
     interval_ns,
     merged,
 )
-from serverless_gpu.tracking.metric_points import Samples
+from serverless_gpu.tracking.metric_points import SampleReader
 
 _EARLY_NS = SECOND_NS // 2  # a sampler's seconds are not exact
 
@@ -100,7 +100,7 @@ class TelemetryFile:
 
     def _take_up(self) -> None:
         """Go on where an earlier monitor stopped: its number of rows, its last sample, its half line."""
-        samples = Samples(self._path)
+        samples = SampleReader(self._path)
         while True:
             before = samples.offset
             for header, sample in samples.read():

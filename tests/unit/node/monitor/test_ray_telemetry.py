@@ -31,7 +31,7 @@ from serverless_gpu.node.monitor.messages import Observe, Ranks
 from serverless_gpu.node.monitor.recorder import RayFile, Recorder
 from serverless_gpu.node.monitor.sampler import NodeSample
 from serverless_gpu.testing import FakeClock
-from serverless_gpu.tracking.metric_points import Points, SampleCursor
+from serverless_gpu.tracking.metric_points import MetricPoints, SampleCursor
 from tests.support.node.sampled import ORIGIN_NS, gpu, header, sample
 
 NOW_NS = 1000 * SECOND_NS
@@ -120,7 +120,7 @@ def test_files_of_samples_written_before_there_was_ray_are_read_as_ever() -> Non
 def test_mlflow_gets_what_ray_told_as_points(tmp_path: Path) -> None:
     rows = [replace(sample(at), ray=RaySample(tasks_running=float(at))) for at in range(1, 4)]
     (tmp_path / "0.telemetry").write_bytes(b"".join([encode(header()), *map(encode, rows)]))
-    points = Points(tmp_path / "0.telemetry", 1, SampleCursor()).next(ended=True)
+    points = MetricPoints(tmp_path / "0.telemetry", 1, SampleCursor()).next(ended=True)
     told = [(point.key, point.value, point.step) for point in points if point.key.startswith("ray/")]
     assert told == [("ray/node_0/tasks_running", 1.0, 1), ("ray/node_0/tasks_running", 3.0, 3)]
 

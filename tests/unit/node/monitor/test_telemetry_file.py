@@ -12,7 +12,7 @@ from serverless_gpu.client.metrics import read_metrics
 from serverless_gpu.model.telemetry import Header, Sample, decode, encode
 from serverless_gpu.node.monitor import telemetry_file
 from serverless_gpu.node.monitor.telemetry_file import TelemetryFile
-from serverless_gpu.tracking.metric_points import Samples
+from serverless_gpu.tracking.metric_points import SampleReader
 from tests.support.node.sampled import ORIGIN_NS, gpu, header, sample
 
 
@@ -128,7 +128,7 @@ def written(path: Path, count: int) -> TelemetryFile:
 
 def test_reading_goes_on_where_it_stopped(path: Path) -> None:
     recording = written(path, 2)
-    samples = Samples(path)
+    samples = SampleReader(path)
     assert [read.at_ns - ORIGIN_NS for _, read in samples.read()] == [0, 10**9]
     assert samples.read() == []
     recording.append(sample(5, gpu()))
@@ -140,15 +140,15 @@ def test_another_reader_goes_on_from_the_offset_with_the_header_that_holds_there
     recording = written(path, 3)
     recording.describe(header(devices=2))
     recording.append(sample(3, gpu(), gpu()))
-    first = Samples(path)
+    first = SampleReader(path)
     first.read()
     recording.append(sample(4, gpu(), gpu()))
-    assert Samples(path, first.offset).read() == [(header(devices=2), sample(4, gpu(), gpu()))]
+    assert SampleReader(path, first.offset).read() == [(header(devices=2), sample(4, gpu(), gpu()))]
 
 
 def test_small_reads_get_everything_once(path: Path) -> None:
     written(path, 20)
-    samples, read = Samples(path), []
+    samples, read = SampleReader(path), []
     while batch := samples.read(700):
         read += batch
     assert [line.at_ns - ORIGIN_NS for _, line in read] == [at * 10**9 for at in range(20)]
@@ -157,7 +157,7 @@ def test_small_reads_get_everything_once(path: Path) -> None:
 def test_a_line_longer_than_a_read_is_left_out(path: Path) -> None:
     head = encode(header(devices=1))
     path.write_bytes(head + encode(sample(1, *[gpu()] * 100)) + encode(sample(2, gpu())))
-    samples, read = Samples(path, 0), []
+    samples, read = SampleReader(path, 0), []
     for _ in range(50):
         read += samples.read(500)
     assert read == [(header(devices=1), sample(2, gpu()))]
@@ -167,7 +167,7 @@ def test_a_line_longer_than_a_read_is_left_out(path: Path) -> None:
 def test_half_a_line_is_read_when_it_is_whole(path: Path) -> None:
     line = encode(sample(1, gpu()))
     path.write_bytes(encode(header()) + line[:30])
-    samples = Samples(path)
+    samples = SampleReader(path)
     assert samples.read() == []
     with path.open("ab") as file:
         file.write(line[30:])
@@ -175,7 +175,7 @@ def test_half_a_line_is_read_when_it_is_whole(path: Path) -> None:
 
 
 def test_no_file_is_nothing_to_read(path: Path) -> None:
-    samples = Samples(path, 500)
+    samples = SampleReader(path, 500)
     assert (samples.read(), samples.backlog) == ([], 0)
 
 
