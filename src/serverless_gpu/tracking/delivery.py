@@ -117,8 +117,8 @@ class MlflowDelivery:
         self._tracker = tracker
         self._listener = listener
         self._clock = clock or SystemClock()
-        self._path = memory_path(directory, job.node_rank)
-        self._memory = load_memory(self._path)
+        self._path = state_path(directory, job.node_rank)
+        self._memory = load_state(self._path)
         self._changed = threading.Condition()
         self._stopped = False
         self._woken = False
@@ -446,7 +446,7 @@ class MlflowDelivery:
     def _save(self) -> None:
         memory = self._memory
         memory.offset, memory.sent_ns = self._points.cursor
-        save_memory(self._path, memory)
+        save_state(self._path, memory)
 
     def _is_away(self, error: TrackerAway) -> float:
         """Take note that MLflow is away; return for how many seconds to wait."""
@@ -516,19 +516,19 @@ class DeliveryState(msgspec.Struct, kw_only=True):
     over: str = ""  # why nothing is left to do, or ""
 
 
-def memory_path(directory: Path, node_rank: int) -> Path:
+def state_path(directory: Path, node_rank: int) -> Path:
     """Return where the delivery of an attempt on a node remembers."""
     return directory / f"tracking-{node_rank}.state"
 
 
-def load_memory(path: Path) -> DeliveryState:
+def load_state(path: Path) -> DeliveryState:
     """Return the stored state; an empty one if absent or unreadable."""
     with contextlib.suppress(OSError, msgspec.MsgspecError), path.open("rb") as file:
         return from_json(file.read(_BYTES_MAX), DeliveryState)
     return DeliveryState()
 
 
-def save_memory(path: Path, memory: DeliveryState) -> None:
+def save_state(path: Path, memory: DeliveryState) -> None:
     """Write it down; a disk that is full, or a directory that is gone, is not worth ending a delivery for."""
     temporary = path.with_name(path.name + ".tmp")
     with contextlib.suppress(OSError):
