@@ -20,17 +20,17 @@ import msgspec
 from serverless_gpu.errors import ServerProblem, ServerUnavailable
 from serverless_gpu.json_codec import decoder
 from serverless_gpu.wire.base import API, Request
-from serverless_gpu.wire.http_client import ANSWER_S, CONNECT_S, Exchange, Reply, problem_of, trust
+from serverless_gpu.wire.http_client import ANSWER_S, CONNECT_S, HttpClient, Reply, problem_of, trust
 
 SILENCE_S = 30.0
 """A stream says something, if only a comment, every 10 s."""
 EVENT_BYTES_MAX = 32 << 20
 
 
-class Connection(Exchange):
+class Connection(HttpClient):
     """One server and one token; safe to use from several threads, not after a fork.
 
-    The arguments are those of `Exchange`.
+    The arguments are those of `HttpClient`.
     """
 
     def __init__(

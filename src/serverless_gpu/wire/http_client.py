@@ -63,7 +63,7 @@ class Reply(NamedTuple):
     url: str  # without parameters
 
 
-class Exchange(abc.ABC):
+class HttpClient(abc.ABC):
     """One server and one token.
 
     `url` and `token` are texts, or functions for their current values: the exchange calls `url` again, also in other
@@ -244,8 +244,8 @@ class Exchange(abc.ABC):
         )
 
 
-class BriefConnection(Exchange):
-    """One server and one token, for a few requests in sequence; the arguments are `Exchange`'s."""
+class BriefConnection(HttpClient):
+    """One server and one token, for a few requests in sequence; the arguments are `HttpClient`'s."""
 
     def _send(
         self, method: str, path: str, *, content: bytes | None, headers: Mapping[str, str], params: Mapping[str, str]
