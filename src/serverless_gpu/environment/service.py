@@ -51,11 +51,11 @@ from serverless_gpu.environment.service_messages import (
     Abandon,
     Answer,
     CapturedEnvironment,
+    CaptureDone,
     CaptureFailed,
+    CaptureProgress,
     EnvironmentQuestion,
     FilesChecked,
-    Taken,
-    Taking,
     Unchanged,
     UnknownEnvironment,
     decode_answer,
@@ -315,9 +315,9 @@ class Service:
             self._bury(task)
             return True
         answer = decode_answer(data)
-        task.over = task.over or not isinstance(answer, CapturedEnvironment | Taking)
+        task.over = task.over or not isinstance(answer, CapturedEnvironment | CaptureProgress)
         task.found = answer if isinstance(answer, CapturedEnvironment) else task.found
-        task.unchanged = isinstance(answer, Taken) or (isinstance(answer, FilesChecked) and not answer.changes)
+        task.unchanged = isinstance(answer, CaptureDone) or (isinstance(answer, FilesChecked) and not answer.changes)
         for ask in task.asks:
             self._say(msgspec.structs.replace(answer, number=ask.number))
         if isinstance(answer, FilesChecked) and answer.changes:
@@ -407,7 +407,7 @@ def _take(index: Path, ask: EnvironmentQuestion, tell: Callable[[Answer], None])
         now_ns = clock.boottime_ns()
         if now_ns - told_ns[0] >= _REPORT_S * 1e9:
             told_ns[0] = now_ns
-            tell(Taking(number=ask.number, progress=progress))
+            tell(CaptureProgress(number=ask.number, progress=progress))
 
     description: Description = read_description(ask.description)
     blobs = StoreBlobs(_store(ask))
@@ -434,10 +434,10 @@ def _found(ask: EnvironmentQuestion, last: Snapshot | None, scan: Scan, blobs: S
     return CapturedEnvironment(number=ask.number, first=False, changes=_told(changes), remarks=told)
 
 
-def _summary(number: int, taken: CaptureResult, ms: int) -> Taken:
+def _summary(number: int, taken: CaptureResult, ms: int) -> CaptureDone:
     snapshot = taken.snapshot
     code = [member for root in snapshot.roots for member in root.members if member.kind == "code"]
-    return Taken(
+    return CaptureDone(
         number=number,
         snapshot=snapshot.address,
         size=snapshot.size,

@@ -70,14 +70,14 @@ class CapturedEnvironment(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     remarks: tuple[str, ...] = ()
 
 
-class Taking(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class CaptureProgress(msgspec.Struct, frozen=True, kw_only=True, tag="Taking"):
     """How far the capture is."""
 
     number: int
     progress: ProgressPoint
 
 
-class Taken(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class CaptureDone(msgspec.Struct, frozen=True, kw_only=True, tag="Taken"):
     """It is in the store."""
 
     number: int
@@ -101,7 +101,9 @@ class CaptureFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 Question = EnvironmentQuestion | Abandon
-Answer = Unchanged | UnknownEnvironment | FilesChecked | CapturedEnvironment | Taking | Taken | CaptureFailed
+Answer = (
+    Unchanged | UnknownEnvironment | FilesChecked | CapturedEnvironment | CaptureProgress | CaptureDone | CaptureFailed
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _questions: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)

@@ -77,9 +77,6 @@ class UvicornServer(uvicorn.Server):
         stopping_s: how long requests may go on then.
         certificate: with which others are answered; None for plain HTTP.
         ready: called once it answers.
-
-    Attributes:
-        warnings: sentences for the operator who starts it.
     """
 
     def __init__(

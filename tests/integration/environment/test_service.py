@@ -19,10 +19,10 @@ from serverless_gpu.environment.scan.interpreter import describe
 from serverless_gpu.environment.service_messages import (
     Abandon,
     CapturedEnvironment,
+    CaptureDone,
     CaptureFailed,
     EnvironmentQuestion,
     FilesChecked,
-    Taken,
     Unchanged,
     UnknownEnvironment,
 )
@@ -117,8 +117,13 @@ def edit_in_place(file: Path, text: str) -> None:
 def test_a_new_environment_is_found_captured_and_known(caller: Caller) -> None:
     caller.ask(1)
     assert isinstance(caller.hear(1, UnknownEnvironment), UnknownEnvironment)
-    found, taken = caller.hear(1, CapturedEnvironment), caller.hear(1, Taken)
-    assert isinstance(found, CapturedEnvironment) and found.first and isinstance(taken, Taken) and taken.sent_units == 1
+    found, taken = caller.hear(1, CapturedEnvironment), caller.hear(1, CaptureDone)
+    assert (
+        isinstance(found, CapturedEnvironment)
+        and found.first
+        and isinstance(taken, CaptureDone)
+        and taken.sent_units == 1
+    )
     caller.ask(2)
     known, checked = caller.hear(2, Unchanged), caller.hear(2, FilesChecked)
     assert isinstance(known, Unchanged) and known.snapshot == taken.snapshot
@@ -128,34 +133,34 @@ def test_a_new_environment_is_found_captured_and_known(caller: Caller) -> None:
 def test_a_question_that_wants_no_capture_decides_for_nobody_else(caller: Caller) -> None:
     """Two prewarms, which let go at once, and a call: a file was edited in place, so the call's look captures it."""
     caller.ask(1)
-    caller.hear(1, Taken)
+    caller.hear(1, CaptureDone)
     edit_in_place(caller.site / "a" / "one.py", "one = 2\n")
     for number in (2, 3):
         caller.ask(number, capture=False)
     caller.ask(4)
     for number in (2, 3):
         caller.abandon(number)
-    found, taken = caller.hear(4, CapturedEnvironment), caller.hear(4, Taken)
+    found, taken = caller.hear(4, CapturedEnvironment), caller.hear(4, CaptureDone)
     assert isinstance(found, CapturedEnvironment) and found.changes == ("a/one.py changed",)
-    assert isinstance(taken, Taken) and taken.sent_units == 1
+    assert isinstance(taken, CaptureDone) and taken.sent_units == 1
 
 
 def test_a_store_that_lost_everything_gets_it_again_and_that_is_said(caller: Caller) -> None:
     caller.ask(1)
-    caller.hear(1, Taken)
+    caller.hear(1, CaptureDone)
     caller.store.rename(caller.store.with_name("lost"))
     caller.ask(2)
-    found, taken = caller.hear(2, CapturedEnvironment), caller.hear(2, Taken)
+    found, taken = caller.hear(2, CapturedEnvironment), caller.hear(2, CaptureDone)
     assert isinstance(found, CapturedEnvironment) and not found.first and not found.changes
     assert found.remarks == (golden("environment.service.environment-captured-again"),)
-    assert isinstance(taken, Taken) and taken.sent_units == 1
+    assert isinstance(taken, CaptureDone) and taken.sent_units == 1
 
 
 def test_what_the_server_lacks_is_found_beside_the_start_and_sent_there(caller: Caller, tmp_path: Path) -> None:
     """Captured here before; the first question about a server's store is answered at once, and then corrected."""
     caller.ask(1)
-    taken = caller.hear(1, Taken)
-    assert isinstance(taken, Taken)
+    taken = caller.hear(1, CaptureDone)
+    assert isinstance(taken, CaptureDone)
     (tmp_path / "server").mkdir()
     storage = open_storage(tmp_path / "server", "", {}, clock=SystemClock(), room=DiskLimits(kept_free_bytes=0))
     with listening(app_of(storage)) as url:
@@ -165,12 +170,12 @@ def test_what_the_server_lacks_is_found_beside_the_start_and_sent_there(caller: 
             assert isinstance(known, Unchanged) and known.snapshot == taken.snapshot
             assert isinstance(checked, FilesChecked) and checked.changes == says
             if says:
-                found, sent = caller.hear(number, CapturedEnvironment), caller.hear(number, Taken)
+                found, sent = caller.hear(number, CapturedEnvironment), caller.hear(number, CaptureDone)
                 assert (
                     isinstance(found, CapturedEnvironment)
                     and golden("environment.service.server-does") in found.remarks[0]
                 )
-                assert isinstance(sent, Taken) and sent.snapshot == known.snapshot and sent.sent_units == 1
+                assert isinstance(sent, CaptureDone) and sent.snapshot == known.snapshot and sent.sent_units == 1
         storage.environments.need(taken.snapshot)
         caller.ask(4, store=f"sgpu+{url}", token="nobody")
         failed = caller.hear(4, CaptureFailed)

@@ -15,7 +15,13 @@ import pytest
 
 from serverless_gpu.environment import service_messages
 from serverless_gpu.environment.scan import watcher
-from serverless_gpu.environment.service_messages import Answer, EnvironmentQuestion, FilesChecked, Taken, Unchanged
+from serverless_gpu.environment.service_messages import (
+    Answer,
+    CaptureDone,
+    EnvironmentQuestion,
+    FilesChecked,
+    Unchanged,
+)
 from tests.support.environment.libraries import Library, write_in_place
 from tests.support.golden import golden
 from tests.support.local.observe import Process, wait_for
@@ -134,7 +140,7 @@ def caller(tmp_path: Path) -> Iterator[Caller]:
     if watcher.file_system(str(tmp_path)) not in watcher.LOCAL_FILE_SYSTEMS:
         pytest.skip("temporary files lie on a file system that cannot be watched")
     started = Caller(tmp_path)
-    started.ask(Taken)
+    started.ask(CaptureDone)
     yield started
     started.close()
 
@@ -151,11 +157,11 @@ def test_22C3_a_change_is_found_captured_and_watched_again(caller: Caller) -> No
     assert caller.changes() == ()
     write_in_place(caller.library.other_name)
     assert caller.changes() == ("a/one.py changed",)
-    taken = caller.hear(Taken)
+    taken = caller.hear(CaptureDone)
     caller.ask_until_placed(2)
     looks = caller.said().count("look")
     known = caller.ask(Unchanged)
-    assert isinstance(taken, Taken) and isinstance(known, Unchanged) and known.snapshot == taken.snapshot
+    assert isinstance(taken, CaptureDone) and isinstance(known, Unchanged) and known.snapshot == taken.snapshot
     assert caller.hear(FilesChecked) == FilesChecked(number=known.number) and caller.said().count("look") == looks >= 1
 
 
@@ -207,7 +213,7 @@ def test_22C3_another_capture_of_unchanged_libraries_has_watches_of_its_own(call
     caller.wait_placed()
     assert caller.changes() == ()
     caller.store.rename(caller.store.with_name("lost"))
-    caller.ask(Taken)
+    caller.ask(CaptureDone)
     caller.ask_until_placed(2)
     looks = caller.said().count("look")
     assert caller.changes() == ()

@@ -297,7 +297,7 @@ class Recognition:
                     return snapshot
                 case service_messages.UnknownEnvironment() if not self._capture:
                     return ""
-                case service_messages.Taken():
+                case service_messages.CaptureDone():
                     self.verified = True
                     self.close()
                     said.take(answer)
@@ -329,9 +329,9 @@ class _CaptureNotices:
                 self._found = answer
                 for sentence in found_text(answer):
                     display.say(sentence)
-            case service_messages.Taking(progress=progress):
+            case service_messages.CaptureProgress(progress=progress):
                 display.passing(progress_text(progress))
-            case service_messages.Taken():
+            case service_messages.CaptureDone():
                 display.state("CAPTURED", f"environment {answer.snapshot[:12]}")
                 if sentence := taken_text(answer, self._found):
                     display.say(sentence)
@@ -399,7 +399,7 @@ def found_text(found: service_messages.CapturedEnvironment) -> list[str]:
     return [*said, *found.remarks]
 
 
-def taken_text(taken: service_messages.Taken, found: service_messages.CapturedEnvironment | None) -> str:
+def taken_text(taken: service_messages.CaptureDone, found: service_messages.CapturedEnvironment | None) -> str:
     """Return the line shown after a capture: all of it the first time, then additions, or ""."""
     address, took = taken.snapshot[:12], format_duration_ms(taken.ms)
     stored = format_bytes(taken.sent_bytes)

@@ -13,8 +13,8 @@ may point at packs that hold something else: each pack is what its name says, an
 look at the content tells (`check_content`). It reads each pack once, in the order in which a capture fills them, with
 one pack in memory at a time.
 
-Failure cases: the store does not let itself be changed (said in the hint, the objects are named); `ContentMismatch` names the
-first row whose bytes are others.
+Failure cases: the store does not let itself be changed (said in the hint, the objects are named); `ContentMismatch`
+names the first row whose bytes are others.
 """
 
 from __future__ import annotations

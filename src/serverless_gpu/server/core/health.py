@@ -139,12 +139,7 @@ class Probe(Generic[T]):
 
 
 class PartHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """How one part is.
-
-    Attributes:
-        problem: what is wrong with it, or "".
-        ms: how long it took to find out.
-    """
+    """How one part is."""
 
     name: str
     problem: str

@@ -46,40 +46,7 @@ class MetricsSource(Collector, abc.ABC):
 
 
 class ServerMetrics:
-    """Counters and histograms of one server; a registry of its own, so that two servers of a test do not mix.
-
-    Attributes:
-        requests: seconds until an answer began, by method, route as declared, and class of status.
-        streams: event streams that are open.
-        transactions: seconds of a database transaction, with waiting for it, by kind: "read", "write".
-        transaction_failures: transactions that did not come about because the database was away or full, by kind.
-        commits: commits of the one writer of SQLite.
-        commit_works: how many works shared a commit.
-        retries: transactions that were done again because another one was in the way.
-        ticks: seconds of a loop's tick.
-        tick_failures: ticks that failed.
-        tick_success: when a loop's last good tick ended, seconds since 1970.
-        submitted: runs that were accepted.
-        placed: attempts that were placed on a node.
-        preempted: attempts that were asked to stop so that another run finds room.
-        reservations: runs that devices are kept for.
-        budgets: how many there are; `budgets_used_up` those that nothing new starts for.
-        budget_stops: runs that a hard budget asked to stop.
-        budget_warnings: marks of budgets that were reached, by per cent.
-        notices: posts to the webhook, by outcome: "sent", "failed".
-        alarms: runs and teams that spent far more than they are used to.
-        decisions: seconds of one decision about the queue, in memory; a tick has the database in it, too.
-        ended: runs that ended, by reason.
-        given_up: attempts that were given up without a word from their node, by reason.
-        log_bytes: of output that were taken.
-        log_bytes_dropped: of output that were not, for want of room, when their attempt ended.
-        charges: entries of the ledger that were written.
-        charge_failures: times that an attempt could not be charged.
-        upload_bytes: that were put into a store, by store.
-        store: seconds of a call to a store, by store ("blobs", "environments") and operation.
-        store_errors: failed calls to a store, by store and operation.
-        violations: of invariants that the self-check found, by invariant.
-    """
+    """Counters and histograms of one server; a registry of its own, so that two servers of a test do not mix."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry(auto_describe=False)

@@ -92,13 +92,7 @@ class RaySettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SettingError(Exception):  # not one that anybody but `settings.py` sees
-    """A setting that cannot be.
-
-    Attributes:
-        name: of the setting.
-        text: what is wrong.
-        hint: what to do.
-    """
+    """A setting that cannot be."""
 
     def __init__(self, name: str, text: str, hint: str) -> None:
         super().__init__(text)

@@ -41,11 +41,7 @@ _log = logging.getLogger(ACCESS)
 
 
 class AccessLogMiddleware:
-    """The layer in front of everything.
-
-    Attributes:
-        proxy: the next layer.
-    """
+    """The layer in front of everything."""
 
     def __init__(self, proxy: ProxyMiddleware, *, measures: ServerMetrics, clock: Clock) -> None:
         self.proxy = proxy

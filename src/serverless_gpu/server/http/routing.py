@@ -194,11 +194,7 @@ class Bytes(Response):
 
 
 class Incoming:
-    """The bytes of a request as they arrive.
-
-    Attributes:
-        size: as announced, or None.
-    """
+    """The bytes of a request as they arrive."""
 
     def __init__(self, request: HttpRequest, size: int | None) -> None:
         self._request = request

@@ -35,13 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 class CertificateInUse(msgspec.Struct, frozen=True, kw_only=True):
-    """What `certificate.json` says.
-
-    Attributes:
-        path: of the certificate.
-        until_ns: when it ends, nanoseconds since 1970.
-        names: it is for.
-    """
+    """What `certificate.json` says."""
 
     path: str
     until_ns: int
@@ -55,12 +49,7 @@ class CertificateInUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Certificate:
-    """The certificate and what encrypts with it.
-
-    Attributes:
-        context: what the server's socket uses.
-        in_use: the certificate now.
-    """
+    """The certificate and what encrypts with it."""
 
     def __init__(self, cert: str, key: str, *, directory: Path, clock: Clock) -> None:
         self._cert, self._key = Path(cert), Path(key)

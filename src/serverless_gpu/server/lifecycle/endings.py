@@ -118,12 +118,7 @@ def _failures(word: CrewEnding) -> Iterator[Failure]:
 
 
 class EarlyEnding(msgspec.Struct, frozen=True, kw_only=True):
-    """How a run ends whose nodes have not all ended yet.
-
-    Attributes:
-        sentence: why, beyond the reason.
-        stopped: as `Outcome.stopped`.
-    """
+    """How a run ends whose nodes have not all ended yet."""
 
     state: State
     reason: Reason

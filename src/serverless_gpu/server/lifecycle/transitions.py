@@ -177,11 +177,7 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Gang(msgspec.Struct, frozen=True, kw_only=True):
-    """The attempt that something happens to, and its crews as they are then.
-
-    Attributes:
-        folded: what the crews amount to, where it happened to one of them.
-    """
+    """The attempt that something happens to, and its crews as they are then."""
 
     attempt: StoredAttempt
     crews: tuple[StoredCrew, ...]

@@ -35,16 +35,7 @@ _NONE: Mapping[int, Mapping[str, object]] = MappingProxyType({})
 
 
 class NewAttempt(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt that is to be made.
-
-    Attributes:
-        gpu_type: of all its devices.
-        world_size: how many, on all nodes.
-        num_nodes: on how many.
-        secrets_json: which versions of secrets it gets.
-        tariff_json: what it pays.
-        account_id: as what it is counted.
-    """
+    """An attempt that is to be made."""
 
     gpu_type: str
     world_size: int

@@ -136,12 +136,7 @@ class NoticeKind(StrEnum):
 
 
 class Notice(msgspec.Struct, frozen=True, kw_only=True):
-    """One of them.
-
-    Attributes:
-        at_ns: nanoseconds since 1970.
-        document: what is sent, beside kind and time.
-    """
+    """One of them."""
 
     seq: int
     at_ns: int

@@ -431,11 +431,7 @@ def posted_from_row(row: sa.Row[Any]) -> PostedEntry:
 
 
 class UnpostedAttempt(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt that goes on, or that the ledger does not have all of.
-
-    Attributes:
-        is_stopping: whether its run is asked to stop.
-    """
+    """An attempt that goes on, or that the ledger does not have all of."""
 
     attempt: StoredAttempt
     is_stopping: bool

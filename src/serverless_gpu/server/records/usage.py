@@ -159,13 +159,7 @@ class ReportRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReportResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What there is.
-
-    Attributes:
-        groups: those that cost most.
-        totals: of all groups, one for each currency.
-        is_cut: whether there are more groups.
-    """
+    """What there is."""
 
     groups: list[ReportRow]
     totals: list[ReportRow]

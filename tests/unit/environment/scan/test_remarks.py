@@ -16,12 +16,12 @@ from serverless_gpu.environment.documents import (
 )
 from serverless_gpu.environment.scan.scan import Scan
 from serverless_gpu.environment.scan.snapshot_composition import LocalUnit
-from serverless_gpu.environment.service_messages import CapturedEnvironment, Taken
+from serverless_gpu.environment.service_messages import CapturedEnvironment, CaptureDone
 from tests.support.environment.hostile import PYTHON
 from tests.support.golden import golden
 
 MB = 1_000_000
-TAKEN = Taken(
+TAKEN = CaptureDone(
     number=1, snapshot="a" * 64, size=3 * MB, files=20, units=4, code_bytes=MB, sent_units=1, sent_bytes=2000, ms=40
 )
 
