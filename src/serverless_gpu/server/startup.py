@@ -106,37 +106,6 @@ _PUT_BACK = "put back the file `key` that belongs to this database"
 _log = logging.getLogger(__name__)
 
 
-def take_when_started(database: Database, *, clock: Clock, announce: Callable[[str], None]) -> None:
-    """Make this server the only one of its database, once the database answers.
-
-    Raises:
-        ServerProblem: another server uses the database.
-        ServerUnavailable: the database does not answer within `START_S`, or refuses this server.
-    """
-    until_ns = clock.boottime_ns() + round(START_S * 1e9)
-    pause_s, waiting = _PAUSE_S, False
-    while True:
-        try:
-            database.be_sole()
-        except ServerUnavailable as error:
-            if not is_temporary(error.message) or clock.boottime_ns() + pause_s * 1e9 > until_ns:
-                raise
-            if not waiting:
-                waiting = True
-                announce(f"{error.message}; waiting for it, {START_S:.0f} s at most")
-            threading.Event().wait(pause_s)
-            pause_s = min(2 * pause_s, _PAUSE_S_MAX)
-        else:
-            if waiting:
-                announce("the database answers")
-            return
-
-
-def is_temporary(message: str) -> bool:
-    """Return whether a database that cannot be used may only be starting."""
-    return not any(words in message for words in _FINAL)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AssembledServer:
     """A server that can be asked.
@@ -261,6 +230,37 @@ def assembled(
             tokens=tokens,
             warnings=warnings,
         )
+
+
+def take_when_started(database: Database, *, clock: Clock, announce: Callable[[str], None]) -> None:
+    """Make this server the only one of its database, once the database answers.
+
+    Raises:
+        ServerProblem: another server uses the database.
+        ServerUnavailable: the database does not answer within `START_S`, or refuses this server.
+    """
+    until_ns = clock.boottime_ns() + round(START_S * 1e9)
+    pause_s, waiting = _PAUSE_S, False
+    while True:
+        try:
+            database.be_sole()
+        except ServerUnavailable as error:
+            if not is_temporary(error.message) or clock.boottime_ns() + pause_s * 1e9 > until_ns:
+                raise
+            if not waiting:
+                waiting = True
+                announce(f"{error.message}; waiting for it, {START_S:.0f} s at most")
+            threading.Event().wait(pause_s)
+            pause_s = min(2 * pause_s, _PAUSE_S_MAX)
+        else:
+            if waiting:
+                announce("the database answers")
+            return
+
+
+def is_temporary(message: str) -> bool:
+    """Return whether a database that cannot be used may only be starting."""
+    return not any(words in message for words in _FINAL)
 
 
 def _marked(settings: Settings, database: Database, clock: Clock) -> MarkFile:

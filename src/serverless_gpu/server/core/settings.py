@@ -91,43 +91,6 @@ class RaySettings(msgspec.Struct, frozen=True, kw_only=True):
     token_file: str = ""
 
 
-class SettingError(Exception):  # not one that anybody but `settings.py` sees
-    """A setting that cannot be."""
-
-    def __init__(self, name: str, text: str, hint: str) -> None:
-        super().__init__(text)
-        self.name, self.text, self.hint = name, text, hint
-
-
-def ray_settings(engine: str, *, port: int, node_address: str, address: str, token_file: str) -> RaySettings | None:
-    """Return what was said of Ray; None where it is not used."""
-    if engine != "ray":
-        for name, said in (("ray_address", address), ("ray_token_file", token_file), ("node_address", node_address)):
-            if said:
-                raise SettingError(name, f"{name} comes without engine = 'ray'", "sgpu up --engine ray")
-        return None
-    _check_ray_setting("ray_port", lambda: ports(port))
-    if node_address:
-        _check_ray_setting("node_address", lambda: check_node_address(node_address))
-    if bool(address) != bool(token_file):
-        there, lacks = ("ray_address", "ray_token_file") if address else ("ray_token_file", "ray_address")
-        raise SettingError(
-            there, f"{there} comes without {lacks}", "a cluster that is there has an address and a token"
-        )
-    if address:
-        host, _, number = address.rpartition(":")
-        if not host or not number.isdigit() or not 0 < int(number) < 65_536:
-            raise SettingError("ray_address", f"ray_address is {address!r}", "an address and a port: 10.0.0.5:6379")
-    return RaySettings(port=port, node_address=node_address, address=address, token_file=token_file)
-
-
-def _check_ray_setting(name: str, check: Callable[[], object]) -> None:
-    try:
-        check()
-    except InvalidValue as error:
-        raise SettingError(name, f"{name}: {error.message}", error.hint) from None
-
-
 def _typed(seconds: float) -> str:
     """Return a duration as people type it."""
     if math.isinf(seconds):
@@ -476,16 +439,34 @@ class _Checked:
         )
 
     def ray(self, said: _Options) -> RaySettings | None:
+        port, node_address = said.ray_port, said.node_address
+        address, token_file = said.ray_address, _path(said.ray_token_file)
+        if said.engine != "ray":
+            for name, value in (
+                ("ray_address", address),
+                ("ray_token_file", token_file),
+                ("node_address", node_address),
+            ):
+                if value:
+                    raise self._impossible(name, f"{name} comes without engine = 'ray'", hint="sgpu up --engine ray")
+            return None
+        name = "ray_port"
         try:
-            return ray_settings(
-                said.engine,
-                port=said.ray_port,
-                node_address=said.node_address,
-                address=said.ray_address,
-                token_file=_path(said.ray_token_file),
-            )
-        except SettingError as wrong:
-            raise self._impossible(wrong.name, wrong.text, hint=wrong.hint) from None
+            ports(port)
+            name = "node_address"
+            if node_address:
+                check_node_address(node_address)
+        except InvalidValue as error:
+            raise self._impossible(name, f"{name}: {error.message}", hint=error.hint) from None
+        if bool(address) != bool(token_file):
+            there, lacks = ("ray_address", "ray_token_file") if address else ("ray_token_file", "ray_address")
+            hint = "a cluster that is there has an address and a token"
+            raise self._impossible(there, f"{there} comes without {lacks}", hint=hint)
+        host, _, number = address.rpartition(":")
+        if address and not (host and number.isdigit() and 0 < int(number) < 65_536):
+            hint = "an address and a port: 10.0.0.5:6379"
+            raise self._impossible("ray_address", f"ray_address is {address!r}", hint=hint)
+        return RaySettings(port=port, node_address=node_address, address=address, token_file=token_file)
 
     def tls(self, said: _Options) -> str:
         if bool(said.tls_cert) != bool(said.tls_key):

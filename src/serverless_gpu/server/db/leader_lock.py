@@ -83,89 +83,6 @@ _END = sa.text(
 _log = logging.getLogger(__name__)
 
 
-class Superseded(Exception):
-    """Another server has claimed the database since."""
-
-
-def begin(connection: sa.Connection, *, holder: str, now_ns: int) -> DatabasePosition:
-    """Number this server, one higher than the last; return where the database stands then.
-
-    Args:
-        connection: of a transaction that has read nothing yet.
-        holder: the name of this process's claim.
-        now_ns: nanoseconds since 1970.
-    """
-    if connection.dialect.name == "postgresql":
-        connection.exec_driver_sql(_LOCK_ALONE)
-    row = server_identity.c
-    mine = {"holder": holder, "claimed_ns": now_ns}
-    changed = connection.execute(
-        sa.update(server_identity).where(row.name == ROW).values(generation=row.generation + 1, **mine)
-    )
-    if not changed.rowcount:
-        values = {"name": ROW, "database_id": secrets.token_hex(16), "generation": 1, **mine}
-        connection.execute(sa.insert(server_identity).values(**values))
-    found = position(connection)
-    assert found is not None
-    return found
-
-
-def position(connection: sa.Connection) -> DatabasePosition | None:
-    """Return where a database stands, or None where no server of a version with generations has claimed it."""
-    if not sa.inspect(connection).has_table(server_identity.name):
-        return None
-    row = connection.execute(sa.select(server_identity).where(server_identity.c.name == ROW)).first()
-    if row is None:
-        return None
-    return DatabasePosition(
-        database_id=row.database_id,
-        generation=row.generation,
-        commits=row.commits,
-        audit=newest_audit_seq(connection),
-    )
-
-
-def newest_audit_seq(connection: sa.Connection) -> int:
-    """Return the number of the last row of the audit, 0 without rows."""
-    return connection.scalar(sa.select(sa.func.max(audit.c.seq))) or 0
-
-
-def require_postgres(connection: sa.Connection, holder: str) -> None:
-    """Begin a write transaction: no other server can claim the database until it has ended.
-
-    Args:
-        connection: of a transaction that has read nothing yet, so that its snapshot is made under the lock.
-        holder: the name of this process's claim.
-    """
-    statement = f"{_LOCK_SHARED}; {HOLDER}"
-    errors = connection.dialect.loaded_dbapi.Error
-    try:
-        # By the driver: one round trip for both; SQLAlchemy would show the first one's rows.
-        cursor: Any = connection.connection.cursor()
-        with contextlib.closing(cursor):
-            cursor.execute(statement)
-            while cursor.nextset():
-                pass
-            row = cursor.fetchone()
-    except errors as error:
-        raise sa.exc.DBAPIError.instance(statement, None, error, errors, dialect=connection.dialect) from error
-    if row != (holder,):
-        raise Superseded
-
-
-def count_commit(driver: sqlite3.Connection, holder: str) -> int:
-    """Count a commit that is about to be made; return its number."""
-    row = driver.execute(_COUNT, (holder,)).fetchone()
-    if row is None:
-        raise Superseded
-    return int(row[0])
-
-
-def probe(connection: sa.Connection, *, now_ns: int) -> None:
-    """Write a moment, to see whether the database can be written."""
-    connection.execute(sa.update(server_identity).where(server_identity.c.name == ROW).values(probed_ns=now_ns))
-
-
 class TakenOver(ServerProblem):
     """Another server has taken the database over while this one stood still."""
 
@@ -395,3 +312,86 @@ class LeaderLock:
             with contextlib.suppress(sa.exc.DBAPIError):
                 self._session.close()
             self._session = None
+
+
+class Superseded(Exception):
+    """Another server has claimed the database since."""
+
+
+def begin(connection: sa.Connection, *, holder: str, now_ns: int) -> DatabasePosition:
+    """Number this server, one higher than the last; return where the database stands then.
+
+    Args:
+        connection: of a transaction that has read nothing yet.
+        holder: the name of this process's claim.
+        now_ns: nanoseconds since 1970.
+    """
+    if connection.dialect.name == "postgresql":
+        connection.exec_driver_sql(_LOCK_ALONE)
+    row = server_identity.c
+    mine = {"holder": holder, "claimed_ns": now_ns}
+    changed = connection.execute(
+        sa.update(server_identity).where(row.name == ROW).values(generation=row.generation + 1, **mine)
+    )
+    if not changed.rowcount:
+        values = {"name": ROW, "database_id": secrets.token_hex(16), "generation": 1, **mine}
+        connection.execute(sa.insert(server_identity).values(**values))
+    found = position(connection)
+    assert found is not None
+    return found
+
+
+def position(connection: sa.Connection) -> DatabasePosition | None:
+    """Return where a database stands, or None where no server of a version with generations has claimed it."""
+    if not sa.inspect(connection).has_table(server_identity.name):
+        return None
+    row = connection.execute(sa.select(server_identity).where(server_identity.c.name == ROW)).first()
+    if row is None:
+        return None
+    return DatabasePosition(
+        database_id=row.database_id,
+        generation=row.generation,
+        commits=row.commits,
+        audit=newest_audit_seq(connection),
+    )
+
+
+def newest_audit_seq(connection: sa.Connection) -> int:
+    """Return the number of the last row of the audit, 0 without rows."""
+    return connection.scalar(sa.select(sa.func.max(audit.c.seq))) or 0
+
+
+def require_postgres(connection: sa.Connection, holder: str) -> None:
+    """Begin a write transaction: no other server can claim the database until it has ended.
+
+    Args:
+        connection: of a transaction that has read nothing yet, so that its snapshot is made under the lock.
+        holder: the name of this process's claim.
+    """
+    statement = f"{_LOCK_SHARED}; {HOLDER}"
+    errors = connection.dialect.loaded_dbapi.Error
+    try:
+        # By the driver: one round trip for both; SQLAlchemy would show the first one's rows.
+        cursor: Any = connection.connection.cursor()
+        with contextlib.closing(cursor):
+            cursor.execute(statement)
+            while cursor.nextset():
+                pass
+            row = cursor.fetchone()
+    except errors as error:
+        raise sa.exc.DBAPIError.instance(statement, None, error, errors, dialect=connection.dialect) from error
+    if row != (holder,):
+        raise Superseded
+
+
+def count_commit(driver: sqlite3.Connection, holder: str) -> int:
+    """Count a commit that is about to be made; return its number."""
+    row = driver.execute(_COUNT, (holder,)).fetchone()
+    if row is None:
+        raise Superseded
+    return int(row[0])
+
+
+def probe(connection: sa.Connection, *, now_ns: int) -> None:
+    """Write a moment, to see whether the database can be written."""
+    connection.execute(sa.update(server_identity).where(server_identity.c.name == ROW).values(probed_ns=now_ns))

@@ -24,7 +24,8 @@ it restores, and asks for `repair` when something is wrong.
 
 Failure cases: altered on the way (HashMismatch; send it again), against the rules (EnvironmentRejected), no room
 (ServerStorageFull), a store that does not answer (StoreUnavailable, after trying for as long as a store does), packs
-that hold something else than a unit's rows say (`ContentMismatch`), no turn within WAIT_S (StoreUnavailable; ask again).
+that hold something else than a unit's rows say (`ContentMismatch`), no turn within WAIT_S (StoreUnavailable; ask
+again).
 """
 
 from __future__ import annotations
@@ -84,64 +85,6 @@ REPAIR_WAIT_S = 10.0
 _SEEN_MAX = 10_000
 _PACKAGES_MAX = 64
 _NOTHING = f"snapshots/{'0' * 64}"
-
-
-class ContentChecks:
-    """Checks of units against the packs of one store; safe to use from several threads."""
-
-    def __init__(self, read: ReadPack) -> None:
-        self._read = read
-        self._lock = threading.Lock()
-        self._known: OrderedDict[str, None] = OrderedDict()  # digests of documents that were verified
-        self._small = threading.Semaphore(SMALL_AT_ONCE)
-        self._large = threading.Semaphore(LARGE_AT_ONCE)
-
-    def check(self, data: bytes | memoryview, decode: Callable[[], Unit]) -> None:
-        """Verify the content of a unit unless that has been done.
-
-        Args:
-            data: its document.
-            decode: returns the unit; called again for a large one, which is not held in memory while it waits.
-        """
-        digest = blake3(data).hexdigest()
-        if self._is_known(digest):
-            return
-        unit: Unit | None = decode()
-        assert unit is not None
-        is_large = len(unit.rows) > LARGE_ROWS or sum(row.size for row in unit.rows) > LARGE_BYTES
-        if is_large:
-            unit = None
-        with self._turn(self._large if is_large else self._small):
-            if not self._is_known(digest):
-                check_content(unit or decode(), self._read)
-                with self._lock:
-                    self._known[digest] = None
-                    while len(self._known) > _KNOWN_MAX:
-                        self._known.popitem(last=False)
-
-    def compare(self, unit: Unit, read: ReadPack) -> None:
-        """Verify a unit whatever is known of it, with packs that are read again."""
-        with self._turn(self._large):
-            check_content(unit, read)
-
-    def _is_known(self, digest: str) -> bool:
-        with self._lock:
-            if digest not in self._known:
-                return False
-            self._known.move_to_end(digest)
-            return True
-
-    @contextlib.contextmanager
-    def _turn(self, turns: threading.Semaphore) -> Iterator[None]:
-        if not turns.acquire(timeout=WAIT_S):
-            raise StoreUnavailable(
-                f"the server verifies other units; this one has waited for {WAIT_S:.0f} s",
-                hint="it is sent again by itself; a large environment takes the server a few seconds",
-            )
-        try:
-            yield
-        finally:
-            turns.release()
 
 
 class EnvironmentStore:
@@ -469,6 +412,64 @@ class EnvironmentStore:
             raise
         except (KeyError, AlteredObject, ContentMismatch, EnvironmentProblem):
             return False
+
+
+class ContentChecks:
+    """Checks of units against the packs of one store; safe to use from several threads."""
+
+    def __init__(self, read: ReadPack) -> None:
+        self._read = read
+        self._lock = threading.Lock()
+        self._known: OrderedDict[str, None] = OrderedDict()  # digests of documents that were verified
+        self._small = threading.Semaphore(SMALL_AT_ONCE)
+        self._large = threading.Semaphore(LARGE_AT_ONCE)
+
+    def check(self, data: bytes | memoryview, decode: Callable[[], Unit]) -> None:
+        """Verify the content of a unit unless that has been done.
+
+        Args:
+            data: its document.
+            decode: returns the unit; called again for a large one, which is not held in memory while it waits.
+        """
+        digest = blake3(data).hexdigest()
+        if self._is_known(digest):
+            return
+        unit: Unit | None = decode()
+        assert unit is not None
+        is_large = len(unit.rows) > LARGE_ROWS or sum(row.size for row in unit.rows) > LARGE_BYTES
+        if is_large:
+            unit = None
+        with self._turn(self._large if is_large else self._small):
+            if not self._is_known(digest):
+                check_content(unit or decode(), self._read)
+                with self._lock:
+                    self._known[digest] = None
+                    while len(self._known) > _KNOWN_MAX:
+                        self._known.popitem(last=False)
+
+    def compare(self, unit: Unit, read: ReadPack) -> None:
+        """Verify a unit whatever is known of it, with packs that are read again."""
+        with self._turn(self._large):
+            check_content(unit, read)
+
+    def _is_known(self, digest: str) -> bool:
+        with self._lock:
+            if digest not in self._known:
+                return False
+            self._known.move_to_end(digest)
+            return True
+
+    @contextlib.contextmanager
+    def _turn(self, turns: threading.Semaphore) -> Iterator[None]:
+        if not turns.acquire(timeout=WAIT_S):
+            raise StoreUnavailable(
+                f"the server verifies other units; this one has waited for {WAIT_S:.0f} s",
+                hint="it is sent again by itself; a large environment takes the server a few seconds",
+            )
+        try:
+            yield
+        finally:
+            turns.release()
 
 
 def _is_snapshot(documents: Documents, key: str) -> bool:

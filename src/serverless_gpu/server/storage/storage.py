@@ -51,52 +51,6 @@ Read = Callable[[Callable[[sa.Connection], Any]], Any]
 """`Database.read`."""
 
 
-class MeteredStore(Store):
-    """A store whose calls are counted."""
-
-    def __init__(self, store: Store, *, name: str, measures: ServerMetrics) -> None:
-        self._store, self._name, self._measures = store, name, measures
-        self.url = store.url
-
-    def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
-        """Return an object, or a range of it."""
-        with self._counted("get"):
-            return self._store.get(key, start, length)
-
-    def put(self, objects: Mapping[str, bytes | memoryview]) -> None:
-        """Put objects."""
-        with self._counted("put"):
-            self._store.put(objects)
-        self._measures.upload_bytes.labels(self._name).inc(sum(len(data) for data in objects.values()))
-
-    def present(self, keys: Collection[str]) -> frozenset[str]:
-        """Return which of these objects are there."""
-        with self._counted("present"):
-            return self._store.present(keys)
-
-    def list(self, prefix: str) -> Iterator[Stored]:
-        """Return everything below a prefix; the time is the caller's, who reads at their own pace."""
-        return self._store.list(prefix)
-
-    def delete(self, keys: Iterable[str]) -> None:
-        """Remove objects."""
-        with self._counted("delete"):
-            self._store.delete(keys)
-
-    def free_bytes(self) -> int | None:
-        """Return how much more it can hold."""
-        return self._store.free_bytes()
-
-    @contextlib.contextmanager
-    def _counted(self, operation: str) -> Iterator[None]:
-        try:
-            with self._measures.store.labels(self._name, operation).time():
-                yield
-        except (EnvironmentProblem, StorageError, OSError):  # an object that is not there is an answer
-            self._measures.store_errors.labels(self._name, operation).inc()
-            raise
-
-
 class DiskLimits(NamedTuple):
     """How much of each disk is left free, and what copies of a bucket's objects may take of it; 0 for none."""
 
@@ -155,6 +109,52 @@ def open_storage(
         ),
         spool=UploadSpool(directory / "incoming", kept_free_bytes=room.kept_free_bytes),
     )
+
+
+class MeteredStore(Store):
+    """A store whose calls are counted."""
+
+    def __init__(self, store: Store, *, name: str, measures: ServerMetrics) -> None:
+        self._store, self._name, self._measures = store, name, measures
+        self.url = store.url
+
+    def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        """Return an object, or a range of it."""
+        with self._counted("get"):
+            return self._store.get(key, start, length)
+
+    def put(self, objects: Mapping[str, bytes | memoryview]) -> None:
+        """Put objects."""
+        with self._counted("put"):
+            self._store.put(objects)
+        self._measures.upload_bytes.labels(self._name).inc(sum(len(data) for data in objects.values()))
+
+    def present(self, keys: Collection[str]) -> frozenset[str]:
+        """Return which of these objects are there."""
+        with self._counted("present"):
+            return self._store.present(keys)
+
+    def list(self, prefix: str) -> Iterator[Stored]:
+        """Return everything below a prefix; the time is the caller's, who reads at their own pace."""
+        return self._store.list(prefix)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Remove objects."""
+        with self._counted("delete"):
+            self._store.delete(keys)
+
+    def free_bytes(self) -> int | None:
+        """Return how much more it can hold."""
+        return self._store.free_bytes()
+
+    @contextlib.contextmanager
+    def _counted(self, operation: str) -> Iterator[None]:
+        try:
+            with self._measures.store.labels(self._name, operation).time():
+                yield
+        except (EnvironmentProblem, StorageError, OSError):  # an object that is not there is an answer
+            self._measures.store_errors.labels(self._name, operation).inc()
+            raise
 
 
 def orphan_runs(directory: Path, read: Read, *, limit: int | None = None) -> list[str]:
