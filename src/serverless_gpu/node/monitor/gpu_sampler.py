@@ -86,13 +86,17 @@ class NvmlSampler:
                 self._thread.start()
             self._condition.wait_for(lambda: self._readings > before, self._wait_s)
             latest = self._latest
-            silent_ns = now_ns - self._asked_ns if self._asked is not None else 0
+            silent_ns = now_ns - self._asked_ns if self._waits() else 0
         if silent_ns >= _STALE_NS:
             return _empty(uuids, "NVML does not answer")
         if latest is None:
             return _empty(uuids, "")
         gpus = {uuid: latest.gpus.get(uuid, GpuSample()) for uuid in uuids}
         return GpuReading(gpus, latest.memory_by_pid, latest.problem)
+
+    def _waits(self) -> bool:
+        """Return whether a question has no answer yet; asked by name, since the other thread answers meanwhile."""
+        return self._asked is not None
 
     def _serve(self) -> None:
         while True:

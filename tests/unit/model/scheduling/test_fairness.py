@@ -13,11 +13,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from serverless_gpu.model.scheduling.fairness import Fairness
-from serverless_gpu.model.scheduling.values import Node, QueuedRun, QueuePolicy, TeamUse
+from serverless_gpu.model.scheduling.values import Node, QueuedRun, QueuePolicy, TeamUse, Used
 from tests.support.model.driving import S, World
 
 _HOUR = 3600.0
 _WEEK_S = 7 * 24 * _HOUR
+_DAY_NS = 86_400 * 1_000_000_000
 
 
 def nodes(count: int, devices: int = 8) -> list[Node]:
@@ -183,3 +184,15 @@ def test_22D1_the_advance_is_given_back_whole_when_a_run_ends_and_shows_until_th
     accounts.end("r")
     after = accounts.usage(5 * S)["search"]
     assert after.used_gpu_s == after.counted_gpu_s == pytest.approx(10.0, rel=0.01)
+
+
+def test_an_account_whose_use_has_decayed_to_nothing_is_forgotten_and_one_in_use_is_not() -> None:
+    accounts = Fairness(QueuePolicy(half_life_s=86_400.0))
+    used = {f"t{number}": 1000.0 for number in range(50)}
+    accounts.tell(Used(at_ns=0, teams=used, users={(team, "u"): use for team, use in used.items()}))
+    accounts.begin("r", QueuedRun(run_id="r", title="u/r", owner="u", team="t7", queued_ns=0), 0.0, 0)
+    accounts.settle(_DAY_NS)
+    assert set(accounts.usage(_DAY_NS)) == set(used)
+    assert accounts.usage(40 * _DAY_NS).keys() == {"t7"}
+    accounts.end("r")
+    assert accounts.usage(80 * _DAY_NS) == {}
