@@ -93,7 +93,7 @@ class RestoredTree(msgspec.Struct, frozen=True, kw_only=True):
     units_fetched: int = 0
     ms: int = 0
     note: str = ""  # what is different from where it was captured, or ""
-    error_after_repair: str = ""  # what a run had changed in it, and was put right by this call, a sentence, or ""
+    mended: str = ""  # what a run had changed in it, and was put right by this call, a sentence, or ""
 
 
 def restore(
