@@ -1,9 +1,9 @@
 """The environment service: a process beside the caller's, which recognises and captures the environment for it.
 
-    caller ──Ask: a description──▶ service ─ watches? ─ gate ─┬─ Known, unchanged by the watches ──▶ Checked: nothing
-                                                              ├─ Known ─▶ check in a child ──▶ Checked: what changed
-                                                              └─ Unknown, or changed ───┐
-           ◀── Found, Taking …, Taken, Failed ──── capture in a child ◀─────────────────┘
+    caller ── EnvironmentQuestion ──▶ service ─ watches? ─ gate ─┬─ Unchanged, by the watches ──▶ FilesChecked: nothing
+                                                                 ├─ Unchanged ─▶ child ──▶ FilesChecked: what changed
+                                                                 └─ UnknownEnvironment, or changed ───┐
+           ◀── CapturedEnvironment, CaptureProgress …, CaptureDone, CaptureFailed ──── child captures ◀┘
 
 After a check that found nothing, and after a capture, a process places watches on the libraries (`watch_process.py`).
 While nothing happens there, they prove what a look at every file would find, and the gate is all that is left to do.

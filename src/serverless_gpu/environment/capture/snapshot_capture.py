@@ -1,8 +1,8 @@
 """Captures a snapshot: what the store lacks is packed and sent, then the units are written, and the snapshot last.
 
-    take     scan → capture → remember
-    capture  cap of 15 GB → which units are missing → space → pack → units → snapshot
-    remarks  what a person is told before: code that has grown past another 100 MB, and what of it stays behind
+    scan_and_capture   scan → capture → remember
+    capture            cap of 15 GB → which units are missing → space → pack → units → snapshot
+    capture_remarks    what a person is told before: code that has grown past another 100 MB, and what stays behind
 
 The snapshot is the only thing that makes the rest count, so a capture killed half-way leaves packs and units that the
 next capture finds, and nothing that can be restored by half. Where a RECORD said another digest than the file has, the
@@ -242,7 +242,7 @@ def _jobs(take: Callable[[], SnapshotMember], sources: Mapping[str, LocalUnit], 
     """Yield jobs while a taker is left."""
     while True:
         try:
-            member = scan_and_capture()
+            member = take()
         except IndexError:
             return
         source = sources[member.address]

@@ -6,8 +6,8 @@
 
 Nothing is ever opened through a link: a directory is reached from the fresh root name by name (`openat` with
 O_NOFOLLOW), a file is made where nothing is (O_EXCL), and while files are written there is not one link in the tree.
-Each thread goes through the `WrittenTree` with a `DirectoryWalk` of its own, which keeps the directories open on the way
-to where it is; rows are in order of their paths, so the next file is nearly always near.
+Each thread goes through the `WrittenTree` with its own `DirectoryWalk`, which keeps the directories open on the way to
+where it is; rows are in order of their paths, so the next file is nearly always near.
 
 Modes are 0444 and 0555, given when a file is made; there is no way to say another. Files have one modification time, so
 that bytecode made from them is valid wherever they are linked to. Until everything is there and right the directory is
