@@ -14,7 +14,7 @@ import torch.distributed as dist
 import serverless_gpu
 from serverless_gpu import distributed
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.node.inside.process_group import VARIABLE
+from serverless_gpu.node.inside.process_group import PROCESS_GROUP_VARIABLE
 from tests.support.golden import golden
 from tests.support.local.torchrun import torchrun
 
@@ -36,7 +36,7 @@ def ask_cuda() -> None:
 
 
 def told() -> str | None:
-    return os.environ.get(VARIABLE)
+    return os.environ.get(PROCESS_GROUP_VARIABLE)
 
 
 def import_air() -> None:
@@ -110,7 +110,7 @@ def test_23A5_torchrun_reproduces_a_run_that_has_init(tmp_path: Path) -> None:
 
 
 def test_23A5_a_call_made_by_a_rank_does_not_inherit_init(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "gloo")  # as in a rank of a run with init=
+    monkeypatch.setenv(PROCESS_GROUP_VARIABLE, "gloo")  # as in a rank of a run with init=
     assert distributed(gpus=1, gpu_type="H100", quiet=True)(told).distributed() == [None]
 
 

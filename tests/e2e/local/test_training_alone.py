@@ -11,7 +11,7 @@ from torch import distributed as dist
 
 from serverless_gpu import distributed
 from serverless_gpu.errors import NotPicklable
-from serverless_gpu.node.inside.process_group import SWITCH
+from serverless_gpu.node.inside.process_group import ALONE_NOTE_SWITCH
 from tests.support.golden import golden
 
 pytestmark = pytest.mark.torch
@@ -34,7 +34,7 @@ def test_23A1_the_receipt_mentions_ranks_that_trained_without_each_other(
     ranks: int, join: bool, switch: str | None, is_mentioned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if switch is not None:
-        monkeypatch.setenv(SWITCH, switch)
+        monkeypatch.setenv(ALONE_NOTE_SWITCH, switch)
     run = distributed(gpus=ranks, quiet=True)(train).submit(join=join)
     run.results()
     assert any(golden("local.training_alone.ranks-trained-none") in note for note in run.receipt().notes) is (

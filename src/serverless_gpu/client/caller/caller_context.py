@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 
 from serverless_gpu.errors import StorageError, UsageError
 from serverless_gpu.node.base import protocol
-from serverless_gpu.node.inside.process_group import SWITCH
+from serverless_gpu.node.inside.process_group import ALONE_NOTE_SWITCH
 from serverless_gpu.node.processes.spawn import PRELOAD_ROOTS
 
 _INSTALLED = ("site-packages", "dist-packages")
@@ -189,7 +189,7 @@ def variables_elsewhere(environ: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environ.items()
-        if name == SWITCH or (name not in _NAMES and not name.startswith(_PREFIXES))
+        if name == ALONE_NOTE_SWITCH or (name not in _NAMES and not name.startswith(_PREFIXES))
     }
 
 

@@ -126,7 +126,7 @@ def air_program(
         argv=[original(argument) for argument in context.argv],
         sys_path=paths,
         load=load_inside(),
-        group=f"os.environ[{process_group.VARIABLE!r}] = {spec.init!r}\n" if spec.init else "",
+        group=f"os.environ[{process_group.PROCESS_GROUP_VARIABLE!r}] = {spec.init!r}\n" if spec.init else "",
         note=_OF_A_SNAPSHOT if spec.environment == "snapshot" else "",
         directory=str(directory),
     )

@@ -23,13 +23,13 @@ import sys
 
 from . import protocol
 
-VARIABLE = "SGPU_PROCESS_GROUP"
+PROCESS_GROUP_VARIABLE = "SGPU_PROCESS_GROUP"
 _NO_TORCH = "init= makes a process group of torch: install torch in this environment, or leave init= out"
 
 
 _GATE_WAIT_NS = 20_000_000
 _GATE_LOOK_S = 0.0005
-SWITCH = "SERVERLESS_GPU_ALONE_NOTE"
+ALONE_NOTE_SWITCH = "SERVERLESS_GPU_ALONE_NOTE"
 # By these ranks meet without torch's process group.
 _MEETING = ("mpi4py.MPI", "ray", "horovod.torch", "torch_xla.core.xla_model", "hivemind", "optuna")
 
@@ -69,7 +69,7 @@ def _listening(port: int) -> bool:
 
 def join() -> bool:
     """Join the process group that the call asks for; return whether this rank made one."""
-    backend = os.environ.get(VARIABLE)
+    backend = os.environ.get(PROCESS_GROUP_VARIABLE)
     if not backend:
         return False
     try:
@@ -101,7 +101,7 @@ def trained_alone(world_size: int) -> bool:
     one that is gone again, or has loaded a library by which ranks meet. Both are looked up in what torch leaves behind:
     nothing is watched while user code runs. Ranks that train nothing, and programs, are not judged.
     """
-    if world_size < 2 or os.environ.get(SWITCH, "1") == "0":
+    if world_size < 2 or os.environ.get(ALONE_NOTE_SWITCH, "1") == "0":
         return False
     try:
         return _has_trained() and not _has_met()

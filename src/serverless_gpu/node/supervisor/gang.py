@@ -35,7 +35,7 @@ from serverless_gpu.node.base.protocol import Context, Launch, original
 from serverless_gpu.node.inside import protocol as inside
 from serverless_gpu.node.inside.channel import Channel, close_all
 from serverless_gpu.node.inside.linux import descendants
-from serverless_gpu.node.inside.process_group import SWITCH
+from serverless_gpu.node.inside.process_group import ALONE_NOTE_SWITCH
 from serverless_gpu.node.output.logs import RankLog, Viewer
 from serverless_gpu.node.processes.process_tree import (
     MemoryWatch,
@@ -298,7 +298,7 @@ class LocalGang:
             count = place_of(self.launch, 0).world_size
             self.account.notes.append(
                 f"its {count} ranks trained, and none has met another one (no process group, Ray or MPI): {count} "
-                f"models. Where that is meant, {SWITCH}=0 leaves this out"
+                f"models. Where that is meant, {ALONE_NOTE_SWITCH}=0 leaves this out"
             )
         if self._cluster is not None:
             note = self._cluster.close()
