@@ -42,6 +42,11 @@ EVERY_S = 1.0
 BACK_S = 10.0
 AT_ONCE = 500
 """Rows of one transaction; the next one follows at once."""
+PAGE_LINKS = 1_000
+Broken = tuple[int, str]
+"""The number of an entry, and what is wrong there."""
+Read = Callable[[Callable[[sa.Connection], Any]], Any]
+"""`Database.read`."""
 
 
 class AuditChainWriter:
@@ -74,13 +79,6 @@ class AuditChainWriter:
         self._newest, self._back_ns = newest, now_ns + round(BACK_S * 1e9)
         self._after_seq = audit.chained_seq(connection)
         return False
-
-
-PAGE_LINKS = 1_000
-Broken = tuple[int, str]
-"""The number of an entry, and what is wrong there."""
-Read = Callable[[Callable[[sa.Connection], Any]], Any]
-"""`Database.read`."""
 
 
 class ChainCheck:
@@ -130,7 +128,11 @@ class ChainCheck:
 
 
 routes = Routes("audit")
+
+
 PAGE_MAX = 1000
+
+
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 
 

@@ -23,9 +23,9 @@ from serverless_gpu.model.placement import (
 from serverless_gpu.model.secrets import DIRECTORY
 from serverless_gpu.model.spec import Command
 from serverless_gpu.node.base.protocol import Context, Launch, original
+from serverless_gpu.node.inside.process_group import PROCESS_GROUP_VARIABLE
 
 STOP_FILE = "stop_reason"
-PROCESS_GROUP = "SGPU_PROCESS_GROUP"
 
 
 class Network(NamedTuple):
@@ -90,14 +90,14 @@ class RankEnvironment:
         if self._command is not None:
             places["CODE_SOURCE_PATH"] = original(self._context.cwd)
         if launch.spec.init is not None:
-            places[PROCESS_GROUP] = launch.spec.init
+            places[PROCESS_GROUP_VARIABLE] = launch.spec.init
         if launch.secrets is not None:
             places[DIRECTORY] = launch.secrets.directory
         return places
 
     def _callers(self) -> dict[str, str]:
         caller = {original(name): original(value) for name, value in self._context.environ.items()}
-        caller.pop(PROCESS_GROUP, None)  # of the rank that makes this call
+        caller.pop(PROCESS_GROUP_VARIABLE, None)  # of the rank that makes this call
         if (secrets := self._launch.secrets) is not None:
             place = Path(secrets.directory)
             caller |= {

@@ -56,6 +56,9 @@ from serverless_gpu.wire.billing import (
 DAYS = 30
 """A report is over so many days, where nobody said otherwise."""
 _decode = msgspec.json.Decoder(dict[str, str]).decode
+UNPOSTED_MAX = 1_000
+_EVER_NS = 1 << 62
+_NUMBERS = (*SEGMENTS, "gpu_ms", "billed_ms", "core_ms", "memory_mib_ms", "dbu_micros")
 
 
 class UsageReports:
@@ -219,11 +222,6 @@ def _demand(one: UnpostedDay) -> DemandRow:
     )
 
 
-UNPOSTED_MAX = 1_000
-_EVER_NS = 1 << 62
-_NUMBERS = (*SEGMENTS, "gpu_ms", "billed_ms", "core_ms", "memory_mib_ms", "dbu_micros")
-
-
 class UnpostedDay(msgspec.Struct, frozen=True, kw_only=True):
     """What a crew used on a day, as far as the ledger does not say so."""
 
@@ -336,6 +334,8 @@ def _first_counted(
 
 
 routes = Routes("usage")
+
+
 Day = Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]
 
 

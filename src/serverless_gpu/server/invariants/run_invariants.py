@@ -61,8 +61,309 @@ from serverless_gpu.server.records.events import StoredEvent, is_remark
 
 LENDINGS_MAX = 50_000
 """How many lendings are held against those of later pages."""
-
 Place = tuple[str, ...]
+UNPLACED_S = 60.0
+"""How long a run may wait although it could be placed: a scheduler that is slow is not one that forgot it."""
+UNTOLD_S = 60.0
+"""How long a run may wait without being told for what."""
+UNSTOPPED_S = 30.0
+"""How long a run may go on that a hard budget has nothing left for: it holds twice that ahead."""
+NOT_YET = {"I13": "there are no schedules yet"}
+_OPEN = frozenset({State.STARTING, State.RUNNING, State.STOPPING, State.UNREACHABLE})
+_STOPPED_IN_QUEUE = frozenset({State.CANCELLED, State.TIMED_OUT, State.BUDGET_STOPPED})
+MOVES: Mapping[State, frozenset[State]] = {
+    # LOST: the server was restored from a backup in which the run waited. FAILED: nothing could ever serve it.
+    State.QUEUED: frozenset({State.STARTING, State.LOST, State.FAILED}) | _STOPPED_IN_QUEUE,
+    State.STARTING: frozenset({State.RUNNING, State.STOPPING, State.UNREACHABLE, State.QUEUED}) | TERMINAL,
+    State.RUNNING: frozenset({State.STOPPING, State.UNREACHABLE, State.QUEUED}) | TERMINAL,
+    State.UNREACHABLE: _OPEN | {State.QUEUED} | TERMINAL,
+    # A stop that is final replaces one after which the run may go on: the state stays, and that is an event.
+    State.STOPPING: frozenset({State.STOPPING, State.UNREACHABLE, State.QUEUED}) | TERMINAL,
+    **{state: frozenset() for state in TERMINAL},
+}
+"""Which state follows which, written down a second time: the table (`run_lifecycle.py`) is not asked about itself."""
+
+
+class Stretch(msgspec.Struct, frozen=True, kw_only=True):
+    """User code of one crew, as whoever looked at the node saw it, by one clock for all of them."""
+
+    run_id: str
+    fence: int
+    node: str
+    devices: tuple[str, ...]  # identifiers, unique over all nodes
+    began_ns: int  # the first exec
+    ended_ns: int | None = None  # when no process of it was left; None while one is
+    freed_ns: int | None = None  # when its devices were given back; None while they are not
+    crew: int = 0  # its number within its attempt
+
+
+class History(msgspec.Struct, frozen=True, kw_only=True):
+    """What people and nodes saw, where somebody kept it."""
+
+    acknowledged: frozenset[str] = frozenset()  # runs whose submit was answered
+    ends: Mapping[str, tuple[State, Reason]] = {}  # the end that somebody was told of, by run
+    stretches: Sequence[Stretch] = ()  # of user code
+    changed: Mapping[tuple[str, str], int] = {}
+    """How many requests about a subject were answered with success and changed something: (action, subject) → how many;
+    each has a row in the audit, as have those whose answer was lost.
+    """
+    secrets: tuple[str, ...] = ()  # texts that the audit must not have
+
+
+class LiveState(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server at work thinks, beside its database."""
+
+    untold_s: Mapping[str, float] = {}
+    """Runs that wait and are told nothing, and for how long that has been so, seconds."""
+    unplaced_s: Mapping[str, float] = {}  # runs that could be placed now, and for how long that has been so, seconds
+    unstopped_s: Mapping[str, float] = {}
+    """Runs that a hard budget has nothing left for, and that are not asked to stop, likewise."""
+    sizes: Mapping[str, tuple[int, int]] = {}  # what grows, in words → (how much there is, how much there may be)
+    missing_parts: frozenset[str] = frozenset()  # digests of results that the store does not have
+
+
+def violations(books: RecordedRuns, history: History | None = None, moment: LiveState | None = None) -> list[Violation]:
+    """Return everything that is wrong."""
+    history, moment = history or History(), moment or LiveState()
+    found = [violation for booked in books.runs for rule in RULES for violation in rule(booked)]
+    for booked in books.runs:
+        found += _stored(booked, moment.missing_parts)
+        found += _still_ended(booked, history)
+    found += [*_readable(books, history), *lent_once(books), *_audited(books, history)]
+    found += [
+        *_ran_as_asked(books, history),
+        *_one_after_another(history.stretches),
+        *_on_devices_alone(history.stretches),
+    ]
+    found += _of_the_moment(moment)
+    return sorted(set(found))
+
+
+def _readable(books: RecordedRuns, history: History) -> Iterator[Violation]:
+    for run_id, actions in books.absent.items():
+        created, expired = actions.get(Action.RUN_CREATE, 0), actions.get(Action.RUN_EXPIRE, 0)
+        if (created or run_id in history.acknowledged) and not expired:
+            yield Violation(invariant="I1", subject=f"run {run_id}", sentence="was acknowledged, and is not there")
+
+
+def _one_end(booked: RecordedRun) -> Iterator[Violation]:
+    run, told = booked.run, booked.events
+    ends = [event for event in told if event.state in TERMINAL]
+    if len(ends) > 1:
+        yield violation_of(booked, "I2", f"has {len(ends)} ends: {_listed(event.state for event in ends)}")
+    if ends and told[-1] is not ends[-1]:
+        yield violation_of(booked, "I2", f"event {told[-1].seq} ({told[-1].state}) came after its end")
+    if told and told[-1].state is not run.state:
+        yield violation_of(booked, "I2", f"is {run.state}, and its last event says {told[-1].state}")
+    is_over = run.state in TERMINAL
+    if is_over != (run.ended_ns is not None) or is_over != (run.reason is not None):
+        yield violation_of(booked, "I2", f"is {run.state}, with reason {run.reason} and end {run.ended_ns}")
+    if run.reason is not None and is_over and MEANINGS[run.reason].state is not run.state:
+        yield violation_of(
+            booked, "I2", f"is {run.state} because of {run.reason}, which means {MEANINGS[run.reason].state}"
+        )
+
+
+def _still_ended(booked: RecordedRun, history: History) -> Iterator[Violation]:
+    end = history.ends.get(booked.run.id)
+    if end is not None and end != (booked.run.state, booked.run.reason):
+        state, reason = end
+        yield violation_of(booked, "I2", f"was {state} ({reason}), and is {booked.run.state} ({booked.run.reason})")
+
+
+def _moves(booked: RecordedRun) -> Iterator[Violation]:
+    told = booked.events
+    if not told:
+        return
+    if [event.seq for event in told] != list(range(told[0].seq, told[0].seq + len(told))):
+        yield violation_of(booked, "I5", f"its events are numbered {_listed(event.seq for event in told)}")
+    if told[-1].seq != booked.run.events:
+        yield violation_of(
+            booked, "I5", f"its last event is {told[-1].seq}, and it is said to have {booked.run.events}"
+        )
+    for before, event in pairwise(told):
+        yield from _move(booked, before, event)
+
+
+def _move(booked: RecordedRun, before: StoredEvent, event: StoredEvent) -> Iterator[Violation]:
+    if event.state not in MOVES[before.state] and not is_remark(before, event):
+        yield violation_of(booked, "I5", f"went from {before.state} to {event.state} (event {event.seq})")
+    places = before.state is State.QUEUED and event.state is State.STARTING
+    if event.fence != before.fence + places:
+        yield violation_of(
+            booked, "I5", f"event {event.seq} ({event.state}) is of attempt {event.fence}, after {before.fence}"
+        )
+
+
+def _attempts_in_order(booked: RecordedRun) -> Iterator[Violation]:
+    run, tries = booked.run, booked.attempts
+    fences = [attempt.fence for attempt in tries]
+    if fences != list(range(1, run.fence + 1)):
+        yield violation_of(booked, "I3", f"is at attempt {run.fence}, and has attempts {_listed(fences) or 'none'}")
+    still_open = [attempt.fence for attempt in tries if attempt.ended_ns is None]
+    if still_open != ([run.fence] if run.state in _OPEN else []):
+        yield violation_of(booked, "I3", f"is {run.state}, and open are its attempts {_listed(still_open) or 'none'}")
+    for attempt in tries:
+        yield from _attempt(booked, attempt)
+    began = sum(attempt.began for attempt in tries)
+    again = run.retries_used + run.fault_retries_used
+    if not run.spec.resume and began > 1 + again:
+        yield violation_of(booked, "I3", f"ran user code {began} times, and {again} retries were used")
+    faults_max = FAULT_RETRIES_MAX if run.spec.retry_on_infra else 0
+    uses = (
+        (run.retries_used, run.spec.retries),
+        (run.infra_retries_used, INFRA_RETRIES_MAX),
+        (run.fault_retries_used, faults_max),
+    )
+    if any(used > most for used, most in uses):
+        used = ", ".join(f"{used} of {most}" for used, most in uses)
+        yield violation_of(booked, "I3", f"used more retries than it has: {used}")
+
+
+def _attempt(booked: RecordedRun, attempt: StoredAttempt) -> Iterator[Violation]:
+    if (attempt.ended_ns is None) != (attempt.state in _OPEN) or (attempt.ended_ns is None) != (attempt.reason is None):
+        yield violation_of(booked, "I3", f"attempt {attempt.fence} is {attempt.state}, ended {attempt.ended_ns}")
+    if attempt.fence == booked.run.fence and attempt.ended_ns is None and attempt.state is not booked.run.state:
+        yield violation_of(booked, "I3", f"is {booked.run.state}, and its open attempt is {attempt.state}")
+    own = [order for order in booked.orders if order.fence == attempt.fence]
+    for crew in attempt.crews:
+        yield from _crew(booked, crew, [order for order in own if order.crew == crew.number])
+
+
+def _crew(booked: RecordedRun, crew: StoredCrew, own: Sequence[RecordedOrder]) -> Iterator[Violation]:
+    name = f"attempt {crew.fence}{f' (crew {crew.number})' if crew.number else ''}"
+    if (crew.ended_ns is None) != (crew.state in _OPEN) or (crew.ended_ns is None) != (crew.reason is None):
+        yield violation_of(booked, "I3", f"{name} is {crew.state} on {crew.node_id}, ended {crew.ended_ns}")
+    starts = [order for order in own if order.kind == "start"]
+    if len(starts) != 1:
+        yield violation_of(booked, "I3", f"{name} has {len(starts)} orders to start")
+    for order in own:
+        if order.node_id != crew.node_id:
+            yield violation_of(booked, "I3", f"{name} is on {crew.node_id}, order {order.seq} is not")
+
+
+def _facts_in_order(booked: RecordedRun) -> Iterator[Violation]:
+    """Attempts on one boot of one node are compared by its clock."""
+    for fence, following in pairwise(sorted({fence for fence, _ in booked.facts})):
+        before = [facts for (other, _), facts in booked.facts.items() if other == fence]
+        after = [facts for (other, _), facts in booked.facts.items() if other == following]
+        for own, others in product(before, after):
+            ended = [fact for fact in own if fact.kind is not FactKind.FREED]
+            began = [fact for fact in others if fact.kind is FactKind.EXEC]
+            if not ended or not began or ended[-1].boot_id != began[0].boot_id:
+                continue
+            if began[0].boottime_ns < ended[-1].boottime_ns:
+                yield violation_of(booked, "I3", f"attempt {following} ran user code while {fence} still had processes")
+
+
+def _one_after_another(stretches: Sequence[Stretch]) -> Iterator[Violation]:
+    by_run: dict[str, list[Stretch]] = {}
+    for one in stretches:
+        by_run.setdefault(one.run_id, []).append(one)
+    for run_id, own in by_run.items():
+        own.sort(key=lambda one: (one.fence, one.began_ns))
+        if len({(one.fence, one.crew) for one in own}) < len(own):
+            yield Violation(invariant="I3", subject=f"run {run_id}", sentence="one attempt of it ran twice")
+        for one, following in _pairs_of_attempts(own):
+            if one.ended_ns is None or following.began_ns < one.ended_ns:
+                sentence = f"attempts {one.fence} and {following.fence} ran at the same time"
+                yield Violation(invariant="I3", subject=f"run {run_id}", sentence=sentence)
+
+
+def _pairs_of_attempts(own: Sequence[Stretch]) -> Iterator[tuple[Stretch, Stretch]]:
+    """Yield each stretch of an attempt beside each of the next one that ran."""
+    fences = sorted({one.fence for one in own})
+    for fence, following in pairwise(fences):
+        yield from product((one for one in own if one.fence == fence), (one for one in own if one.fence == following))
+
+
+def _ran_as_asked(books: RecordedRuns, history: History) -> Iterator[Violation]:
+    """What the node saw, and not what it could tell: an attempt that began although nobody heard so counts, too."""
+    attempts = {(one.run_id, one.fence) for one in history.stretches}
+    ran = Counter(run_id for run_id, _ in attempts)
+    for booked in books.runs:
+        run = booked.run
+        for attempt in booked.attempts:
+            if attempt.called_off and (run.id, attempt.fence) in attempts:
+                yield violation_of(booked, "I3", f"attempt {attempt.fence} was called off, and user code of it ran")
+        again = run.retries_used + run.fault_retries_used
+        if not run.spec.resume and ran[run.id] > 1 + again:
+            yield violation_of(booked, "I3", f"ran user code {ran[run.id]} times, and {again} retries were used")
+
+
+def _on_devices_alone(stretches: Sequence[Stretch]) -> Iterator[Violation]:
+    lent: dict[str, list[LentDevice]] = {}
+    for one in stretches:
+        for device in one.devices:
+            gang = crew_name(f"{one.run_id}:{one.fence}", one.crew)
+            lent.setdefault(device, []).append(LentDevice(one.began_ns, one.freed_ns, gang))
+    for device, ones in lent.items():
+        yield from doubly(device, ones)
+
+
+def _stored(booked: RecordedRun, missing: frozenset[str]) -> Iterator[Violation]:
+    run, attempt = booked.run, booked.run.attempt
+    if run.state is not State.SUCCEEDED or attempt is None or not isinstance(run.spec.payload, Function):
+        return
+    results = booked.results.get(run.fence)
+    ranks = attempt.num_nodes if run.spec.per_node else attempt.world_size
+    there = results.count if results is not None else 0
+    if there < ranks:
+        yield violation_of(booked, "I6", f"has succeeded, and {there} of {ranks} results are there")
+    if results is not None and results.cut:
+        yield violation_of(booked, "I6", f"{results.cut} of its results are not whole")
+    gone = missing.intersection(results.parts if results is not None else ())
+    if gone:
+        yield violation_of(booked, "I6", f"{len(gone)} parts of its results are not in the store")
+
+
+def _created_once(booked: RecordedRun) -> Iterator[Violation]:
+    created = booked.actions.get(Action.RUN_CREATE, 0)
+    if created != 1:
+        yield violation_of(booked, "I8", f"the audit says {created} times that it was asked for")
+    if booked.run.stop is not None and not booked.actions.get(Action.RUN_STOP, 0):
+        yield violation_of(booked, "I8", f"was asked to stop ({booked.run.stop}), and the audit does not say by whom")
+    if booked.actions.get(Action.RUN_EXPIRE, 0):
+        yield violation_of(booked, "I8", "the audit says that it was removed, and it is there")
+
+
+def broken_chain(number: int, sentence: str) -> Violation:
+    """Return the violation for a break that `ChainCheck` found in the audit's chain."""
+    return Violation(invariant="I8", subject=f"audit entry {number}", sentence=sentence)
+
+
+def _audited(books: RecordedRuns, history: History) -> Iterator[Violation]:
+    actions = {booked.run.id: booked.actions for booked in books.runs} | dict(books.absent)
+    for (action, subject), count in history.changed.items():
+        written = actions[subject].get(action, 0) if subject in actions else count
+        if written < count:
+            sentence = f"{count} requests were answered ({action}), and the audit has {written}"
+            yield Violation(invariant="I8", subject=subject, sentence=sentence)
+    for secret in history.secrets:
+        if any(secret in detail for detail in books.details):
+            yield Violation(invariant="I8", subject="audit", sentence="a row of it has a secret")
+
+
+def _of_the_moment(moment: LiveState) -> Iterator[Violation]:
+    for run_id, seconds in moment.unplaced_s.items():
+        if seconds > UNPLACED_S:
+            sentence = f"waits, though it could have been placed for {seconds:.0f} s"
+            yield Violation(invariant="I11", subject=f"run {run_id}", sentence=sentence)
+    for run_id, seconds in moment.unstopped_s.items():
+        if seconds > UNSTOPPED_S:
+            sentence = f"goes on unasked, though a hard budget has had nothing left for it for {seconds:.0f} s"
+            yield Violation(invariant="I12", subject=f"run {run_id}", sentence=sentence)
+    for run_id, seconds in moment.untold_s.items():
+        if seconds > UNTOLD_S:
+            sentence = f"waits, and has been told nothing for {seconds:.0f} s"
+            yield Violation(invariant="I14", subject=f"run {run_id}", sentence=sentence)
+    for what, (size, most) in moment.sizes.items():
+        if size > most:
+            yield Violation(invariant="I15", subject=what, sentence=f"there are {size}, and {most} are the most")
+
+
+def _listed(values: Iterable[object]) -> str:
+    return ", ".join(str(value) for value in values)
 
 
 class LentDevice(msgspec.Struct, frozen=True):
@@ -232,332 +533,6 @@ def _failed_after_all(attempt: StoredAttempt, number: int) -> bool:
 
 def _succeeded(crew: StoredCrew) -> bool:
     return crew.reason is not None and MEANINGS[crew.reason].state is State.SUCCEEDED
-
-
-UNPLACED_S = 60.0
-"""How long a run may wait although it could be placed: a scheduler that is slow is not one that forgot it."""
-UNTOLD_S = 60.0
-"""How long a run may wait without being told for what."""
-UNSTOPPED_S = 30.0
-"""How long a run may go on that a hard budget has nothing left for: it holds twice that ahead."""
-NOT_YET = {"I13": "there are no schedules yet"}
-
-_OPEN = frozenset({State.STARTING, State.RUNNING, State.STOPPING, State.UNREACHABLE})
-_STOPPED_IN_QUEUE = frozenset({State.CANCELLED, State.TIMED_OUT, State.BUDGET_STOPPED})
-MOVES: Mapping[State, frozenset[State]] = {
-    # LOST: the server was restored from a backup in which the run waited. FAILED: nothing could ever serve it.
-    State.QUEUED: frozenset({State.STARTING, State.LOST, State.FAILED}) | _STOPPED_IN_QUEUE,
-    State.STARTING: frozenset({State.RUNNING, State.STOPPING, State.UNREACHABLE, State.QUEUED}) | TERMINAL,
-    State.RUNNING: frozenset({State.STOPPING, State.UNREACHABLE, State.QUEUED}) | TERMINAL,
-    State.UNREACHABLE: _OPEN | {State.QUEUED} | TERMINAL,
-    # A stop that is final replaces one after which the run may go on: the state stays, and that is an event.
-    State.STOPPING: frozenset({State.STOPPING, State.UNREACHABLE, State.QUEUED}) | TERMINAL,
-    **{state: frozenset() for state in TERMINAL},
-}
-"""Which state follows which, written down a second time: the table (`run_lifecycle.py`) is not asked about itself."""
-
-
-class Stretch(msgspec.Struct, frozen=True, kw_only=True):
-    """User code of one crew, as whoever looked at the node saw it, by one clock for all of them."""
-
-    run_id: str
-    fence: int
-    node: str
-    devices: tuple[str, ...]  # identifiers, unique over all nodes
-    began_ns: int  # the first exec
-    ended_ns: int | None = None  # when no process of it was left; None while one is
-    freed_ns: int | None = None  # when its devices were given back; None while they are not
-    crew: int = 0  # its number within its attempt
-
-
-class History(msgspec.Struct, frozen=True, kw_only=True):
-    """What people and nodes saw, where somebody kept it."""
-
-    acknowledged: frozenset[str] = frozenset()  # runs whose submit was answered
-    ends: Mapping[str, tuple[State, Reason]] = {}  # the end that somebody was told of, by run
-    stretches: Sequence[Stretch] = ()  # of user code
-    changed: Mapping[tuple[str, str], int] = {}
-    """How many requests about a subject were answered with success and changed something: (action, subject) → how many;
-    each has a row in the audit, as have those whose answer was lost.
-    """
-    secrets: tuple[str, ...] = ()  # texts that the audit must not have
-
-
-class LiveState(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server at work thinks, beside its database."""
-
-    untold_s: Mapping[str, float] = {}
-    """Runs that wait and are told nothing, and for how long that has been so, seconds."""
-    unplaced_s: Mapping[str, float] = {}  # runs that could be placed now, and for how long that has been so, seconds
-    unstopped_s: Mapping[str, float] = {}
-    """Runs that a hard budget has nothing left for, and that are not asked to stop, likewise."""
-    sizes: Mapping[str, tuple[int, int]] = {}  # what grows, in words → (how much there is, how much there may be)
-    missing_parts: frozenset[str] = frozenset()  # digests of results that the store does not have
-
-
-def violations(books: RecordedRuns, history: History | None = None, moment: LiveState | None = None) -> list[Violation]:
-    """Return everything that is wrong."""
-    history, moment = history or History(), moment or LiveState()
-    found = [violation for booked in books.runs for rule in RULES for violation in rule(booked)]
-    for booked in books.runs:
-        found += _stored(booked, moment.missing_parts)
-        found += _still_ended(booked, history)
-    found += [*_readable(books, history), *lent_once(books), *_audited(books, history)]
-    found += [
-        *_ran_as_asked(books, history),
-        *_one_after_another(history.stretches),
-        *_on_devices_alone(history.stretches),
-    ]
-    found += _of_the_moment(moment)
-    return sorted(set(found))
-
-
-# --- I1 ---------------------------------------------------------------------------------------------------------------
-
-
-def _readable(books: RecordedRuns, history: History) -> Iterator[Violation]:
-    for run_id, actions in books.absent.items():
-        created, expired = actions.get(Action.RUN_CREATE, 0), actions.get(Action.RUN_EXPIRE, 0)
-        if (created or run_id in history.acknowledged) and not expired:
-            yield Violation(invariant="I1", subject=f"run {run_id}", sentence="was acknowledged, and is not there")
-
-
-# --- I2, I5 -----------------------------------------------------------------------------------------------------------
-
-
-def _one_end(booked: RecordedRun) -> Iterator[Violation]:
-    run, told = booked.run, booked.events
-    ends = [event for event in told if event.state in TERMINAL]
-    if len(ends) > 1:
-        yield violation_of(booked, "I2", f"has {len(ends)} ends: {_listed(event.state for event in ends)}")
-    if ends and told[-1] is not ends[-1]:
-        yield violation_of(booked, "I2", f"event {told[-1].seq} ({told[-1].state}) came after its end")
-    if told and told[-1].state is not run.state:
-        yield violation_of(booked, "I2", f"is {run.state}, and its last event says {told[-1].state}")
-    is_over = run.state in TERMINAL
-    if is_over != (run.ended_ns is not None) or is_over != (run.reason is not None):
-        yield violation_of(booked, "I2", f"is {run.state}, with reason {run.reason} and end {run.ended_ns}")
-    if run.reason is not None and is_over and MEANINGS[run.reason].state is not run.state:
-        yield violation_of(
-            booked, "I2", f"is {run.state} because of {run.reason}, which means {MEANINGS[run.reason].state}"
-        )
-
-
-def _still_ended(booked: RecordedRun, history: History) -> Iterator[Violation]:
-    end = history.ends.get(booked.run.id)
-    if end is not None and end != (booked.run.state, booked.run.reason):
-        state, reason = end
-        yield violation_of(booked, "I2", f"was {state} ({reason}), and is {booked.run.state} ({booked.run.reason})")
-
-
-def _moves(booked: RecordedRun) -> Iterator[Violation]:
-    told = booked.events
-    if not told:
-        return
-    if [event.seq for event in told] != list(range(told[0].seq, told[0].seq + len(told))):
-        yield violation_of(booked, "I5", f"its events are numbered {_listed(event.seq for event in told)}")
-    if told[-1].seq != booked.run.events:
-        yield violation_of(
-            booked, "I5", f"its last event is {told[-1].seq}, and it is said to have {booked.run.events}"
-        )
-    for before, event in pairwise(told):
-        yield from _move(booked, before, event)
-
-
-def _move(booked: RecordedRun, before: StoredEvent, event: StoredEvent) -> Iterator[Violation]:
-    if event.state not in MOVES[before.state] and not is_remark(before, event):
-        yield violation_of(booked, "I5", f"went from {before.state} to {event.state} (event {event.seq})")
-    places = before.state is State.QUEUED and event.state is State.STARTING
-    if event.fence != before.fence + places:
-        yield violation_of(
-            booked, "I5", f"event {event.seq} ({event.state}) is of attempt {event.fence}, after {before.fence}"
-        )
-
-
-# --- I3 ---------------------------------------------------------------------------------------------------------------
-
-
-def _attempts_in_order(booked: RecordedRun) -> Iterator[Violation]:
-    run, tries = booked.run, booked.attempts
-    fences = [attempt.fence for attempt in tries]
-    if fences != list(range(1, run.fence + 1)):
-        yield violation_of(booked, "I3", f"is at attempt {run.fence}, and has attempts {_listed(fences) or 'none'}")
-    still_open = [attempt.fence for attempt in tries if attempt.ended_ns is None]
-    if still_open != ([run.fence] if run.state in _OPEN else []):
-        yield violation_of(booked, "I3", f"is {run.state}, and open are its attempts {_listed(still_open) or 'none'}")
-    for attempt in tries:
-        yield from _attempt(booked, attempt)
-    began = sum(attempt.began for attempt in tries)
-    again = run.retries_used + run.fault_retries_used
-    if not run.spec.resume and began > 1 + again:
-        yield violation_of(booked, "I3", f"ran user code {began} times, and {again} retries were used")
-    faults_max = FAULT_RETRIES_MAX if run.spec.retry_on_infra else 0
-    uses = (
-        (run.retries_used, run.spec.retries),
-        (run.infra_retries_used, INFRA_RETRIES_MAX),
-        (run.fault_retries_used, faults_max),
-    )
-    if any(used > most for used, most in uses):
-        used = ", ".join(f"{used} of {most}" for used, most in uses)
-        yield violation_of(booked, "I3", f"used more retries than it has: {used}")
-
-
-def _attempt(booked: RecordedRun, attempt: StoredAttempt) -> Iterator[Violation]:
-    if (attempt.ended_ns is None) != (attempt.state in _OPEN) or (attempt.ended_ns is None) != (attempt.reason is None):
-        yield violation_of(booked, "I3", f"attempt {attempt.fence} is {attempt.state}, ended {attempt.ended_ns}")
-    if attempt.fence == booked.run.fence and attempt.ended_ns is None and attempt.state is not booked.run.state:
-        yield violation_of(booked, "I3", f"is {booked.run.state}, and its open attempt is {attempt.state}")
-    own = [order for order in booked.orders if order.fence == attempt.fence]
-    for crew in attempt.crews:
-        yield from _crew(booked, crew, [order for order in own if order.crew == crew.number])
-
-
-def _crew(booked: RecordedRun, crew: StoredCrew, own: Sequence[RecordedOrder]) -> Iterator[Violation]:
-    name = f"attempt {crew.fence}{f' (crew {crew.number})' if crew.number else ''}"
-    if (crew.ended_ns is None) != (crew.state in _OPEN) or (crew.ended_ns is None) != (crew.reason is None):
-        yield violation_of(booked, "I3", f"{name} is {crew.state} on {crew.node_id}, ended {crew.ended_ns}")
-    starts = [order for order in own if order.kind == "start"]
-    if len(starts) != 1:
-        yield violation_of(booked, "I3", f"{name} has {len(starts)} orders to start")
-    for order in own:
-        if order.node_id != crew.node_id:
-            yield violation_of(booked, "I3", f"{name} is on {crew.node_id}, order {order.seq} is not")
-
-
-def _facts_in_order(booked: RecordedRun) -> Iterator[Violation]:
-    """Attempts on one boot of one node are compared by its clock."""
-    for fence, following in pairwise(sorted({fence for fence, _ in booked.facts})):
-        before = [facts for (other, _), facts in booked.facts.items() if other == fence]
-        after = [facts for (other, _), facts in booked.facts.items() if other == following]
-        for own, others in product(before, after):
-            ended = [fact for fact in own if fact.kind is not FactKind.FREED]
-            began = [fact for fact in others if fact.kind is FactKind.EXEC]
-            if not ended or not began or ended[-1].boot_id != began[0].boot_id:
-                continue
-            if began[0].boottime_ns < ended[-1].boottime_ns:
-                yield violation_of(booked, "I3", f"attempt {following} ran user code while {fence} still had processes")
-
-
-def _one_after_another(stretches: Sequence[Stretch]) -> Iterator[Violation]:
-    by_run: dict[str, list[Stretch]] = {}
-    for one in stretches:
-        by_run.setdefault(one.run_id, []).append(one)
-    for run_id, own in by_run.items():
-        own.sort(key=lambda one: (one.fence, one.began_ns))
-        if len({(one.fence, one.crew) for one in own}) < len(own):
-            yield Violation(invariant="I3", subject=f"run {run_id}", sentence="one attempt of it ran twice")
-        for one, following in _pairs_of_attempts(own):
-            if one.ended_ns is None or following.began_ns < one.ended_ns:
-                sentence = f"attempts {one.fence} and {following.fence} ran at the same time"
-                yield Violation(invariant="I3", subject=f"run {run_id}", sentence=sentence)
-
-
-def _pairs_of_attempts(own: Sequence[Stretch]) -> Iterator[tuple[Stretch, Stretch]]:
-    """Yield each stretch of an attempt beside each of the next one that ran."""
-    fences = sorted({one.fence for one in own})
-    for fence, following in pairwise(fences):
-        yield from product((one for one in own if one.fence == fence), (one for one in own if one.fence == following))
-
-
-def _ran_as_asked(books: RecordedRuns, history: History) -> Iterator[Violation]:
-    """What the node saw, and not what it could tell: an attempt that began although nobody heard so counts, too."""
-    attempts = {(one.run_id, one.fence) for one in history.stretches}
-    ran = Counter(run_id for run_id, _ in attempts)
-    for booked in books.runs:
-        run = booked.run
-        for attempt in booked.attempts:
-            if attempt.called_off and (run.id, attempt.fence) in attempts:
-                yield violation_of(booked, "I3", f"attempt {attempt.fence} was called off, and user code of it ran")
-        again = run.retries_used + run.fault_retries_used
-        if not run.spec.resume and ran[run.id] > 1 + again:
-            yield violation_of(booked, "I3", f"ran user code {ran[run.id]} times, and {again} retries were used")
-
-
-# --- I4 ---------------------------------------------------------------------------------------------------------------
-
-
-def _on_devices_alone(stretches: Sequence[Stretch]) -> Iterator[Violation]:
-    lent: dict[str, list[LentDevice]] = {}
-    for one in stretches:
-        for device in one.devices:
-            gang = crew_name(f"{one.run_id}:{one.fence}", one.crew)
-            lent.setdefault(device, []).append(LentDevice(one.began_ns, one.freed_ns, gang))
-    for device, ones in lent.items():
-        yield from doubly(device, ones)
-
-
-# --- I6 ---------------------------------------------------------------------------------------------------------------
-
-
-def _stored(booked: RecordedRun, missing: frozenset[str]) -> Iterator[Violation]:
-    run, attempt = booked.run, booked.run.attempt
-    if run.state is not State.SUCCEEDED or attempt is None or not isinstance(run.spec.payload, Function):
-        return
-    results = booked.results.get(run.fence)
-    ranks = attempt.num_nodes if run.spec.per_node else attempt.world_size
-    there = results.count if results is not None else 0
-    if there < ranks:
-        yield violation_of(booked, "I6", f"has succeeded, and {there} of {ranks} results are there")
-    if results is not None and results.cut:
-        yield violation_of(booked, "I6", f"{results.cut} of its results are not whole")
-    gone = missing.intersection(results.parts if results is not None else ())
-    if gone:
-        yield violation_of(booked, "I6", f"{len(gone)} parts of its results are not in the store")
-
-
-# --- I8 ---------------------------------------------------------------------------------------------------------------
-
-
-def _created_once(booked: RecordedRun) -> Iterator[Violation]:
-    created = booked.actions.get(Action.RUN_CREATE, 0)
-    if created != 1:
-        yield violation_of(booked, "I8", f"the audit says {created} times that it was asked for")
-    if booked.run.stop is not None and not booked.actions.get(Action.RUN_STOP, 0):
-        yield violation_of(booked, "I8", f"was asked to stop ({booked.run.stop}), and the audit does not say by whom")
-    if booked.actions.get(Action.RUN_EXPIRE, 0):
-        yield violation_of(booked, "I8", "the audit says that it was removed, and it is there")
-
-
-def broken_chain(number: int, sentence: str) -> Violation:
-    """Return the violation for a break that `ChainCheck` found in the audit's chain."""
-    return Violation(invariant="I8", subject=f"audit entry {number}", sentence=sentence)
-
-
-def _audited(books: RecordedRuns, history: History) -> Iterator[Violation]:
-    actions = {booked.run.id: booked.actions for booked in books.runs} | dict(books.absent)
-    for (action, subject), count in history.changed.items():
-        written = actions[subject].get(action, 0) if subject in actions else count
-        if written < count:
-            sentence = f"{count} requests were answered ({action}), and the audit has {written}"
-            yield Violation(invariant="I8", subject=subject, sentence=sentence)
-    for secret in history.secrets:
-        if any(secret in detail for detail in books.details):
-            yield Violation(invariant="I8", subject="audit", sentence="a row of it has a secret")
-
-
-# --- I11, I12, I14, I15 -----------------------------------------------------------------------------------------------
-
-
-def _of_the_moment(moment: LiveState) -> Iterator[Violation]:
-    for run_id, seconds in moment.unplaced_s.items():
-        if seconds > UNPLACED_S:
-            sentence = f"waits, though it could have been placed for {seconds:.0f} s"
-            yield Violation(invariant="I11", subject=f"run {run_id}", sentence=sentence)
-    for run_id, seconds in moment.unstopped_s.items():
-        if seconds > UNSTOPPED_S:
-            sentence = f"goes on unasked, though a hard budget has had nothing left for it for {seconds:.0f} s"
-            yield Violation(invariant="I12", subject=f"run {run_id}", sentence=sentence)
-    for run_id, seconds in moment.untold_s.items():
-        if seconds > UNTOLD_S:
-            sentence = f"waits, and has been told nothing for {seconds:.0f} s"
-            yield Violation(invariant="I14", subject=f"run {run_id}", sentence=sentence)
-    for what, (size, most) in moment.sizes.items():
-        if size > most:
-            yield Violation(invariant="I15", subject=what, sentence=f"there are {size}, and {most} are the most")
-
-
-def _listed(values: Iterable[object]) -> str:
-    return ", ".join(str(value) for value in values)
 
 
 RULES: tuple[Callable[[RecordedRun], Iterator[Violation]], ...] = (

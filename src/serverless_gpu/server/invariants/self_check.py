@@ -58,62 +58,6 @@ from serverless_gpu.server.scheduling.wait_reasons import WaitReasons
 from serverless_gpu.server.storage.blobs import Blobs
 
 _NO_ROOM = frozenset({WaitReason.CAPACITY, WaitReason.AWAY, WaitReason.ISOLATION, WaitReason.UNSATISFIABLE})
-
-
-class MissedRunCheck:
-    """Looks for runs that could be placed and of which the scheduler says something else. For one thread."""
-
-    def __init__(
-        self,
-        *,
-        settings: Settings,
-        clock: Clock,
-        database: Transactions,
-        presence: Presence,
-        sentences: WaitReasons,
-        roster: QueueSnapshot,
-    ) -> None:
-        self._settings = settings
-        self._clock = clock
-        self._database = database
-        self._presence = presence
-        self._sentences = sentences
-        self._roster = roster
-
-    def forgotten(self) -> list[str]:
-        """Return the runs that could be placed now and are not, by no rule."""
-        now_ns = self._clock.wall_ns()
-        reading = self._database.read(lambda connection: self._roster.read(connection, now_ns=now_ns, afresh=False))
-        if not reading.waiting:
-            return []
-        planner = Planner(reading.policy)
-        planner.apply(self._everything(reading))
-        fits: dict[QueuedRun, bool] = {}
-        found = []
-        for run_id, wanted in reading.waiting.items():
-            if wanted.not_before_ns > now_ns:
-                continue
-            alike = msgspec.structs.replace(wanted, run_id="", title="", queued_ns=now_ns, not_before_ns=0, held="")
-            if alike not in fits:
-                estimate = planner.estimate(alike, now_ns)
-                fits[alike] = estimate.at_ns is not None and estimate.at_ns <= now_ns and not estimate.impossible
-            if fits[alike] and _is_forgotten(self._sentences.wait(run_id)):
-                found.append(run_id)
-        return found
-
-    def _everything(self, reading: Reading) -> list[Change]:
-        nodes = capacity.offers(reading.floor, self._presence, capacity.now(self._settings, self._clock))
-        changes: list[Change] = [PoolSeen(pool.planned) for pool in reading.floor.pools]
-        changes += [NodeSeen(node) for node in nodes]
-        changes += [DevicesTaken(running) for running in reading.running.values()]
-        return changes
-
-
-def _is_forgotten(wait: Wait | None) -> bool:
-    """Return whether what the scheduler says of a run that fits is no rule: nobody is ahead, and there is no room."""
-    return wait is None or wait.reason in _NO_ROOM or (wait.reason is WaitReason.TURN and wait.place == 1)
-
-
 EVERY_S = 5.0
 ROUND_S = 60.0
 """Between two pages, and between the last page and the first again."""
@@ -273,3 +217,57 @@ def check(read: Read, *, history: History | None = None, limit: int = PAGE_RUNS)
 def _since(before: dict[str, int], now: Collection[str], now_ns: int) -> dict[str, int]:
     """Return since when each has been so without a break."""
     return {run_id: before.get(run_id, now_ns) for run_id in now}
+
+
+class MissedRunCheck:
+    """Looks for runs that could be placed and of which the scheduler says something else. For one thread."""
+
+    def __init__(
+        self,
+        *,
+        settings: Settings,
+        clock: Clock,
+        database: Transactions,
+        presence: Presence,
+        sentences: WaitReasons,
+        roster: QueueSnapshot,
+    ) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._database = database
+        self._presence = presence
+        self._sentences = sentences
+        self._roster = roster
+
+    def forgotten(self) -> list[str]:
+        """Return the runs that could be placed now and are not, by no rule."""
+        now_ns = self._clock.wall_ns()
+        reading = self._database.read(lambda connection: self._roster.read(connection, now_ns=now_ns, afresh=False))
+        if not reading.waiting:
+            return []
+        planner = Planner(reading.policy)
+        planner.apply(self._everything(reading))
+        fits: dict[QueuedRun, bool] = {}
+        found = []
+        for run_id, wanted in reading.waiting.items():
+            if wanted.not_before_ns > now_ns:
+                continue
+            alike = msgspec.structs.replace(wanted, run_id="", title="", queued_ns=now_ns, not_before_ns=0, held="")
+            if alike not in fits:
+                estimate = planner.estimate(alike, now_ns)
+                fits[alike] = estimate.at_ns is not None and estimate.at_ns <= now_ns and not estimate.impossible
+            if fits[alike] and _is_forgotten(self._sentences.wait(run_id)):
+                found.append(run_id)
+        return found
+
+    def _everything(self, reading: Reading) -> list[Change]:
+        nodes = capacity.offers(reading.floor, self._presence, capacity.now(self._settings, self._clock))
+        changes: list[Change] = [PoolSeen(pool.planned) for pool in reading.floor.pools]
+        changes += [NodeSeen(node) for node in nodes]
+        changes += [DevicesTaken(running) for running in reading.running.values()]
+        return changes
+
+
+def _is_forgotten(wait: Wait | None) -> bool:
+    """Return whether what the scheduler says of a run that fits is no rule: nobody is ahead, and there is no room."""
+    return wait is None or wait.reason in _NO_ROOM or (wait.reason is WaitReason.TURN and wait.place == 1)

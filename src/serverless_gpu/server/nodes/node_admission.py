@@ -52,6 +52,9 @@ APPROVED = "APPROVED"
 USES_MAX = 1_000
 INVITED_S_MAX = 30 * 86_400.0
 _NS = 1_000_000_000
+AGENT = "agent"
+_INVITE = "an administrator makes a join file, also for several machines: sgpu node invite --uses 10"
+NAME_MAX = 128
 
 
 def identity_of(said: AgentHello) -> NodeIdentity:
@@ -218,11 +221,6 @@ def _view(waits: StoredBinding) -> NodeView:
         version="",
         seen_ns=waits.asked_ns,
     )
-
-
-AGENT = "agent"
-_INVITE = "an administrator makes a join file, also for several machines: sgpu node invite --uses 10"
-NAME_MAX = 128
 
 
 class JoinService:

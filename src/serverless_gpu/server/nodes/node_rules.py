@@ -48,6 +48,10 @@ WARNING_S = 300.0
 """A run that has to leave because its node ceases to be shared is told so long before."""
 _SHOWN = 40  # characters of a uuid
 _MINUTE_NS = 60_000_000_000
+TOGETHER = 8
+"""Runs that are asked to stop in one transaction: others write, too."""
+_Due = tuple[RuledNode, StoredRun, str]
+_log = logging.getLogger(__name__)
 
 
 class Sharing(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,12 +141,6 @@ def _zone(name: str) -> ZoneInfo:
 
 def _noted(drain: NodeDrain) -> str:
     return f" ({drain.note})" if drain.note else ""
-
-
-TOGETHER = 8
-"""Runs that are asked to stop in one transaction: others write, too."""
-_Due = tuple[RuledNode, StoredRun, str]
-_log = logging.getLogger(__name__)
 
 
 class Evacuation:

@@ -43,6 +43,9 @@ from serverless_gpu.wire.nodes import (
     QuarantineRequest,
 )
 
+WITHOUT = "without"
+"""What a node says that it takes, or no device of it can be left out."""
+
 
 class NodeService:
     """Views nodes and pools, and gives up dead nodes."""
@@ -128,10 +131,6 @@ def find_node(connection: sa.Connection, name: str) -> StoredNode:
     if node is None or node.forgotten_ns is not None:
         raise NotFound(f"there is no node {name[:64]!r}", hint="sgpu nodes lists them")
     return node
-
-
-WITHOUT = "without"
-"""What a node says that it takes, or no device of it can be left out."""
 
 
 class _Change(msgspec.Struct, frozen=True, kw_only=True):

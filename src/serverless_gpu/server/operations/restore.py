@@ -64,6 +64,8 @@ from serverless_gpu.server.storage import storage
 FILE = "restored.json"
 AT_ONCE = 200
 _BESIDE = ("-wal", "-shm", "-journal")
+Read = Callable[[Callable[[sa.Connection], Any]], Any]
+"""`Database.read`."""
 
 
 class RestoreMark(msgspec.Struct, frozen=True, kw_only=True):
@@ -184,10 +186,6 @@ def _hold(connection: sa.Connection, now_ns: int) -> int:
             for crew in run.attempt.crews:
                 orders.take_starts(connection, crew.node_id, [(run.id, run.fence)], at_ns=now_ns)
     return len(held)
-
-
-Read = Callable[[Callable[[sa.Connection], Any]], Any]
-"""`Database.read`."""
 
 
 def mark_path(settings: Settings) -> Path | None:

@@ -62,6 +62,12 @@ from serverless_gpu.wire.nodes import RayPool
 
 EVERY_S = 5.0
 _TOKEN_BYTES = 32
+_NEEDED = ("mlflow", "flask")  # the second is what mlflow-skinny lacks
+_START_S = 30.0
+_LOOK_S = 0.05
+_LOOKS = 600
+_TRIES = 5
+_PAUSE_S = 1.0
 _log = logging.getLogger(__name__)
 
 
@@ -256,14 +262,6 @@ def _own_token(directory: Path) -> str:
 
 def _directory(settings: Settings) -> Path:
     return settings.directory / "ray"
-
-
-_NEEDED = ("mlflow", "flask")  # the second is what mlflow-skinny lacks
-_START_S = 30.0
-_LOOK_S = 0.05
-_LOOKS = 600
-_TRIES = 5
-_PAUSE_S = 1.0
 
 
 @contextlib.contextmanager

@@ -31,6 +31,9 @@ from serverless_gpu.server.scheduling.wait_reasons import NOTHING, WaitReasons
 from serverless_gpu.server.storage.logs import Logs
 from serverless_gpu.wire.runs import AcceptedMessage, RunView, StreamMessage
 
+ASKED_BY_PEOPLE = (StopReason.CANCEL, StopReason.PREEMPT, StopReason.DRAIN)
+"""The others follow from limits, and nobody can claim them."""
+
 
 class RunQueries:
     """Reads runs, and streams what happens to them."""
@@ -83,10 +86,6 @@ class RunQueries:
         told = msgspec.structs.replace(self._sentences.told(run_id), trouble=self._unwritable())
         quiet = self._reports.quiet_s
         return self._database.read(lambda db: run_views.look(db, run_id, after, told=told, quiet=quiet))
-
-
-ASKED_BY_PEOPLE = (StopReason.CANCEL, StopReason.PREEMPT, StopReason.DRAIN)
-"""The others follow from limits, and nobody can claim them."""
 
 
 class StopService:

@@ -61,52 +61,6 @@ from serverless_gpu.server.scheduling.queue_snapshot import Reading
 from serverless_gpu.server.scheduling.wait_reasons import WaitReasons
 
 PREEMPTED_TOGETHER = 8
-
-
-class Preemptor:
-    """Stops runs to free devices for others."""
-
-    def __init__(self, *, clock: Clock, database: Transactions, measures: ServerMetrics, announcer: Announcer) -> None:
-        self._clock = clock
-        self._database = database
-        self._measures = measures
-        self._announcer = announcer
-
-    def preempt(self, preemptions: Sequence[Preemption]) -> int:
-        """Ask runs to stop for others that wait; return how many were asked."""
-        asked = 0
-        for first in range(0, len(preemptions), PREEMPTED_TOGETHER):
-            some = preemptions[first : first + PREEMPTED_TOGETHER]
-            at_ns = self._clock.wall_ns()
-
-            def work(
-                connection: sa.Connection, some: Sequence[Preemption] = some, at_ns: int = at_ns
-            ) -> list[TransitionResult | None]:
-                return [_ask(connection, one, at_ns) for one in some]
-
-            for one, told in zip(some, self._database.write(work), strict=True):
-                if told is not None and told.changed:
-                    self._announcer.announce(told)
-                    self._measures.preempted.inc()
-                    _log.info("run %s makes room for run %s", one.run_id, one.for_run)
-                    asked += 1
-        return asked
-
-
-def _ask(connection: sa.Connection, one: Preemption, at_ns: int) -> TransitionResult | None:
-    run, other = runs.find(connection, one.run_id), runs.find(connection, one.for_run)
-    if run is None or run.state not in ACTIVE or run.stop is not None:
-        return None
-    if other is None or other.state is not State.QUEUED:
-        return None
-    try:
-        return transitions.ask_to_stop(
-            connection, run.id, who=audit.SERVER, why=StopReason.PREEMPT, at_ns=at_ns, because=one.sentence
-        )
-    except (AlreadyFinished, StaleAttempt):
-        return None
-
-
 AT_ONCE = 64
 """Placements of one tick; the next one follows at once."""
 TOGETHER = 8
@@ -342,3 +296,47 @@ def _end_at_once(connection: sa.Connection, run_id: str, reason: Reason, note: N
     if run.attempt is not None:
         transitions.settle_all(connection, run.attempt, at_ns=note.at_ns)
     return told
+
+
+class Preemptor:
+    """Stops runs to free devices for others."""
+
+    def __init__(self, *, clock: Clock, database: Transactions, measures: ServerMetrics, announcer: Announcer) -> None:
+        self._clock = clock
+        self._database = database
+        self._measures = measures
+        self._announcer = announcer
+
+    def preempt(self, preemptions: Sequence[Preemption]) -> int:
+        """Ask runs to stop for others that wait; return how many were asked."""
+        asked = 0
+        for first in range(0, len(preemptions), PREEMPTED_TOGETHER):
+            some = preemptions[first : first + PREEMPTED_TOGETHER]
+            at_ns = self._clock.wall_ns()
+
+            def work(
+                connection: sa.Connection, some: Sequence[Preemption] = some, at_ns: int = at_ns
+            ) -> list[TransitionResult | None]:
+                return [_ask(connection, one, at_ns) for one in some]
+
+            for one, told in zip(some, self._database.write(work), strict=True):
+                if told is not None and told.changed:
+                    self._announcer.announce(told)
+                    self._measures.preempted.inc()
+                    _log.info("run %s makes room for run %s", one.run_id, one.for_run)
+                    asked += 1
+        return asked
+
+
+def _ask(connection: sa.Connection, one: Preemption, at_ns: int) -> TransitionResult | None:
+    run, other = runs.find(connection, one.run_id), runs.find(connection, one.for_run)
+    if run is None or run.state not in ACTIVE or run.stop is not None:
+        return None
+    if other is None or other.state is not State.QUEUED:
+        return None
+    try:
+        return transitions.ask_to_stop(
+            connection, run.id, who=audit.SERVER, why=StopReason.PREEMPT, at_ns=at_ns, because=one.sentence
+        )
+    except (AlreadyFinished, StaleAttempt):
+        return None

@@ -166,7 +166,7 @@ CASES = (
     ("train(); join()", False),
     ("join(); dist.destroy_process_group(); train()", False),
     ("train(); sys.modules['mpi4py.MPI'] = sys", False),
-    ("train(); os.environ[process_group.SWITCH] = '0'", False),
+    ("train(); os.environ[process_group.ALONE_NOTE_SWITCH] = '0'", False),
 )
 
 
