@@ -128,11 +128,7 @@ class ChainCheck:
 
 
 routes = Routes("audit")
-
-
 PAGE_MAX = 1000
-
-
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 
 

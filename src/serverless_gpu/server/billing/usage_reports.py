@@ -334,8 +334,6 @@ def _first_counted(
 
 
 routes = Routes("usage")
-
-
 Day = Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]
 
 

@@ -139,11 +139,17 @@ def violations(books: RecordedRuns, history: History | None = None, moment: Live
     return sorted(set(found))
 
 
+# --- I1 ---------------------------------------------------------------------------------------------------------------
+
+
 def _readable(books: RecordedRuns, history: History) -> Iterator[Violation]:
     for run_id, actions in books.absent.items():
         created, expired = actions.get(Action.RUN_CREATE, 0), actions.get(Action.RUN_EXPIRE, 0)
         if (created or run_id in history.acknowledged) and not expired:
             yield Violation(invariant="I1", subject=f"run {run_id}", sentence="was acknowledged, and is not there")
+
+
+# --- I2, I5 -----------------------------------------------------------------------------------------------------------
 
 
 def _one_end(booked: RecordedRun) -> Iterator[Violation]:
@@ -193,6 +199,9 @@ def _move(booked: RecordedRun, before: StoredEvent, event: StoredEvent) -> Itera
         yield violation_of(
             booked, "I5", f"event {event.seq} ({event.state}) is of attempt {event.fence}, after {before.fence}"
         )
+
+
+# --- I3 ---------------------------------------------------------------------------------------------------------------
 
 
 def _attempts_in_order(booked: RecordedRun) -> Iterator[Violation]:
@@ -301,6 +310,9 @@ def _on_devices_alone(stretches: Sequence[Stretch]) -> Iterator[Violation]:
         yield from doubly(device, ones)
 
 
+# --- I6 ---------------------------------------------------------------------------------------------------------------
+
+
 def _stored(booked: RecordedRun, missing: frozenset[str]) -> Iterator[Violation]:
     run, attempt = booked.run, booked.run.attempt
     if run.state is not State.SUCCEEDED or attempt is None or not isinstance(run.spec.payload, Function):
@@ -315,6 +327,9 @@ def _stored(booked: RecordedRun, missing: frozenset[str]) -> Iterator[Violation]
     gone = missing.intersection(results.parts if results is not None else ())
     if gone:
         yield violation_of(booked, "I6", f"{len(gone)} parts of its results are not in the store")
+
+
+# --- I8 ---------------------------------------------------------------------------------------------------------------
 
 
 def _created_once(booked: RecordedRun) -> Iterator[Violation]:
@@ -342,6 +357,9 @@ def _audited(books: RecordedRuns, history: History) -> Iterator[Violation]:
     for secret in history.secrets:
         if any(secret in detail for detail in books.details):
             yield Violation(invariant="I8", subject="audit", sentence="a row of it has a secret")
+
+
+# --- I11, I12, I14, I15 -----------------------------------------------------------------------------------------------
 
 
 def _of_the_moment(moment: LiveState) -> Iterator[Violation]:
