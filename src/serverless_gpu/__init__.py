@@ -41,7 +41,7 @@ __all__ = ["DistributedFunction", "GPUType", "Receipt", "Run", "RunList", "Sessi
 __all__ += ["distributed", "errors", "session"]
 
 # Loaded when first asked for, so that `import serverless_gpu` costs a few milliseconds, in ranks too.
-_HOMES = {
+_ORIGINS = {
     "DistributedFunction": "serverless_gpu.client.decorator",
     "distributed": "serverless_gpu.client.decorator",
     "Run": "serverless_gpu.client.runs.run",
@@ -54,17 +54,17 @@ _HOMES = {
     "Receipt": "serverless_gpu.model.receipt",
     "load_ipython_extension": "serverless_gpu.client.notebook",  # %load_ext serverless_gpu
 }
-_ROOMS = ("compute", "errors", "launcher", "ray", "runtime", "testing")
+_MODULES = ("compute", "errors", "launcher", "ray", "runtime", "testing")
 
 
 def __getattr__(name: str) -> object:
     load = importlib.import_module("serverless_gpu.lazy_import").load
-    if name in _HOMES:
-        return globals().setdefault(name, getattr(load(_HOMES[name]), name))
-    if name in _ROOMS:
+    if name in _ORIGINS:
+        return globals().setdefault(name, getattr(load(_ORIGINS[name]), name))
+    if name in _MODULES:
         return load(f"serverless_gpu.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_ROOMS})
+    return sorted({*globals(), *__all__, *_MODULES})

@@ -1,4 +1,4 @@
-"""The only door to clocks and fresh identifiers.
+"""The only source of clocks and fresh identifiers.
 
 Everything that decides takes time and identifiers as values; whoever acts gets them here. Durations and deadlines come
 from `boottime_ns` (it goes on during suspend and never jumps); `wall_ns` only places a moment on a calendar.
@@ -15,7 +15,6 @@ from typing import Protocol
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")  # in no other language
 _CLOCK_BOOTTIME = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # macOS has no boottime clock
-
 
 CLOCK_FAULT = "SGPU_FAULT_CLOCK"
 """By how many seconds a test has the wall clock of a node's processes be ahead."""
@@ -110,12 +109,7 @@ def format_clock(wall_ns: int) -> str:
 
 
 def format_soon(wall_ns: int, now_ns: int | None = None) -> str:
-    """Return a moment to come as the local time of day, with its date on another day: ``"14:20"``, ``"24 Nov 14:20"``.
-
-    Args:
-        wall_ns: the moment.
-        now_ns: today; None for what the machine's clock says.
-    """
+    """Return a moment to come as the local time of day, with its date on another day: ``"14:20"``, ``"24 Nov 14:20"``."""
     now_s = (SystemClock().wall_ns() if now_ns is None else now_ns) / 1e9
     moment, today = time.localtime(wall_ns / 1e9), time.localtime(now_s)
     clock = time.strftime("%H:%M", moment)
@@ -126,11 +120,6 @@ def format_soon(wall_ns: int, now_ns: int | None = None) -> str:
 
 
 def format_soon_zoned(wall_ns: int, now_ns: int | None = None) -> str:
-    """Return a moment to come with the zone of this machine, for who may read it in another: ``"14:20 CET"``.
-
-    Args:
-        wall_ns: the moment.
-        now_ns: today; None for what the machine's clock says.
-    """
+    """Return a moment to come with the zone of this machine, for who may read it in another: ``"14:20 CET"``."""
     zone = time.strftime("%Z", time.localtime(wall_ns / 1e9))
     return f"{format_soon(wall_ns, now_ns)} {zone}".strip()

@@ -20,11 +20,7 @@ _ready: dict[Any, msgspec.json.Decoder[Any]] = {}
 
 
 def from_json(data: bytes | str, kind: type[T]) -> T:
-    """Return JSON as a value of a type.
-
-    Raises:
-        msgspec.DecodeError: it is no JSON; as `ValidationError`: it is no such value.
-    """
+    """Return JSON as a value of a type; raise msgspec.DecodeError, or its ValidationError for another value."""
     return decoder(kind).decode(data)
 
 

@@ -23,23 +23,15 @@ if TYPE_CHECKING:
 _ON_WINDOWS = ("serverless_gpu.cli.output", "serverless_gpu.compute", "serverless_gpu.errors")
 
 
-def load(room: str) -> ModuleType:
-    """Return a module of this package.
-
-    Args:
-        room: its full name.
-
-    Raises:
-        ImportError: it cannot be imported; names the file that hides a module it needs.
-        HardwareError: this is Windows.
-    """
-    if sys.platform == "win32" and room not in _ON_WINDOWS:
+def load(module: str) -> ModuleType:
+    """Return a module of this package; ImportError names the file that hides a module it needs."""
+    if sys.platform == "win32" and module not in _ON_WINDOWS:
         refusal: Exception = importlib.import_module("serverless_gpu.operating_system").windows_refusal()
         raise refusal
     try:
-        return importlib.import_module(room)
+        return importlib.import_module(module)
     except AttributeError as error:
-        raise ImportError(f"{room} cannot be imported: {_why(error)}") from error
+        raise ImportError(f"{module} cannot be imported: {_why(error)}") from error
 
 
 def _why(error: AttributeError) -> str:

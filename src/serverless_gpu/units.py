@@ -25,18 +25,7 @@ _SECONDS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
 
 
 def gpu_milliseconds(gpus: int, ms: int) -> int:
-    """Return the GPU time of several GPUs held together.
-
-    Args:
-        gpus: number of GPUs.
-        ms: how long they were held, in milliseconds.
-
-    Returns:
-        device-milliseconds.
-
-    Raises:
-        ValueError: a count or a time is negative.
-    """
+    """Return the GPU time of several GPUs held together, in device-milliseconds."""
     if gpus < 0 or ms < 0:
         raise ValueError(f"GPU time cannot be negative: {gpus} GPUs for {ms} ms")
     return gpus * ms
@@ -46,16 +35,6 @@ def micros_for(gpu_ms: int, micros_per_gpu_hour: int) -> int:
     """Return what GPU time costs, rounded up to a whole micro.
 
     Call it once per attempt with the attempt's total: rounding parts would add up to more than the whole.
-
-    Args:
-        gpu_ms: device-milliseconds.
-        micros_per_gpu_hour: price of one GPU for one hour, in micros.
-
-    Returns:
-        The cost in micros.
-
-    Raises:
-        ValueError: a time or a price is negative.
     """
     if gpu_ms < 0 or micros_per_gpu_hour < 0:
         raise ValueError(f"a cost cannot be negative: {gpu_ms} GPU-ms at {micros_per_gpu_hour} micros per GPU-hour")
@@ -63,11 +42,7 @@ def micros_for(gpu_ms: int, micros_per_gpu_hour: int) -> int:
 
 
 def format_duration_ms(ms: int) -> str:
-    """Return a duration for people: ``34 ms``, ``0.4 s``, ``3 min 05 s``, ``2 h 10 min``.
-
-    Args:
-        ms: milliseconds.
-    """
+    """Return a duration for people: ``34 ms``, ``0.4 s``, ``3 min 05 s``, ``2 h 10 min``."""
     if ms < 0:
         return "-" + format_duration_ms(-ms)
     if ms < 100:
@@ -83,21 +58,13 @@ def format_duration_ms(ms: int) -> str:
 
 
 def format_days_ms(ms: int) -> str:
-    """Return a long time for people: ``30 days``; one of less than two days as `format_duration_ms` does.
-
-    Args:
-        ms: milliseconds, not negative.
-    """
+    """Return a long time for people: ``30 days``; one of less than two days as `format_duration_ms` does."""
     days = ms // MS_PER_DAY
     return format_duration_ms(ms) if days < 2 else f"{days} days"
 
 
 def format_bytes(size: int) -> str:
-    """Return a size for people in decimal units: ``512 B``, ``1.2 GB`` (1 GB = 10^9 bytes).
-
-    Args:
-        size: bytes.
-    """
+    """Return a size for people in decimal units: ``512 B``, ``1.2 GB`` (1 GB = 10^9 bytes)."""
     if size < 0:
         return "-" + format_bytes(-size)
     if size < 1000:
@@ -114,11 +81,7 @@ def format_bytes(size: int) -> str:
 
 
 def format_gpu_memory(size: int) -> str:
-    """Return memory of a GPU for people in nvidia-smi's units: ``512 MiB``, from 1 GiB (2^30 bytes) on ``61.3 GiB``.
-
-    Args:
-        size: bytes.
-    """
+    """Return memory of a GPU for people in nvidia-smi's units: ``512 MiB``, from 1 GiB (2^30 bytes) on ``61.3 GiB``."""
     if size < 0:
         return "-" + format_gpu_memory(-size)
     if size < _GIB:
@@ -128,13 +91,7 @@ def format_gpu_memory(size: int) -> str:
 
 
 def format_micros(micros: int, currency: str, *, exact: bool = False) -> str:
-    """Return an amount of money: ``1.23 USD``; below one cent all digits that are there, so a cost never looks free.
-
-    Args:
-        micros: millionths of the currency unit.
-        currency: its name, for example ``"USD"``.
-        exact: write all six digits: ``1.230000 USD``.
-    """
+    """Return an amount of money: ``1.23 USD``; below one cent all digits that are there, so a cost never looks free."""
     if micros < 0:
         return "-" + format_micros(-micros, currency, exact=exact)
     if exact:
@@ -146,21 +103,12 @@ def format_micros(micros: int, currency: str, *, exact: bool = False) -> str:
 
 
 def is_any_below_cent(amounts: Iterable[int | None]) -> bool:
-    """Return whether amounts of one column are written with all their digits: where one of them needs them.
-
-    Args:
-        amounts: millionths of a currency unit; None is no amount.
-    """
+    """Return whether an amount in micros is below a cent: then its whole column is written with all digits."""
     return any(0 < abs(micros) < MICROS_PER_UNIT // 100 for micros in amounts if micros is not None)
 
 
 def format_gpu_ms(gpu_ms: int, *, unit: str = "GPU") -> str:
-    """Return the time of devices for people: ``0.040 GPU-seconds``, ``12.3 GPU-seconds``, ``1.5 GPU-hours``.
-
-    Args:
-        gpu_ms: device-milliseconds.
-        unit: whose time it is, as `hardware.time_unit` says.
-    """
+    """Return device-milliseconds for people: ``0.040 GPU-seconds``, ``12.3 GPU-seconds``, ``1.5 GPU-hours``."""
     if gpu_ms < 0:
         return "-" + format_gpu_ms(-gpu_ms, unit=unit)
     if 0 < gpu_ms < 100:
@@ -173,11 +121,7 @@ def format_gpu_ms(gpu_ms: int, *, unit: str = "GPU") -> str:
 
 
 def format_joules(joules: float) -> str:
-    """Return energy for people: ``0.3 Wh``, ``61.2 Wh``, ``0.42 kWh``, ``12.3 kWh``; ``0.0 Wh`` is less than that.
-
-    Args:
-        joules: watt-seconds.
-    """
+    """Return energy for people: ``0.3 Wh``, ``61.2 Wh``, ``0.42 kWh``, ``12.3 kWh``; ``0.0 Wh`` is less than that."""
     watt_hours = joules / 3_600
     if abs(watt_hours) < 99.95:
         return f"{watt_hours:.1f} Wh"
@@ -185,14 +129,7 @@ def format_joules(joules: float) -> str:
 
 
 def parse_duration_s(text: str) -> int:
-    """Return the seconds of a duration as people type it: ``90s``, ``15m``, ``12h``, ``7d``, ``2w``.
-
-    Args:
-        text: a whole number and a unit.
-
-    Raises:
-        ValueError: it does not read like that.
-    """
+    """Return the seconds of a duration as people type it: ``90s``, ``15m``, ``12h``, ``7d``, ``2w``."""
     match = _DURATION.fullmatch(text.strip().lower())
     if match is None:
         raise ValueError(f"{text!r} is not a duration; write a whole number and a unit: 90s, 15m, 12h, 7d or 2w")

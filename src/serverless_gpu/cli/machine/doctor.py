@@ -29,7 +29,7 @@ def doctor(as_json: bool, limit: float) -> None:
     Looks at this machine, the agent, GPUs, and the environment of the interpreter that sgpu belongs to, and starts no
     agent. Ends with 1 when a check failed, else with 0; a warning or an unknown is no failure.
     """
-    # By name, and only now: the doctor's rooms would be a fifth of what every other command takes to start.
+    # By name, and only now: the doctor's modules would be a fifth of what every other command takes to start.
     examination = importlib.import_module("serverless_gpu.doctor.examination")
     report, has_failed = examination.examine(limit, as_json=as_json, paint=_paint)
     for line in report:

@@ -14,7 +14,7 @@ from serverless_gpu.lazy_import import load
 _KINDS = (".png", ".svg", ".pdf")
 
 
-def load_drawing(path: Path, room: str) -> ModuleType:
+def load_drawing(path: Path, module: str) -> ModuleType:
     """Return the drawing module after checking for Matplotlib, the directory and the file type."""
     if path.suffix.lower() not in _KINDS:
         raise InvalidValue(f"{path} cannot be written: a picture ends in {', '.join(_KINDS)}")
@@ -23,7 +23,7 @@ def load_drawing(path: Path, room: str) -> ModuleType:
         message = f"the picture cannot be written to {path}: there is no directory {path.parent}"
         raise StorageError(message, hint="give the path of a file in a directory you can write to")
     try:
-        return load(room)
+        return load(module)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise

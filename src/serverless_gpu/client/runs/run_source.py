@@ -218,8 +218,8 @@ class LocalRun(RunSource):
 
     def tries(self) -> list[Try]:
         """Return the attempts from their directories."""
-        room = load(_TRIES)
-        return [room.read_try(directory) for directory in room.attempts_here(self.directory.parent)]
+        timeline = load(_TRIES)
+        return [timeline.read_try(directory) for directory in timeline.attempts_here(self.directory.parent)]
 
     def _settle(self) -> bool:
         """Record the ending of a run whose supervisor died; return False if none had it, or one still has it."""

@@ -300,6 +300,9 @@ def _ran_as_asked(books: RecordedRuns, history: History) -> Iterator[Violation]:
             yield violation_of(booked, "I3", f"ran user code {ran[run.id]} times, and {again} retries were used")
 
 
+# --- I4 ---------------------------------------------------------------------------------------------------------------
+
+
 def _on_devices_alone(stretches: Sequence[Stretch]) -> Iterator[Violation]:
     lent: dict[str, list[LentDevice]] = {}
     for one in stretches:
@@ -307,7 +310,7 @@ def _on_devices_alone(stretches: Sequence[Stretch]) -> Iterator[Violation]:
             gang = crew_name(f"{one.run_id}:{one.fence}", one.crew)
             lent.setdefault(device, []).append(LentDevice(one.began_ns, one.freed_ns, gang))
     for device, ones in lent.items():
-        yield from doubly(device, ones)
+        yield from double_lendings(device, ones)
 
 
 # --- I6 ---------------------------------------------------------------------------------------------------------------
@@ -384,6 +387,9 @@ def _listed(values: Iterable[object]) -> str:
     return ", ".join(str(value) for value in values)
 
 
+# --- I4, of facts -----------------------------------------------------------------------------------------------------
+
+
 class LentDevice(msgspec.Struct, frozen=True):
     began_ns: int
     ended_ns: int | None
@@ -396,10 +402,10 @@ def lent_once(books: RecordedRuns) -> Iterator[Violation]:
         for attempt in booked.attempts:
             for crew in attempt.crews:
                 own = booked.facts.get((crew.fence, crew.number), ())
-                for place, one in of_facts(crew_name(attempt.gang, crew.number), crew.node_id, own):
+                for place, one in lent_devices(crew_name(attempt.gang, crew.number), crew.node_id, own):
                     lent.setdefault(place, []).append(one)
     for place, ones in lent.items():
-        yield from doubly(place[-1], ones)
+        yield from double_lendings(place[-1], ones)
 
 
 def crew_name(gang: str, number: int) -> str:
@@ -407,7 +413,7 @@ def crew_name(gang: str, number: int) -> str:
     return f"{gang} (crew {number})" if number else gang
 
 
-def of_facts(gang: str, node_id: str, own: Sequence[Fact]) -> Iterator[tuple[Place, LentDevice]]:
+def lent_devices(gang: str, node_id: str, own: Sequence[Fact]) -> Iterator[tuple[Place, LentDevice]]:
     """Yield which devices a crew of an attempt had, and when: the same times that it is charged for."""
     for one in metering.lendings(own):
         for device in one.gpus:
@@ -431,7 +437,7 @@ class Lendings:
             for attempt in booked.attempts:
                 for crew in attempt.crews:
                     own = booked.facts.get((crew.fence, crew.number), ())
-                    for place, one in of_facts(crew_name(attempt.gang, crew.number), crew.node_id, own):
+                    for place, one in lent_devices(crew_name(attempt.gang, crew.number), crew.node_id, own):
                         found.update(self._put(place, one))
         while len(self._known) > self._most:
             self._take(next(iter(self._known)))
@@ -447,7 +453,7 @@ class Lendings:
         ones = self._of.setdefault(place, [])
         at = bisect_right(ones, one.began_ns, key=_began)
         ones.insert(at, one)
-        yield from doubly(place[-1], ones[max(0, at - 1) : at + 2])
+        yield from double_lendings(place[-1], ones[max(0, at - 1) : at + 2])
 
     def _take(self, key: tuple[Place, str, int]) -> None:
         one, ones = self._known.pop(key), self._of[key[0]]
@@ -460,7 +466,7 @@ def _began(one: LentDevice) -> int:
     return one.began_ns
 
 
-def doubly(device: str, ones: list[LentDevice]) -> Iterator[Violation]:
+def double_lendings(device: str, ones: list[LentDevice]) -> Iterator[Violation]:
     ones.sort(key=_began)
     latest = ones[0]
     for one in ones[1:]:
@@ -469,6 +475,9 @@ def doubly(device: str, ones: list[LentDevice]) -> Iterator[Violation]:
             yield Violation(invariant="I4", subject=f"device {device}", sentence=sentence)
         if latest.ended_ns is not None and (one.ended_ns is None or one.ended_ns > latest.ended_ns):
             latest = one
+
+
+# --- I3, of gangs -----------------------------------------------------------------------------------------------------
 
 
 def gangs(booked: RecordedRun) -> Iterator[Violation]:

@@ -22,7 +22,7 @@ from serverless_gpu.model.billing.metering import Meter, lendings
 from serverless_gpu.model.billing.pricing import UNPRICED, Tariff, cost
 from serverless_gpu.model.calendars import DAY_NS
 from serverless_gpu.model.lifecycle.attempt import Fact, FactKind
-from serverless_gpu.server.invariants.run_invariants import LentDevice, doubly, of_facts
+from serverless_gpu.server.invariants.run_invariants import LentDevice, double_lendings, lent_devices
 
 DAY = 20_000
 MIDNIGHT_NS = DAY * DAY_NS
@@ -330,9 +330,9 @@ def doubles(*attempts: Iterable[Fact]) -> list[str]:
     """Return what I4 says of attempts of one node, which are numbered."""
     lent: dict[tuple[str, ...], list[LentDevice]] = {}
     for number, facts in enumerate(attempts):
-        for place, one in of_facts(f"r:{number}", "n", tuple(facts)):
+        for place, one in lent_devices(f"r:{number}", "n", tuple(facts)):
             lent.setdefault(place, []).append(one)
-    return sorted(violation.subject for place, ones in lent.items() for violation in doubly(place[-1], ones))
+    return sorted(violation.subject for place, ones in lent.items() for violation in double_lendings(place[-1], ones))
 
 
 def later(facts: Iterable[Fact], seconds: int) -> list[Fact]:
@@ -354,7 +354,7 @@ def test_a_long_one_is_compared_with_all_that_follow() -> None:
         LentDevice(30, 40, "too"),
         LentDevice(100, 110, "after"),
     ]
-    assert [one.sentence.split()[3] for one in doubly("GPU-a", found)] == ["within", "too"]
+    assert [one.sentence.split()[3] for one in double_lendings("GPU-a", found)] == ["within", "too"]
 
 
 def test_a_session_and_its_runs_never_have_a_device_at_once() -> None:
