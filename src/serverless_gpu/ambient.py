@@ -109,7 +109,7 @@ def format_clock(wall_ns: int) -> str:
 
 
 def format_soon(wall_ns: int, now_ns: int | None = None) -> str:
-    """Return a moment to come as the local time of day, with its date on another day: ``"14:20"``, ``"24 Nov 14:20"``."""
+    """Return a coming moment as local time of day, with its date on another day: ``"14:20"``, ``"24 Nov 14:20"``."""
     now_s = (SystemClock().wall_ns() if now_ns is None else now_ns) / 1e9
     moment, today = time.localtime(wall_ns / 1e9), time.localtime(now_s)
     clock = time.strftime("%H:%M", moment)

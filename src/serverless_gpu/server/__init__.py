@@ -2,6 +2,6 @@
 
 Imports point down this list (`import-linter`): process, startup, application and composition (it wires everything),
 runs and invariants, scheduling, budgets, billing, policies, pools, operations, nodes, identity, lifecycle,
-environments, storage, secrets, audit, http, records, db, core. An effect that points up is a callable. Each package has
-its routes (`*_routes.py`), its service and its views. Start with `composition.py`.
+environments, storage, secrets, audit, http, records, db, core. An effect that points up is a callable. The routes of a
+noun stand below its service (`application.py` lists them). Start with `composition.py`.
 """

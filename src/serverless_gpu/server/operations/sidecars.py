@@ -61,13 +61,13 @@ from serverless_gpu.server.http.listener import names
 from serverless_gpu.wire.nodes import RayPool
 
 EVERY_S = 5.0
-_TOKEN_BYTES = 32
-_NEEDED = ("mlflow", "flask")  # the second is what mlflow-skinny lacks
-_START_S = 30.0
-_LOOK_S = 0.05
-_LOOKS = 600
-_TRIES = 5
-_PAUSE_S = 1.0
+_RAY_TOKEN_BYTES = 32
+_MLFLOW_NEEDS = ("mlflow", "flask")  # the second is what mlflow-skinny lacks
+_MLFLOW_ENDS_S = 30.0
+_MLFLOW_LOOK_S = 0.05
+_MLFLOW_LOOKS = 600
+_MLFLOW_TRIES = 5
+_MLFLOW_PAUSE_S = 1.0
 _log = logging.getLogger(__name__)
 
 
@@ -257,7 +257,7 @@ def _own_token(directory: Path) -> str:
     try:
         return start_arguments.check_token(path.read_text(encoding="ascii"))
     except (OSError, UnicodeDecodeError, InvalidValue):
-        return os.urandom(_TOKEN_BYTES).hex()
+        return os.urandom(_RAY_TOKEN_BYTES).hex()
 
 
 def _directory(settings: Settings) -> Path:
@@ -300,7 +300,7 @@ def _mlflow_files(settings: Settings) -> ServerFiles:
 
 
 def _refuse_mlflow(settings: Settings) -> None:
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    missing = [name for name in _MLFLOW_NEEDS if importlib.util.find_spec(name) is None]
     if missing:
         raise ServerProblem(
             f"--mlflow needs packages that are not installed: {', '.join(missing)}",
@@ -339,18 +339,18 @@ class _MlflowKeeper:
         os.close(self._ours)
         stop_server(self._place)
         if self._thread.is_alive():
-            self._thread.join(_START_S)
+            self._thread.join(_MLFLOW_ENDS_S)
         os.close(self._its)
 
     def _started(self) -> tuple[subprocess.Popen[bytes], str]:
-        for _ in range(_TRIES):
+        for _ in range(_MLFLOW_TRIES):
             stop_server(self._place)  # another interpreter's; a tracked run may have that started again
             keeper = start_keeper(self._place, sys.executable, os.environ, owner=self._its, hosts=self._hosts)
-            for _ in range(_LOOKS):
+            for _ in range(_MLFLOW_LOOKS):
                 serving = kept(self._place)
                 if serving is not None and self._place.noted().keeper == keeper.pid:
                     return keeper, serving.uri
-                if keeper.poll() is not None or self._closing.wait(_LOOK_S):
+                if keeper.poll() is not None or self._closing.wait(_MLFLOW_LOOK_S):
                     break
         wrote = self._place.directory / "keeper.log"
         raise ServerProblem("the keeper of MLflow's server did not come up", hint=f"it wrote: {wrote}")
@@ -359,7 +359,7 @@ class _MlflowKeeper:
         while not self._closing.is_set():
             if self._keeper is not None:
                 self._keeper.wait()
-            if self._closing.wait(_PAUSE_S):
+            if self._closing.wait(_MLFLOW_PAUSE_S):
                 return
             try:
                 self._keeper = self._started()[0]

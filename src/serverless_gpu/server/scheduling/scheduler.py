@@ -73,10 +73,7 @@ _log = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """Places what waits.
-
-    Args:
-    """
+    """Places runs that wait."""
 
     def __init__(
         self,
