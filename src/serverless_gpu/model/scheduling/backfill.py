@@ -40,7 +40,7 @@ Chosen = list[tuple[NodeDevices, str, int]]
 """Nodes, types, how many."""
 
 
-class Seeker:
+class ReservationSearch:
     """Looks for where a blocked gang will start; `by_guess` where it is unknown when others leave."""
 
     def __init__(

@@ -31,7 +31,7 @@ from collections.abc import Iterable
 import msgspec
 
 from serverless_gpu.model.scheduling import gang_placement, wait_explanation
-from serverless_gpu.model.scheduling.backfill import Seeker
+from serverless_gpu.model.scheduling.backfill import ReservationSearch
 from serverless_gpu.model.scheduling.cleared_devices import Clearing, close_to_guests, open_to_guests
 from serverless_gpu.model.scheduling.fairness import charged_all
 from serverless_gpu.model.scheduling.feasibility import never_served
@@ -293,10 +293,10 @@ class ClassPass:
         wanted, capacity = line.rows[0][2], self._state.capacity
         if wanted.run_id in self._state.reservations or self.clearing.clear(wanted, line.ask):
             return True
-        seeker = Seeker(capacity, wanted, line.ask, self._now_ns)
+        seeker = ReservationSearch(capacity, wanted, line.ask, self._now_ns)
         if wanted.queued_ns <= self._state.guarded_ns(self._now_ns, times=2):
             return self._promise(line, seeker.promise() or seeker.keep(0.0))
-        by_guess = Seeker(capacity, wanted, line.ask, self._now_ns, by_guess=True)
+        by_guess = ReservationSearch(capacity, wanted, line.ask, self._now_ns, by_guess=True)
         return self._promise(line, seeker.promise() or by_guess.promise())
 
     def _serve_team(self, team: _Team) -> bool:
@@ -395,13 +395,13 @@ class ClassPass:
             return False
         is_new = ask.shape.unreserved != self._number
         is_early = is_new and self._promised < state.policy.reservations
-        if is_early and self._promise(line, Seeker(state.capacity, wanted, ask, self._now_ns).promise()):
+        if is_early and self._promise(line, ReservationSearch(state.capacity, wanted, ask, self._now_ns).promise()):
             return True
         whose = (self._kind(ask), line.team)
         is_behind = whose not in self._behind and self._is_behind(line)
         if not (is_new or is_behind):
             return False
-        seeker = Seeker(state.capacity, wanted, ask, self._now_ns)
+        seeker = ReservationSearch(state.capacity, wanted, ask, self._now_ns)
         if is_behind and self._note(self._keep_share(seeker, wanted, ask)):
             self._behind.add(whose)
             return True
@@ -411,7 +411,7 @@ class ClassPass:
         ask.shape.unreserved = self._number
         return False
 
-    def _keep_share(self, seeker: Seeker, wanted: QueuedRun, ask: TimedShape) -> Reservation | None:
+    def _keep_share(self, seeker: ReservationSearch, wanted: QueuedRun, ask: TimedShape) -> Reservation | None:
         """Keep devices for a gang whose team or user is behind.
 
         Part of a node is kept as it gets free, which is soon. Whole nodes would stand idle for long: they are reserved
@@ -425,7 +425,7 @@ class ClassPass:
             has_waited and not gang_placement.is_several(capacity, wanted, ask)
         ):
             return seeker.keep(0.0)
-        return Seeker(capacity, wanted, ask, self._now_ns, by_guess=True).promise()
+        return ReservationSearch(capacity, wanted, ask, self._now_ns, by_guess=True).promise()
 
     def _promise(self, line: QueueLine, reservation: Reservation | None) -> bool:
         """Note a promise. The latest time of a user's first gang of a kind is kept from then on; others may move."""
@@ -453,7 +453,7 @@ class ClassPass:
 
     def _redeem_one(self, wanted: QueuedRun, line: QueueLine, promised: Reservation) -> None:
         state, ask = self._state, line.ask
-        seeker = Seeker(state.capacity, wanted, ask, self._now_ns)
+        seeker = ReservationSearch(state.capacity, wanted, ask, self._now_ns)
         if seeker.may_have(promised.shares) and gang_placement.fits(
             state.capacity, promised.shares, wanted, ask, self._now_ns
         ):

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from serverless_gpu.model.scheduling import gang_placement
-from serverless_gpu.model.scheduling.backfill import Chosen, Seeker
+from serverless_gpu.model.scheduling.backfill import Chosen, ReservationSearch
 from serverless_gpu.model.scheduling.capacity import Capacity, NodeDevices
 from serverless_gpu.model.scheduling.duration_estimates import says_no_end
 from serverless_gpu.model.scheduling.fairness import team_of
@@ -108,13 +108,13 @@ def estimate(state: PlannerState, wanted: QueuedRun, now_ns: int) -> StartEstima
     ahead.sort(key=lambda entry: order.of(entry[0], entry[1].ask))
     forecast = state.capacity.forecast()
     for number, (other, line) in enumerate(ahead):
-        if Seeker(forecast, other, line.ask, now_ns).promise() is None:
+        if ReservationSearch(forecast, other, line.ask, now_ns).promise() is None:
             before = f"nobody can say when {other.title} starts, which is ahead"
             basis = f"{before}: {_unknown(state, other, line.ask, ahead[:number])}"
             return StartEstimate(
                 at_ns=None, basis=basis, place=place, wait=_Explained(state, wanted, ask, now_ns).wait(place)
             )
-    found = Seeker(forecast, wanted, ask, now_ns).promise()
+    found = ReservationSearch(forecast, wanted, ask, now_ns).promise()
     if (
         found is None
         or found.at_ns is None
@@ -361,7 +361,7 @@ class _Explained:
             return self._promised()
         if place != 1 or where.free[gpu_type] >= count:
             return None, False, None
-        likely, _ = Seeker(self._floor, self._wanted, self._ask, self._now_ns).when(where, gpu_type, count)
+        likely, _ = ReservationSearch(self._floor, self._wanted, self._ask, self._now_ns).when(where, gpu_type, count)
         share = DeviceShare(node_id=where.node.id, gpu_type=gpu_type, count=count)
         if math.isinf(likely) or _rests_on_caps(self._state, (share,), (), int(likely), self._now_ns):
             return None, False, None
@@ -518,7 +518,7 @@ class _Explained:
         All that may be used where even that is too little: what lacks is used by others, or in quarantine. Nothing
         where some nodes may not be used now.
         """
-        seeker = Seeker(self._floor, self._wanted, self._ask, self._now_ns)
+        seeker = ReservationSearch(self._floor, self._wanted, self._ask, self._now_ns)
         found = seeker.nearest(kept=True)
         if found is not None and found[0] == 0 and self._wanted.run_id not in self._state.clearing:
             return found[1]

@@ -189,23 +189,21 @@ def keep_signals_in() -> str:
     why = landlock_refusal()
     if why:
         return why
-    libc = ctypes.CDLL(None, use_errno=True)
     ruleset = _Ruleset(0, 0, _SCOPE_SIGNAL)
-    fd = libc.syscall(_CREATE_RULESET, ctypes.byref(ruleset), ctypes.sizeof(ruleset), 0)
+    fd = _libc.syscall(_CREATE_RULESET, ctypes.byref(ruleset), ctypes.sizeof(ruleset), 0)
     if fd < 0:
         return os.strerror(ctypes.get_errno())
     try:
         if os.geteuid() != 0 or _in_user_namespace():
-            libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-        return os.strerror(ctypes.get_errno()) if libc.syscall(_RESTRICT_SELF, fd, 0) else ""
+            _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        return os.strerror(ctypes.get_errno()) if _libc.syscall(_RESTRICT_SELF, fd, 0) else ""
     finally:
         os.close(fd)
 
 
 def landlock_refusal() -> str:
     """Return why this process cannot keep its signals in, or ""; nothing is changed."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    abi = libc.syscall(_CREATE_RULESET, None, 0, _LANDLOCK_VERSION)
+    abi = _libc.syscall(_CREATE_RULESET, None, 0, _LANDLOCK_VERSION)
     if abi < SIGNALS_SINCE_ABI:
         return "Linux 6.12 or newer is needed, with Landlock"
     if os.geteuid() != 0 and not _in_user_namespace():

@@ -44,8 +44,7 @@ def become_member(parent: socket.socket) -> None:
     Raises OSError when the kernel refuses, or the parent, which knows why, is gone.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(3, 0, 0, 0, 0) == 0:  # PR_GET_DUMPABLE: a process that came by setuid() has no /proc files of its own
-        libc.prctl(4, 1, 0, 0, 0)
+    _make_dumpable(libc)
     if libc.unshare(_CLONE_NEWUSER) != 0:
         code = ctypes.get_errno()
         problem = f"a user namespace cannot be made: {os.strerror(code)}"
@@ -113,9 +112,7 @@ def drop_capabilities() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     none = (ctypes.c_uint32 * 6)()
-    if libc.capset(header, none) != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, f"capabilities cannot be given up: {os.strerror(code)}")
+    _check(libc.capset(header, none), "capabilities cannot be given up")
 
 
 def _write_maps(pid: int) -> None:
@@ -285,9 +282,7 @@ def _unshare_as_root(libc: ctypes.CDLL, flags: int, what: str) -> None:
 
 def _unshare_as_user(libc: ctypes.CDLL, flags: int) -> None:
     uid, gid = os.geteuid(), os.getegid()
-    if libc.prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0) == 0:
-        # A process that came from another user by setuid() may not write its own /proc files.
-        libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
+    _make_dumpable(libc)
     _check(libc.unshare(_CLONE_NEWUSER | flags), "a user namespace cannot be made")
     with contextlib.suppress(FileNotFoundError):  # kernels before 3.19
         _write("/proc/self/setgroups", "deny")
@@ -303,6 +298,12 @@ def _write(path: str, text: str) -> None:
         raise OSError(error.errno, f"{path} cannot be written: {error.strerror}", path) from None
     finally:
         os.close(fd)
+
+
+def _make_dumpable(libc: ctypes.CDLL) -> None:
+    """Let a process that came from another user by setuid() write its own /proc files."""
+    if libc.prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0) == 0:
+        libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
 
 
 def _check(result: int, what: str, path: str = "") -> None:
