@@ -21,20 +21,20 @@ from serverless_gpu.units import format_duration_ms
 _WARN_AT = 0.8  # of the idle limit
 
 
-class Asker(msgspec.Struct, frozen=True):
+class DeviceRequest(msgspec.Struct, frozen=True):
     """A run that waits for devices of the session."""
 
     run_id: str
     count: int
 
 
-class SessionBook(msgspec.Struct, frozen=True, kw_only=True):
+class SessionState(msgspec.Struct, frozen=True, kw_only=True):
     """Everything the next decision depends on."""
 
     devices: tuple[Device, ...]  # what the session holds, in LOCAL_RANK order
     idle_ns: int | None  # since when no run has or wants a device, or None
     loans: dict[str, tuple[Device, ...]] = {}  # devices by the run that has them
-    queue: tuple[Asker, ...] = ()  # runs that wait, first come first served
+    queue: tuple[DeviceRequest, ...] = ()  # runs that wait, first come first served
     unfit: frozenset[str] = frozenset()  # identifiers of devices that could not be proven free
     warned: bool = False  # whether the end of the idle time was announced
 
@@ -50,12 +50,12 @@ class SessionBook(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(device for device in self.idle if device.uuid not in self.unfit)
 
 
-def ask(book: SessionBook, asker: Asker) -> SessionBook:
+def ask(book: SessionState, asker: DeviceRequest) -> SessionState:
     """Return the book with one more run waiting."""
     return msgspec.structs.replace(book, queue=(*book.queue, asker), idle_ns=None, warned=False)
 
 
-def settle(book: SessionBook) -> tuple[SessionBook, tuple[str, ...]]:
+def settle(book: SessionState) -> tuple[SessionState, tuple[str, ...]]:
     """Lend to the runs whose turn it is. Also returns the runs that have just been lent devices."""
     served: list[str] = []
     while book.queue and book.queue[0].count <= len(book.lendable):
@@ -66,7 +66,7 @@ def settle(book: SessionBook) -> tuple[SessionBook, tuple[str, ...]]:
     return book, tuple(served)
 
 
-def leave(book: SessionBook, run_id: str, now_ns: int) -> SessionBook:
+def leave(book: SessionState, run_id: str, now_ns: int) -> SessionState:
     """Return the book without a run: it gave its devices back, or does not want any more."""
     loans = {holder: devices for holder, devices in book.loans.items() if holder != run_id}
     queue = tuple(asker for asker in book.queue if asker.run_id != run_id)
@@ -76,12 +76,12 @@ def leave(book: SessionBook, run_id: str, now_ns: int) -> SessionBook:
     return msgspec.structs.replace(book, loans=loans, queue=queue, idle_ns=idle_ns)
 
 
-def mark_unfit(book: SessionBook, unfit: Collection[str]) -> SessionBook:
+def mark_unfit(book: SessionState, unfit: Collection[str]) -> SessionState:
     """Return the book with these devices, and no others, unfit."""
     return msgspec.structs.replace(book, unfit=frozenset(unfit))
 
 
-def waiting_text(book: SessionBook, asker: Asker) -> str:
+def waiting_text(book: SessionState, asker: DeviceRequest) -> str:
     """Return why a run of the session waits."""
     ahead = next((place for place, other in enumerate(book.queue) if other.run_id == asker.run_id), 0)
     parts = [f"run {holder} has {len(devices)}" for holder, devices in book.loans.items()]
@@ -92,7 +92,7 @@ def waiting_text(book: SessionBook, asker: Asker) -> str:
     return f"waiting for {asker.count} of the session's {_counted(book)}: " + "; ".join(parts)
 
 
-def idle_action(book: SessionBook, limit_ns: int, now_ns: int) -> tuple[SessionBook, str, bool]:
+def idle_action(book: SessionState, limit_ns: int, now_ns: int) -> tuple[SessionState, str, bool]:
     """Return what the passing of time means for a session.
 
     Returns the next book, a sentence for the user or "", and whether the session ends.
@@ -110,13 +110,13 @@ def idle_action(book: SessionBook, limit_ns: int, now_ns: int) -> tuple[SessionB
     return book, "", False
 
 
-def wake_ns(book: SessionBook, limit_ns: int) -> int | None:
+def wake_ns(book: SessionState, limit_ns: int) -> int | None:
     """Return when time will mean something next, or None."""
     if book.idle_ns is None:
         return None
     return book.idle_ns + (limit_ns if book.warned else int(limit_ns * _WARN_AT))
 
 
-def _counted(book: SessionBook) -> str:
+def _counted(book: SessionState) -> str:
     count, kind = len(book.devices), book.devices[0].type
     return f"{count} {kind}" if kind != "CPU" else f"{count} CPU slot{'' if count == 1 else 's'}"

@@ -35,8 +35,8 @@ from serverless_gpu.errors import ServerlessGpuError, StorageError
 from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Attempt, FactKind, Failure, Reason, State
 from serverless_gpu.model.lifecycle.session import (
-    Asker,
-    SessionBook,
+    DeviceRequest,
+    SessionState,
     ask,
     idle_action,
     leave,
@@ -78,7 +78,7 @@ class SessionHolder:
         self._audience = Watchers(sockets / f"{self._launch.run_id}.sock", self._selector, self._snapshot, self._obey)
         self._limit_ns = round((self._launch.idle_timeout_s or 0) * 1e9)
         self._reservation: DeviceReservation | None = None
-        self._book: SessionBook | None = None
+        self._book: SessionState | None = None
         self._billed: tuple[Device, ...] = ()
         self._borrowers: dict[str, Watcher] = {}
         self._reported: dict[str, tuple[str, ...]] = {}  # what supervisors found when they gave back
@@ -135,7 +135,7 @@ class SessionHolder:
             self._account.mark("reserved")
             self._account.mark("exec")
             self._account.fact(FactKind.RESERVED, reservation.devices)
-            self._book = SessionBook(devices=reservation.devices, idle_ns=self._clock.boottime_ns())
+            self._book = SessionState(devices=reservation.devices, idle_ns=self._clock.boottime_ns())
             self._bill()
             self._waiting = ""
             self._audience.tell(protocol.SessionReady(devices=reservation.devices))
@@ -162,7 +162,7 @@ class SessionHolder:
                 self._end("" if watcher is self._owner else "it was ended from elsewhere, with `sgpu cancel` perhaps")
             case protocol.Borrow(run_id=run_id, count=count) if self._book is not None and self._ending is None:
                 self._borrowers[run_id] = watcher
-                self._book = ask(self._book, Asker(run_id, count))
+                self._book = ask(self._book, DeviceRequest(run_id, count))
                 self._lend(self._book)
             case protocol.Returned(unfit=unfit):
                 for run_id, borrower in self._borrowers.items():
@@ -171,7 +171,7 @@ class SessionHolder:
             case _:
                 pass
 
-    def _lend(self, book: SessionBook) -> None:
+    def _lend(self, book: SessionState) -> None:
         """Serve those whose turn it is, tell the others what they wait for."""
         self._book, served = settle(mark_unfit(book, book.unfit | self._failed(book)))
         self._bill()  # before they are in anyone else's account
@@ -183,7 +183,7 @@ class SessionHolder:
                 self._said[asker.run_id] = sentence
                 self._borrowers[asker.run_id].send(protocol.Waiting(sentence=sentence))
 
-    def _failed(self, book: SessionBook) -> frozenset[str]:
+    def _failed(self, book: SessionState) -> frozenset[str]:
         """Return which idle devices the driver has said something of since they were taken."""
         if self._reservation is None or not book.queue:
             return frozenset()
@@ -215,7 +215,7 @@ class SessionHolder:
         os.close(read)
         self._returning.append(run_id)  # after this turn: its last words may not have been read yet
 
-    def _take_back(self, book: SessionBook, run_id: str) -> SessionBook:
+    def _take_back(self, book: SessionState, run_id: str) -> SessionState:
         devices = book.loans.get(run_id, ())
         unfit = self._reported.pop(run_id, None)
         if unfit is None:  # its supervisor was killed; one look, for who waits here holds up everybody
@@ -254,7 +254,7 @@ class SessionHolder:
             if not is_leaving or self._clock.boottime_ns() >= self._leave_by_ns:
                 self._conclude(None)
 
-    def _after_turn(self, book: SessionBook) -> SessionBook:
+    def _after_turn(self, book: SessionState) -> SessionState:
         """Return the book without those who gave back, or went away while they waited."""
         returning, self._returning = self._returning, []
         for run_id in returning:
@@ -265,7 +265,7 @@ class SessionHolder:
                 del self._borrowers[asker.run_id]
         return book
 
-    def _retested(self, book: SessionBook) -> SessionBook:
+    def _retested(self, book: SessionState) -> SessionState:
         """Look again at unfit devices while a run waits for them."""
         now_ns = self._clock.boottime_ns()
         if not (book.unfit and book.queue and self._reservation is not None) or now_ns < self._look_again_ns:
@@ -273,7 +273,7 @@ class SessionHolder:
         self._look_again_ns = now_ns + int(_RETEST_S * 1e9)
         return mark_unfit(book, book.unfit & self._reservation.retest_quarantined().keys())
 
-    def _look_at_time(self, book: SessionBook) -> None:
+    def _look_at_time(self, book: SessionState) -> None:
         now_ns = self._clock.boottime_ns()
         self._book, sentence, over = idle_action(book, self._limit_ns, now_ns)
         if over:

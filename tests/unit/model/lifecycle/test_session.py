@@ -8,8 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.lifecycle.session import (
-    Asker,
-    SessionBook,
+    DeviceRequest,
+    SessionState,
     ask,
     idle_action,
     leave,
@@ -39,15 +39,15 @@ class Lending(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.book = SessionBook(devices=devices(4), idle_ns=0)
+        self.book = SessionState(devices=devices(4), idle_ns=0)
         self.now_ns = 0
-        self.asked: list[Asker] = []
+        self.asked: list[DeviceRequest] = []
         self.number = 0
 
     @rule(count=st.integers(1, 4))
     def come(self, count: int) -> None:
         self.number += 1
-        asker = Asker(f"run{self.number}", count)
+        asker = DeviceRequest(f"run{self.number}", count)
         self.asked.append(asker)
         self.book = ask(self.book, asker)
 
@@ -80,7 +80,7 @@ class Lending(RuleBasedStateMachine):
         self.book, _, over = idle_action(self.book, 100 * SECOND, self.now_ns)
         if over:
             assert self.book.idle_ns is not None and self.now_ns - self.book.idle_ns >= 100 * SECOND
-            self.book = SessionBook(devices=devices(4), idle_ns=self.now_ns)
+            self.book = SessionState(devices=devices(4), idle_ns=self.now_ns)
             self.asked = []
 
     @invariant()
@@ -98,20 +98,20 @@ TestLending = Lending.TestCase
 
 
 def test_a_small_run_does_not_pass_a_large_one() -> None:
-    book, served = settle(ask(SessionBook(devices=devices(4), idle_ns=0), Asker("a", 2)))
+    book, served = settle(ask(SessionState(devices=devices(4), idle_ns=0), DeviceRequest("a", 2)))
     assert (served, uuids(book.loans["a"])) == (("a",), ["H100-0", "H100-1"])
-    book, served = settle(ask(ask(book, Asker("large", 4)), Asker("small", 1)))
+    book, served = settle(ask(ask(book, DeviceRequest("large", 4)), DeviceRequest("small", 1)))
     assert served == ()
     book, served = settle(leave(book, "a", 5))
     assert (served, uuids(book.loans["large"])) == (("large",), uuids(devices(4)))
 
 
 def test_why_a_run_waits() -> None:
-    book, _ = settle(ask(SessionBook(devices=devices(4), idle_ns=0), Asker("a", 3)))
-    book = mark_unfit(ask(ask(book, Asker("b", 4)), Asker("c", 1)), {"H100-3"})
+    book, _ = settle(ask(SessionState(devices=devices(4), idle_ns=0), DeviceRequest("a", 3)))
+    book = mark_unfit(ask(ask(book, DeviceRequest("b", 4)), DeviceRequest("c", 1)), {"H100-3"})
     assert waiting_text(book, book.queue[0]) == golden("model.sessions.waiting-session-h100")
     assert waiting_text(book, book.queue[1]) == golden("model.sessions.waiting-session-h100-run")
-    third = ask(book, Asker("d", 1))
+    third = ask(book, DeviceRequest("d", 1))
     assert golden("model.sessions.runs-ahead-queue") in waiting_text(third, third.queue[2])
 
 
@@ -130,18 +130,18 @@ def test_why_a_run_waits() -> None:
     ],
 )
 def test_an_idle_session_warns_once_and_ends(idle_s: float, warned: bool, expected: tuple[str, bool]) -> None:
-    book = SessionBook(devices=devices(4), idle_ns=0, warned=warned)
+    book = SessionState(devices=devices(4), idle_ns=0, warned=warned)
     after, sentence, over = idle_action(book, 100 * SECOND, int(idle_s * SECOND))
     assert (sentence, over) == expected
     assert after.warned == (warned or "back in" in sentence)
 
 
 def test_time_matters_only_while_idle() -> None:
-    book = SessionBook(devices=devices(1, "CPU"), idle_ns=7 * SECOND)
+    book = SessionState(devices=devices(1, "CPU"), idle_ns=7 * SECOND)
     assert wake_ns(book, 100 * SECOND) == 87 * SECOND
     warned, sentence, _ = idle_action(book, 100 * SECOND, 90 * SECOND)
     assert golden("model.sessions.gives-cpu-slot") in sentence
     assert wake_ns(warned, 100 * SECOND) == 107 * SECOND
-    busy = ask(warned, Asker("a", 1))
+    busy = ask(warned, DeviceRequest("a", 1))
     assert (wake_ns(busy, 1), busy.warned, idle_action(busy, 1, 10**18)) == (None, False, (busy, "", False))
     assert leave(busy, "a", 9 * SECOND).idle_ns == 9 * SECOND
