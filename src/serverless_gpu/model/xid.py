@@ -89,7 +89,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.uuid}: {self.what}"
 
 
-class Hit(msgspec.Struct, frozen=True, kw_only=True):
+class UserFault(msgspec.Struct, frozen=True, kw_only=True):
     """A principal's own code failed on a GPU, nanoseconds since 1970."""
 
     principal: str
@@ -126,12 +126,12 @@ def fault(said: XidEvent, uuid: str, own: Mapping[int, XidKind]) -> Fault:
     )
 
 
-def principals(hits: Iterable[Hit], now_ns: int) -> frozenset[str]:
+def principals(hits: Iterable[UserFault], now_ns: int) -> frozenset[str]:
     """Return whose own code failed on a GPU lately."""
     return frozenset(hit.principal for hit in hits if 0 <= now_ns - hit.at_ns <= SUSPECT_NS)
 
 
-def suspicion(hits: Iterable[Hit], now_ns: int) -> str:
+def suspicion(hits: Iterable[UserFault], now_ns: int) -> str:
     """Return why a GPU is suspected of being broken though nothing but user code failed on it, or ""."""
     who = principals(hits, now_ns)
     if len(who) <= SUSPECT_PRINCIPALS:

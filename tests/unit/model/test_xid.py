@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from serverless_gpu.model import xid
 from serverless_gpu.model.hardware import parse_fake
-from serverless_gpu.model.xid import ENDS_A_RUN, QUARANTINES, Hit, XidEvent, XidKind
+from serverless_gpu.model.xid import ENDS_A_RUN, QUARANTINES, UserFault, XidEvent, XidKind
 
 HOUR_NS = 3600 * 10**9
 
@@ -116,8 +116,8 @@ def test_what_ends_a_run_and_what_keeps_a_gpu_from_being_lent() -> None:
     assert not {XidKind.USER, XidKind.OTHER} & (ENDS_A_RUN | QUARANTINES)
 
 
-def hits(*principals: str, at_ns: int = 0) -> list[Hit]:
-    return [Hit(principal=name, number=31, at_ns=at_ns) for name in principals]
+def hits(*principals: str, at_ns: int = 0) -> list[UserFault]:
+    return [UserFault(principal=name, number=31, at_ns=at_ns) for name in principals]
 
 
 def test_F25_four_principals_within_a_day_make_a_gpu_suspect() -> None:

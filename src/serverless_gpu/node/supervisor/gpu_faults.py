@@ -30,7 +30,7 @@ from serverless_gpu.json_codec import from_json
 from serverless_gpu.model import xid
 from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.lifecycle.attempt import Attempt, GpuFailed, Reason, State
-from serverless_gpu.model.xid import ENDS_A_RUN, QUARANTINES, Fault, Hit, XidKind
+from serverless_gpu.model.xid import ENDS_A_RUN, QUARANTINES, Fault, UserFault, XidKind
 from serverless_gpu.node.attempt.server_attempt import read_remote
 from serverless_gpu.node.base.configuration import read_configuration
 from serverless_gpu.node.base.home import Home
@@ -110,7 +110,7 @@ class AttemptFaults:
         remote = read_remote(Path(self._launch.directory))
         who = (remote.owner if remote is not None else "") or user_name()
         with contextlib.suppress(StorageError):
-            hit = Hit(principal=who, number=fault.number, at_ns=self._clock.wall_ns())
+            hit = UserFault(principal=who, number=fault.number, at_ns=self._clock.wall_ns())
             note_hit(lock_directory(self._kind, self._home.root), fault.uuid, hit)
 
 
@@ -179,7 +179,7 @@ def quarantine(kind: DeviceKind, home: Home, fault: Fault, line: KernelLogLine, 
             locks.quarantine(fault.uuid, fault.what, fault=fault.kind)
 
 
-def note_hit(directory: Path, uuid: str, hit: Hit) -> None:
+def note_hit(directory: Path, uuid: str, hit: UserFault) -> None:
     """Note that a principal's own code failed on a GPU, keeping each one's last; raises StorageError."""
     own = msgspec.structs.replace(hit, principal=_plain(hit.principal))
     with opened_directory(directory) as opened_at, opened(opened_at, f"{uuid}.xids") as fd:
@@ -189,9 +189,9 @@ def note_hit(directory: Path, uuid: str, hit: Hit) -> None:
         os.ftruncate(fd, len(text))
 
 
-def read_hits(directory: Path, uuids: Iterable[str]) -> dict[str, tuple[Hit, ...]]:
+def read_hits(directory: Path, uuids: Iterable[str]) -> dict[str, tuple[UserFault, ...]]:
     """Return whose own code failed on GPUs lately, by uuid; raises StorageError."""
-    found: dict[str, tuple[Hit, ...]] = {}
+    found: dict[str, tuple[UserFault, ...]] = {}
     with opened_directory(directory) as opened_at:
         for uuid in uuids:
             with contextlib.suppress(OSError):
@@ -203,9 +203,9 @@ def read_hits(directory: Path, uuids: Iterable[str]) -> dict[str, tuple[Hit, ...
     return found
 
 
-def _read(fd: int) -> tuple[Hit, ...]:
+def _read(fd: int) -> tuple[UserFault, ...]:
     try:
-        hits = from_json(read_note(fd), tuple[Hit, ...])
+        hits = from_json(read_note(fd), tuple[UserFault, ...])
     except msgspec.MsgspecError:
         return ()
     return tuple(msgspec.structs.replace(hit, principal=_plain(hit.principal)) for hit in hits)

@@ -13,7 +13,7 @@ from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.hardware import Device, DeviceKind, parse_fake
 from serverless_gpu.model.lifecycle.attempt import Attempt, GpuFailed, Limits, Reason, State
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.model.xid import Hit, XidKind
+from serverless_gpu.model.xid import UserFault, XidKind
 from serverless_gpu.node.base.configuration import read_configuration
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.protocol import Context, Launch
@@ -220,10 +220,10 @@ def test_F25_more_than_three_principals_make_a_finding(tmp_path: Path) -> None:
     node = NodeFaults(Home(tmp_path), clock)
     node.look(GPUS)
     for name in ("ada", "bob", "cyd"):
-        note_hit(tmp_path / "locks", FIRST, Hit(principal=name, number=31, at_ns=clock.wall_ns()))
-        note_hit(tmp_path / "locks", FIRST, Hit(principal=name, number=13, at_ns=clock.wall_ns()))
+        note_hit(tmp_path / "locks", FIRST, UserFault(principal=name, number=31, at_ns=clock.wall_ns()))
+        note_hit(tmp_path / "locks", FIRST, UserFault(principal=name, number=13, at_ns=clock.wall_ns()))
     assert node.findings() == ()
-    note_hit(tmp_path / "locks", FIRST, Hit(principal="d\x1b[31m" * 100, number=31, at_ns=clock.wall_ns()))
+    note_hit(tmp_path / "locks", FIRST, UserFault(principal="d\x1b[31m" * 100, number=31, at_ns=clock.wall_ns()))
     (said,) = node.findings()
     assert said == golden("node.node_faults.illegal-memory-accesses", FIRST=FIRST)
     clock.advance(25 * 3600)
@@ -232,7 +232,7 @@ def test_F25_more_than_three_principals_make_a_finding(tmp_path: Path) -> None:
 
 def test_of_many_principals_the_last_ones_are_kept(tmp_path: Path) -> None:
     for number in range(40):
-        note_hit(tmp_path, FIRST, Hit(principal=f"p{number}" + "x" * 200, number=31, at_ns=number))
+        note_hit(tmp_path, FIRST, UserFault(principal=f"p{number}" + "x" * 200, number=31, at_ns=number))
     kept = read_hits(tmp_path, [FIRST])[FIRST]
     assert [hit.at_ns for hit in kept] == list(range(24, 40))
     (tmp_path / f"{FIRST}.xids").write_text("nonsense")
