@@ -30,7 +30,7 @@ from serverless_gpu.ambient import SystemClock, format_soon
 from serverless_gpu.client.launch.launch import check_call, check_nccl, check_shown, noted_home
 from serverless_gpu.client.launch.preflight import check_travels, refusing_reducer
 from serverless_gpu.model.billing.pricing import UNPRICED, Tariff
-from serverless_gpu.model.cost import CostEstimate, Devices, Lasting, estimated
+from serverless_gpu.model.cost import AttemptDuration, CostEstimate, Devices, estimated
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.placement import Candidates, candidates, restrict
 from serverless_gpu.model.receipt import TextPrinter
@@ -180,7 +180,7 @@ def _cost_here(home: Home, spec: RunSpec, chosen: Candidates, tariff: Tariff) ->
         tariff=tariff,
     )
     # `retries` and `resume` are a server's.
-    lasting = Lasting(limit_s=spec.timeout_s, expected_s=expected_s(home, spec.name))
+    lasting = AttemptDuration(limit_s=spec.timeout_s, expected_s=expected_s(home, spec.name))
     return estimated(devices, lasting, advice="[prices] of config.toml sets one")
 
 

@@ -174,7 +174,7 @@ class Devices(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.count} {self.gpu_type or 'GPUs'}"
 
 
-class Lasting(msgspec.Struct, frozen=True, kw_only=True):
+class AttemptDuration(msgspec.Struct, frozen=True, kw_only=True):
     """How long an attempt would take, in seconds; None where that is not known."""
 
     # At most, from its first line on: it is stopped before, so that its grace is over by then.
@@ -239,7 +239,7 @@ class CostEstimate(msgspec.Struct, frozen=True, kw_only=True):
         return "" if gpu_ms is None else units.format_gpu_ms(gpu_ms, unit=time_unit([self.gpu_type]))
 
 
-def estimated(devices: Devices, lasting: Lasting, *, advice: str = "") -> CostEstimate:
+def estimated(devices: Devices, lasting: AttemptDuration, *, advice: str = "") -> CostEstimate:
     """Return what a run would cost.
 
         rate     = devices × price of one + cores × price of one + GiB × price of one      an hour, each if it is priced
@@ -300,7 +300,7 @@ def _rate_text(devices: Devices, advice: str) -> str:
     return f"{' + '.join(parts)} = {'too much to say' if rate is None else f'{price(rate)} an hour'}"
 
 
-def _length_text(lasting: Lasting) -> str:
+def _length_text(lasting: AttemptDuration) -> str:
     if lasting.limit_s is None:
         return "it has no time limit"
     times = "" if lasting.tries == 1 else f" in each of up to {lasting.tries} attempts"

@@ -16,7 +16,7 @@ from serverless_gpu.model.billing.advice import GpuUse as Slice
 from serverless_gpu.model.billing.budget import Budget, BudgetUse, Period, Scope, Spender, judge
 from serverless_gpu.model.billing.ledger import LedgerEntry, LedgerLine, charge, lines, post
 from serverless_gpu.model.billing.pricing import Price, Tariff
-from serverless_gpu.model.cost import AttemptUse, Devices, Lasting, estimated, together
+from serverless_gpu.model.cost import AttemptDuration, AttemptUse, Devices, estimated, together
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Fact, FactKind, Reason
 from serverless_gpu.model.scheduling import duration_estimates
 from tests.support.paths import REPOSITORY
@@ -144,7 +144,7 @@ def test_what_the_run_says_of_its_cost() -> None:
 def test_what_was_said_beforehand() -> None:
     earlier_s = [minutes * 60.0 for minutes in (60, 70, 80)]
     devices = Devices(gpu_type="H100", count=8, tariff=_tariff("2026-11-21 21:59:00"))
-    lasting = Lasting(limit_s=7_200, expected_s=duration_estimates.expected_s(earlier_s))
+    lasting = AttemptDuration(limit_s=7_200, expected_s=duration_estimates.expected_s(earlier_s))
     assert estimated(devices, lasting).text() == _SAID[1]
 
 

@@ -20,7 +20,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.billing.ledger import LedgerLine
-from serverless_gpu.model.cost import AttemptUse, Cost, CostEstimate, Devices, Lasting, estimated, together
+from serverless_gpu.model.cost import AttemptDuration, AttemptUse, Cost, CostEstimate, Devices, estimated, together
 from serverless_gpu.model.hardware import CPU, census, matches
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, Fact, State
 from serverless_gpu.model.spec import RunSpec
@@ -121,7 +121,7 @@ class CostRequest(msgspec.Struct, frozen=True, kw_only=True):
 def estimate(connection: sa.Connection, wish: CostRequest, *, now_ns: int, currency: str) -> CostEstimate:
     """Return what a run would cost."""
     spec = wish.spec
-    lasting = Lasting(
+    lasting = AttemptDuration(
         limit_s=spec.limit_s,
         limit=wish.limit,
         expected_s=wish.expected_s,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from serverless_gpu.model.billing.ledger import LedgerLine, charge
 from serverless_gpu.model.billing.pricing import Tariff, rate
-from serverless_gpu.model.cost import AttemptUse, Cost, CostEstimate, Devices, Lasting, estimated, together
+from serverless_gpu.model.cost import AttemptDuration, AttemptUse, Cost, CostEstimate, Devices, estimated, together
 from serverless_gpu.model.lifecycle.attempt import Fact, FactKind
 from tests.support.golden import golden
 
@@ -96,7 +96,7 @@ def test_a_notebook_shows_the_same_rows_and_escapes_them() -> None:
 
 
 def test_an_estimate_is_the_rate_times_the_limit_and_times_what_earlier_runs_took() -> None:
-    found = estimated(Devices(gpu_type="H100", count=8, tariff=H100), Lasting(limit_s=3_600, expected_s=1_200))
+    found = estimated(Devices(gpu_type="H100", count=8, tariff=H100), AttemptDuration(limit_s=3_600, expected_s=1_200))
     assert found == CostEstimate(
         currency="USD",
         micros_per_hour=23_920_000,
@@ -115,23 +115,25 @@ def test_an_estimate_is_the_rate_times_the_limit_and_times_what_earlier_runs_too
 def test_cores_and_memory_count_where_they_are_asked_for_and_have_a_price() -> None:
     tariff = Tariff(gpu_micros_per_hour=1_000_000, core_micros_per_hour=40_000, memory_micros_per_hour=5_000)
     asked = Devices(gpu_type="H100", count=2, cpus=16, memory_bytes=64 << 30, tariff=tariff)
-    found = estimated(asked, Lasting())
+    found = estimated(asked, AttemptDuration())
     assert found.micros_per_hour == 2_000_000 + 16 * 40_000 + 64 * 5_000
     assert found.basis.startswith("2 H100 × 1.00 USD + 16 cores × 0.04 USD + 64 GiB × 0.005 USD = 2.96 USD an hour; ")
     slots = Devices(gpu_type="CPU", count=4, cpus=6, tariff=tariff)
-    assert estimated(slots, Lasting()).micros_per_hour == 4_000_000 + 2 * 40_000  # a slot is a core, paid as a device
+    assert (
+        estimated(slots, AttemptDuration()).micros_per_hour == 4_000_000 + 2 * 40_000
+    )  # a slot is a core, paid as a device
 
 
 def test_without_a_price_the_time_is_said_and_how_to_set_one() -> None:
     found = estimated(
-        Devices(gpu_type="H100", count=8), Lasting(limit_s=3_600), advice="`sgpu price set H100 2.99` sets one"
+        Devices(gpu_type="H100", count=8), AttemptDuration(limit_s=3_600), advice="`sgpu price set H100 2.99` sets one"
     )
     assert (found.micros_per_hour, found.at_timeout_micros, found.at_timeout_gpu_ms) == (None, None, 8 * HOUR_MS)
     assert found.text().startswith("at most 8.0 GPU-hours: 8 H100, unpriced (`sgpu price set H100 2.99` sets one); ")
 
 
 def test_nothing_bounds_a_run_without_a_limit() -> None:
-    found = estimated(Devices(gpu_type="H100", count=1, tariff=H100), Lasting())
+    found = estimated(Devices(gpu_type="H100", count=1, tariff=H100), AttemptDuration())
     assert (found.at_timeout_micros, found.at_timeout_gpu_ms, found.expected_micros) == (None, None, None)
     assert found.text().startswith("2.99 USD an hour: 1 H100 × 2.99 USD = 2.99 USD an hour; it has no time limit; ")
 
@@ -139,18 +141,18 @@ def test_nothing_bounds_a_run_without_a_limit() -> None:
 @pytest.mark.parametrize(
     ("lasting", "words", "times"),
     [
-        (Lasting(limit_s=60, tries=3), "timeout 1 min 00 s in each of up to 3 attempts", 3),
+        (AttemptDuration(limit_s=60, tries=3), "timeout 1 min 00 s in each of up to 3 attempts", 3),
         (
-            Lasting(limit_s=60, resumes=True),
+            AttemptDuration(limit_s=60, resumes=True),
             "timeout 1 min 00 s, and as long again each time it goes on (resume)",
             1,
         ),
-        (Lasting(limit_s=60, limit="max_run"), "max_run 1 min 00 s", 1),
-        (Lasting(limit_s=7 * 86_400, limit="max_run"), "max_run 7 days", 7 * 24 * 60),
-        (Lasting(limit_s=2.5 * 86_400), "timeout 60 h 00 min", 60 * 60),
+        (AttemptDuration(limit_s=60, limit="max_run"), "max_run 1 min 00 s", 1),
+        (AttemptDuration(limit_s=7 * 86_400, limit="max_run"), "max_run 7 days", 7 * 24 * 60),
+        (AttemptDuration(limit_s=2.5 * 86_400), "timeout 60 h 00 min", 60 * 60),
     ],
 )
-def test_attempts_that_may_follow_are_in_the_most_it_costs(lasting: Lasting, words: str, times: int) -> None:
+def test_attempts_that_may_follow_are_in_the_most_it_costs(lasting: AttemptDuration, words: str, times: int) -> None:
     found = estimated(Devices(gpu_type="H100", count=1, tariff=H100), lasting)
     assert f"; {words}; " in found.basis
     assert found.at_timeout_micros == math.ceil(Fraction(2_990_000 * times, 60))
@@ -161,7 +163,7 @@ def test_what_nobody_could_pay_is_no_number_that_does_not_travel() -> None:
     tariff = Tariff(gpu_micros_per_hour=10**11, memory_micros_per_hour=10**11)
     found = estimated(
         Devices(gpu_type="H100", count=100_000, memory_bytes=1 << 60, tariff=tariff),
-        Lasting(limit_s=10 * 366 * 86_400, tries=101),
+        AttemptDuration(limit_s=10 * 366 * 86_400, tries=101),
     )
     assert (found.micros_per_hour, found.at_timeout_micros) == (None, None)
     assert golden("model.cost.too-much-say") in found.text() and msgspec.json.encode(found)
@@ -187,7 +189,7 @@ _DEVICES = st.builds(
 @given(devices=_DEVICES, limit_ms=st.integers(1, 10**10))
 def test_an_estimate_is_rounded_up_once_whatever_it_is_made_of(devices: Devices, limit_ms: int) -> None:
     tariff = devices.tariff
-    found = estimated(devices, Lasting(limit_s=limit_ms / 1000))
+    found = estimated(devices, AttemptDuration(limit_s=limit_ms / 1000))
     mib = devices.memory_bytes >> 20
     rate = devices.count * (tariff.gpu_micros_per_hour or 0) + devices.cpus * (tariff.core_micros_per_hour or 0)
     whole = rate + Fraction(mib * (tariff.memory_micros_per_hour or 0), 1024)
@@ -228,11 +230,11 @@ def test_what_an_hour_costs_is_what_the_ledger_charges_for_one(
     charged = charge(facts, gpu_type=gpu_type, tariff=tariff).micros
     assert rate(tariff, gpu_type=gpu_type, gpus=gpus, cpus=cpus, memory_bytes=memory_bytes) == charged
     devices = Devices(gpu_type=gpu_type, count=gpus, cpus=cpus, memory_bytes=memory_bytes, tariff=tariff)
-    assert estimated(devices, Lasting()).micros_per_hour == charged
+    assert estimated(devices, AttemptDuration()).micros_per_hour == charged
 
 
 def test_23B9_the_time_of_cpu_slots_is_called_so_before_and_after_a_run() -> None:
-    estimate = estimated(Devices(gpu_type="CPU", count=2), Lasting(limit_s=60, expected_s=10))
+    estimate = estimated(Devices(gpu_type="CPU", count=2), AttemptDuration(limit_s=60, expected_s=10))
     assert estimate.text().startswith("about 20.0 CPU slot-seconds, at most 120.0 CPU slot-seconds: ")
     used = AttemptUse(lines=(line(run_ms=500, gpu_ms=500, billed_ms=500),), gpu_type="CPU")
     assert together([used]).rows()["used"] == "0.5 CPU slot-seconds"
