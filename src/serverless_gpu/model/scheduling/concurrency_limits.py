@@ -27,7 +27,7 @@ Key = tuple[str, str]
 _Line = tuple[str, str, str | None, str]
 
 
-class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+class WaitingRun(msgspec.Struct, frozen=True, kw_only=True):
     """A run that waits."""
 
     run_id: str
@@ -46,16 +46,16 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
         return (self.subject.policy, *self.mandatory)
 
 
-class Rooms(Protocol):
+class BudgetRooms(Protocol):
     """The rest of each budget, counted down while the queue is read."""
 
-    def take(self, candidate: Candidate) -> str:
+    def take(self, candidate: WaitingRun) -> str:
         """Take what the first reservation of a run needs; return why that is not there, or "" where it was taken."""
         ...
 
 
 def held_back(
-    queue: Iterable[Candidate], using: Mapping[Key, int], caps: Mapping[str, int], rooms: Rooms | None = None
+    queue: Iterable[WaitingRun], using: Mapping[Key, int], caps: Mapping[str, int], rooms: BudgetRooms | None = None
 ) -> dict[str, str]:
     """Return who may not start in this tick, and why: sentences by run."""
     counting = _Counting(using, caps)
@@ -91,11 +91,11 @@ class _Counting:
         self._taken: dict[_Line, int] = {}
         self._blocked: set[_Line] = set()  # a run waits for room there, and is not passed
 
-    def why_not(self, candidate: Candidate) -> str:
+    def why_not(self, candidate: WaitingRun) -> str:
         found = (self._why_not(candidate, policy) for policy in candidate.policies)
         return next((why for why in found if why), "")
 
-    def _why_not(self, candidate: Candidate, policy: str) -> str:
+    def _why_not(self, candidate: WaitingRun, policy: str) -> str:
         owner = candidate.subject.owner
         cap = self._caps.get(policy)
         if cap is None:
@@ -112,12 +112,12 @@ class _Counting:
         self._blocked.add(line)
         return f"{allowed}: {used} are in use{ahead}"
 
-    def count(self, candidate: Candidate) -> None:
+    def count(self, candidate: WaitingRun) -> None:
         for policy in candidate.policies if candidate.gpus is not None else ():
             if policy in self._caps:
                 line = _line(candidate, policy)
                 self._taken[line] = self._taken.get(line, 0) + (candidate.gpus or 0)
 
 
-def _line(candidate: Candidate, policy: str) -> _Line:
+def _line(candidate: WaitingRun, policy: str) -> _Line:
     return policy, candidate.subject.owner, candidate.gpu_type, candidate.subject.pool

@@ -17,7 +17,7 @@ from serverless_gpu.model.billing import pricing
 from serverless_gpu.model.billing.budget import NOTHING, BudgetUse, Subject, first_hold
 from serverless_gpu.model.billing.pricing import Tariff
 from serverless_gpu.model.hardware import CPU, matches
-from serverless_gpu.model.scheduling.concurrency_limits import Candidate
+from serverless_gpu.model.scheduling.concurrency_limits import WaitingRun
 from serverless_gpu.server.budgets.budget_index import BudgetsLeft, subject_of
 from serverless_gpu.server.budgets.spending import AsOf, Spending, rate_of
 from serverless_gpu.server.core.caller import Caller
@@ -97,7 +97,7 @@ class BudgetAdmission:
                 ]
             return known[wanted, pool]
 
-        def hold(one: Candidate) -> BudgetUse:
+        def hold(one: WaitingRun) -> BudgetUse:
             """Return what a run holds at first; of the dearest where it takes whatever there is."""
             gpus = one.gpus or max(1, gpus_max)
             rates = [

@@ -8,7 +8,7 @@ import msgspec
 
 from serverless_gpu.model.billing.budget import BudgetUse, Standing, Subject, keys, may_start, no_room_text
 from serverless_gpu.model.hardware import CPU
-from serverless_gpu.model.scheduling.concurrency_limits import Candidate
+from serverless_gpu.model.scheduling.concurrency_limits import WaitingRun
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.server.records import pools
 from serverless_gpu.server.records.budgets import StoredBudget
@@ -54,11 +54,11 @@ class BudgetsLeft:
         self,
         index: BudgetIndex,
         standings: dict[str, Standing],
-        holds: Callable[[Candidate], BudgetUse],
+        holds: Callable[[WaitingRun], BudgetUse],
     ) -> None:
         self._index, self._standings, self._hold = index, standings, holds
 
-    def take(self, candidate: Candidate) -> str:
+    def take(self, candidate: WaitingRun) -> str:
         """Take what the first minute of a run needs; return why that is not there, or "" where it was taken."""
         names = self._index.names_of_waiting(candidate.subject)
         if not names:
@@ -70,7 +70,7 @@ class BudgetsLeft:
         self._count(names, hold)
         return ""
 
-    def keep(self, candidate: Candidate) -> None:
+    def keep(self, candidate: WaitingRun) -> None:
         """Take it for a run that is about to be placed, whether it is there or not."""
         self._count(self._index.names_of_waiting(candidate.subject), self._hold(candidate))
 

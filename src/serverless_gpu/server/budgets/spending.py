@@ -4,7 +4,7 @@
     attempts that go on ─────────┤  not at all
     what is posted of those ─────┘
             └─▶ look ─▶ standings ─┬─▶ `refuse`     submit: may it ever start in this period?
-                                   ├─▶ `Rooms.take` each tick: which waiting runs may start (`queue_snapshot.py`)
+                                   ├─▶ `BudgetRooms.take` each tick: which waiting runs may start (`queue_snapshot.py`)
                                    ├─▶ `enter`      the transaction that places one: is there room still?
                                    └─▶ `budget_enforcer.py`: which runs stop, which thresholds are reached
 
@@ -65,7 +65,7 @@ from serverless_gpu.model.billing.pricing import Tariff, rate
 from serverless_gpu.model.billing.spend_forecast import FORECAST_DAYS
 from serverless_gpu.model.calendars import DAY_NS
 from serverless_gpu.model.lifecycle.attempt import MEANINGS
-from serverless_gpu.model.scheduling.concurrency_limits import Candidate
+from serverless_gpu.model.scheduling.concurrency_limits import WaitingRun
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.server.budgets.budget_index import BudgetIndex, BudgetsLeft, subject_of_run, with_hold
 from serverless_gpu.server.lifecycle.liveness import Leases
@@ -364,7 +364,7 @@ class Spending:
                     return warning_text(name, standing, currency, is_open=is_open_to(standing.budget, subject))
         return ""
 
-    def rooms(self, holds: Callable[[Candidate], BudgetUse]) -> BudgetsLeft | None:
+    def rooms(self, holds: Callable[[WaitingRun], BudgetUse]) -> BudgetsLeft | None:
         """Return what budgets have left, to be counted down for one tick; None where there are no budgets."""
         with self._lock:
             if not self._standings:

@@ -34,7 +34,7 @@ from serverless_gpu.model.billing.budget import share_team
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.lifecycle.run_lifecycle import pause_s
 from serverless_gpu.model.scheduling import concurrency_limits
-from serverless_gpu.model.scheduling.concurrency_limits import Candidate, Key, Rooms
+from serverless_gpu.model.scheduling.concurrency_limits import BudgetRooms, Key, WaitingRun
 from serverless_gpu.model.scheduling.duration_estimates import LEAVING_S, START_S, limit_s
 from serverless_gpu.model.scheduling.values import DeviceShare, QueuedRun, QueuePolicy, Reservation, RunningRun, Used
 from serverless_gpu.model.spec import Function, Kernel
@@ -82,7 +82,7 @@ class _Entry:
     owner: str
     name: _Name
     wanted: QueuedRun
-    candidate: Candidate
+    candidate: WaitingRun
     kept: QueuedRun | None = None
     running: RunningRun | None = None
     running_key: tuple[object, ...] = ()
@@ -239,7 +239,7 @@ class QueueSnapshot:
             for run_id, entry in entries.items()
         }
 
-    def _having(self, there: CapacitySnapshot, underway: Mapping[str, int]) -> Iterable[tuple[Candidate, int]]:
+    def _having(self, there: CapacitySnapshot, underway: Mapping[str, int]) -> Iterable[tuple[WaitingRun, int]]:
         """Return who has devices, or is about to be given some, and how many."""
         for run in there.active:
             entry = self._known.get(run.id)
@@ -386,10 +386,10 @@ def _held(run: StoredRun, now_ns: int) -> tuple[int, str]:
     return now_ns + left_ns, f"attempt {last.fence} did not start on {last.node}{why}; it is tried again at {at}"
 
 
-def candidate_of(run: StoredRun) -> Candidate:
+def candidate_of(run: StoredRun) -> WaitingRun:
     """Return what decides whether a run is let through."""
     resources = run.spec.resources
-    return Candidate(
+    return WaitingRun(
         run_id=run.id,
         subject=subject_of_run(run),
         gpus=resources.gpus,
@@ -404,9 +404,9 @@ def candidate_of(run: StoredRun) -> Candidate:
 
 def held_back(
     connection: sa.Connection,
-    waiting: Iterable[Candidate],
-    running: Iterable[tuple[Candidate, int]],
-    rooms: Rooms | None = None,
+    waiting: Iterable[WaitingRun],
+    running: Iterable[tuple[WaitingRun, int]],
+    rooms: BudgetRooms | None = None,
 ) -> dict[str, str]:
     """Return who may not start in this tick, and why: sentences by run.
 
@@ -422,7 +422,7 @@ def held_back(
     return concurrency_limits.held_back(waiting, using, caps, rooms)
 
 
-def why_not(connection: sa.Connection, run: StoredRun, rooms: Rooms | None, freed: frozenset[CrewId]) -> str:
+def why_not(connection: sa.Connection, run: StoredRun, rooms: BudgetRooms | None, freed: frozenset[CrewId]) -> str:
     """Return why a run could not start now, whoever else waits, or ""."""
     running = [(candidate_of(other), count) for other, count in _having(connection, run.owner, freed)]
     return held_back(connection, [candidate_of(run)], running, rooms).get(run.id, "")

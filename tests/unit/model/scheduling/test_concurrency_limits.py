@@ -7,13 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serverless_gpu.model.billing.budget import Subject
-from serverless_gpu.model.scheduling.concurrency_limits import Candidate, held_back, is_full
+from serverless_gpu.model.scheduling.concurrency_limits import WaitingRun, held_back, is_full
 from tests.support.golden import golden
 
 
-def waiting(run_id: str, gpus: int | None = 1, *, owner: str = "alice", policy: str = "p", kind: str = "") -> Candidate:
+def waiting(
+    run_id: str, gpus: int | None = 1, *, owner: str = "alice", policy: str = "p", kind: str = ""
+) -> WaitingRun:
     subject = Subject(owner=owner, policy=policy)
-    return Candidate(run_id=run_id, subject=subject, gpus=gpus, gpu_type=kind or None)
+    return WaitingRun(run_id=run_id, subject=subject, gpus=gpus, gpu_type=kind or None)
 
 
 def test_nobody_is_held_where_no_policy_has_a_cap() -> None:
@@ -57,7 +59,7 @@ class _Purse:
         self.left = left
         self.asked: list[str] = []
 
-    def take(self, candidate: Candidate) -> str:
+    def take(self, candidate: WaitingRun) -> str:
         self.asked.append(candidate.run_id)
         self.left -= 1
         return "" if self.left >= 0 else "nothing is left"
@@ -73,7 +75,7 @@ def test_rooms_are_asked_in_order_and_only_for_those_whose_policy_lets_them() ->
 
 def test_what_a_budget_holds_takes_no_devices_of_a_cap() -> None:
     class Closed:
-        def take(self, candidate: Candidate) -> str:
+        def take(self, candidate: WaitingRun) -> str:
             return "closed" if candidate.run_id == "r1" else ""
 
     assert held_back([waiting("r1", 4), waiting("r2", 4)], {}, {"p": 4}, Closed()) == {"r1": "closed"}
