@@ -29,14 +29,14 @@ class CrewAccount(msgspec.Struct, frozen=True, kw_only=True):
     gpus: int = 0  # how many devices it was to have
 
 
-class Whole(msgspec.Struct, frozen=True, kw_only=True):
+class GangOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """Values that all crews share."""
 
     state: str
     reason: Reason | None  # why it ended, or None where that needs no word
 
 
-def restated(account: CrewAccount, whole: Whole) -> Receipt | None:
+def restated(account: CrewAccount, whole: GangOutcome) -> Receipt | None:
     """Return the receipt of one crew with what it used and costs as the ledger has it; None where none came."""
     receipt = account.receipt
     if receipt is None:
@@ -49,7 +49,7 @@ def restated(account: CrewAccount, whole: Whole) -> Receipt | None:
     )
 
 
-def together(accounts: Sequence[CrewAccount], whole: Whole) -> Receipt | None:
+def together(accounts: Sequence[CrewAccount], whole: GangOutcome) -> Receipt | None:
     """Return the receipt of an attempt on several nodes; None where no node has sent one."""
     found = [(each.node, each.receipt) for each in accounts if each.receipt is not None]
     if not found:

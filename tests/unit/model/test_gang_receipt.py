@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serverless_gpu.model.billing.ledger import Charge
-from serverless_gpu.model.gang_receipt import CrewAccount, Whole, restated, together
+from serverless_gpu.model.gang_receipt import CrewAccount, GangOutcome, restated, together
 from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.receipt import DeviceUse, Receipt, Segments, nodes_text
 from tests.support.golden import golden
 
 FREE = "2 GPUs verified free: no process, 0 MiB used (baseline 0 MiB)"
-FAILED = Whole(state="FAILED", reason=Reason.RANK_RAISED)
+FAILED = GangOutcome(state="FAILED", reason=Reason.RANK_RAISED)
 
 
 def receipt(node: str, **other: object) -> Receipt:
@@ -68,7 +68,7 @@ def test_one_receipt_has_the_devices_of_all_and_the_times_of_the_slowest() -> No
 
 
 def test_why_it_is_not_billed_is_the_reason_of_the_whole_also_where_a_node_says_otherwise() -> None:
-    lost = Whole(state="FAILED", reason=Reason.GPU_LOST)
+    lost = GangOutcome(state="FAILED", reason=Reason.GPU_LOST)
     both = [account(number, receipt("n1"), billed_ms=0, micros=0) for number in range(2)]
     one = together(both, lost)
     assert one is not None and one.unbilled_text() == golden("model.gang_receipt.gpu-seconds-gpu")

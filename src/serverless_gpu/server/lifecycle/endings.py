@@ -24,7 +24,7 @@ from serverless_gpu.errors import InvalidValue
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.model import gang_receipt
 from serverless_gpu.model.billing.ledger import Charge, sum_of
-from serverless_gpu.model.gang_receipt import CrewAccount, Whole
+from serverless_gpu.model.gang_receipt import CrewAccount, GangOutcome
 from serverless_gpu.model.lifecycle import gang_lifecycle
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, MEANINGS, Fact, Failure, Reason, State
 from serverless_gpu.model.lifecycle.gang_lifecycle import Cause, Halt
@@ -206,8 +206,8 @@ def _together(
     return _json(ending_of_gang(words, attempt.cause, state=state, reason=reason, hint=hint))
 
 
-def _whole(attempt: StoredAttempt) -> Whole:
-    return Whole(state=attempt.state.value, reason=attempt.reason)
+def _whole(attempt: StoredAttempt) -> GangOutcome:
+    return GangOutcome(state=attempt.state.value, reason=attempt.reason)
 
 
 def _account(attempt: StoredAttempt, crew: StoredCrew, ended: CrewOutcome, own: Sequence[Fact]) -> CrewAccount:
