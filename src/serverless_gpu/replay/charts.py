@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from serverless_gpu.model.billing.advice import Advice, mix
-from serverless_gpu.replay.figures import Moment, moments
+from serverless_gpu.replay.figures import ReplayState, moments
 from serverless_gpu.replay.simulation import Outcome
 from serverless_gpu.units import MICROS_PER_UNIT
 
@@ -103,7 +103,7 @@ def _style(panel: Axes, text: str, *, grid: bool = False) -> None:
     panel.set_axisbelow(True)
 
 
-def _means(shown: Sequence[Moment], value: Callable[[Moment], float], span: tuple[float, float]) -> _Line:
+def _means(shown: Sequence[ReplayState], value: Callable[[ReplayState], float], span: tuple[float, float]) -> _Line:
     """Return the mean of a quantity within each column of the picture."""
     begin, end = span
     width = max((end - begin) / _COLUMNS, 1e-9)

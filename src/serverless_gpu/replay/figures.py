@@ -45,7 +45,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     span_s: float  # from the first arrival to the last end
 
 
-class Moment(NamedTuple):
+class ReplayState(NamedTuple):
     """The state of a replay from a moment on."""
 
     at_s: float
@@ -101,7 +101,7 @@ def percentile(ordered: Sequence[float], part: float) -> float:
     return ordered[below] + (place - below) * (ordered[above] - ordered[below])
 
 
-def moments(jobs: Sequence[Job], spans: Spans) -> Iterator[Moment]:
+def moments(jobs: Sequence[Job], spans: Spans) -> Iterator[ReplayState]:
     """Yield how it is after each moment at which something changed."""
     changes: list[
         tuple[float, int, int]
@@ -120,10 +120,10 @@ def moments(jobs: Sequence[Job], spans: Spans) -> Iterator[Moment]:
         sizes[gpus] = sizes.get(gpus, 0) + kind
         if place + 1 == len(changes) or changes[place + 1][0] > at_s:
             smallest = min((size for size, count in sizes.items() if count), default=math.inf) if waiting else math.inf
-            yield Moment(at_s, used, waiting, smallest)
+            yield ReplayState(at_s, used, waiting, smallest)
 
 
-def _areas(shown: Iterator[Moment], window: tuple[float, float], gpus: int) -> tuple[float, float, float]:
+def _areas(shown: Iterator[ReplayState], window: tuple[float, float], gpus: int) -> tuple[float, float, float]:
     """Return GPU-seconds within a window: used, free while a job waited, free and enough for one that waited."""
     used = idle = fragmented = 0.0
     before = next(shown)
