@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from serverless_gpu.model.scheduling.planner import Planner
-from serverless_gpu.model.scheduling.preemption import Terms, may_ask
+from serverless_gpu.model.scheduling.preemption import PoolTerms, may_ask
 from serverless_gpu.model.scheduling.values import (
     BEST_EFFORT,
     Arrived,
@@ -156,7 +156,7 @@ def test_22D8_both_pages_say_how_long_devices_are_kept_before_a_higher_class_may
 def test_22D8_what_a_pool_lends_is_asked_back_at_once_and_a_lower_class_after_ten_minutes() -> None:
     assert golden("docs.scheduling_page.borrowed-asked-once") in _PAGE
     research = Pool(name="research", reserved=True, lends=True)
-    terms = Terms(policy=QueuePolicy(), pools={research.name: research})
+    terms = PoolTerms(policy=QueuePolicy(), pools={research.name: research})
     held = QueuedRun(run_id="bob/tune", title="bob/tune", priority=BEST_EFFORT, queued_ns=0, preemptible=True)
     running = RunningRun(wanted=held, shares=(), since_ns=_WEEK_NS)
 

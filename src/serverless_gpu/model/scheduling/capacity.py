@@ -32,7 +32,7 @@ from serverless_gpu.model.scheduling.availability_timeline import (
     PromiseBook,
 )
 from serverless_gpu.model.scheduling.duration_estimates import Medians
-from serverless_gpu.model.scheduling.preemption import NO_CLAIM, Terms, may_use, standing
+from serverless_gpu.model.scheduling.preemption import NO_CLAIM, PoolTerms, may_use, standing
 from serverless_gpu.model.scheduling.request_shapes import Shape, TimedShape
 from serverless_gpu.model.scheduling.values import DeviceShare, Node, Pool, QueuedRun, QueuePolicy, RunningRun
 
@@ -53,7 +53,7 @@ class Capacity:
 
     def __init__(self, policy: QueuePolicy) -> None:
         self.places: dict[str, NodeDevices] = {}
-        self.terms = Terms(policy=policy)
+        self.terms = PoolTerms(policy=policy)
         self.books: dict[tuple[str, str], PromiseBook] = {}
         self.leavers = Leavers()
         self._reaches: dict[int, ShapeNodes] = {}
@@ -71,12 +71,12 @@ class Capacity:
     def see_pool(self, pool: Pool) -> None:
         """Take note of a pool."""
         if self.terms.pools.get(pool.name) != pool:
-            self.terms = Terms(policy=self.terms.policy, pools={**self.terms.pools, pool.name: pool})
+            self.terms = PoolTerms(policy=self.terms.policy, pools={**self.terms.pools, pool.name: pool})
             self.change()
 
     def set_policy(self, policy: QueuePolicy) -> None:
         """Decide otherwise from now on."""
-        self.terms = Terms(policy=policy, pools=self.terms.pools)
+        self.terms = PoolTerms(policy=policy, pools=self.terms.pools)
         self.change()
 
     def see(self, node: Node) -> None:
@@ -494,7 +494,7 @@ class NodeGroup:
         """Return the types of which there is something."""
         return sorted(name for name, index in self.index.items() if index.totals)
 
-    def rank(self, terms: Terms, wanted: QueuedRun, pool: Pool | None, now_ns: int) -> int | None:
+    def rank(self, terms: PoolTerms, wanted: QueuedRun, pool: Pool | None, now_ns: int) -> int | None:
         """Return whether a run may start here now: first the owner's own nodes, last what is lent; None for no."""
         if pool is None and self.is_plain:
             return 0

@@ -45,7 +45,7 @@ _NOBODY = BEST_EFFORT + 1  # as the highest class that is asked: nobody by class
 _NS = 1_000_000_000
 
 
-class Terms(msgspec.Struct, frozen=True, kw_only=True):
+class PoolTerms(msgspec.Struct, frozen=True, kw_only=True):
     """The operator's decisions; a pool without an entry is an on-demand one."""
 
     policy: QueuePolicy
@@ -82,7 +82,7 @@ class _Plan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 # --- who may be where -------------------------------------------------------------------------------------------------
 
 
-def could_use(wanted: QueuedRun, node: Node, terms: Terms) -> bool:
+def could_use(wanted: QueuedRun, node: Node, terms: PoolTerms) -> bool:
     """Return whether a run may ever use a node, as far as pools have a say."""
     pool = terms.pools.get(node.pool)
     if pool is not None and pool.single_principal and wanted.second_principal:
@@ -105,7 +105,7 @@ def is_open(wanted: QueuedRun, node: Node) -> bool:
     return can_leave and (node.shared or node.turns_ns is not None)
 
 
-def may_use(wanted: QueuedRun, node: Node, terms: Terms, now_ns: int) -> bool:
+def may_use(wanted: QueuedRun, node: Node, terms: PoolTerms, now_ns: int) -> bool:
     """Return whether a run may start on a node now, as far as pools, owners and calendars have a say."""
     if not could_use(wanted, node, terms):
         return False
@@ -119,7 +119,7 @@ def may_use(wanted: QueuedRun, node: Node, terms: Terms, now_ns: int) -> bool:
     return left_s > 0 and wanted.limit_s is not None and wanted.limit_s <= left_s
 
 
-def standing(wanted: QueuedRun, node: Node, terms: Terms) -> tuple[bool, bool]:
+def standing(wanted: QueuedRun, node: Node, terms: PoolTerms) -> tuple[bool, bool]:
     """Return how far a run is from having a right to be on a node: whoever has less pushes out whoever has more.
 
     Returns whether it is a guest of the node's owner, and whether it borrows from the pool.
@@ -131,7 +131,7 @@ def standing(wanted: QueuedRun, node: Node, terms: Terms) -> tuple[bool, bool]:
     )
 
 
-def has_guests(node: Node, terms: Terms) -> bool:
+def has_guests(node: Node, terms: PoolTerms) -> bool:
     """Return whether runs may differ in how far they are from having a right to a node: see `standing`."""
     pool = terms.pools.get(node.pool)
     return (bool(node.owner) and node.owner_first) or (pool is not None and pool.reserved)
@@ -140,7 +140,7 @@ def has_guests(node: Node, terms: Terms) -> bool:
 # --- who leaves -------------------------------------------------------------------------------------------------------
 
 
-def room(wanted: QueuedRun, sites: Sequence[Site], terms: Terms, now_ns: int) -> PreemptionPlan | None:
+def room(wanted: QueuedRun, sites: Sequence[Site], terms: PoolTerms, now_ns: int) -> PreemptionPlan | None:
     """Return the runs to preempt so that a blocked gang can start, or None."""
     search = _Search(wanted, terms, now_ns)
     for highest in search.levels(sites):
@@ -152,7 +152,7 @@ def room(wanted: QueuedRun, sites: Sequence[Site], terms: Terms, now_ns: int) ->
     return PreemptionPlan(wake_ns=min(wakes)) if wakes else None
 
 
-def may_ask(wanted: QueuedRun, running: RunningRun, node: Node, terms: Terms) -> int | None:
+def may_ask(wanted: QueuedRun, running: RunningRun, node: Node, terms: PoolTerms) -> int | None:
     """Return from when on a run may be asked to leave a node for another one, or None for never."""
     if has_guests(node, terms):
         mine, other = standing(wanted, node, terms), standing(running.wanted, node, terms)
@@ -179,7 +179,7 @@ def _can_leave(wanted: QueuedRun, running: RunningRun) -> bool:
 class _Search:
     """Preemptible runs for one wanted run, looked up once for each site."""
 
-    def __init__(self, wanted: QueuedRun, terms: Terms, now_ns: int) -> None:
+    def __init__(self, wanted: QueuedRun, terms: PoolTerms, now_ns: int) -> None:
         # `highest`: the highest class that is asked at the moment.
         self.wanted, self.terms, self.now_ns, self.highest = wanted, terms, now_ns, _NOBODY
         self._count = wanted.gpus or 0
@@ -228,7 +228,7 @@ def _cheapest_sites(search: _Search, sites: Sequence[Site]) -> list[_Plan]:
     for site in sites:
         if _is_part(wanted, site):
             kinds.setdefault((site.node.pool, site.gpu_type), []).append(site)
-    ways = [way for _, some in sorted(kinds.items()) if (way := _Gathering(search, some).plans())]
+    ways = [way for _, some in sorted(kinds.items()) if (way := _MultiNodeSearch(search, some).plans())]
     return min(ways, key=lambda way: (_lost(way, search.now_ns), len(way)), default=[])
 
 
@@ -238,7 +238,7 @@ def _lost(plans: Sequence[_Plan], now_ns: int) -> int:
     return sum((now_ns - one.since_ns) * sum(share.count for share in one.shares) for one in leaving.values())
 
 
-class _Gathering:
+class _MultiNodeSearch:
     """Whole nodes and a part of another one, of one pool and type, that are together what a gang needs.
 
     The nodes that lose the least for each device come first. A run that leaves one node leaves the others: these are
@@ -374,7 +374,7 @@ def _count(running: RunningRun, site: Site) -> int:
     )
 
 
-def _ripe_at(wanted: QueuedRun, site: Site, terms: Terms) -> int | None:
+def _ripe_at(wanted: QueuedRun, site: Site, terms: PoolTerms) -> int | None:
     """Return from when on those on a site who may be asked make room together, or None when they never do."""
     lacking = site.need - site.free
     ripening = [
@@ -389,7 +389,7 @@ def _ripe_at(wanted: QueuedRun, site: Site, terms: Terms) -> int | None:
     return None
 
 
-def _room(wanted: QueuedRun, plans: Sequence[_Plan], terms: Terms) -> PreemptionPlan:
+def _room(wanted: QueuedRun, plans: Sequence[_Plan], terms: PoolTerms) -> PreemptionPlan:
     preemptions = {
         victim.wanted.run_id: Preemption(
             run_id=victim.wanted.run_id,
@@ -405,7 +405,7 @@ def _room(wanted: QueuedRun, plans: Sequence[_Plan], terms: Terms) -> Preemption
     return PreemptionPlan(preemptions=tuple(preemptions.values()), shares=tuple(shares))
 
 
-def _told(wanted: QueuedRun, held: QueuedRun, node: Node, terms: Terms) -> str:
+def _told(wanted: QueuedRun, held: QueuedRun, node: Node, terms: PoolTerms) -> str:
     """Return why a run has to leave, as its owner reads it."""
     is_visitor, borrows = standing(held, node, terms)
     if is_visitor and wanted.owner == node.owner:

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 
 from serverless_gpu.model.scheduling.preemption import (
+    PoolTerms,
     PreemptionPlan,
     Site,
-    Terms,
     could_use,
     may_ask,
     may_use,
@@ -36,7 +36,9 @@ from tests.support.golden import golden
 
 _S = 1_000_000_000
 _NOW = 10_000 * _S
-_TERMS = Terms(policy=QueuePolicy(), pools={"search": Pool(name="search", reserved=True, lends=True, return_s=300.0)})
+_TERMS = PoolTerms(
+    policy=QueuePolicy(), pools={"search": Pool(name="search", reserved=True, lends=True, return_s=300.0)}
+)
 
 
 def wanted(run_id: str, gpus: int = 8, **others: object) -> QueuedRun:
@@ -187,9 +189,9 @@ def test_a_reserved_pool_lends_to_who_can_give_back_in_time(others: dict[str, An
     assert could_use(run, node, _TERMS) is may
     assert may_use(run, node, _TERMS, _NOW) is may
     assert standing(run, node, _TERMS) == (False, run.pool != "search")
-    closed = Terms(policy=QueuePolicy(), pools={"search": Pool(name="search", reserved=True)})
+    closed = PoolTerms(policy=QueuePolicy(), pools={"search": Pool(name="search", reserved=True)})
     assert could_use(run, node, closed) is (run.pool == "search")
-    on_demand = Terms(policy=QueuePolicy())
+    on_demand = PoolTerms(policy=QueuePolicy())
     assert could_use(run, node, on_demand) is (run.pool in ("", "search"))
     assert standing(run, node, on_demand) == (False, False)
 
