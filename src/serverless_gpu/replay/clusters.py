@@ -26,12 +26,11 @@ from serverless_gpu.units import parse_duration_s
 
 _SHAPE = re.compile(r"(\d{1,6})\s*[x×]\s*(\d{1,6})", re.ASCII)
 _BYTES_MAX = 1 << 20
-_COUNT_MAX = 100_000
 _NODES_MAX = 100_000
 GANG_GPUS = 8
 """Jobs of so many GPUs are told apart as gangs, unless the cluster says how many its nodes have."""
 
-Count = Annotated[int, msgspec.Meta(ge=1, le=_COUNT_MAX)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=_NODES_MAX)]
 Weight = Annotated[float, msgspec.Meta(gt=0)]
 
 
@@ -138,8 +137,8 @@ def read_cluster(text: str) -> Cluster:
 
 
 def _cluster(told: _File) -> Cluster:
-    if sum(each.count for each in told.nodes) > _COUNT_MAX:
-        raise InvalidValue(f"more than {_COUNT_MAX} nodes cannot be replayed")
+    if sum(each.count for each in told.nodes) > _NODES_MAX:
+        raise InvalidValue(f"more than {_NODES_MAX} nodes cannot be replayed")
     machines: list[Machine] = []
     for each in told.nodes:
         for _ in range(each.count):

@@ -269,9 +269,9 @@ def serve(
                 ready=lambda: ready(url, running),
             )
             running.warnings = assembly.warnings
-            assembly.claim.on_gone = running.stop
+            assembly.leader_lock.on_gone = running.stop
             running.serve_until_stopped()
-            if assembly.claim.is_gone:
+            if assembly.leader_lock.is_gone:
                 hint = "a database has one server; this one is not started again by itself"
                 raise TakenOver("another server has taken the database over", hint=hint)
         _logger.info("process %d has stopped", os.getpid())

@@ -114,7 +114,7 @@ class AssembledServer:
         warnings: sentences for the operator who starts it.
     """
 
-    claim: LeaderLock
+    leader_lock: LeaderLock
     services: Services
     admission: Authenticator
     tokens: FirstTokens
@@ -224,7 +224,7 @@ def assembled(
             stack.callback(engine.close)
         stack.enter_context(_looking_after(services, engine, database, beside, mark, operator.renewed))
         yield AssembledServer(
-            claim=database.claim,
+            leader_lock=database.leader_lock,
             services=services,
             admission=Authenticator(database, clock=clock, keys=keys),
             tokens=tokens,
@@ -315,13 +315,13 @@ def _looking_after(
 
     def alone(tick: Tick) -> Tick:
         def tick_alone(now_ns: int) -> int | None:
-            database.claim.require()
+            database.leader_lock.require()
             return tick(now_ns)
 
         return tick_alone
 
     def look(now_ns: int) -> int:
-        database.claim.look()
+        database.leader_lock.look()
         return now_ns + round(LOOK_S * 1e9)
 
     checkpoints = Checkpoints(database, mark)
@@ -384,7 +384,7 @@ def _look_after_health(services: Services, database: Database) -> None:
     for check in mlflow_checks(settings):
         health.probe("mlflow", check)
     health.watch("server", lambda: "the server is stopping" if services.hub.closed else "")
-    health.watch("claim", lambda: "" if database.claim.is_held else "the database is not this server's now")
+    health.watch("claim", lambda: "" if database.leader_lock.is_held else "the database is not this server's now")
 
 
 def _check_key(database: Database, sealer: Sealer) -> None:

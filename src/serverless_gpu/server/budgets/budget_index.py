@@ -48,7 +48,7 @@ class BudgetIndex:
 
 
 class BudgetsLeft:
-    """What budgets have left, counted down while those that wait are looked at (`concurrency_limits.Rooms`)."""
+    """What budgets have left, counted down while those that wait are looked at (`concurrency_limits.BudgetRooms`)."""
 
     def __init__(
         self,

@@ -108,7 +108,7 @@ class Database:
         measures: where transactions are counted.
 
     Attributes:
-        claim: of the one server that uses it; taken by `be_sole`.
+        leader_lock: of the one server that uses it; taken by `be_sole`.
         reserve: room that is kept back; the loop `reserve` tends it.
     """
 
@@ -128,11 +128,13 @@ class Database:
         self._where = f"{parsed.database}: " if self.kind == "sqlite" and parsed.database else ""
         self._file = Path(parsed.database) if self.kind == "sqlite" and parsed.database else None
         self.reserve: DiskReserve = NoReserve()
-        self.claim = LeaderLock(parsed, lambda: _postgres_alone(parsed, self.claim.name).connect(), clock=clock)
+        self.leader_lock = LeaderLock(
+            parsed, lambda: _postgres_alone(parsed, self.leader_lock.name).connect(), clock=clock
+        )
         if self.kind == "postgresql":
-            self._readers = self._engine = _postgres(parsed, self.claim)
+            self._readers = self._engine = _postgres(parsed, self.leader_lock)
             self._turns = _Turns()
-            self.reserve = TableReserve(lambda: _postgres_alone(parsed, self.claim.name).connect())
+            self.reserve = TableReserve(lambda: _postgres_alone(parsed, self.leader_lock.name).connect())
             return
         memory = not parsed.database
         if not memory:
@@ -154,7 +156,7 @@ class Database:
             ServerUnavailable: the database does not answer.
         """
         with self._told():
-            self.claim.take()
+            self.leader_lock.take()
 
     def number(self, *, now_ns: int) -> DatabasePosition:
         """Give this server a generation of its own: no older one commits anything from now on.
@@ -162,12 +164,12 @@ class Database:
         Returns:
             Where the database stands.
         """
-        name = self.claim.name
+        name = self.leader_lock.name
         found = self.write(lambda connection: leader_lock.begin(connection, holder=name, now_ns=now_ns))
         if self._writer is not None:
             self._writer.holder = name
         self._is_numbered = True
-        self.claim.numbered()
+        self.leader_lock.numbered()
         return found
 
     def on_commit(self, told: Callable[[int], None]) -> None:
@@ -210,8 +212,8 @@ class Database:
 
     def read(self, work: Callable[[sa.Connection], T]) -> T:
         """Return what a work finds; it sees one moment of the database, and may not write."""
-        if self.claim.is_stale:
-            self.claim.require()
+        if self.leader_lock.is_stale:
+            self.leader_lock.require()
         with self._measured("read"), self._told(), self._one_at_a_time():
             if self._writer is not None and self._readers is self._engine:
                 return self._writer.do(work)
@@ -229,7 +231,7 @@ class Database:
             ServerStorageFull: its disk is full.
             Exception: whatever the work raises; nothing of it is written then.
         """
-        self.claim.require()
+        self.leader_lock.require()
         with self._noted(), self._measured("write"), self._told(), self._one_at_a_time():
             try:
                 return self._written(work)
@@ -278,16 +280,16 @@ class Database:
             self._writer.close()
         self._readers.dispose()
         self._engine.dispose()
-        self.claim.close()
+        self.leader_lock.close()
 
     def _write_postgres(self, work: Callable[[sa.Connection], T]) -> T:
         for tried in range(1, TRIES + 1):
             turn = self._turns.together() if tried == 1 else self._turns.alone()
             try:
                 with turn, self._engine.begin() as connection:
-                    self.claim.require()  # its session may be a new one, because another server has ended the last
+                    self.leader_lock.require()  # its session may be a new one, because another server has ended the last
                     if self._is_numbered:
-                        leader_lock.require_postgres(connection, self.claim.name)
+                        leader_lock.require_postgres(connection, self.leader_lock.name)
                     done = work(connection)
                     faults.reach("before_commit")
                 faults.reach("after_commit_before_told")
@@ -340,7 +342,7 @@ class Database:
         except WriterClosed as error:
             raise ServerUnavailable("the server is stopping, and its database is closed") from error
         except leader_lock.Superseded as error:
-            self.claim.lose()
+            self.leader_lock.lose()
             raise ServerUnavailable(
                 "another server has taken the database over", hint="ask again: it answers"
             ) from error
@@ -354,7 +356,7 @@ class Database:
             if problem is None:
                 raise
             if isinstance(problem, ServerUnavailable):
-                self.claim.doubt()
+                self.leader_lock.doubt()
             if isinstance(problem, ServerProblem):
                 why = f"{problem.message}: {self._where}{said}"
                 self._tell_operator(why, logging.WARNING if problem.retryable else logging.ERROR)

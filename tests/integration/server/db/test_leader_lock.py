@@ -104,7 +104,7 @@ def test_a_session_that_breaks_is_made_again_before_anything_is_written(postgres
     database = Database(postgres_url, clock=SystemClock())
     database.be_sole()
     end_session(postgres_url)
-    database.claim.doubt()
+    database.leader_lock.doubt()
     database.write(add("after"))
     with psycopg.connect(postgres_url, autocommit=True) as other:
         assert other.execute("SELECT pg_try_advisory_lock(%s)", (KEY,)).fetchone() == (False,)
@@ -116,15 +116,15 @@ def test_who_lost_the_database_to_another_server_writes_nothing_more_and_ends(po
     database = Database(postgres_url, clock=clock)
     database.be_sole()
     told: list[str] = []
-    database.claim.on_gone = lambda: told.append("gone")
+    database.leader_lock.on_gone = lambda: told.append("gone")
     with taken_over(postgres_url):
-        assert not database.claim.look()
+        assert not database.leader_lock.look()
         with pytest.raises(ServerUnavailable):
             database.write(add("two at once"))
         assert not told
         clock.advance(claim_room.REFUSED_S)
-        assert not database.claim.look()
-    assert not database.claim.look()
+        assert not database.leader_lock.look()
+    assert not database.leader_lock.look()
     with pytest.raises(ServerUnavailable):
         database.write(add("later"))
     assert database.read(names) == []
@@ -143,12 +143,12 @@ def numbered(url: str, clock: Clock | None = None) -> Database:
 def test_22B7_a_server_that_was_replaced_ends_also_where_the_lock_is_free_again(postgres_url: str) -> None:
     first = numbered(postgres_url)
     told: list[str] = []
-    first.claim.on_gone = lambda: told.append("gone")
+    first.leader_lock.on_gone = lambda: told.append("gone")
     end_session(postgres_url)
     second = numbered(postgres_url)
     second.write(add("of the second"))
     second.close()
-    assert not first.claim.look() and first.claim.is_gone and told == ["gone"]
+    assert not first.leader_lock.look() and first.leader_lock.is_gone and told == ["gone"]
     with psycopg.connect(postgres_url, autocommit=True) as other:
         assert other.execute("SELECT pg_try_advisory_lock(%s)", (KEY,)).fetchone() == (True,), "it kept the lock"
     with pytest.raises(ServerUnavailable):
@@ -164,8 +164,8 @@ def test_22B7_a_lock_that_is_free_when_postgresql_starts_again_goes_to_the_serve
     end_session(postgres_url)
     second = numbered(postgres_url)
     end_session(postgres_url)
-    assert not first.claim.look() and first.claim.is_gone
-    assert second.claim.look() and not second.claim.is_gone
+    assert not first.leader_lock.look() and first.leader_lock.is_gone
+    assert second.leader_lock.look() and not second.leader_lock.is_gone
     second.write(add("of the living one"))
     assert second.read(names) == [golden("server.claim.living-one")]
     first.close()
@@ -200,7 +200,7 @@ def test_22B7_no_transaction_of_an_older_generation_commits(
     second.number(now_ns=2)
     with pytest.raises(ServerUnavailable, match=re.escape(golden("crash.two_servers.another-server-taken"))):
         database.write(add("two at once"))
-    assert database.claim.is_gone
+    assert database.leader_lock.is_gone
     second.write(add("second"))
     assert second.read(names) == ["first", "second"]
 
@@ -237,7 +237,7 @@ def test_22B7_a_server_that_stood_still_looks_before_it_reads(postgres_url: str)
     clock.advance(claim_room.STALE_S + 1)
     with pytest.raises(ServerUnavailable):
         first.read(names)
-    assert first.claim.is_gone
+    assert first.leader_lock.is_gone
     first.close()
     second.close()
 
@@ -254,12 +254,12 @@ def test_sessions_that_cannot_be_ended_leave_the_database_unclaimed(
     database.be_sole()
     monkeypatch.setattr(claim_room.LeaderLock, "end_others", stay)
     end_session(postgres_url)
-    assert not database.claim.look() and not database.claim.is_held
+    assert not database.leader_lock.look() and not database.leader_lock.is_held
     with pytest.raises(ServerUnavailable):
         database.write(add("two at once"))
     assert database.read(names) == []
     monkeypatch.undo()
-    assert database.claim.look()
+    assert database.leader_lock.look()
     database.write(add("alone"))
     database.close()
 
