@@ -71,8 +71,8 @@ class PolicyService:
     def view_all(self, who: Caller, *, mine: bool = False) -> tuple[PolicyView, ...]:
         """Return usage policies by name.
 
-        With `mine`, only those that the caller's runs can be under: attached to them or their teams, else attached to
-        nobody.
+        With `mine`, only those that the caller's runs can be under: attached to them or their teams, else unattached
+        ones.
         """
 
         def work(connection: sa.Connection) -> tuple[PolicyView, ...]:
@@ -175,7 +175,7 @@ class PolicyService:
         return self._database.write(work)
 
     def _check_environments(self, addresses: Iterable[str]) -> None:
-        """Refuse a policy that names an environment nobody has captured: no run could be like it."""
+        """Refuse a policy that names an environment that is not captured: no run could match it."""
         for address in addresses:
             try:
                 if _ADDRESS.fullmatch(address):
@@ -304,7 +304,7 @@ class Allowed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PackagesNotLoaded(Exception):
-    """A policy names environments, and what is installed in these has not been read."""
+    """A policy names environments whose packages have not been read."""
 
     def __init__(self, addresses: frozenset[str]) -> None:
         self.addresses = addresses  # of snapshots; `read_packages` reads them, outside of the transaction
@@ -312,11 +312,11 @@ class PackagesNotLoaded(Exception):
 
 
 class PolicyInputs(msgspec.Struct, frozen=True, kw_only=True):
-    """What comes with a run, and is known of it."""
+    """Inputs of the admission of a run beside its spec."""
 
     snapshot: str = ""  # address of its environment; "" where it has none, or that is not asked
     packages: Mapping[str, Packages | None] = {}
-    """What is installed in environments that were read; None for one that is not there any more."""
+    """Packages of environments that were read; None for one that is gone."""
 
 
 class PolicyAdmission:
@@ -352,7 +352,7 @@ class PolicyAdmission:
         return Allowed(spec=effective, policies=under, pool=pool)
 
     def read_packages(self, addresses: Collection[str]) -> dict[str, Packages | None]:
-        """Return what is installed in environments; None for one that is not there any more. In no transaction."""
+        """Return the packages of environments, None for one that is gone. Call it outside of transactions."""
         found: dict[str, Packages | None] = {}
         for address in addresses:
             try:

@@ -64,7 +64,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Use(msgspec.Struct, frozen=True):
-    """What is read here of `model.receipt.DeviceUse`, within bounds: user code can write what it likes into it."""
+    """The part of `model.receipt.DeviceUse` that is read here, within bounds: user code can write anything into it."""
 
     samples: Annotated[int, msgspec.Meta(ge=0, le=1_000_000_000)]
     busy_percent: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
@@ -72,14 +72,14 @@ class _Use(msgspec.Struct, frozen=True):
 
 
 class _Seen(msgspec.Struct, frozen=True):
-    """What is read here of a receipt (`model.receipt.Receipt`)."""
+    """The part of a receipt (`model.receipt.Receipt`) that is read here."""
 
     facts: int | None = None
     uses: Annotated[tuple[_Use, ...], msgspec.Meta(max_length=10_000)] = ()
 
 
 class ChargeOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of a transaction."""
+    """The outcome of a transaction that charges."""
 
     entries: int = 0  # how many were written
     failed: Mapping[CrewId, str] = {}  # crews that could not be charged, and why
@@ -180,7 +180,7 @@ class Due(msgspec.Struct, frozen=True, kw_only=True):
     queued_ms: int  # how long the run waited for the attempt; nothing for others than its first crew
     facts: Sequence[Fact]
     posted: Sequence[PostedEntry]
-    seen: _Seen | None  # of its receipt; None where there is none
+    seen: _Seen | None  # of its receipt; None without one
 
     @property
     def is_over(self) -> bool:

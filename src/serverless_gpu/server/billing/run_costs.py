@@ -108,7 +108,7 @@ def _lines(
 
 
 class CostRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A run that is not there."""
+    """A run whose cost is estimated."""
 
     spec: RunSpec  # what it asks for, with what its policy adds
     pool: str  # where it goes; "" for any on-demand one
@@ -143,7 +143,7 @@ def estimate(connection: sa.Connection, wish: CostRequest, *, now_ns: int, curre
         for gpu_type, pool, count in places
     ]
     costs = [estimated(each, lasting, advice=ADVICE.format(name=each.gpu_type)) for each in found]
-    # Without a price first: nobody may take the price of another pool for what it costs at most.
+    # Without a price first, so that no price of another pool looks like the maximum.
     dearest = max(costs, key=lambda cost: (cost.micros_per_hour is None, cost.micros_per_hour or 0))
     if len({cost.micros_per_hour for cost in costs}) == 1:
         return dearest

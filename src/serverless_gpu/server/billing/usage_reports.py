@@ -54,7 +54,7 @@ from serverless_gpu.wire.billing import (
 )
 
 DAYS = 30
-"""A report is over so many days, where nobody said otherwise."""
+"""Days of a report, by default."""
 _decode = msgspec.json.Decoder(dict[str, str]).decode
 UNPOSTED_MAX = 1_000
 _EVER_NS = 1 << 62
@@ -132,7 +132,7 @@ class UsageReports:
         return ListPrices(prices=tuple(found), is_cut=len(used) > SKUS_MAX)
 
     def view_demand(self, who: Caller, reach: str, asked: DemandFilter, *, after: int, limit: int) -> DemandPage:
-        """Return when devices were had, as far as somebody may see; what goes on now is on the last page."""
+        """Return use over time, within the caller's reach; attempts that go on are on the last page."""
         may_see = usage.visible(*_limits(who, reach))
         at = metering.now(self._clock, self._leases)
 
@@ -148,14 +148,14 @@ class UsageReports:
         return DemandPage(rows=(*(row for _, row in rows), *now))
 
     def window(self, from_day: int | None, until_day: int | None) -> DayRange:
-        """Return the days that somebody asks about; the last 30 without saying."""
+        """Return the requested days; the last 30 by default."""
         today = self._clock.wall_ns() // DAY_NS
         until = today + 1 if until_day is None else until_day
         return usage_report.checked(DayRange(max(0, until - DAYS) if from_day is None else from_day, until))
 
 
 def where_of(text: str) -> Mapping[str, str]:
-    """Return which charges somebody asks about.
+    """Return the requested filter of charges.
 
     `text` is a JSON object of fields and their values, or "".
     """
@@ -175,7 +175,7 @@ def where_of(text: str) -> Mapping[str, str]:
 
 
 def _limits(who: Caller, reach: str) -> tuple[str | None, tuple[str, ...]]:
-    """Return whose use somebody may see, and of which teams."""
+    """Return whose use the caller may see, None for all, and of which teams."""
     if reach == AccessReach.ALL:
         return None, ()
     return who.name, who.teams if reach == AccessReach.TEAM else ()
@@ -223,7 +223,7 @@ def _demand(one: UnpostedDay) -> DemandRow:
 
 
 class UnpostedDay(msgspec.Struct, frozen=True, kw_only=True):
-    """What a crew used on a day, as far as the ledger does not say so."""
+    """Use of a crew on a day that is not in the ledger."""
 
     run_id: str
     fence: int
@@ -234,7 +234,7 @@ class UnpostedDay(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UnpostedDays(msgspec.Struct, frozen=True, kw_only=True):
-    """All that is not in the ledger yet."""
+    """Use that is not in the ledger yet."""
 
     lines: tuple[UnpostedDay, ...] = ()
     attempts: int = 0  # how many there are of them here, each crew of its own
@@ -242,7 +242,7 @@ class UnpostedDays(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_unposted(connection: sa.Connection, at: Now, *, currency: str, limit: int = UNPOSTED_MAX) -> UnpostedDays:
-    """Return what the ledger does not say yet."""
+    """Return use that is not in the ledger yet."""
     ids = sorted(
         {*charges.crews_going_on(connection, before_ns=_EVER_NS), *charges.due_crews(connection, limit=limit + 1)}
     )
@@ -262,7 +262,7 @@ def find_unposted(connection: sa.Connection, at: Now, *, currency: str, limit: i
 
 
 def group_unposted(lines: Iterable[UnpostedDay], by: Sequence[str]) -> list[ReportRow]:
-    """Return what goes on as groups of a report; days of which the ledger says all are in none."""
+    """Group unposted use for a report; days that are posted in full are in no group."""
     return usage_report.together(
         ReportRow(
             key=usage_report.key_of(by, one.account, run_id=one.run_id, day=one.line.day),

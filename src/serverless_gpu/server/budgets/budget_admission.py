@@ -28,7 +28,7 @@ from serverless_gpu.server.policies import Allowed
 from serverless_gpu.server.records import prices
 
 LEFT_MAX = 20
-"""So many budgets are said to somebody who asks what a run would cost."""
+"""Budgets that an estimate lists, at most."""
 
 
 class BudgetAdmission:

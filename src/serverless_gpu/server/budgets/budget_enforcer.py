@@ -43,7 +43,7 @@ EVERY_S = 5.0
 TOGETHER = 8
 """Runs that are asked to stop in one transaction: others write, too."""
 TOLD_TOGETHER = 64
-"""Runs that are told of a mark in one transaction."""
+"""Runs that get the event of a threshold in one transaction."""
 _log = logging.getLogger(__name__)
 _KINDS = {FULL: (Action.BUDGET_REACHED, NoticeKind.REACHED), CLOSED: (Action.BUDGET_CLOSED, NoticeKind.CLOSED)}
 _Due = tuple[GoingOn, str, Standing]
@@ -118,7 +118,7 @@ class BudgetEnforcer:
     # --- saying -------------------------------------------------------------------------------------------------------
 
     def _say(self, name: str, standing: Standing, marks: Sequence[int], going: Sequence[GoingOn]) -> None:
-        """Say each of the marks that are news, the lowest first; runs are told of the last."""
+        """Announce each new threshold, the lowest first; runs get the event of the last one."""
         at_ns, currency, start_ns = self._clock.wall_ns(), self._settings.currency, standing.window.start_ns
 
         def work(connection: sa.Connection) -> list[tuple[int, str]]:
@@ -169,7 +169,7 @@ def _ask(connection: sa.Connection, due: _Due, currency: str, at_ns: int) -> Tra
     there = budgets.find_in_force(connection, name)
     run = runs.find(connection, one.spender.run_id)
     if there is None or there.budget != standing.budget:
-        return None  # judged anew with what it is now
+        return None  # the next tick judges it as it is now
     if run is None or run.fence != one.spender.fence or run.state not in ACTIVE:
         return None
     because = stopped_text(name, standing, currency, is_open=is_open_to(standing.budget, one.subject))
@@ -182,7 +182,7 @@ def _ask(connection: sa.Connection, due: _Due, currency: str, at_ns: int) -> Tra
 
 
 def _document(name: str, standing: Standing, mark: int, currency: str) -> dict[str, object]:
-    """Return what the webhook and the audit are told of a mark: figures, and nobody's secrets."""
+    """Return the notice of a threshold for the webhook and the audit: figures, no secrets."""
     budget = standing.budget
     return {
         "budget": name,

@@ -62,7 +62,7 @@ class BudgetService:
         self._budget_admission = budget_admission
 
     def view_all(self, who: Caller, reach: str) -> BudgetList:
-        """Return the budgets and alarms that somebody may see: their own, and those of their teams."""
+        """Return the budgets and alarms that the caller may see: their own, and those of their teams."""
         at_ns = self._clock.wall_ns()
 
         def work(connection: sa.Connection) -> tuple[dict[str, Standing], list[AlarmView]]:
@@ -108,7 +108,7 @@ class BudgetService:
             if before is not None and before.budget != budget:
                 budgets.forget_said(
                     connection, name
-                )  # what was said of it is said of the other one anew; it is open again
+                )  # thresholds are announced again, and it is open
             audit.record(
                 connection,
                 who=who,
@@ -238,7 +238,7 @@ def _with_own_zone(connection: sa.Connection, budget: Budget) -> Budget:
 
 
 def _check_scope(connection: sa.Connection, scope: Scope) -> None:
-    """Refuse a scope that nobody is in because it is misspelt; of tags anything may come."""
+    """Refuse a scope that does not exist; a tag may come later."""
     kind, name = scope.kind, scope.name
     if kind == "everything":
         if name:
@@ -258,7 +258,7 @@ def _check_scope(connection: sa.Connection, scope: Scope) -> None:
 
 
 def _may_see(budget: Budget, who: Caller, reach: str) -> bool:
-    """Return whether somebody may see a budget: theirs, or of a team they are in."""
+    """Return whether the caller may see a budget: theirs, or of a team they are in."""
     kind, name = budget.scope.kind, budget.scope.name
     owner, team = (name if kind == "user" else "", name if kind == "team" else "")
     return access_control.covers(reach, name=who.name, teams=who.teams, owner=owner, team=team)

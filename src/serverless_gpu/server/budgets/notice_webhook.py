@@ -39,7 +39,7 @@ FIRST_PAUSE_S = 5.0
 LONGEST_PAUSE_S = 3_600.0
 IDLE_S = 30.0
 LOOKED_AT = 100
-"""Notices of one look, those first that were tried least: what nobody takes cannot fill it for long."""
+"""Notices of one look, those with fewest tries first, so that refused ones do not block the rest."""
 _log = logging.getLogger(__name__)
 
 

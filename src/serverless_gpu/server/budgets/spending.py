@@ -81,7 +81,7 @@ _KNOWN_MAX = 100_000
 
 
 class _Cut:
-    """What is posted of one day of UTC before a moment, by budget."""
+    """Posted use of one day of UTC before a moment, by budget."""
 
     def __init__(self) -> None:
         self.seq = 0
@@ -103,7 +103,7 @@ def use_until(line: LedgerLine, use: BudgetUse, at_ns: int) -> BudgetUse:
 
 
 class LedgerSums:
-    """What the ledger has, by budget and day; read on from where it was read to."""
+    """Posted use by budget and day; each read goes on where the last one ended."""
 
     def __init__(self, first_day: int = -1, index: BudgetIndex | None = None, currency: str = "") -> None:
         self.first_day = first_day
@@ -143,7 +143,7 @@ class LedgerSums:
         The transaction has to see one state of the database. `cuts` are moments within a day of UTC at which periods of
         budgets began.
         """
-        if not self._index.budgets:  # nobody asks what is posted, only who goes on
+        if not self._index.budgets:  # only running attempts are of interest
             going = {one.attempt.account_id for one in there.values() if one.attempt.account_id is not None}
             self._get_to_know(connection, going)
             return
@@ -208,7 +208,7 @@ class LedgerSums:
 
 
 class AsOf(msgspec.Struct, frozen=True, kw_only=True):
-    """What a look needs to know beside the database."""
+    """Inputs of a look beside the database."""
 
     wall_ns: int  # now, nanoseconds since 1970
     boot_ns: int  # the same moment by the clock that leases are kept by
@@ -227,7 +227,7 @@ class GoingOn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Known(msgspec.Struct):
-    """What does not change about an attempt that goes on."""
+    """Constant values of an attempt that goes on."""
 
     subject: Subject
     names: tuple[str, ...]
@@ -263,7 +263,7 @@ class Spending:
             return self._moment
 
     def change(self) -> None:
-        """Note that budgets were changed, after the commit: the next look reads them, and everything else, anew."""
+        """Note that budgets were changed, after the commit: the next look reads everything again."""
         with self._lock:
             self._changed = self._next()
 
@@ -308,7 +308,7 @@ class Spending:
             return dict(self._standings)
 
     def known(self) -> dict[str, Standing] | None:
-        """Return the same; None where budgets were changed, or the server has started, and nobody looked since."""
+        """Return the same; None without a look since the start or the last change of budgets."""
         with self._lock:
             return None if self._book_of < self._changed else dict(self._standings)
 
@@ -413,7 +413,7 @@ class Spending:
             return ""
 
     def entered(self) -> None:
-        """Note that the transaction is over in which attempts were entered: the next look sees what came of it."""
+        """Note that the transaction is over in which attempts were entered: the next look sees its result."""
         with self._lock:
             at = self._next()
             self._entered = {gang: at if was is None else was for gang, was in self._entered.items()}

@@ -50,7 +50,7 @@ _ANY = NodeIdentity(name="", machine="")
 
 
 class FirstTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """What the files hold."""
+    """Contents of the token files."""
 
     principal: str  # the administrator's name
     token: str  # theirs

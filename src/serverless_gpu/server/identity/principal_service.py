@@ -71,7 +71,7 @@ class PrincipalService:
         return self._database.write(work)
 
     def change(self, who: Caller, name: str, change: PrincipalChange) -> PrincipalView:
-        """Change somebody's role, disable or enable them; what becomes of their runs is `owner_suspension.py`."""
+        """Change a principal's role, disable or enable them; `owner_suspension.py` stops their runs."""
         _check_unscoped(who)
         now_ns, otherwise = self._clock.wall_ns(), self._settings.on_owner_disabled
 
@@ -149,7 +149,7 @@ class PrincipalService:
         return self._database.write(work)
 
     def make_token(self, who: Caller, request: TokenRequest, *, reach: str) -> TokenMade:
-        """Make a token for the caller, or for somebody in reach."""
+        """Make a token for the caller, or for a principal in reach."""
         owner = request.principal or who.name
         if not covers(reach, name=who.name, teams=(), owner=owner):
             raise NotFound(f"there is no user or service {owner[:64]!r}")

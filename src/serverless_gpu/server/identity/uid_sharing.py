@@ -28,9 +28,9 @@ from serverless_gpu.server.records.pools import NO_ISOLATION, UNSET, StoredPool
 
 
 class Isolation(msgspec.Struct, frozen=True, kw_only=True):
-    """Whom pools serve, as decisions take it."""
+    """Principals that pools serve, as decisions take them."""
 
-    first: str  # the first administrator, or "" where there is none any more
+    first: str  # the first administrator, or ""
     closed: frozenset[str]  # pools that serve only that one
     opened: frozenset[str]  # pools that serve everybody
 
@@ -54,11 +54,11 @@ EVERYBODY = Isolation(first="", closed=frozenset(), opened=frozenset())
 
 
 class Exposure(msgspec.Struct, frozen=True, kw_only=True):
-    """Who shares, or would share, a uid with the first administrator."""
+    """Principals that share, or would share, a uid with the first administrator."""
 
     principals: tuple[str, ...]  # second principals that may start runs or own some, by name
     had_runs: tuple[str, ...]  # those of them that own runs: their code may have run here
-    undecided: tuple[str, ...]  # pools about which nobody has decided
+    undecided: tuple[str, ...]  # pools without a decision
     closed: tuple[str, ...]  # pools in which their runs wait, the undecided ones among them
     shared: tuple[str, ...]  # pools in which their runs share a uid with everybody's
 

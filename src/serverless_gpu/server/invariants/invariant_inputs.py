@@ -42,7 +42,7 @@ _decode_parts = msgspec.json.Decoder(tuple[str, ...]).decode
 
 
 class SeenReceipt(msgspec.Struct, frozen=True):
-    """What is read here of a receipt (`model.receipt.Receipt`)."""
+    """The part of a receipt (`model.receipt.Receipt`) that is read here."""
 
     gpu_ms: int | None = None
     facts: int | None = None
@@ -65,7 +65,7 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
     """The results of one attempt."""
 
     count: int = 0  # how many there are
-    cut: int = 0  # those that have another number of bytes than they are said to have
+    cut: int = 0  # those whose number of bytes is not the recorded one
     parts: tuple[str, ...] = ()  # digests of those that are in the store, some of them when they are very many
 
 
@@ -92,7 +92,7 @@ class RecordedRuns(msgspec.Struct, frozen=True, kw_only=True):
     absent: Mapping[str, Mapping[str, int]] = {}
     """Runs that were asked for by name and are not there: how often the audit has each action about them."""
     details: tuple[str, ...] = ()  # what the audit has written beside its rows about these runs
-    following: str = ""  # where the next page begins; "" when there is none
+    following: str = ""  # where the next page begins; "" at the end
     skipped: tuple[str, ...] = ()  # what was left out because it is too much
 
 
@@ -263,7 +263,7 @@ def pages(
 
 
 class Violation(msgspec.Struct, frozen=True, kw_only=True, order=True):
-    """Something that is never true, and is."""
+    """A violated invariant."""
 
     invariant: str  # ``"I3"``
     subject: str  # what it is about: ``"run <id>"``, ``"device <uuid>"``

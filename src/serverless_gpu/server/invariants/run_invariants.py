@@ -81,11 +81,11 @@ MOVES: Mapping[State, frozenset[State]] = {
     State.STOPPING: frozenset({State.STOPPING, State.UNREACHABLE, State.QUEUED}) | TERMINAL,
     **{state: frozenset() for state in TERMINAL},
 }
-"""Which state follows which, written down a second time: the table (`run_lifecycle.py`) is not asked about itself."""
+"""Allowed moves, written a second time, so that the table (`run_lifecycle.py`) does not check itself."""
 
 
 class Stretch(msgspec.Struct, frozen=True, kw_only=True):
-    """User code of one crew, as whoever looked at the node saw it, by one clock for all of them."""
+    """User code of one crew, as a test observed it on the node, by one clock for all of them."""
 
     run_id: str
     fence: int
@@ -98,10 +98,10 @@ class Stretch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class History(msgspec.Struct, frozen=True, kw_only=True):
-    """What people and nodes saw, where somebody kept it."""
+    """Observations of people and nodes, where a test kept them."""
 
     acknowledged: frozenset[str] = frozenset()  # runs whose submit was answered
-    ends: Mapping[str, tuple[State, Reason]] = {}  # the end that somebody was told of, by run
+    ends: Mapping[str, tuple[State, Reason]] = {}  # the end that a client was told, by run
     stretches: Sequence[Stretch] = ()  # of user code
     changed: Mapping[tuple[str, str], int] = {}
     """How many requests about a subject were answered with success and changed something: (action, subject) → how many;
@@ -111,19 +111,19 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LiveState(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server at work thinks, beside its database."""
+    """Memory of a working server, beside its database."""
 
     untold_s: Mapping[str, float] = {}
-    """Runs that wait and are told nothing, and for how long that has been so, seconds."""
+    """Runs that wait without a reason, and for how long, seconds."""
     unplaced_s: Mapping[str, float] = {}  # runs that could be placed now, and for how long that has been so, seconds
     unstopped_s: Mapping[str, float] = {}
-    """Runs that a hard budget has nothing left for, and that are not asked to stop, likewise."""
+    """Runs that a hard budget has nothing left for, and that are not asked to stop; seconds."""
     sizes: Mapping[str, tuple[int, int]] = {}  # what grows, in words → (how much there is, how much there may be)
     missing_parts: frozenset[str] = frozenset()  # digests of results that the store does not have
 
 
 def violations(books: RecordedRuns, history: History | None = None, moment: LiveState | None = None) -> list[Violation]:
-    """Return everything that is wrong."""
+    """Return the violations among some runs."""
     history, moment = history or History(), moment or LiveState()
     found = [violation for booked in books.runs for rule in RULES for violation in rule(booked)]
     for booked in books.runs:
@@ -287,7 +287,7 @@ def _pairs_of_attempts(own: Sequence[Stretch]) -> Iterator[tuple[Stretch, Stretc
 
 
 def _ran_as_asked(books: RecordedRuns, history: History) -> Iterator[Violation]:
-    """What the node saw, and not what it could tell: an attempt that began although nobody heard so counts, too."""
+    """Check observations, not reports: an attempt that began without a report counts, too."""
     attempts = {(one.run_id, one.fence) for one in history.stretches}
     ran = Counter(run_id for run_id, _ in attempts)
     for booked in books.runs:
@@ -423,7 +423,7 @@ def lent_devices(gang: str, node_id: str, own: Sequence[Fact]) -> Iterator[tuple
 
 
 class Lendings:
-    """Who had which device, of all books looked at so far: two runs that had one at once may be pages apart."""
+    """Remembers lendings of devices over pages: two runs that had one at once may be pages apart."""
 
     def __init__(self, most: int = LENDINGS_MAX) -> None:
         self._most = most
@@ -571,4 +571,4 @@ RULES: tuple[Callable[[RecordedRun], Iterator[Violation]], ...] = (
     ledger,
     _created_once,
 )
-"""What is asked of each run by itself."""
+"""Checks of each run by itself."""

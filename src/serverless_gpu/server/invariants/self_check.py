@@ -62,7 +62,7 @@ EVERY_S = 5.0
 ROUND_S = 60.0
 """Between two pages, and between the last page and the first again."""
 QUEUE_MAX = 1_000
-"""Of a longer queue nobody asks here who could be placed: that is a scheduler's whole work once more."""
+"""A longer queue is not checked for missed runs: that costs as much as the scheduler's own work."""
 TELL_MAX = 20
 """Waiting runs whose sentence is asked for, which costs a look at the queue; of the others, whether they are known."""
 PARTS_MAX = 50
@@ -77,7 +77,7 @@ _log = logging.getLogger(__name__)
 
 
 class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of looking at everything."""
+    """Outcome of a check."""
 
     runs: int = 0  # how many were looked at
     violations: tuple[Violation, ...] = ()  # what is wrong, sorted
@@ -220,7 +220,7 @@ def _since(before: dict[str, int], now: Collection[str], now_ns: int) -> dict[st
 
 
 class MissedRunCheck:
-    """Looks for runs that could be placed and of which the scheduler says something else. For one thread."""
+    """Finds runs that could be placed and that the scheduler does not place. For one thread."""
 
     def __init__(
         self,
@@ -269,5 +269,5 @@ class MissedRunCheck:
 
 
 def _is_forgotten(wait: Wait | None) -> bool:
-    """Return whether what the scheduler says of a run that fits is no rule: nobody is ahead, and there is no room."""
+    """Return whether the scheduler gives no rule for a run that fits: it names no room, or no reason at all."""
     return wait is None or wait.reason in _NO_ROOM or (wait.reason is WaitReason.TURN and wait.place == 1)

@@ -70,7 +70,7 @@ ATTEMPTS_MAX = 10_000
 PYTHONS_MAX = 64
 TAKES_MAX = 64
 MAX_RUN = "max_run"
-"""What a node says that it takes, or it is told `RunSpec.max_run_s` as a run's timeout."""
+"""In `AgentHello.takes`; a node without it gets `RunSpec.max_run_s` as a run's timeout."""
 PYTHON_CHARACTERS_MAX = 16
 SEEN_EVERY_S = 15.0
 """A node's last sign of life is written at most this often, unless something else about it is new."""
@@ -82,7 +82,7 @@ _log = logging.getLogger(__name__)
 
 
 class AgentService:
-    """Answers agents."""
+    """Answers agents of nodes."""
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ class AgentService:
         return HeartbeatAnswer(stale=stale, tokens=tokens, at_ns=self._clock.wall_ns())
 
     def check(self, who: Caller, node_id: str, instance: str = "", process: str = "") -> None:
-        """Return if orders of a node are for whoever asks."""
+        """Raise `NotFound` unless the caller may have the orders of a node."""
         self._database.read(lambda connection: _own(connection, who, node_id, instance, process))
 
     def waiting(
@@ -199,7 +199,7 @@ class AgentService:
                     continue
                 try:
                     order = self._order(connection, stored, node)
-                except ServerProblem as error:  # its variables cannot be opened; the others' can
+                except ServerProblem as error:  # its variables cannot be opened; those of others can
                     broken.append((stored, error.message))
                 else:
                     found += [order] if order is not None else []
@@ -214,7 +214,7 @@ class AgentService:
     def looks(self, who: Caller, node_id: str) -> list[ReportNow]:
         """Return which crews on a node are to report now, with what each is to hear at once.
 
-        There are none where the node does not know of crews.
+        A node that does not know of crews gets none.
         """
         asked = self._looks.of(node_id)
         if not asked:

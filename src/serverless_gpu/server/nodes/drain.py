@@ -28,7 +28,7 @@ _NAME = "server"
 
 
 class Drain(msgspec.Struct, frozen=True, kw_only=True):
-    """Who drains, since when (nanoseconds since 1970), and why as they say."""
+    """The drain of the server: by whom, since when (nanoseconds since 1970), and their note."""
 
     principal: str
     since_ns: int
@@ -36,7 +36,7 @@ class Drain(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sentence(self) -> str:
-        """Return what those who wait are told."""
+        """Return the reason that waiting runs show."""
         why = f" ({self.note})" if self.note else ""
         return f"the server starts nothing new: {self.principal} drains it since {format_clock(self.since_ns)}{why}"
 

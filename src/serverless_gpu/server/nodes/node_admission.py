@@ -63,7 +63,7 @@ def identity_of(said: AgentHello) -> NodeIdentity:
 
 
 def check(connection: sa.Connection, who: Caller, said: AgentHello) -> HelloDecision:
-    """Return what becomes of a hello."""
+    """Return the decision about a hello; raise `NotAllowed` where its token is another node's."""
     if not who.token_id:
         return HelloDecision.ADMITTED
     found = nodes.find(connection, who.token_id)
@@ -82,7 +82,7 @@ class NodeAdmission:
         self._presence = presence
 
     def ask(self, who: Caller, said: AgentHello) -> NotAllowed:
-        """Have a node wait for an administrator; return what it is told."""
+        """Let a node wait for an administrator; return the error that it gets."""
         at_ns, node = self._clock.wall_ns(), identity_of(said)
         waits = f"the node {said.name!r} waits for an administrator to approve it"
         hint = f"an administrator of the server: sgpu node approve {said.name}"

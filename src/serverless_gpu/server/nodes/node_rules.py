@@ -45,7 +45,7 @@ from serverless_gpu.server.records.runs import StoredRun
 from serverless_gpu.wire.nodes import NodeCalendar, NodeDrain, NodeRules
 
 WARNING_S = 300.0
-"""A run that has to leave because its node ceases to be shared is told so long before."""
+"""Notice for a run that has to leave because its node is not shared any more."""
 _SHOWN = 40  # characters of a uuid
 _MINUTE_NS = 60_000_000_000
 TOGETHER = 8
@@ -55,7 +55,7 @@ _log = logging.getLogger(__name__)
 
 
 class Sharing(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether others than its owner may use a node."""
+    """State of a node's calendar: may others than its owner use it?"""
 
     shared: bool = True  # now
     turns_ns: int | None = None  # when it is the other way round, nanoseconds since 1970; None for never
@@ -63,7 +63,7 @@ class Sharing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Leave(msgspec.Struct, frozen=True, kw_only=True):
-    """That a run has to leave its node."""
+    """A request that a run leaves its node."""
 
     at_ns: int | None  # when, nanoseconds since 1970; None for at once and without a warning
     because: str  # in words

@@ -44,7 +44,7 @@ from serverless_gpu.wire.nodes import (
 )
 
 WITHOUT = "without"
-"""What a node says that it takes, or no device of it can be left out."""
+"""In `AgentHello.takes`; without it no device of the node can be left out."""
 
 
 class NodeService:
@@ -140,7 +140,7 @@ class _Change(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeCommand(msgspec.Struct, frozen=True, kw_only=True):
-    """Who decides about which node."""
+    """A request to change the rules of a node."""
 
     who: Caller
     reach: str  # how far they may change rules

@@ -60,7 +60,7 @@ class BackupFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What is in a backup."""
+    """Contents of a backup."""
 
     version: int  # of this description
     made_ns: int  # nanoseconds since 1970, before the database was copied
@@ -243,7 +243,7 @@ def _sources(settings: Settings, database: Path | None) -> Iterator[tuple[str, P
 
 
 def _latest(directory: Path) -> tuple[Path, Manifest] | None:
-    """Return the backup before, or None where there is none that can be read."""
+    """Return the latest backup that can be read, or None."""
     for path in sorted(directory.glob("*Z"), reverse=True):
         with contextlib.suppress(InvalidValue):
             return path, read_manifest(path)

@@ -69,12 +69,12 @@ Read = Callable[[Callable[[sa.Connection], Any]], Any]
 
 
 class RestoreMark(msgspec.Struct, frozen=True, kw_only=True):
-    """What `restored.json` says."""
+    """Contents of `restored.json`."""
 
     made_ns: int  # when the backup was made, nanoseconds since 1970
     nothing_ran_since: bool  # whether the server did not run after it
     rolled_back: bool = False
-    """Whether there was no backup: the database itself had lost its end, and the operator accepts that."""
+    """There was no backup: the database itself had lost its end, and the operator accepts that."""
 
 
 def restore(home: Home, backup: Path, *, nothing_ran_since: bool) -> Manifest:
@@ -93,7 +93,7 @@ def restore(home: Home, backup: Path, *, nothing_ran_since: bool) -> Manifest:
 
 
 def settle(database: Transactions, directory: Path, *, measures: ServerMetrics, now_ns: int) -> None:
-    """After a restore, decide what becomes of the runs that had not ended; nothing else in a start."""
+    """Settle the runs that had not ended in the backup; does nothing unless the server was restored."""
     path = directory / FILE
     try:
         mark = from_json(path.read_bytes(), RestoreMark)

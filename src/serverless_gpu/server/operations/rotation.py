@@ -55,7 +55,7 @@ class RotationMark(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rotated(msgspec.Struct, frozen=True, kw_only=True):
-    """What was replaced, and what remains to be done by people."""
+    """Outcome of a rotation, and the work that remains for operators."""
 
     contexts: int  # unended runs whose variables were sealed again
     revoked: tuple[tuple[str, int], ...]  # principals that need a token, and how many of theirs were revoked
@@ -65,7 +65,7 @@ class Rotated(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def refuse_unfinished(directory: Path) -> None:
-    """Refuse to use a server of which only a part was rotated."""
+    """Refuse a server whose rotation is unfinished."""
     if (directory / MARK).exists():
         raise ServerProblem(
             "a rotation of this server's key and tokens was interrupted", hint="finish it: sgpu server rotate"
@@ -130,7 +130,7 @@ def _replace_key(database: Database, directory: Path, mark: RotationMark, *, now
 
 
 def _replace_attempt_tokens(database: Database, keys: Keys, *, now: Callable[[], int]) -> None:
-    """Write the hashes of attempts' tokens by the new key: whoever has the old one could compute those of before."""
+    """Write the hashes of attempts' tokens by the new key: the old one would compute those of before."""
     last: tuple[str, int, int] | None = ("", 0, 0)
     while last is not None:
         last = database.write(functools.partial(crews.retoken, keys=keys, after=last, at_most=_AT_ONCE))

@@ -51,11 +51,11 @@ BOUND_S = 3.0
 LIVE = (State.QUEUED, *ACTIVE)
 FREE, LEASED, UNAVAILABLE, AWAY = "free", "leased", "unavailable", "away"
 DEVICE_STATES = (FREE, LEASED, UNAVAILABLE, AWAY)
-"""Of devices; unavailable: in quarantine, or somebody else's now; away: their node cannot be used."""
+"""unavailable: in quarantine, or used by processes of others; away: their node cannot be used."""
 
 
 class StateSample(msgspec.Struct, frozen=True, kw_only=True):
-    """What there was at one moment."""
+    """Counts at one moment."""
 
     at_ns: int  # when, boottime
     runs: Mapping[str, int]  # by state; of those that have not ended
@@ -67,7 +67,7 @@ class StateSample(msgspec.Struct, frozen=True, kw_only=True):
     free: int | None  # bytes on the disk of the server's files; None where that is not known
     drained: bool  # whether the server starts nothing new
     unchained: int  # rows of the audit that are not in its chain yet
-    uncharged: int  # attempts that have ended, and of which the ledger does not say all
+    uncharged: int  # attempts that have ended and are not fully in the ledger
     clock_off_s: float  # how far the clock is off of the node whose clock is off most
 
 
@@ -127,7 +127,7 @@ class StateMetrics(MetricsSource):
         return True
 
     def look(self) -> StateSample:
-        """Return what there is now."""
+        """Return a sample of now."""
         rows = self._database.read(_load)
         times = capacity.now(self._settings, self._clock)
         freed = self._leases.freed()

@@ -27,7 +27,7 @@ import msgspec
 
 VARIABLE = "NOTIFY_SOCKET"
 TAKEN_OVER = 3
-"""What a server exits with that another one has replaced: it is not started again."""
+"""Exit status of a server that another one has replaced: systemd does not restart it."""
 STARTING_S = 600
 """How long a start may take: a large database is migrated in it."""
 ENDING_S = 30
@@ -172,5 +172,5 @@ def _quoted(text: str) -> str:
 
 
 def taken_from(environ: os._Environ[str]) -> str:
-    """Return where systemd listens, and take it out of the variables: nobody but this process is to speak for it."""
+    """Take `NOTIFY_SOCKET` out of the variables and return it: only this process speaks for the unit."""
     return environ.pop(VARIABLE, "")

@@ -32,7 +32,7 @@ from serverless_gpu.server.storage.logs import Logs
 from serverless_gpu.wire.runs import AcceptedMessage, RunView, StreamMessage
 
 ASKED_BY_PEOPLE = (StopReason.CANCEL, StopReason.PREEMPT, StopReason.DRAIN)
-"""The others follow from limits, and nobody can claim them."""
+"""The other reasons follow from limits, and callers cannot claim them."""
 
 
 class RunQueries:

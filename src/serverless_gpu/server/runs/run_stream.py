@@ -48,7 +48,7 @@ Stream = Literal["stdout", "stderr"]
 STREAMS: tuple[Stream, ...] = ("stdout", "stderr")
 SHOWN_BYTES_PER_S = 1_000_000
 SHOWN_BURST_BYTES = 8_000_000
-"""What a reader that comes late, or comes again, gets at once of each rank."""
+"""Output of each rank that a late or returning reader gets at once."""
 PIECE_BYTES = 64 << 10
 IDLE_S = 9.0
 """A stream says something this often, so that silence means that it is broken."""
@@ -62,7 +62,7 @@ Place = tuple[int, int, Stream]
 
 
 class Files(Protocol):
-    """What is needed of `server.logs.Logs`."""
+    """The part of `server.logs.Logs` that is used here."""
 
     def read(self, run_id: str, fence: int, *, rank: int, stream: str, offset: int = 0, limit: int) -> bytes:
         """Return bytes from an offset on."""
@@ -78,7 +78,7 @@ class Files(Protocol):
 
 
 class Look(msgspec.Struct, frozen=True, kw_only=True):
-    """What the database says of a run, read in one transaction."""
+    """State of a run, read in one transaction."""
 
     run: RunView  # as it is
     events: tuple[StateMessage, ...] = ()  # those the reader has not got, in order; the ending is not among them
@@ -118,7 +118,7 @@ class Watch:
     async def messages(
         self, hub: Hub, in_thread: Callable[[Callable[[], list[StreamMessage]]], Awaitable[list[StreamMessage]]]
     ) -> AsyncIterator[StreamMessage | None]:
-        """Yield what there is to say until the run is settled or the hub is closed; None after a silence."""
+        """Yield messages until the run is settled or the hub is closed; None after a silence."""
         key, silent = run_key(self._run_id), False
         while not hub.closed:
             seen = hub.version(key)
@@ -197,9 +197,9 @@ class _Output:
         self._buckets: dict[int, TokenBucket] = {}
         self._cut: set[Place] = set()
         self.more_to_read = False
-        """Whether the last look left something that may be said at once."""
+        """The last look left output that may be sent at once."""
         self.flooded = False
-        """Whether it left something because a bucket is empty."""
+        """It left output because a bucket is empty."""
 
     def more(self, fence: int, shown: Sequence[int] | None, *, over: bool) -> list[StreamMessage]:
         """Return what is new of an attempt, and not too much of it.
@@ -222,7 +222,7 @@ class _Output:
         if wanted is not None:
             ranks = list(dict.fromkeys(wanted))[: LIVE_STREAMS_MAX // len(STREAMS)]
             return [(fence, rank, stream) for rank in ranks for stream in STREAMS]
-        sizes = self._files.sizes(self._run_id, fence)  # samples are among them, which nobody reads live
+        sizes = self._files.sizes(self._run_id, fence)  # samples are among them, which no reader gets live
         there = sorted((rank, stream) for rank, name in sizes for stream in STREAMS if name == stream)
         return [(fence, rank, stream) for rank, stream in there[:LIVE_STREAMS_MAX]]
 

@@ -42,7 +42,7 @@ from serverless_gpu.wire.runs import (
 
 
 def visible(connection: sa.Connection, run_id: str, *, who: Caller, reach: str) -> StoredRun:
-    """Return a run that somebody may see, or may change; `reach` says how far they may."""
+    """Return a run that is in the caller's reach."""
     run = runs.find(connection, run_id)
     if run is None or not in_reach(run, who=who, reach=reach):
         raise NotFound(
@@ -59,7 +59,7 @@ def _shown(spec: RunSpec) -> RunSpec:
 
 
 def in_reach(run: StoredRun, *, who: Caller, reach: str) -> bool:
-    """Return whether a run is within how far somebody may reach."""
+    """Return whether a run is in the caller's reach."""
     return access_control.covers(reach, name=who.name, teams=who.teams, owner=run.owner, team=run.team)
 
 

@@ -217,7 +217,7 @@ class QueueLimits:
         self._room: dict[str, int] = {}
 
     def enter(self, owner: str) -> bool:
-        """Take a place; return whether one was certainly there, else somebody has to count."""
+        """Take a place; return False where the caller has to count rows first."""
         with self._lock:
             room = self._room.get(owner, 0)
             if room > 0:

@@ -122,7 +122,7 @@ def _refusal(run: StoredRun, found: Shortage) -> NoSuitableNode:
 
 
 class FeasibilityCache:
-    """What admission found out. Every method may be called from any thread."""
+    """Remembers what was feasible. Every method may be called from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -91,7 +91,7 @@ class PlannerSync:
         self._waiting: dict[str, QueuedRun] = {}
         self._running: dict[str, RunningRun] = {}
         self._unseen: set[str] = set()  # of those: placed by a decision, and not found in the database yet
-        self._underway: dict[str, Placement] = {}  # of those: nobody has tried to write it down
+        self._underway: dict[str, Placement] = {}  # of those: not written yet
         self._promised: dict[str, Reservation] = {}  # as the database has them
         self._sentences.close()
 
@@ -118,7 +118,7 @@ class PlannerSync:
         )
 
     def tell(self, reading: Reading) -> None:
-        """Tell the planner what is different from what it was told; what is under way counts as done."""
+        """Tell the planner what has changed; placements under way count as done."""
         self._underway = {run_id: one for run_id, one in self._underway.items() if run_id in reading.waiting}
         offered = self._offers.of(reading.floor, self._presence, capacity.now(self._settings, self._clock))
         nodes = {node.id: node for node in offered}
@@ -166,7 +166,7 @@ class PlannerSync:
         return decision
 
     def promise(self) -> None:
-        """Write down what was told as a latest time, so that it holds after a restart."""
+        """Store promised latest starts, so that they hold after a restart."""
         planner = self._planner
         assert planner is not None
         promises = planner.promises()
@@ -216,5 +216,5 @@ def _about(change: Gone | DevicesTaken | Arrived) -> str:
 
 
 def _news(before: Mapping[str, V], now: Mapping[str, V]) -> list[V]:
-    """Return what is there and was not, or is another one than it was."""
+    """Return the values that are new or have changed."""
     return [value for key, value in now.items() if before.get(key) != value]

@@ -54,7 +54,7 @@ from serverless_gpu.server.records.runs import StoredRun
 
 LEARN_AT_ONCE = 64
 FOREVER_NS = 1 << 62
-"""Until it is said otherwise."""
+"""For runs that wait until something else changes."""
 _NAMES_MAX = 50_000
 _NOTHING: Mapping[str, int] = MappingProxyType({})
 _SAME = 0.25  # a learned duration that changes by less is as good as the one before
@@ -62,20 +62,20 @@ _Name = tuple[str, str]
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
-    """What the database says at one moment."""
+    """The queue and its limits at one moment of the database."""
 
     floor: CapacitySnapshot
     waiting: Mapping[str, QueuedRun]  # by identifier, in order of class and age
     running: Mapping[str, RunningRun]  # those that have devices, by identifier
     policy: QueuePolicy  # what operators decided
     used: Used | None = None
-    """Use of the past, where that was asked for; `promised`: latest times that were told, likewise."""
+    """Past use, and promised latest starts, if requested."""
     promised: tuple[Reservation, ...] = ()
 
 
 @dataclasses.dataclass(slots=True)
 class _Entry:
-    """A run that is known: as of which attempt, whether it waited then, and what it wants."""
+    """A known run: as of which attempt, whether it waited then, and its demand."""
 
     fence: int
     waits: bool
@@ -86,11 +86,11 @@ class _Entry:
     kept: QueuedRun | None = None
     running: RunningRun | None = None
     running_key: tuple[object, ...] = ()
-    leaving: tuple[int, int] | None = None  # of which attempt, and when it was first seen that it is to leave
+    leaving: tuple[int, int] | None = None  # attempt, and when the snapshot first saw that it is to leave
 
 
 class QueueSnapshot:
-    """Who waits and who runs, from tick to tick. For one thread."""
+    """Waiting and running runs, from tick to tick. For one thread."""
 
     def __init__(
         self, *, settings: Settings, leases: Leases, spending: Spending, budget_admission: BudgetAdmission
@@ -192,7 +192,7 @@ class QueueSnapshot:
         self._known[run.id] = _Entry(run.fence, waits, run.owner, name, asked, candidate)
 
     def _learn(self, connection: sa.Connection) -> None:
-        """Look at how long some of the names take of which that is not known, or was before one of them ended."""
+        """Read past durations of some names that are new or had a run end since."""
         changed: set[_Name] = set()
         for name in list(self._to_learn)[:LEARN_AT_ONCE]:
             del self._to_learn[name]
@@ -292,14 +292,14 @@ def _as_running(run: ActiveRun, having: Iterable[ActiveCrew], asked: QueuedRun, 
 
 
 class Past(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a run beside its row."""
+    """Knowledge about a run beside its row."""
 
     failed: frozenset[str] = frozenset()  # nodes on which an attempt of it was lost, or did not begin
     apart: frozenset[tuple[str, str]] = frozenset()  # pairs of nodes whose crews did not reach each other
     preemptions: int = 0  # how often it had to make room
     expected_s: float | None = None  # how long it is likely to have devices, by earlier runs of its name
     second_principal: bool = False
-    """Whether its owner is another principal than the one that pools without isolation serve."""
+    """Its owner is not the principal that pools without isolation serve."""
 
 
 NO_PAST = Past()
@@ -372,7 +372,7 @@ def _python(run: StoredRun) -> str:
 
 
 def _held(run: StoredRun, now_ns: int) -> tuple[int, str]:
-    """Return until when a run is left alone after an attempt that failed to start, and what it is told."""
+    """Return until when a run is not placed after an attempt that failed to start, and why."""
     last = run.attempt
     if last is None or last.ended_ns is None:
         return 0, ""
@@ -423,7 +423,7 @@ def held_back(
 
 
 def why_not(connection: sa.Connection, run: StoredRun, rooms: BudgetRooms | None, freed: frozenset[CrewId]) -> str:
-    """Return why a run could not start now, whoever else waits, or ""."""
+    """Return why a run could not start now, regardless of the queue, or ""."""
     running = [(candidate_of(other), count) for other, count in _having(connection, run.owner, freed)]
     return held_back(connection, [candidate_of(run)], running, rooms).get(run.id, "")
 
@@ -442,7 +442,7 @@ def is_full(connection: sa.Connection, run: StoredRun, count: int, freed: frozen
 
 
 def _having(connection: sa.Connection, owner: str, freed: frozenset[CrewId]) -> Iterable[tuple[StoredRun, int]]:
-    """Return runs of somebody that have devices, and how many."""
+    """Return runs of an owner that have devices, and how many."""
     for run in runs.active_of(connection, owner):
         there = () if run.attempt is None else run.attempt.open_crews
         gpus = sum(crew.gpus for crew in there if crew.id not in freed)

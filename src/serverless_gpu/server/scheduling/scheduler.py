@@ -64,9 +64,9 @@ PREEMPTED_TOGETHER = 8
 AT_ONCE = 64
 """Placements of one tick; the next one follows at once."""
 TOGETHER = 8
-"""Placements of one transaction: they share its commit, and whoever else writes waits for no more than these."""
+"""Placements of one transaction: they share its commit, and other writers wait for no more than these."""
 SECRETS = "secrets"
-"""What a node says that it takes, or it gets no run that has some."""
+"""In `AgentHello.takes`; a node without it gets no run with secrets."""
 LOOK_AGAIN_S = 5.0
 ENGINE_AGAIN_S = 1.0
 _log = logging.getLogger(__name__)
@@ -189,7 +189,7 @@ class Scheduler:
     def _intend(
         self, connection: sa.Connection, placement: Placement, on: Sequence[StoredNode], at_ns: int
     ) -> int | TransitionResult | None:
-        """Return the fence of the attempt, what followed when it was over at once, or None: there is none."""
+        """Return the fence of the attempt, the transition if it was over at once, or None without an attempt."""
         run = runs.find(connection, placement.run_id)
         if run is None or run.state is not State.QUEUED:
             return None  # cancelled meanwhile

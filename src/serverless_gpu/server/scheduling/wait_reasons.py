@@ -25,7 +25,7 @@ from serverless_gpu.model.scheduling.planner import Planner
 from serverless_gpu.model.scheduling.values import QueuedRun, Reservation, StartEstimate, TeamUse, Wait, WaitReason
 
 ASKED_S = 30.0
-"""Who was asked about is watched for so long: a stream asks every nine seconds."""
+"""A run that was asked about is watched for so long: a stream asks every nine seconds."""
 ASKED_MAX = 10_000
 NEWS_MAX = 16
 """Watched runs that are looked at after a tick; the others when their turn comes, or their stream asks."""
@@ -35,7 +35,7 @@ _NOBODY = "the scheduler has not looked at the queue yet"
 
 
 class WaitNotice(msgspec.Struct, frozen=True, kw_only=True):
-    """What a waiting run is told; nothing of it while nobody has looked, or when it does not wait."""
+    """The reason for which a run waits; empty before the scheduler's first look, or when it does not wait."""
 
     sentence: str = ""  # in words
     wait: Wait | None = None  # the same, part by part
@@ -59,7 +59,7 @@ class WaitReasons:
 
     @contextlib.contextmanager
     def changing(self, planner: Planner, now: Callable[[], int]) -> Iterator[None]:
-        """Keep everybody out while the planner is told something, or decides."""
+        """Hold the lock while the planner changes or decides."""
         with self._lock:
             self._planner, self._now = planner, now
             try:
@@ -81,16 +81,16 @@ class WaitReasons:
                 self._told.pop(run_id, None)
 
     def close(self) -> None:
-        """Tell nobody anything until there is a planner again: what this one knows may be wrong."""
+        """Give no reasons until there is a planner again: this one may be wrong."""
         with self._lock:
             self._planner = None
             self._told.clear()
 
     def told(self, run_id: str) -> WaitNotice:
-        """Return what a waiting run is told, in words and part by part; it is watched for a while."""
+        """Return the reason for which a run waits, in words and part by part; the run is watched for a while."""
         with self._lock:
             told = self._find(run_id)
-            if told is NOTHING:  # whoever waits for its first word is woken when the planner is told of the run
+            if told is NOTHING:  # a stream without a reason yet is woken when the planner knows the run
                 return told
             self._asked[run_id] = (told, self._now())
             self._asked.move_to_end(run_id)
@@ -99,21 +99,21 @@ class WaitReasons:
             return told
 
     def of(self, run_id: str) -> str:
-        """Return what a waiting run is told in words; it is watched for a while."""
+        """Return the reason for which a run waits in words; the run is watched for a while."""
         return self.told(run_id).sentence
 
     def wait(self, run_id: str) -> Wait | None:
-        """Return why a run waits, part by part; None while nobody has looked, or when it does not wait."""
+        """Return why a run waits, part by part; None before the first look, or when it does not wait."""
         with self._lock:
             return self._find(run_id).wait
 
     def glance(self, run_id: str) -> WaitNotice:
-        """Return what a waiting run is told, to somebody who does not stay to hear of it again."""
+        """Return the reason for which a run waits, without watching the run."""
         with self._lock:
             return self._find(run_id)
 
     def order(self, limit: int) -> tuple[str, ...]:
-        """Return those who are next, in the order of the queue; none while nobody has looked."""
+        """Return the next runs, in the order of the queue; none before the first look."""
         with self._lock:
             return () if self._planner is None else self._planner.queue(self._now(), limit)
 
@@ -130,7 +130,7 @@ class WaitReasons:
             return self._planner is not None and self._planner.is_waiting(run_id)
 
     def impossible(self, wanted: QueuedRun) -> str:
-        """Return why nothing that has joined can ever serve a run, or "" when something can, or nobody has looked."""
+        """Return why no node can ever serve a run; "" when one can, or before the first look."""
         with self._lock:
             return "" if self._planner is None else self._planner.impossible(wanted)
 
@@ -145,12 +145,12 @@ class WaitReasons:
             return {} if self._planner is None else self._planner.usage(self._now())
 
     def news(self) -> list[str]:
-        """Return those asked about lately who are told something else now; of many, some at a time, all in turn."""
+        """Return watched runs whose reason has changed; of many, some at a time, in turn."""
         seen, changed = 0, []
         with self._lock:
             turn = list(self._asked)
         for run_id in turn:
-            with self._lock:  # for each anew: others want to know something, too
+            with self._lock:  # one by one: other threads ask, too
                 before, at_ns = self._asked.pop(run_id, (NOTHING, 0))
                 if not 0 <= self._now() - at_ns <= ASKED_S * 1e9:
                     continue
