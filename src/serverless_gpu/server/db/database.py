@@ -287,7 +287,8 @@ class Database:
             turn = self._turns.together() if tried == 1 else self._turns.alone()
             try:
                 with turn, self._engine.begin() as connection:
-                    self.leader_lock.require()  # its session may be a new one, because another server has ended the last
+                    # The connection may be a new one, because another server has ended the last.
+                    self.leader_lock.require()
                     if self._is_numbered:
                         leader_lock.require_postgres(connection, self.leader_lock.name)
                     done = work(connection)
@@ -455,7 +456,7 @@ def _sqlite(url: sa.URL, *, begin: str, readers: bool) -> sa.Engine:
     return engine
 
 
-def _postgres(url: sa.URL, claim: LeaderLock) -> sa.Engine:
+def _postgres(url: sa.URL, leader: LeaderLock) -> sa.Engine:
     engine = sa.create_engine(
         url,
         isolation_level="REPEATABLE READ",
@@ -464,7 +465,7 @@ def _postgres(url: sa.URL, claim: LeaderLock) -> sa.Engine:
         pool_size=POSTGRES_POOL,
         max_overflow=0,
         pool_timeout=WAIT_S,
-        connect_args=_how_to_connect(claim.name),
+        connect_args=_how_to_connect(leader.name),
     )
 
     @sa.event.listens_for(engine, "connect")
@@ -478,7 +479,7 @@ def _postgres(url: sa.URL, claim: LeaderLock) -> sa.Engine:
                 " WHERE current_setting('synchronous_commit') = 'off'"
             )
         connection.commit()
-        claim.doubt()
+        leader.doubt()
 
     return engine
 

@@ -74,7 +74,7 @@ class GroupCommit:
         measures: where commits are counted.
 
     Attributes:
-        holder: the name of this process's claim, once it has a generation; commits are counted in the database then.
+        holder: `LeaderLock.name`, once it has a generation; commits are counted in the database then.
         on_commit: called with the number of each commit, before its writers return.
     """
 

@@ -323,7 +323,7 @@ def begin(connection: sa.Connection, *, holder: str, now_ns: int) -> DatabasePos
 
     Args:
         connection: of a transaction that has read nothing yet.
-        holder: the name of this process's claim.
+        holder: `LeaderLock.name` of this server.
         now_ns: nanoseconds since 1970.
     """
     if connection.dialect.name == "postgresql":
@@ -366,7 +366,7 @@ def require_postgres(connection: sa.Connection, holder: str) -> None:
 
     Args:
         connection: of a transaction that has read nothing yet, so that its snapshot is made under the lock.
-        holder: the name of this process's claim.
+        holder: `LeaderLock.name` of this server.
     """
     statement = f"{_LOCK_SHARED}; {HOLDER}"
     errors = connection.dialect.loaded_dbapi.Error
