@@ -1,4 +1,7 @@
-"""Stops a home's agent and its warm processes."""
+"""Stops a home's agent and its warm processes.
+
+Asks a home's agent for its status.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,28 @@ from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.monitor import control
 from serverless_gpu.node.uplink.control import stop_all
+
+_ANSWER_S = 10.0
+
+
+def agent_status(home: Path) -> protocol.Status | None:
+    """Return the status of a home's agent, or None when none is running."""
+    connection = running_agent(Home(home))
+    if connection is None:
+        return None
+    channel, greeting = connection
+    channel.sock.settimeout(_ANSWER_S)
+    try:
+        protocol.send(channel, protocol.StatusRequest())
+        received = protocol.receive(channel)
+    except TimeoutError:
+        raise AgentUnavailable(f"the agent (pid {greeting.pid}) did not answer within {_ANSWER_S:.0f} s") from None
+    finally:
+        channel.close()
+    if received is None or not isinstance(received[0], protocol.Status):
+        raise AgentUnavailable("the agent of this node ended while it was asked for its status")
+    return received[0]
+
 
 _END_S = 10.0
 

@@ -182,11 +182,11 @@ def recorded(directory: Path, spec: RunSpec) -> dict[str, list[float]]:
     )
 
     class Peer:
-        def say(self, word: object, *, passing: bool = False) -> None:
+        def send(self, message: object, *, passing: bool = False) -> None:
             pass
 
     recorder = Recorder(observe, ORIGIN_NS, FakeClock(boottime_ns=NOW_NS))
-    recorder.join(Peer())  # type: ignore[arg-type]  # a recorder only says things to it
+    recorder.join(Peer())  # type: ignore[arg-type]  # a recorder only sends to it
     device = Device(index=0, uuid="CPU-0", type="CPU", kind=DeviceKind.CPU, memory_bytes=0)
     recorder.receive(Ranks(devices=(device,), pids={0: 1}))
     recorder.see(NodeSample(at_ns=ORIGIN_NS, devices=(device,), host=HostSample(), gpus={}, ranks={}))
