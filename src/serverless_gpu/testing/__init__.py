@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from serverless_gpu.client.agent_control import agent_status, stop_agent
+from serverless_gpu.client.agent import agent_status, stop_agent
 from serverless_gpu.engines.simulated_engine import SimulatedEngine
 from serverless_gpu.errors import InvalidOption
 from serverless_gpu.model.hardware import parse_fake

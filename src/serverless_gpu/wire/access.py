@@ -248,27 +248,8 @@ class PolicyList(Answer, frozen=True, kw_only=True):
     policies: tuple[PolicyView, ...]
 
 
-class PolicyRequest(Request, frozen=True, kw_only=True):
+class PolicyRequest(UsagePolicy, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Make a usage policy, or put another one in its place; fields are those of `model.policy.UsagePolicy`."""
-
-    pool: str = ""
-    pools: tuple[str, ...] = ()
-    required_tags: dict[str, tuple[str, ...]] = msgspec.field(default_factory=dict)
-    default_tags: dict[str, str] = msgspec.field(default_factory=dict)
-    gpu_types: tuple[str, ...] = ()
-    gpus_per_run: int | None = None
-    gpus_at_once: int | None = None
-    max_run_s: float | None = None
-    idle_s: float | None = None
-    priorities: tuple[Priority, ...] = ()
-    environments: tuple[str, ...] = ()
-    timeout_s: float | None = None
-    team: str = ""
-    team_required: bool = False
-    attempts_max: int | None = None
-    total_run_s: float | None = None
-    unsaved_max: int | None = None
-    mandatory: bool = False
 
 
 def policy_of(said: PolicyRequest | PolicyView) -> UsagePolicy:

@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 
 from serverless_gpu.json_codec import from_builtins
-from serverless_gpu.model.scheduling.values import DeviceHolder, Wait, WaitReason
+from serverless_gpu.model.scheduling.values import DeviceHolder, GangPart, Wait, WaitReason
 from serverless_gpu.model.spec import Priority
 from serverless_gpu.wire.base import Answer, Request
 
@@ -25,7 +25,7 @@ HOLDERS_MAX = 16
 _REASONS = frozenset(reason.value for reason in WaitReason)
 
 
-class HolderView(Answer, frozen=True, kw_only=True):
+class HolderView(DeviceHolder, frozen=True, kw_only=True):
     """Somebody who has devices that are waited for.
 
     Attributes:
@@ -38,22 +38,9 @@ class HolderView(Answer, frozen=True, kw_only=True):
         likely_ns: when they likely do, where earlier runs of that name say so and it is before `until_ns`.
     """
 
-    title: str
-    count: int
-    until_ns: int | None = None
-    is_bound: bool = False
-    is_leaving: bool = False
-    asked_ns: int | None = None
-    node: str = ""
-    likely_ns: int | None = None
 
-
-class PartView(Answer, frozen=True, kw_only=True):
+class PartView(GangPart, frozen=True, kw_only=True):
     """What a gang on several nodes waits for on one of them: devices that it would have there, and that are free."""
-
-    node: str
-    count: int
-    free: int
 
 
 class WaitView(Answer, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from serverless_gpu import distributed
-from serverless_gpu.client.agent_control import stop_agent
+from serverless_gpu.client.agent import stop_agent
 from serverless_gpu.client.launch import launch
 from serverless_gpu.client.launch.preflight import pack
 from serverless_gpu.model.lifecycle.attempt import Reason, State

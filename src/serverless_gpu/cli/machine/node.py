@@ -15,7 +15,7 @@ from serverless_gpu.cli import server_connection
 from serverless_gpu.cli.machine.mlflow_server import as_builtins, mlflow_lines, mlflow_servers, stop_mlflow
 from serverless_gpu.cli.output import print_json, say, say_lines
 from serverless_gpu.cli.runs.server_runs import sentence_of
-from serverless_gpu.client.agent_control import agent_status, stop_agent
+from serverless_gpu.client.agent import agent_status, stop_agent
 from serverless_gpu.client.remote.profile import find_profile
 from serverless_gpu.engines.ray.ray_keeper import stop_ray
 from serverless_gpu.errors import NotAllowed, ServerlessGpuError, ServerNotConfigured

@@ -150,7 +150,7 @@ def queued_runs(home: Home) -> tuple[str, ...]:
     """Return the runs queued in the agent; none without an agent that answers."""
     with contextlib.suppress(ServerlessGpuError):
         if any(home.sockets().glob("agent-*.sock")):  # else the agent's protocol need not be loaded
-            found: Status | None = load("serverless_gpu.client.agent_control").agent_status(home.root)
+            found: Status | None = load("serverless_gpu.client.agent").agent_status(home.root)
             return found.queued if found is not None else ()
     return ()
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import cast
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.client.agent_control import agent_status
+from serverless_gpu.client.agent import agent_status
 from serverless_gpu.client.runs.run import Run
 from serverless_gpu.client.runs.run_source import LocalRun
 from serverless_gpu.errors import AgentUnavailable, InvalidOption, InvalidValue, NotFound

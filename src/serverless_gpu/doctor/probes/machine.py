@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from serverless_gpu.client.agent_control import agent_status
+from serverless_gpu.client.agent import agent_status
 from serverless_gpu.doctor.facts import (
     AgentFacts,
     CgroupFacts,
