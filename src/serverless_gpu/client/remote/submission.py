@@ -50,8 +50,7 @@ from serverless_gpu.client.launch.preflight import pack, refusing_reducer
 from serverless_gpu.client.launch.remedies import explain
 from serverless_gpu.client.remote.event_stream import EventStream, ServerAway
 from serverless_gpu.client.remote.profile import remote_home
-from serverless_gpu.client.remote.remote_run import RemoteRun
-from serverless_gpu.client.remote.run_copies import clean_now_and_then, write_whole
+from serverless_gpu.client.remote.remote_run import RemoteRun, clean_now_and_then, write_whole
 from serverless_gpu.client.remote.server import RemoteServer, server_of
 from serverless_gpu.client.runs.run import Run
 from serverless_gpu.errors import (
