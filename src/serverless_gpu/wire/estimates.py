@@ -73,13 +73,5 @@ def estimate_view(estimate: StartEstimate, now_ns: int) -> EstimateView:
 def estimate_of(view: EstimateView) -> StartEstimate:
     """Return a view as the scheduler's estimate."""
     wait = None if view.waiting is None else wait_of(view.waiting, "")
-    return StartEstimate(
-        at_ns=view.at_ns,
-        is_bound=view.is_bound,
-        node=view.node,
-        nodes=view.nodes,
-        basis=view.basis,
-        place=view.place,
-        impossible=view.impossible,
-        wait=wait,
-    )
+    parts = {name: getattr(view, name) for name in StartEstimate.__struct_fields__ if name != "wait"}
+    return StartEstimate(**parts, wait=wait)

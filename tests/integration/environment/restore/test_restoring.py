@@ -443,11 +443,11 @@ def test_processes_that_restore_at_the_same_time_all_get_it(cache: UnitCache, tm
 import sys
 from pathlib import Path
 from serverless_gpu.environment.stores.blobs import StoreBlobs
-from serverless_gpu.environment.restore.cache.unit_cache import Cache
-from serverless_gpu.environment.restore.restore import Way, restore
+from serverless_gpu.environment.restore.cache.unit_cache import UnitCache
+from serverless_gpu.environment.restore.restore import RestoreMethod, restore
 from serverless_gpu.environment.stores.directory_store import DirectoryStore
 blobs = StoreBlobs(DirectoryStore(Path({str(tmp_path / "store")!r})))
-print(restore({snapshot.address!r}, blobs, Cache(Path({str(cache.root)!r})), way=Way(mode={mode!r})).units_fetched)
+print(restore({snapshot.address!r}, blobs, UnitCache(Path({str(cache.root)!r})), way=RestoreMethod(mode={mode!r})).units_fetched)
 """
     command = [sys.executable, "-c", code]
     crowd = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(4)]
