@@ -1,7 +1,4 @@
-"""Stops a home's agent and its warm processes.
-
-Asks a home's agent for its status.
-"""
+"""Asks a home's agent for its status, and stops it with its warm processes."""
 
 from __future__ import annotations
 
@@ -12,14 +9,16 @@ import signal
 from pathlib import Path
 
 from serverless_gpu.errors import AgentUnavailable
+from serverless_gpu.lazy_import import load
 from serverless_gpu.node.agent.connection import running_agent
 from serverless_gpu.node.base import protocol
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.inside.channel import Channel
-from serverless_gpu.node.monitor import control
-from serverless_gpu.node.uplink.control import stop_all
 
 _ANSWER_S = 10.0
+_END_S = 10.0
+_UPLINKS = "serverless_gpu.node.uplink.control"  # loaded to stop them: asking for the status has no use for it
+_MONITOR = "serverless_gpu.node.monitor.control"
 
 
 def agent_status(home: Path) -> protocol.Status | None:
@@ -41,16 +40,13 @@ def agent_status(home: Path) -> protocol.Status | None:
     return received[0]
 
 
-_END_S = 10.0
-
-
 def stop_agent(home: Path) -> bool:
     """End the agent with its zygotes, uplinks and monitor; return whether one ran. Attempts continue."""
-    stop_all(Home(home))  # first: they would start another agent
+    load(_UPLINKS).stop_all(Home(home))  # first: they would start another agent
     connection = running_agent(Home(home))
     if connection is not None:
         _retire(*connection)
-    control.stop(Home(home))  # last: the agent would start another one
+    load(_MONITOR).stop(Home(home))  # last: the agent would start another one
     return connection is not None
 
 

@@ -256,8 +256,8 @@ def serve(
                 clock=services.clock,
                 measures=services.measures,
                 hosts=(*LOOPBACK, *names(settings, certificate.in_use.names if certificate else ())),
-                authenticate=assembly.admission.authenticate,
-                reach=assembly.admission.reach,
+                authenticate=assembly.authenticator.authenticate,
+                reach=assembly.authenticator.reach,
                 proxies=settings.behind_proxy,
             )
             running = UvicornServer(

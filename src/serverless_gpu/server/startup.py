@@ -116,7 +116,7 @@ class AssembledServer:
 
     leader_lock: LeaderLock
     services: Services
-    admission: Authenticator
+    authenticator: Authenticator
     tokens: FirstTokens
     warnings: tuple[str, ...] = ()
 
@@ -226,7 +226,7 @@ def assembled(
         yield AssembledServer(
             leader_lock=database.leader_lock,
             services=services,
-            admission=Authenticator(database, clock=clock, keys=keys),
+            authenticator=Authenticator(database, clock=clock, keys=keys),
             tokens=tokens,
             warnings=warnings,
         )

@@ -9,7 +9,7 @@ may come twice: first the known part, then all of it. The server states the endi
 `attach` finds a run again by its id, from any machine that has a token for it. It loads only the caller's own results,
 since loading runs code. Another principal's results need `allow_pickle_from="bob"`.
 
-Copies of a run's files on the caller's disk, laid out as in a run directory: outcomes are read from both alike.
+The files' copies on the caller's disk are laid out as in a run directory: outcomes are read from both alike.
 
     $SERVERLESS_GPU_HOME/remote/<run>/<fence>/    spec.json · stopped.json · receipt.json · results/ · failures/
 
@@ -69,6 +69,12 @@ _DISPLACED = (Reason.DRAINED, Reason.PREEMPTED, Reason.BUDGET)
 _SAID_IN = (State.QUEUED, State.RUNNING, State.UNREACHABLE)
 _RESULT = "results/"
 _TELEMETRY = "telemetry"
+_NAME = re.compile(
+    r"results/\d{1,9}\.pkl|failures/\d{1,9}\.(?:json|pkl|stack)|hang-(?:\d{1,9}-)?\d{1,9}\.txt", re.ASCII
+)
+_PIECE_BYTES = 16 << 20
+_CLEANED = ".cleaned"
+_CLEANED_EVERY_S = 86_400.0
 
 
 class RemoteRun(RunSource):
@@ -370,14 +376,6 @@ def unfinished_runs(run_ids: Sequence[str]) -> list[str]:
     """Return which runs of the server have not ended, without waiting for a server that is away."""
     server = server_of(find_home(os.environ).root, os.environ)
     return [run_id for run_id in run_ids if server.run(run_id, patiently=False).state not in TERMINAL]
-
-
-_NAME = re.compile(
-    r"results/\d{1,9}\.pkl|failures/\d{1,9}\.(?:json|pkl|stack)|hang-(?:\d{1,9}-)?\d{1,9}\.txt", re.ASCII
-)
-_PIECE_BYTES = 16 << 20
-_CLEANED = ".cleaned"
-_CLEANED_EVERY_S = 86_400.0
 
 
 class RunCopies:

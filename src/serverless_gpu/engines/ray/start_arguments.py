@@ -41,7 +41,6 @@ STORE_BYTES = 80_000_000
 """Nothing of ours goes through Ray's object store; Ray takes no less."""
 START_S = 120
 """How long a raylet may take to start: Ray's own 30 s are short for a first import from a slow disk."""
-TOKEN_CHARACTERS = 64
 OLDEST = (2, 55)
 """The first version whose machines each have a directory of their own; tokens are older."""
 

@@ -62,15 +62,15 @@ class Scene:
         self.said: dict[str, Any] = {}
         self.attempt = ATTEMPT
         place = CrewPlace(number=1, node="n2", first_rank=2, gpus=2)
-        self.witness = GangHangReporter(directory, place, self.clock, self.told.append, self.notes)
-        self.witness.tell_server = self.said.update
+        self.reporter = GangHangReporter(directory, place, self.clock, self.told.append, self.notes)
+        self.reporter.tell_server = self.said.update
         self._gang = LocalGang(launch(directory), channel, AttemptAccount(launch(directory), self.clock))
 
     def live(self, seconds: float) -> None:
         for _ in range(round(seconds / 5)):
             self.clock.advance(5)
             for _ in range(3):  # a look is begun in one turn and there in the next
-                self.witness.look(self.attempt, self._gang)
+                self.reporter.look(self.attempt, self._gang)
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_a_silence_is_told_when_looks_are_due_and_each_has_its_number(scene: Sce
     assert scene.said == {}
     scene.live(10)
     assert (scene.said["silent"], scene.said["silent_since_ns"]) == (1, scene.clock.boottime_ns() - 300 * S)
-    scene.witness.heard()
+    scene.reporter.heard()
     scene.live(5)
     assert (scene.said["silent"], scene.said["seen"]) == (0, None)
     scene.live(305)
@@ -94,7 +94,7 @@ def test_a_silence_is_told_when_looks_are_due_and_each_has_its_number(scene: Sce
 
 def test_what_was_seen_is_told_once_the_window_is_over(scene: Scene) -> None:
     scene.live(310)
-    scene.witness.asked(InspectionRequest(number=77, window_ms=60_000))
+    scene.reporter.asked(InspectionRequest(number=77, window_ms=60_000))
     scene.live(55)
     assert "seen" not in scene.said
     scene.live(10)
@@ -105,9 +105,9 @@ def test_what_was_seen_is_told_once_the_window_is_over(scene: Scene) -> None:
 
 def test_progress_makes_a_look_void(scene: Scene) -> None:
     scene.live(310)
-    scene.witness.asked(InspectionRequest(number=77, window_ms=60_000))
+    scene.reporter.asked(InspectionRequest(number=77, window_ms=60_000))
     scene.live(30)
-    scene.witness.heard()
+    scene.reporter.heard()
     scene.live(60)
     assert scene.said["silent"] == 0 and scene.said["seen"] is None
 
@@ -115,21 +115,21 @@ def test_progress_makes_a_look_void(scene: Scene) -> None:
 def test_a_warning_is_told_written_and_taken_back(scene: Scene, tmp_path: Path) -> None:
     scene.live(310)
     for _ in range(2):  # each answer has it
-        assert scene.witness.judged(JUDGEMENT) is None
+        assert scene.reporter.judged(JUDGEMENT) is None
     assert scene.told == [golden("node.witness.stacks-all-ranks", TOLD=TOLD, tmp_path=tmp_path)]
     assert scene.notes == [golden("node.witness.hang-txt-stacks", TOLD=TOLD)]
     text = (tmp_path / "hang-1-1.txt").read_text()
     assert "node n2, at" in text and TOLD in text
-    assert scene.witness.judged(Judgement(number=1, sentence="")) is None
-    assert scene.told[1:] == [golden("node.witness.ranks-get-again"), ""] and scene.witness.said == ""
+    assert scene.reporter.judged(Judgement(number=1, sentence="")) is None
+    assert scene.told[1:] == [golden("node.witness.ranks-get-again"), ""] and scene.reporter.said == ""
 
 
 def test_the_end_has_the_sentence_of_all_nodes_and_another_file(scene: Scene, tmp_path: Path) -> None:
     scene.live(310)
-    scene.witness.judged(JUDGEMENT)
+    scene.reporter.judged(JUDGEMENT)
     ends = Judgement(number=1, sentence=TOLD, ends=True, hang=JUDGEMENT.hang)  # of a server that forgot the first
-    assert scene.witness.judged(ends) == HangConfirmed(detail=TOLD)
-    assert scene.witness.hang == Hang(waiting=(0, 1, 2), elsewhere=(3,), file="hang-*-2.txt")
+    assert scene.reporter.judged(ends) == HangConfirmed(detail=TOLD)
+    assert scene.reporter.hang == Hang(waiting=(0, 1, 2), elsewhere=(3,), file="hang-*-2.txt")
     assert (tmp_path / "hang-1-2.txt").exists()
 
 
@@ -139,47 +139,47 @@ def test_F04_what_was_seen_is_kept_where_the_other_node_was_told_first_and_ended
 ) -> None:
     """They write why they fail, and then they do; who got on in between has stood still no more."""
     scene.live(310)
-    scene.witness.asked(InspectionRequest(number=77, window_ms=60_000))
-    scene.witness.ended()
+    scene.reporter.asked(InspectionRequest(number=77, window_ms=60_000))
+    scene.reporter.ended()
     assert not list(tmp_path.iterdir()), "nothing was seen yet"
     scene.live(65)
     if seconds:
-        scene.witness.heard()
+        scene.reporter.heard()
     scene.live(seconds)
-    scene.witness.heard(PeerFailed(detail="rank 3 on n2"))
+    scene.reporter.heard(PeerFailed(detail="rank 3 on n2"))
     scene.attempt = msgspec.structs.replace(ATTEMPT, state=State.STOPPING)
     scene.live(5)
-    scene.witness.ended()
+    scene.reporter.ended()
     assert [path.name for path in tmp_path.iterdir()] == (["hang-1-1.txt"] if is_kept else [])
     if not is_kept:
         return
     text = (tmp_path / "hang-1-1.txt").read_text()  # the number that the other node's has
     assert golden("remote.gangs.run-ended-before") in text and "---- rank 3 (" in text
-    assert scene.witness.hang is None and scene.notes == []
+    assert scene.reporter.hang is None and scene.notes == []
 
 
 def test_ranks_that_returned_after_all_have_not_stood_still(scene: Scene, tmp_path: Path) -> None:
     scene.live(310)
-    scene.witness.asked(InspectionRequest(number=77, window_ms=60_000))
+    scene.reporter.asked(InspectionRequest(number=77, window_ms=60_000))
     scene.live(65)
     scene.attempt = msgspec.structs.replace(ATTEMPT, phase=Phase.RETURNED, returned=frozenset({2, 3}))
     scene.live(5)
-    scene.witness.ended()
+    scene.reporter.ended()
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("sentence", ["", TOLD])
 def test_what_was_judged_is_not_written_again(scene: Scene, tmp_path: Path, sentence: str) -> None:
     scene.live(310)
-    scene.witness.asked(InspectionRequest(number=77, window_ms=60_000))
+    scene.reporter.asked(InspectionRequest(number=77, window_ms=60_000))
     scene.live(65)
-    scene.witness.judged(Judgement(number=1, sentence=sentence))
-    scene.witness.ended()
+    scene.reporter.judged(Judgement(number=1, sentence=sentence))
+    scene.reporter.ended()
     assert [path.name for path in tmp_path.iterdir()] == (["hang-1-1.txt"] if sentence else [])
 
 
 def test_F05_ranks_that_wait_for_those_on_other_nodes_are_told_after_a_minute(scene: Scene) -> None:
-    scene.witness.heard(RankReturned(rank=2))
+    scene.reporter.heard(RankReturned(rank=2))
     scene.attempt = msgspec.structs.replace(
         ATTEMPT, world_size=1, phase=Phase.RETURNED, returned=frozenset({2}), limits=Limits()
     )
@@ -196,11 +196,11 @@ def test_of_several_crews_none_ends_the_gang_for_standing_still_or_idling(tmp_pa
     alone = Watchdogs(own, Home(tmp_path), clock, said.append, [])
     assert isinstance(alone.hangs, HangWatchdog) and alone.idleness.tell_server is None
     several = msgspec.structs.replace(own, crews=laid_out([("n1", 2), ("n2", 2)]), crew=1, nonce="n")
-    eyes = Watchdogs(several, Home(tmp_path), clock, said.append, [])
+    watchdogs = Watchdogs(several, Home(tmp_path), clock, said.append, [])
     with selectors.DefaultSelector() as selector:
         peers = Peers(several, "", clock, selector, lambda message: None)
-        eyes.judged_by(peers)
-        assert isinstance(eyes.hangs, GangHangReporter) and eyes.idleness.tell_server == peers.tell
+        watchdogs.judged_by(peers)
+        assert isinstance(watchdogs.hangs, GangHangReporter) and watchdogs.idleness.tell_server == peers.tell
         [event] = peers.hear(GangNews(judgement=msgspec.structs.replace(JUDGEMENT, ends=True)))
         assert event == HangConfirmed(detail=TOLD)
         both = peers.hear(GangNews(judgement=msgspec.structs.replace(JUDGEMENT, number=2, ends=True), peer_failed="it"))

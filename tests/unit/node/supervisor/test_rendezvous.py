@@ -37,9 +37,7 @@ def test_addresses_of_the_link_alone_and_those_that_are_not_ready_are_not_offere
 def test_an_interface_that_no_variable_can_name_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server would refuse each report that has it, until the lease is over."""
     there = [("lo", "127.0.0.1"), ("eth0,eth1", "10.0.0.1"), ("eth0:1", "10.0.0.2"), ("n\ufffd", "10.0.0.3")]
-    monkeypatch.setattr(
-        network, "ipv4_addresses", lambda: [Address(interface=name, address=at) for name, at in there]
-    )
+    monkeypatch.setattr(network, "ipv4_addresses", lambda: [Address(interface=name, address=at) for name, at in there])
     monkeypatch.setattr(network, "ipv6_addresses", lambda path: [])
     assert [one.interface for one in network.own_addresses()] == ["eth0:1", "lo"]
 
