@@ -15,7 +15,7 @@ from serverless_gpu.node.attempt.server_attempt import ServerAttempt
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.processes.process_tree import ProcessIdentity, left_in
 from serverless_gpu.node.supervisor.supervisor import ProcessDrain
-from serverless_gpu.node.uplink import attempt_controller as minder_room
+from serverless_gpu.node.uplink import attempt_controller
 from serverless_gpu.node.uplink.attempt_controller import AttemptController
 from serverless_gpu.node.uplink.server import UplinkServer
 from serverless_gpu.testing import FakeClock
@@ -85,8 +85,8 @@ def test_a_run_whose_supervisor_is_lost_goes_on_stopping_while_its_devices_are_h
         clock.advance(LONG_S)
         return not free.is_set()
 
-    monkeypatch.setattr(minder_room, "still_held", held)
-    monkeypatch.setattr(minder_room, "LOOK_S_MAX", 0.05)
+    monkeypatch.setattr(attempt_controller, "still_held", held)
+    monkeypatch.setattr(attempt_controller, "LOOK_S_MAX", 0.05)
     directory = tmp_path / "runs" / "run" / "1"
     directory.mkdir(parents=True)
     remote = ServerAttempt(
