@@ -66,12 +66,10 @@ ASK = LIST | {
     ".model.scheduling.values",
     ".wire",
     ".wire.base",
-    ".wire.brief",
-    ".wire.costs",
-    ".wire.exchange",
+    ".wire.http_client",
+    ".wire.queue",
     ".wire.runs",
     ".wire.state",
-    ".wire.waits",
 }
 """Those that `sgpu runs` loads beside, where it asks a server."""
 _PROGRAM = """

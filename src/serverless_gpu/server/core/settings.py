@@ -149,7 +149,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         home: the home directory, `$SERVERLESS_GPU_HOME`.
-        database: url, see `server.database`.
+        database: url, see `db/database.py`.
         store: url or path of the store of environments; "" for `server/store`.
         host: address it listens on.
         port: it listens on; 0 for any that is free; None for 7878, or a free one when that is taken.

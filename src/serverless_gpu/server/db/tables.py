@@ -259,10 +259,10 @@ attempts = sa.Table(  # what is the same for all crews of one
     sa.Column("account_id", sa.ForeignKey("accounts.id")),  # of all its charges, as it was placed
     sa.Column("version", sa.Integer, nullable=False, default=0),  # of it and its crews: whoever changes one counts on
     sa.Column("nonce", sa.String(64), nullable=False, default=""),  # by which its crews know each other
-    sa.Column("chosen_json", sa.Text),  # model.meeting.Chosen: how its crews meet
+    sa.Column("chosen_json", sa.Text),  # rendezvous.Chosen: how its crews meet
     sa.Column("called_off", sa.Boolean, nullable=False, default=False),  # its crews will not meet
     sa.Column("released", sa.Boolean, nullable=False, default=False),  # all of its ranks have returned, and may exit
-    sa.Column("cause_json", sa.Text),  # model.gang_life.Cause
+    sa.Column("cause_json", sa.Text),  # gang_lifecycle.Cause
 )
 
 crews = sa.Table(  # what an attempt has on one node
@@ -291,7 +291,7 @@ crews = sa.Table(  # what an attempt has on one node
     sa.Column("late_reason", sa.String(32)),  # how its node says it ended, after it was given up
     sa.Column("stopped_json", sa.Text),  # node.protocol.Stopped
     sa.Column("receipt_json", sa.Text),
-    sa.Column("halt_json", sa.Text),  # model.gang_life.Halt
+    sa.Column("halt_json", sa.Text),  # gang_lifecycle.Halt
     sa.Column("returned", sa.Boolean, nullable=False, default=False),
     sa.Column("uncharged", sa.Boolean, nullable=False, default=False),  # it has ended, and charges do not say all of it
     sa.ForeignKeyConstraint(["run_id", "fence"], ["attempts.run_id", "attempts.fence"]),
@@ -389,7 +389,7 @@ accounts = sa.Table(  # who used something, and as what: charges that are alike 
     sa.Column("plain_id", sa.BigInteger, nullable=False, server_default="0"),
 )
 
-charges = sa.Table(  # the ledger: model.ledger.Entry; only ever added to, and kept when its run is removed
+charges = sa.Table(  # the ledger: model.billing.ledger.LedgerEntry; only ever added to, and kept when its run is removed
     "charges",
     metadata,
     sa.Column("seq", sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True, autoincrement=True),

@@ -62,7 +62,7 @@ _USUAL = DiskLimits()
 
 
 class Storage(NamedTuple):
-    """What the server keeps bytes with; the fields are those of `composition.Resources`."""
+    """Every store of the server; the fields are those of `composition.ServerResources`."""
 
     logs: Logs
     blobs: Blobs

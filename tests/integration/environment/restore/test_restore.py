@@ -447,7 +447,8 @@ from serverless_gpu.environment.restore.cache.unit_cache import UnitCache
 from serverless_gpu.environment.restore.restore import RestoreMethod, restore
 from serverless_gpu.environment.stores.directory_store import DirectoryStore
 blobs = StoreBlobs(DirectoryStore(Path({str(tmp_path / "store")!r})))
-print(restore({snapshot.address!r}, blobs, UnitCache(Path({str(cache.root)!r})), way=RestoreMethod(mode={mode!r})).units_fetched)
+cache = UnitCache(Path({str(cache.root)!r}))
+print(restore({snapshot.address!r}, blobs, cache, way=RestoreMethod(mode={mode!r})).units_fetched)
 """
     command = [sys.executable, "-c", code]
     crowd = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(4)]
