@@ -19,8 +19,14 @@ import msgspec
 
 from serverless_gpu.client.decorator import DistributedFunction, decorator, parse_options
 from serverless_gpu.errors import InvalidOption, InvalidValue
-from serverless_gpu.model.ray_cluster import OBJECT_STORE_BYTES_MAX, OBJECT_STORE_BYTES_MIN, RayCluster
-from serverless_gpu.model.spec import Options, flag, parse_bytes
+from serverless_gpu.model.spec import (
+    OBJECT_STORE_BYTES_MAX,
+    OBJECT_STORE_BYTES_MIN,
+    Options,
+    RayCluster,
+    flag,
+    parse_bytes,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")

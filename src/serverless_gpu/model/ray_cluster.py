@@ -6,32 +6,11 @@ this run, and what is measured (memory, room in /dev/shm) comes from outside.
 
 from __future__ import annotations
 
-import msgspec
-
+from serverless_gpu.model.spec import OBJECT_STORE_BYTES_MAX, OBJECT_STORE_BYTES_MIN
 from serverless_gpu.units import format_bytes
 
-OBJECT_STORE_BYTES_MIN = 80_000_000  # Ray refuses less than 75 MiB
-OBJECT_STORE_BYTES_MAX = 200_000_000_000
 _OF_MEMORY = 0.3  # Ray's own default share
 _OF_SHARED = 0.9  # of what /dev/shm has for the run; a store that does not fit there falls back to the disk
-
-
-class RayCluster(msgspec.Struct, frozen=True, kw_only=True):
-    """The private Ray cluster a run asks for.
-
-    Attributes:
-        dashboard: whether Ray's web page is started, on the loopback interface of the head's node.
-        object_store_bytes: size of each node's object store, or None for a share of the memory.
-    """
-
-    dashboard: bool = False
-    object_store_bytes: int | None = None
-
-    def text(self) -> str:
-        """Return what was asked for, in words: ``Ray cluster with dashboard, object store 20.0 GB``."""
-        store = "" if self.object_store_bytes is None else f"object store {format_bytes(self.object_store_bytes)}"
-        extras = ", ".join(filter(None, ("dashboard" if self.dashboard else "", store)))
-        return f"Ray cluster with {extras}" if extras else "Ray cluster"
 
 
 def object_store_bytes(memory_bytes: int, shared_bytes: int, asked: int | None = None) -> int:

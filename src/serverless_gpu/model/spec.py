@@ -20,8 +20,7 @@ from serverless_gpu.errors import InvalidOption, InvalidValue
 from serverless_gpu.model import secrets
 from serverless_gpu.model.hardware import CPU, GpuType, find_type
 from serverless_gpu.model.lifecycle.attempt import UNSAVED_MAX, Limits
-from serverless_gpu.model.ray_cluster import RayCluster
-from serverless_gpu.units import parse_duration_s
+from serverless_gpu.units import format_bytes, parse_duration_s
 
 
 class Tracking(msgspec.Struct, frozen=True, kw_only=True):
@@ -172,6 +171,28 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int | None = None
     same_node: bool = False
     ignore_busy: bool = False
+
+
+OBJECT_STORE_BYTES_MIN = 80_000_000  # Ray refuses less than 75 MiB
+OBJECT_STORE_BYTES_MAX = 200_000_000_000
+
+
+class RayCluster(msgspec.Struct, frozen=True, kw_only=True):
+    """The private Ray cluster a run asks for.
+
+    Attributes:
+        dashboard: whether Ray's web page is started, on the loopback interface of the head's node.
+        object_store_bytes: size of each node's object store, or None for a share of the memory.
+    """
+
+    dashboard: bool = False
+    object_store_bytes: int | None = None
+
+    def text(self) -> str:
+        """Return what was asked for, in words: ``Ray cluster with dashboard, object store 20.0 GB``."""
+        store = "" if self.object_store_bytes is None else f"object store {format_bytes(self.object_store_bytes)}"
+        extras = ", ".join(filter(None, ("dashboard" if self.dashboard else "", store)))
+        return f"Ray cluster with {extras}" if extras else "Ray cluster"
 
 
 class RunSpec(msgspec.Struct, frozen=True, kw_only=True):

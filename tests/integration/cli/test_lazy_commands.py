@@ -47,7 +47,6 @@ LIST = START | {
     ".model.lifecycle",
     ".model.lifecycle.attempt",
     ".model.markup",
-    ".model.ray_cluster",
     ".model.receipt",
     ".model.secrets",
     ".model.spec",

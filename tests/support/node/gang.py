@@ -6,8 +6,7 @@ from pathlib import Path
 
 from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.lifecycle.attempt import Event
-from serverless_gpu.model.ray_cluster import RayCluster
-from serverless_gpu.model.spec import RunSpec
+from serverless_gpu.model.spec import RayCluster, RunSpec
 from serverless_gpu.node.attempt.account import AttemptAccount
 from serverless_gpu.node.base.protocol import Context, Launch
 from serverless_gpu.node.inside import protocol as inside

@@ -11,8 +11,7 @@ import pytest
 from serverless_gpu.client.remote.event_stream import EventStream
 from serverless_gpu.client.remote.remote_run import RemoteRun
 from serverless_gpu.client.remote.server import RemoteServer
-from serverless_gpu.model.ray_cluster import RayCluster
-from serverless_gpu.model.spec import Command, Resources, RunSpec
+from serverless_gpu.model.spec import Command, RayCluster, Resources, RunSpec
 from tests.support.client.remote_tracked import VIEW
 
 RAY = RunSpec(ray=RayCluster(), resources=Resources(gpus=8))

@@ -11,8 +11,16 @@ import pytest
 from serverless_gpu.errors import InvalidOption, InvalidValue, UnknownGpuType, UsageError
 from serverless_gpu.model.hardware import GpuType
 from serverless_gpu.model.lifecycle.attempt import Limits
-from serverless_gpu.model.ray_cluster import RayCluster
-from serverless_gpu.model.spec import Options, Priority, Resources, RunSpec, hang_warning_s, make_spec, parse_bytes
+from serverless_gpu.model.spec import (
+    Options,
+    Priority,
+    RayCluster,
+    Resources,
+    RunSpec,
+    hang_warning_s,
+    make_spec,
+    parse_bytes,
+)
 from tests.support.golden import golden
 
 VALID = (

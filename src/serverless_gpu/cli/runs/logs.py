@@ -101,7 +101,7 @@ def logs(run: str | None, rank: str | None, stream: str, attempt: int | None, **
 
 def _silence_text(output: RunOutput, ranks: Sequence[int], where: str) -> str:
     """Return the sentence about ranks that wrote nothing, with the option that shows those that did."""
-    written = [rank for rank in output.written() if rank not in ranks]
+    written = [rank for rank in output.written_ranks() if rank not in ranks]
     subject = f"rank {ranks[0]}" if len(ranks) == 1 else "the ranks"
     parts = [f"{subject} of run {output.run_id} wrote nothing to {where}"]
     if written:
@@ -197,7 +197,7 @@ class RunOutput(abc.ABC):
         """Return how many ranks there are, as far as that is known."""
 
     @abc.abstractmethod
-    def written(self) -> list[int]:
+    def written_ranks(self) -> list[int]:
         """Return the ranks that wrote anything."""
 
     @abc.abstractmethod
@@ -223,9 +223,9 @@ class OwnOutput(RunOutput):
 
     def ranks(self) -> int:
         """Return how many ranks there are, as far as that is known."""
-        return max([self._record.world_size, 1, *(rank + 1 for rank in self.written())])
+        return max([self._record.world_size, 1, *(rank + 1 for rank in self.written_ranks())])
 
-    def written(self) -> list[int]:
+    def written_ranks(self) -> list[int]:
         """Return the ranks that wrote anything."""
         paths = (self._record.directory / "logs").glob("*.std*")
         return sorted({int(path.stem) for path in paths if path.stem.isdecimal()})
@@ -327,7 +327,7 @@ class ServedOutput(RunOutput):
         """Return how many ranks there are, as far as that is known."""
         return self._view.processes or 1
 
-    def written(self) -> list[int]:
+    def written_ranks(self) -> list[int]:
         """Return the ranks that wrote anything."""
         ranks = range(min(self.ranks(), _ASKED_MAX))
         return [

@@ -31,8 +31,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 from serverless_gpu.client.launch.call_contents import explain_unpicklable, largest_captured
 from serverless_gpu.client.runs.rank_failures import text_of
 from serverless_gpu.errors import ArgumentMismatch, NotDistributable, NotPicklable, RayMissing, StorageError
-from serverless_gpu.model.ray_cluster import RayCluster
-from serverless_gpu.model.spec import RunSpec
+from serverless_gpu.model.spec import RayCluster, RunSpec
 from serverless_gpu.node.base.home import storage_error
 from serverless_gpu.node.inside import call, payload
 from serverless_gpu.node.inside.payload import Reducer

@@ -35,7 +35,8 @@ from typing import Protocol
 from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.model.hardware import CPU, Device
 from serverless_gpu.model.placement import share_of_cores
-from serverless_gpu.model.ray_cluster import RayCluster, cluster_cpus, object_store_bytes, part_of_shared, store_note
+from serverless_gpu.model.ray_cluster import cluster_cpus, object_store_bytes, part_of_shared, store_note
+from serverless_gpu.model.spec import RayCluster
 from serverless_gpu.node.attempt.account import write_text
 from serverless_gpu.node.base.lock_files import is_taken
 from serverless_gpu.node.base.protocol import Launch

@@ -16,9 +16,8 @@ import pytest
 
 from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.lifecycle.attempt import Reason, State
-from serverless_gpu.model.ray_cluster import RayCluster
 from serverless_gpu.model.receipt import DeviceUse
-from serverless_gpu.model.spec import Command, RunSpec, Tracking
+from serverless_gpu.model.spec import Command, RayCluster, RunSpec, Tracking
 from serverless_gpu.node.base import protocol
 from serverless_gpu.node.base.protocol import Context, EnvironmentRequest, Launch
 from serverless_gpu.node.monitor import messages

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.model.lifecycle.attempt import Reason
-from serverless_gpu.model.ray_cluster import RayCluster
+from serverless_gpu.model.spec import RayCluster
 from serverless_gpu.node.attempt.claim import has_begun
 from serverless_gpu.node.attempt.history import first_facts
 from serverless_gpu.node.inside import payload

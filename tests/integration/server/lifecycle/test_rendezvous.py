@@ -16,7 +16,7 @@ from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.lifecycle.gang_lifecycle import Cause, Halt
 from serverless_gpu.model.lifecycle.rendezvous import Address, CrewReach, Tried
 from serverless_gpu.model.lifecycle.run_lifecycle import StopAsked
-from serverless_gpu.model.ray_cluster import RayCluster
+from serverless_gpu.model.spec import RayCluster
 from serverless_gpu.server.composition import Services, make_roster
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database

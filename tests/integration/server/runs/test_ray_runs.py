@@ -11,7 +11,7 @@ import pytest
 
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.lifecycle.attempt import Reason, State
-from serverless_gpu.model.ray_cluster import RayCluster
+from serverless_gpu.model.spec import RayCluster
 from serverless_gpu.server.composition import Services
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db.database import Database

@@ -17,8 +17,7 @@ from serverless_gpu.client.decorator import DistributedFunction
 from serverless_gpu.client.launch.preflight import RayInstallation, check_ray, find_ray, pack, ray_reference_reducer
 from serverless_gpu.client.ray_launch import VALID, read_options
 from serverless_gpu.errors import InvalidOption, InvalidValue, NotPicklable, RayMissing, UsageError
-from serverless_gpu.model.ray_cluster import RayCluster
-from serverless_gpu.model.spec import Options
+from serverless_gpu.model.spec import Options, RayCluster
 from serverless_gpu.ray import ray_init, ray_launch
 from tests.support.client.ray_launch import make_ray_package
 from tests.support.golden import golden

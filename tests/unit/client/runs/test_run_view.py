@@ -5,8 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from serverless_gpu.model.lifecycle.attempt import State
-from serverless_gpu.model.ray_cluster import RayCluster
-from serverless_gpu.model.spec import Resources, RunSpec
+from serverless_gpu.model.spec import RayCluster, Resources, RunSpec
 from serverless_gpu.wire.runs import CrewView
 from tests.support.cli.waiting_shown import VIEW
 

@@ -11,8 +11,7 @@ from msgspec.structs import replace
 
 from serverless_gpu.client.metrics import read_metrics
 from serverless_gpu.model.hardware import Device, DeviceKind
-from serverless_gpu.model.ray_cluster import RayCluster
-from serverless_gpu.model.spec import RunSpec
+from serverless_gpu.model.spec import RayCluster, RunSpec
 from serverless_gpu.model.telemetry import (
     RAY_BYTES_MAX,
     SECOND_NS,

@@ -9,8 +9,7 @@ import pytest
 
 from serverless_gpu.model.lifecycle.rendezvous import Chosen, variables
 from serverless_gpu.model.placement import laid_out
-from serverless_gpu.model.ray_cluster import RayCluster
-from serverless_gpu.model.spec import Command, RunSpec
+from serverless_gpu.model.spec import Command, RayCluster, RunSpec
 from serverless_gpu.node.attempt.claim import first_of
 from serverless_gpu.node.base.protocol import Launch
 from serverless_gpu.node.supervisor.rank_environment import Network, RankEnvironment

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.model.hardware import CPU, Device, DeviceKind
-from serverless_gpu.model.ray_cluster import OBJECT_STORE_BYTES_MIN, RayCluster, store_note
-from serverless_gpu.model.spec import Resources, RunSpec
+from serverless_gpu.model.ray_cluster import store_note
+from serverless_gpu.model.spec import OBJECT_STORE_BYTES_MIN, RayCluster, Resources, RunSpec
 from serverless_gpu.node.base.protocol import Context, Launch
 from serverless_gpu.node.inside.raycluster import share
 from serverless_gpu.node.inside.raycluster.share import read_share
