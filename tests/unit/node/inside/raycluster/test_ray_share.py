@@ -14,13 +14,19 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.model.hardware import CPU, Device, DeviceKind
-from serverless_gpu.model.ray_cluster import store_note
 from serverless_gpu.model.spec import OBJECT_STORE_BYTES_MIN, RayCluster, Resources, RunSpec
 from serverless_gpu.node.base.protocol import Context, Launch
 from serverless_gpu.node.inside.raycluster import share
 from serverless_gpu.node.inside.raycluster.share import read_share
 from serverless_gpu.node.supervisor import ray_cluster
-from serverless_gpu.node.supervisor.ray_cluster import AttemptCluster, ClusterSweeper, NoDirectory, is_left, sweep
+from serverless_gpu.node.supervisor.ray_cluster import (
+    AttemptCluster,
+    ClusterSweeper,
+    NoDirectory,
+    is_left,
+    store_note,
+    sweep,
+)
 from serverless_gpu.testing import FakeClock
 from tests.support.golden import golden
 
