@@ -17,10 +17,8 @@ keeps the last `FILE_BYTES_MAX` of each, the newest first up to `BYTES_MAX`, bec
 end is dead by then. A full disk, a pipe or a link is skipped: the run's outcome does not depend on it. On a slow disk
 copying ends after `LIMIT_NS`, because the devices wait, and the receipt says so.
 
-The Ray cluster of one run: what is asked of it, and how large it is made.
-
-Ray counts CPUs, GPUs and memory; it isolates none of them. So the figures here say what a node offers to the tasks of
-this run, and what is measured (memory, room in /dev/shm) comes from outside.
+Ray counts CPUs, GPUs and memory; it isolates none of them. So a node's share only says what it offers to the tasks of
+this run.
 """
 
 from __future__ import annotations
