@@ -51,11 +51,11 @@ def join(host: str, token_file: Path, **options: Any) -> None:
     if options["unit"]:
         say_lines(_unit(home).rstrip("\n"))
         return
-    file = load("serverless_gpu.engines.ray.pool_join").read_join_file(token_file)
+    joining = load("serverless_gpu.engines.ray.pool_join")
+    file = joining.read_join_file(token_file)
     if options["server"]:
         file = msgspec.structs.replace(file, server=options["server"])
     check_address(file.server)
-    joining = load("serverless_gpu.engines.ray.pool_join")
     wish = joining.JoinOptions(
         host=host,
         file=file,
