@@ -113,7 +113,9 @@ class PolicyService:
             if len(there | {name}) > POLICIES_MAX:
                 raise InvalidValue(f"there are {POLICIES_MAX} policies, and more are not taken", hint="delete some")
             policies.put(connection, policy)
-            detail = _said(policy.policy)
+            usual: dict[str, object] = msgspec.to_builtins(UsagePolicy())
+            said: dict[str, object] = msgspec.to_builtins(policy.policy)
+            detail = {field: value for field, value in said.items() if value != usual[field]}
             audit.record(connection, who=who, action=Action.POLICY_SET, subject=name, now_ns=at_ns, detail=detail)
             return _view(policy, policies.holders(connection, name).get(name, ()), who)
 
@@ -223,13 +225,6 @@ def _view(policy: StoredPolicy, holders: tuple[PolicySubject, ...], who: Caller)
     if reach(who.role, Resource.POLICIES.value, write=True) is not AccessReach.ALL:
         holders = tuple(one for one in holders if one.name in (who.teams if one.kind == "team" else (who.name,)))
     return view_of(policy.name, policy.policy, holders)
-
-
-def _said(policy: UsagePolicy) -> dict[str, object]:
-    """Return what a policy says, for the audit."""
-    usual = msgspec.to_builtins(UsagePolicy())
-    said: dict[str, object] = msgspec.to_builtins(policy)
-    return {name: value for name, value in said.items() if value != usual[name]}
 
 
 def _check(policy: UsagePolicy) -> None:

@@ -50,73 +50,73 @@ class SessionState(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(device for device in self.idle if device.uuid not in self.unfit)
 
 
-def ask(book: SessionState, asker: DeviceRequest) -> SessionState:
-    """Return the book with one more run waiting."""
-    return msgspec.structs.replace(book, queue=(*book.queue, asker), idle_ns=None, warned=False)
+def ask(state: SessionState, request: DeviceRequest) -> SessionState:
+    """Return the state with one more run waiting."""
+    return msgspec.structs.replace(state, queue=(*state.queue, request), idle_ns=None, warned=False)
 
 
-def settle(book: SessionState) -> tuple[SessionState, tuple[str, ...]]:
+def settle(state: SessionState) -> tuple[SessionState, tuple[str, ...]]:
     """Lend to the runs whose turn it is. Also returns the runs that have just been lent devices."""
     served: list[str] = []
-    while book.queue and book.queue[0].count <= len(book.lendable):
-        first, *rest = book.queue
-        loans = {**book.loans, first.run_id: book.lendable[: first.count]}
-        book = msgspec.structs.replace(book, queue=tuple(rest), loans=loans)
+    while state.queue and state.queue[0].count <= len(state.lendable):
+        first, *rest = state.queue
+        loans = {**state.loans, first.run_id: state.lendable[: first.count]}
+        state = msgspec.structs.replace(state, queue=tuple(rest), loans=loans)
         served.append(first.run_id)
-    return book, tuple(served)
+    return state, tuple(served)
 
 
-def leave(book: SessionState, run_id: str, now_ns: int) -> SessionState:
-    """Return the book without a run: it gave its devices back, or does not want any more."""
-    loans = {holder: devices for holder, devices in book.loans.items() if holder != run_id}
-    queue = tuple(asker for asker in book.queue if asker.run_id != run_id)
-    idle_ns = book.idle_ns
+def leave(state: SessionState, run_id: str, now_ns: int) -> SessionState:
+    """Return the state without a run: it gave its devices back, or does not want any more."""
+    loans = {holder: devices for holder, devices in state.loans.items() if holder != run_id}
+    queue = tuple(request for request in state.queue if request.run_id != run_id)
+    idle_ns = state.idle_ns
     if idle_ns is None and not loans and not queue:
         idle_ns = now_ns
-    return msgspec.structs.replace(book, loans=loans, queue=queue, idle_ns=idle_ns)
+    return msgspec.structs.replace(state, loans=loans, queue=queue, idle_ns=idle_ns)
 
 
-def mark_unfit(book: SessionState, unfit: Collection[str]) -> SessionState:
-    """Return the book with these devices, and no others, unfit."""
-    return msgspec.structs.replace(book, unfit=frozenset(unfit))
+def mark_unfit(state: SessionState, unfit: Collection[str]) -> SessionState:
+    """Return the state with these devices, and no others, unfit."""
+    return msgspec.structs.replace(state, unfit=frozenset(unfit))
 
 
-def waiting_text(book: SessionState, asker: DeviceRequest) -> str:
+def waiting_text(state: SessionState, request: DeviceRequest) -> str:
     """Return why a run of the session waits."""
-    ahead = next((place for place, other in enumerate(book.queue) if other.run_id == asker.run_id), 0)
-    parts = [f"run {holder} has {len(devices)}" for holder, devices in book.loans.items()]
+    ahead = next((place for place, other in enumerate(state.queue) if other.run_id == request.run_id), 0)
+    parts = [f"run {holder} has {len(devices)}" for holder, devices in state.loans.items()]
     if ahead:
         parts.append(f"{ahead} {'run is' if ahead == 1 else 'runs are'} ahead in the queue")
-    if book.unfit:
-        parts.append(f"{', '.join(sorted(book.unfit))} in quarantine")
-    return f"waiting for {asker.count} of the session's {_counted(book)}: " + "; ".join(parts)
+    if state.unfit:
+        parts.append(f"{', '.join(sorted(state.unfit))} in quarantine")
+    return f"waiting for {request.count} of the session's {_counted(state)}: " + "; ".join(parts)
 
 
-def idle_action(book: SessionState, limit_ns: int, now_ns: int) -> tuple[SessionState, str, bool]:
+def idle_action(state: SessionState, limit_ns: int, now_ns: int) -> tuple[SessionState, str, bool]:
     """Return what the passing of time means for a session.
 
-    Returns the next book, a sentence for the user or "", and whether the session ends.
+    Returns the next state, a sentence for the user or "", and whether the session ends.
     """
-    if book.idle_ns is None:
-        return book, "", False
-    idle_for_ns = now_ns - book.idle_ns
+    if state.idle_ns is None:
+        return state, "", False
+    idle_for_ns = now_ns - state.idle_ns
     since = format_duration_ms(idle_for_ns // 1_000_000)
     if idle_for_ns >= limit_ns:
-        return book, f"the session, idle for {since}, has ended: its {_counted(book)} are given back", True
-    if not book.warned and idle_for_ns >= limit_ns * _WARN_AT:
+        return state, f"the session, idle for {since}, has ended: its {_counted(state)} are given back", True
+    if not state.warned and idle_for_ns >= limit_ns * _WARN_AT:
         left = format_duration_ms((limit_ns - idle_for_ns) // 1_000_000)
-        sentence = f"the session has been idle for {since} and gives its {_counted(book)} back in {left}"
-        return msgspec.structs.replace(book, warned=True), f"{sentence}; any call keeps it", False
-    return book, "", False
+        sentence = f"the session has been idle for {since} and gives its {_counted(state)} back in {left}"
+        return msgspec.structs.replace(state, warned=True), f"{sentence}; any call keeps it", False
+    return state, "", False
 
 
-def wake_ns(book: SessionState, limit_ns: int) -> int | None:
+def wake_ns(state: SessionState, limit_ns: int) -> int | None:
     """Return when time will mean something next, or None."""
-    if book.idle_ns is None:
+    if state.idle_ns is None:
         return None
-    return book.idle_ns + (limit_ns if book.warned else int(limit_ns * _WARN_AT))
+    return state.idle_ns + (limit_ns if state.warned else int(limit_ns * _WARN_AT))
 
 
-def _counted(book: SessionState) -> str:
-    count, kind = len(book.devices), book.devices[0].type
+def _counted(state: SessionState) -> str:
+    count, kind = len(state.devices), state.devices[0].type
     return f"{count} {kind}" if kind != "CPU" else f"{count} CPU slot{'' if count == 1 else 's'}"

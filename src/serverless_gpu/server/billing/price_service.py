@@ -90,11 +90,12 @@ class PriceService:
                 "from_ns": from_ns,
             }
             audit.record(connection, who=who, action=Action.PRICE_SET, subject=name, now_ns=at_ns, detail=detail)
+            types_there = {device.type for node in nodes.every(connection) for device in node.hello.devices}
             return PriceSet(
                 price=_view(StoredPrice(price=price, set_ns=at_ns), at_ns),
                 ended=_views(ended, at_ns),
                 withdrawn=_views(replaced, at_ns),
-                is_known=_is_known(connection, name),
+                is_known=name in (CORE, MEMORY) or name in FAMILIES or is_listed(name) or name in types_there,
                 currency=self._settings.currency,
             )
 
@@ -179,12 +180,6 @@ def _take_back(connection: sa.Connection, rows: list[StoredPrice]) -> None:
 def _end(connection: sa.Connection, rows: list[StoredPrice], until_ns: int) -> None:
     for row in rows:
         prices.end(connection, row.price, until_ns=until_ns)
-
-
-def _is_known(connection: sa.Connection, name: str) -> bool:
-    if name in (CORE, MEMORY) or name in FAMILIES or is_listed(name):
-        return True
-    return any(device.type == name for node in nodes.every(connection) for device in node.hello.devices)
 
 
 def _views(rows: list[StoredPrice], at_ns: int) -> tuple[PriceView, ...]:

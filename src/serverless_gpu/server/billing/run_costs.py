@@ -13,7 +13,7 @@ a run (it has no price, and the estimate says so).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import sqlalchemy as sa
@@ -29,7 +29,7 @@ from serverless_gpu.server.lifecycle.metering import Now
 from serverless_gpu.server.records import attempts, charges, facts, nodes, pools, prices
 from serverless_gpu.server.records.attempts import StoredAttempt
 from serverless_gpu.server.records.charges import PostedEntry
-from serverless_gpu.server.records.crews import CrewId, StoredCrew
+from serverless_gpu.server.records.crews import StoredCrew
 from serverless_gpu.server.records.pools import RESERVED
 from serverless_gpu.server.records.runs import StoredRun
 
@@ -60,7 +60,8 @@ def costs_of(connection: sa.Connection, found: Sequence[StoredRun], at: Now) -> 
         for attempt in by_run[run.id]:
             own = posted[run.id, attempt.fence]
             waited_ms = metering.waited_ms(run.created_ns, before, attempt.created_ns)
-            used.append(_used(attempt, own, [_lines(attempt, crew, told, at) for crew in attempt.crews], waited_ms))
+            so_far = [lines_so_far(attempt, crew, told.get(crew.id, ()), at) for crew in attempt.crews]
+            used.append(_used(attempt, own, so_far, waited_ms))
             before = attempt
         waits_ms = metering.waited_ms(run.created_ns, before, at.wall_ns) if run.state is State.QUEUED else 0
         return together(used, waits_ms=waits_ms, is_final=run.state in TERMINAL and run.finished)
@@ -93,13 +94,12 @@ def _used(
     )
 
 
-def _lines(
-    attempt: StoredAttempt, crew: StoredCrew, told: Mapping[CrewId, Sequence[Fact]], at: Now
+def lines_so_far(
+    attempt: StoredAttempt, crew: StoredCrew, own_facts: Sequence[Fact], at: Now
 ) -> tuple[LedgerLine, ...]:
-    """Return what facts say of a crew that is not charged."""
-    facts_of_it = told.get(crew.id, ())
+    """Return the lines of a crew that is not charged; none where its facts contradict each other."""
     try:
-        return metering.so_far(attempt, crew, facts_of_it, at) if facts_of_it else ()
+        return metering.so_far(attempt, crew, own_facts, at)
     except InvalidValue:
         return ()
 

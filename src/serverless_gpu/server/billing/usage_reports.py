@@ -27,7 +27,7 @@ from serverless_gpu.model.billing.ledger import LedgerLine
 from serverless_gpu.model.billing.metering import SEGMENTS
 from serverless_gpu.model.billing.usage_report import PERIODS, Amounts, DayRange, ReportRow, parse_by
 from serverless_gpu.model.calendars import DAY_NS
-from serverless_gpu.model.lifecycle.attempt import Fact
+from serverless_gpu.server.billing.run_costs import lines_so_far
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
@@ -256,8 +256,7 @@ def find_unposted(connection: sa.Connection, at: Now, *, currency: str, limit: i
         crew = attempt.crews[number]
         account = known.get(attempt.account_id or 0) or _counted_as(connection, attempt, currency)
         if account is not None:
-            used = _used(attempt, crew, told[crew.id], at)
-            lines += _lines(crew, account, posted[crew.id], used)
+            lines += _lines(crew, account, posted[crew.id], lines_so_far(attempt, crew, told[crew.id], at))
     return UnpostedDays(lines=_first_counted(lines, posted), attempts=len(shown), is_cut=len(ids) > limit)
 
 
@@ -280,13 +279,6 @@ def _counted_as(connection: sa.Connection, attempt: StoredAttempt, currency: str
     if run is None:
         return None
     return charges.account_of_run(connection, run, gpu_type=attempt.gpu_type, pool=pool, currency=currency)
-
-
-def _used(attempt: StoredAttempt, crew: StoredCrew, told: Sequence[Fact], at: Now) -> Sequence[LedgerLine]:
-    try:
-        return metering.so_far(attempt, crew, told, at)
-    except InvalidValue:
-        return ()
 
 
 def _lines(

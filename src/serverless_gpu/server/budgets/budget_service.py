@@ -106,9 +106,7 @@ class BudgetService:
                 raise TooLarge(f"there are {BUDGETS_MAX} budgets, and more are not taken", hint="delete some")
             budgets.put(connection, StoredBudget(name=name, budget=budget, set_ns=at_ns))
             if before is not None and before.budget != budget:
-                budgets.forget_said(
-                    connection, name
-                )  # thresholds are announced again, and it is open
+                budgets.forget_said(connection, name)  # thresholds are announced again, and it is open
             audit.record(
                 connection,
                 who=who,

@@ -155,7 +155,9 @@ def _held(
     secret = principals.new_secret()
     write_private(path, f"{secret}\n".encode())
     faults.reach("after_token_file_before_row")
-    new = NewToken(principal=wanted.name, label=_label(path), scopes=scopes, expires_ns=expires_ns)
+    # Another machine or home at the same database has tokens of its own.
+    label = f"made by the server: {path.name} ({sha256(f'{machine()}:{path.absolute()}')[:12]})"
+    new = NewToken(principal=wanted.name, label=label, scopes=scopes, expires_ns=expires_ns)
     database.write(lambda connection: _grant(connection, wanted, new, secret=secret, kept=before, now_ns=now_ns))
     return secret
 
@@ -201,9 +203,3 @@ def _is_spent(connection: sa.Connection, token_id: str, *, now_ns: int) -> bool:
         expired = token.expires_ns is not None and token.expires_ns <= now_ns
         return token.revoked_ns is None and (invitation is None or not invitation.uses_left or expired)
     return False
-
-
-def _label(path: Path) -> str:
-    """Return what a file's token is called: another machine or home at the same database has tokens of its own."""
-    place = sha256(f"{machine()}:{path.absolute()}")[:12]
-    return f"made by the server: {path.name} ({place})"

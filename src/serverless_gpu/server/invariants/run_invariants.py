@@ -68,7 +68,6 @@ UNTOLD_S = 60.0
 """How long a run may wait without being told for what."""
 UNSTOPPED_S = 30.0
 """How long a run may go on that a hard budget has nothing left for: it holds twice that ahead."""
-NOT_YET = {"I13": "there are no schedules yet"}
 _OPEN = frozenset({State.STARTING, State.RUNNING, State.STOPPING, State.UNREACHABLE})
 _STOPPED_IN_QUEUE = frozenset({State.CANCELLED, State.TIMED_OUT, State.BUDGET_STOPPED})
 MOVES: Mapping[State, frozenset[State]] = {

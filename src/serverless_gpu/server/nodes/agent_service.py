@@ -32,7 +32,6 @@ from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound, ServerProb
 from serverless_gpu.model.access_control import HelloDecision
 from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp
-from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import SCHEDULER, Hub, node_key
 from serverless_gpu.server.core.server_key import Sealer
@@ -299,13 +298,15 @@ class AgentService:
         payload = runs.payload(connection, order.run_id)
         if payload is None:
             return None
-        crew = run.attempt.crews[order.crew]
+        crew, spec = run.attempt.crews[order.crew], run.spec_now
+        if MAX_RUN not in node.hello.takes:  # a node of an earlier version knows no limit but `timeout`
+            spec = msgspec.structs.replace(spec, timeout_s=spec.limit_s)
         return Start(
             seq=order.seq,
             run_id=run.id,
             fence=order.fence,
             token=self._attempt_tokens.first(crew.id, takes=node.hello.takes),
-            spec=_understood(run.spec_now, node),
+            spec=spec,
             gpu_type=run.attempt.gpu_type,
             world_size=run.attempt.world_size,
             context=msgspec.Raw(self._sealer.unseal(payload.context_sealed, about=run.id)),
@@ -352,11 +353,6 @@ class AgentService:
                 yield asked
             if await hub.changed(key, seen, LOOK_AGAIN_S if looks else ALIVE_S) == seen and not looks:
                 yield None
-
-
-def _understood(spec: RunSpec, node: StoredNode) -> RunSpec:
-    """Return a run as its node understands it: one of an earlier version knows no limit but `timeout`."""
-    return spec if MAX_RUN in node.hello.takes else msgspec.structs.replace(spec, timeout_s=spec.limit_s)
 
 
 def _refuse_another(connection: sa.Connection, before: StoredNode, said: AgentHello, *, there: bool) -> None:
