@@ -203,7 +203,7 @@ def _thin(times: Sequence[float], values: Sequence[float]) -> Curve:
     return thin_times, thin
 
 
-class Try(msgspec.Struct, frozen=True, kw_only=True):
+class AttemptTimes(msgspec.Struct, frozen=True, kw_only=True):
     """One attempt; moments are nanoseconds since 1970, None where unknown or still to come."""
 
     fence: int
@@ -217,7 +217,7 @@ class Try(msgspec.Struct, frozen=True, kw_only=True):
     rank: int | None = None  # of the first failure
 
 
-def attempts_here(run: Path) -> list[Path]:
+def attempt_directories(run: Path) -> list[Path]:
     """Return the directories of a run's attempts on this machine, in order."""
     try:
         children = list(run.iterdir())
@@ -226,7 +226,7 @@ def attempts_here(run: Path) -> list[Path]:
     return sorted((path for path in children if path.name.isascii() and path.name.isdigit()), key=lambda p: int(p.name))
 
 
-def read_try(directory: Path) -> Try:
+def read_try(directory: Path) -> AttemptTimes:
     """Return an attempt from its directory."""
     facts = first_facts(directory)
     stopped = read_ending(directory)
@@ -234,7 +234,7 @@ def read_try(directory: Path) -> Try:
     failed_ns = None
     if cause is not None and facts and cause.at_ns > 0:  # facts of the same boot have both times
         failed_ns = facts[0].wall_ns + cause.at_ns - facts[0].boottime_ns
-    return Try(
+    return AttemptTimes(
         fence=int(directory.name),
         state=None if stopped is None else stopped.state,
         reason=None if stopped is None else stopped.reason,
@@ -247,7 +247,7 @@ def read_try(directory: Path) -> Try:
     )
 
 
-def marks(tries: Iterable[Try]) -> list[CurveMark]:
+def marks(tries: Iterable[AttemptTimes]) -> list[CurveMark]:
     """Return a run's marks: starts of later attempts, failures, stop requests."""
     found: list[CurveMark] = []
     for each in tries:

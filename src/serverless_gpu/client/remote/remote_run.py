@@ -32,7 +32,7 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.ambient import SystemClock, format_soon
-from serverless_gpu.client.plots.timeline import Try
+from serverless_gpu.client.plots.timeline import AttemptTimes
 from serverless_gpu.client.remote.event_stream import EventStream, Heard, ServerAway
 from serverless_gpu.client.remote.profile import is_configured
 from serverless_gpu.client.remote.server import RemoteServer, server_of
@@ -231,10 +231,10 @@ class RemoteRun(RunSource):
                 f"the server at {url} is of an earlier version, which cannot say what runs cost"
             ) from None
 
-    def tries(self) -> list[Try]:
+    def tries(self) -> list[AttemptTimes]:
         """Return each attempt from the server."""
         return [
-            Try(
+            AttemptTimes(
                 fence=attempt.fence,
                 state=attempt.state if attempt.state in TERMINAL else None,
                 reason=attempt.reason,

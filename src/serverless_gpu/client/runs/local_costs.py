@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.ambient import Clock, created_wall_ns
-from serverless_gpu.client.plots.timeline import attempts_here
+from serverless_gpu.client.plots.timeline import attempt_directories
 from serverless_gpu.model.billing.ledger import LedgerLine, priced
 from serverless_gpu.model.billing.pricing import UNPRICED
 from serverless_gpu.model.cost import AttemptUse, Cost, together
@@ -27,7 +27,7 @@ _MS_NS = 1_000_000
 
 def cost_here(run: Path, clock: Clock) -> Cost:
     """Return a run's use and cost so far, from its directory."""
-    directories = attempts_here(run)
+    directories = attempt_directories(run)
     used = [attempt_used(directory, clock) for directory in directories]
     is_over = bool(used) and used[-1].is_final
     begun = bool(used) and bool(used[-1].lines)

@@ -30,7 +30,7 @@ from serverless_gpu.node.base.home import remove_at_once
 from serverless_gpu.node.inside.channel import Channel
 
 if TYPE_CHECKING:
-    from serverless_gpu.client.plots.timeline import Try
+    from serverless_gpu.client.plots.timeline import AttemptTimes
     from serverless_gpu.model.cost import Cost
 
 _LAUNCH_TRIES = 3
@@ -115,7 +115,7 @@ class RunSource(abc.ABC):
         """Return the run's use and cost so far, over all of its attempts."""
 
     @abc.abstractmethod
-    def tries(self) -> list[Try]:
+    def tries(self) -> list[AttemptTimes]:
         """Return the attempts so far, in order."""
 
 
@@ -216,10 +216,10 @@ class LocalRun(RunSource):
         found: Cost = load(_COSTS).cost_here(self.directory.parent, SystemClock())
         return found
 
-    def tries(self) -> list[Try]:
+    def tries(self) -> list[AttemptTimes]:
         """Return the attempts from their directories."""
         timeline = load(_TRIES)
-        return [timeline.read_try(directory) for directory in timeline.attempts_here(self.directory.parent)]
+        return [timeline.read_try(directory) for directory in timeline.attempt_directories(self.directory.parent)]
 
     def _settle(self) -> bool:
         """Record the ending of a run whose supervisor died; return False if none had it, or one still has it."""

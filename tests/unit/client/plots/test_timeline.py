@@ -7,7 +7,7 @@ import math
 import pytest
 
 from serverless_gpu.client.plots import timeline
-from serverless_gpu.client.plots.timeline import CurveMark, Try, marks
+from serverless_gpu.client.plots.timeline import AttemptTimes, CurveMark, marks
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 
 GPU = "system/node_0/gpu_3_"
@@ -121,7 +121,7 @@ def test_the_unit_of_time_fits_the_run() -> None:
 
 
 def test_marks_tell_failures_stops_and_attempts() -> None:
-    failed = Try(
+    failed = AttemptTimes(
         fence=1,
         state=State.FAILED,
         reason=Reason.RANK_RAISED,
@@ -130,7 +130,7 @@ def test_marks_tell_failures_stops_and_attempts() -> None:
         failed_ns=7 * 10**9,
         rank=3,
     )
-    stopped = Try(
+    stopped = AttemptTimes(
         fence=2,
         state=State.CANCELLED,
         reason=Reason.CANCELLED,
@@ -147,6 +147,9 @@ def test_marks_tell_failures_stops_and_attempts() -> None:
 
 
 def test_a_server_tells_when_an_attempt_ended_but_not_when_it_was_asked_to() -> None:
-    assert marks([Try(fence=1, state=State.CANCELLED, reason=Reason.PREEMPTED, ended_ns=5 * 10**9)])[0].kind == "stop"
-    assert marks([Try(fence=1, state=State.SUCCEEDED, reason=Reason.COMPLETED, ended_ns=5 * 10**9)]) == []
-    assert marks([Try(fence=1)]) == []
+    assert (
+        marks([AttemptTimes(fence=1, state=State.CANCELLED, reason=Reason.PREEMPTED, ended_ns=5 * 10**9)])[0].kind
+        == "stop"
+    )
+    assert marks([AttemptTimes(fence=1, state=State.SUCCEEDED, reason=Reason.COMPLETED, ended_ns=5 * 10**9)]) == []
+    assert marks([AttemptTimes(fence=1)]) == []
