@@ -1,6 +1,6 @@
 """The only source of clocks and fresh identifiers.
 
-Everything that decides takes time and identifiers as values; whoever acts gets them here. Durations and deadlines come
+Everything that decides takes time and identifiers as values; code that acts gets them here. Durations and deadlines come
 from `boottime_ns` (it goes on during suspend and never jumps); `wall_ns` only places a moment on a calendar.
 """
 
@@ -49,7 +49,7 @@ class SystemClock:
         return time.time_ns() + (round(float(ahead_s) * 1e9) if ahead_s else 0)
 
     def boot_id(self) -> str:
-        """Return the kernel's boot identifier, or ``"unknown"`` where there is none."""
+        """Return the kernel's boot identifier, or ``"unknown"`` without one."""
         try:
             with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
                 return file.read().strip()
@@ -88,7 +88,7 @@ def created_wall_ns(run_id: str) -> int | None:
     if len(run_id) != 26 or not set(run_id) <= set(_ALPHABET):
         return None
     value = 0
-    for letter in run_id[:10]:  # 50 bits, of which the time takes the lower 48
+    for letter in run_id[:10]:  # 50 bits: the time is the lower 48
         value = value << 5 | _ALPHABET.index(letter)
     return value * 1_000_000
 

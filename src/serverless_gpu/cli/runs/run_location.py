@@ -34,7 +34,7 @@ _ID_CHARACTERS = 26
 _WHOLE = re.compile(r"[0-9a-z]{26}")
 _PART = re.compile(r"[0-9a-z]{1,25}")
 _FEW = 10
-"""Runs that begin alike, of which several mean that more has to be typed."""
+"""Runs that begin alike: several mean that more has to be typed."""
 _NAMED_MAX = 5
 
 

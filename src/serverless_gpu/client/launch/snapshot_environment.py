@@ -3,7 +3,7 @@
     launch ─ ask ─────▶ service (a process of its own, `environment/service.py`)
            ◀─ wanted ── known: at once · else captured first, and that is shown
            ─ launched, beside it every file is looked at ─
-           ◀─ changes ─ none: Confirm, user code starts · else: said, captured, launched anew
+           ◀─ changes ─ none: Confirm, user code starts · else: said, captured, launched again
 
 One service per process and home, started at its first use or by a decorator; a forked child starts its own. A killed
 service is started again, once for each question, and its refusals are raised here as the same class. Silence gives a
@@ -37,7 +37,7 @@ from serverless_gpu.units import format_bytes, format_duration_ms
 RESTORE = "SERVERLESS_GPU_RESTORE"
 _TRIES_MAX = 2
 SILENT_S = 10.0
-"""After so long without a word of the service that is said."""
+"""After this time without a message of the service, the caller is told."""
 SILENT_S_MAX = 900.0
 """After so long nothing is waited for any more. A store that is away is given up after a third of it, with words."""
 _clock = SystemClock()

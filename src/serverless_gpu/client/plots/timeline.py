@@ -3,7 +3,7 @@
     metrics: "system/node_0/gpu_3_…" → times, values ─▶ Lane per device ─┬─ line: with breaks, at most 1,500 points
                                                                          └─ cells: at most 600 columns of a heat map
     runs/<run>/<fence>/  facts.jsonl (boottime ↔ wall) · stop_reason · stopped.json  ─┐
-    a server's list of attempts ──────────────────────────────────────────────────────┴─▶ Try, one per attempt ─▶ Mark
+    a server's list of attempts ──────────────────────────────────────────────────────┴─▶ AttemptTimes ─▶ CurveMark
 
 `run_figure.py` draws it. Where there is no GPU, a lane is a rank: its share of a core and its host memory. Where
 nothing was sampled for long (a node was away, between two attempts) there is a hole and no line across it. A killed

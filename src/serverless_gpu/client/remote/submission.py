@@ -75,7 +75,7 @@ from serverless_gpu.wire.runs import AcceptedMessage, RunRequest, RunView, Targe
 
 R = TypeVar("R")
 _ON_ITS_WAY_S = 2.0
-"""How long a request that was interrupted is given to arrive, so that what comes of it can be stopped."""
+"""How long a request that was interrupted is given to arrive, so that its run can be stopped."""
 _AGAIN_S = 0.1
 _UNKNOWN = "whether run {} was started is not known"
 _TRIES = 2

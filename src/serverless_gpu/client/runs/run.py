@@ -51,7 +51,7 @@ _RELAUNCHES = 3  # behind a damaged snapshot damaged units may be found, and beh
 _STARTED = "serverless_gpu.client.runs.started_runs"
 _RECEIPT_AFTER_FAILURE_S = 0.05
 Relaunch = Callable[[], RunSource | None]
-"""Captures the environment once more and launches anew; None where that does not help."""
+"""Captures the environment once more and launches again; None where that does not help."""
 
 
 def with_session_advice(sentence: str) -> str:

@@ -207,7 +207,7 @@ class LocalRun(RunSource):
 
     def read_telemetry(self) -> list[bytes]:
         """Return the files of samples below the run's directory."""
-        directories = load(_TRIES).attempts_here(self.directory.parent)
+        directories = load(_TRIES).attempt_directories(self.directory.parent)
         paths = [path for directory in directories for path in sorted((directory / "logs").glob("*.telemetry"))]
         return [path.read_bytes() for path in paths]
 

@@ -31,7 +31,7 @@ from serverless_gpu.model.scheduling.preemption import (
     Site,
     may_ask,
     may_use,
-    room,
+    plan_preemption,
     standing,
 )
 from serverless_gpu.model.scheduling.request_shapes import TimedShape
@@ -157,7 +157,7 @@ class Clearing:
             found = [self._site(where, name, ask) for where, name in self._parts(wanted, ask)]
             self._looked += len(found)
             sites = [site for site in found if site is not None]
-            return room(wanted, sites, state.capacity.terms, state.now_ns) or PreemptionPlan()
+            return plan_preemption(wanted, sites, state.capacity.terms, state.now_ns) or PreemptionPlan()
         ripe: list[Site] = []
         green: list[Site] = []
         for where, name in self._nodes(wanted, ask):
@@ -167,7 +167,9 @@ class Clearing:
                 (ripe if self._is_ripe(wanted, site) else green).append(site)
             if len(ripe) >= SITES_MAX or self._looked >= LOOKED_MAX:
                 break
-        return room(wanted, ripe or green[:SITES_MAX], state.capacity.terms, state.now_ns) or PreemptionPlan()
+        return (
+            plan_preemption(wanted, ripe or green[:SITES_MAX], state.capacity.terms, state.now_ns) or PreemptionPlan()
+        )
 
     def _nodes(self, wanted: QueuedRun, ask: TimedShape) -> Iterator[tuple[NodeDevices, str]]:
         """Yield nodes that a run may use where enough could get free, those that lack the fewest devices first."""

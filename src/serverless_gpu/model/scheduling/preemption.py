@@ -140,14 +140,14 @@ def has_guests(node: Node, terms: PoolTerms) -> bool:
 # --- who leaves -------------------------------------------------------------------------------------------------------
 
 
-def room(wanted: QueuedRun, sites: Sequence[Site], terms: PoolTerms, now_ns: int) -> PreemptionPlan | None:
+def plan_preemption(wanted: QueuedRun, sites: Sequence[Site], terms: PoolTerms, now_ns: int) -> PreemptionPlan | None:
     """Return the runs to preempt so that a blocked gang can start, or None."""
     search = _Search(wanted, terms, now_ns)
     for highest in search.levels(sites):
         search.highest = highest
         found = _cheapest_sites(search, sites)
         if found:
-            return _room(wanted, found, terms)
+            return _preemption_plan(wanted, found, terms)
     wakes = [wake for site in sites if (wake := _ripe_at(wanted, site, terms)) is not None and wake > now_ns]
     return PreemptionPlan(wake_ns=min(wakes)) if wakes else None
 
@@ -389,12 +389,12 @@ def _ripe_at(wanted: QueuedRun, site: Site, terms: PoolTerms) -> int | None:
     return None
 
 
-def _room(wanted: QueuedRun, plans: Sequence[_Plan], terms: PoolTerms) -> PreemptionPlan:
+def _preemption_plan(wanted: QueuedRun, plans: Sequence[_Plan], terms: PoolTerms) -> PreemptionPlan:
     preemptions = {
         victim.wanted.run_id: Preemption(
             run_id=victim.wanted.run_id,
             for_run=wanted.run_id,
-            sentence=_told(wanted, victim.wanted, plan.site.node, terms),
+            sentence=_reason_text(wanted, victim.wanted, plan.site.node, terms),
         )
         for plan in plans
         for victim in plan.victims
@@ -405,7 +405,7 @@ def _room(wanted: QueuedRun, plans: Sequence[_Plan], terms: PoolTerms) -> Preemp
     return PreemptionPlan(preemptions=tuple(preemptions.values()), shares=tuple(shares))
 
 
-def _told(wanted: QueuedRun, held: QueuedRun, node: Node, terms: PoolTerms) -> str:
+def _reason_text(wanted: QueuedRun, held: QueuedRun, node: Node, terms: PoolTerms) -> str:
     """Return why a run has to leave, as its owner reads it."""
     is_visitor, borrows = standing(held, node, terms)
     if is_visitor and wanted.owner == node.owner:

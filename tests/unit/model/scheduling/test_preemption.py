@@ -18,7 +18,7 @@ from serverless_gpu.model.scheduling.preemption import (
     could_use,
     may_ask,
     may_use,
-    room,
+    plan_preemption,
     standing,
 )
 from serverless_gpu.model.scheduling.values import (
@@ -70,23 +70,23 @@ def leaving(found: PreemptionPlan | None) -> list[str]:
 
 def test_the_youngest_leave_and_nobody_who_could_stay() -> None:
     holders = [running("old", 4, 9000), running("young", 2, 700), running("middle", 2, 2000)]
-    found = room(wanted("r1", 4), [site(holders, need=4)], _TERMS, _NOW)
+    found = plan_preemption(wanted("r1", 4), [site(holders, need=4)], _TERMS, _NOW)
     assert leaving(found) == ["middle", "young"]
     assert found is not None
     assert found.shares == (DeviceShare(node_id="n1", gpu_type="H100", count=4),)
-    assert leaving(room(wanted("r1", 2), [site(holders, need=2)], _TERMS, _NOW)) == ["young"]
+    assert leaving(plan_preemption(wanted("r1", 2), [site(holders, need=2)], _TERMS, _NOW)) == ["young"]
 
 
 def test_one_large_run_leaves_where_that_loses_less_than_many_small_ones() -> None:
     holders = [running("big", 4, 1000), *(running(f"s{number}", 1, 5000) for number in range(4))]
-    assert leaving(room(wanted("r1", 4), [site(holders, need=4)], _TERMS, _NOW)) == ["big"]
+    assert leaving(plan_preemption(wanted("r1", 4), [site(holders, need=4)], _TERMS, _NOW)) == ["big"]
     holders = [running("big", 4, 9000), *(running(f"s{number}", 1, 700) for number in range(4))]
-    assert leaving(room(wanted("r1", 4), [site(holders, need=4)], _TERMS, _NOW)) == ["s0", "s1", "s2", "s3"]
+    assert leaving(plan_preemption(wanted("r1", 4), [site(holders, need=4)], _TERMS, _NOW)) == ["s0", "s1", "s2", "s3"]
 
 
 def test_the_node_on_which_the_least_is_lost_is_cleared() -> None:
     sites = [site([running("a", 8, 5000)]), site([running("b", 4, 900, "n2")], name="n2")]
-    found = room(wanted("r1"), sites, _TERMS, _NOW)
+    found = plan_preemption(wanted("r1"), sites, _TERMS, _NOW)
     assert leaving(found) == ["b"]
     assert found is not None
     assert found.shares[0].node_id == "n2"
@@ -97,9 +97,9 @@ def test_the_lowest_class_that_will_do_leaves_even_where_more_is_lost() -> None:
         site([running("normal", 8, 700, priority=NORMAL)]),
         site([running("spare", 8, 9000, "n2")], name="n2"),
     ]
-    assert leaving(room(wanted("r1", priority=CRITICAL), sites, _TERMS, _NOW)) == ["spare"]
-    assert leaving(room(wanted("r1", priority=CRITICAL), sites[:1], _TERMS, _NOW)) == ["normal"]
-    assert room(wanted("r1", priority=NORMAL), sites[:1], _TERMS, _NOW) is None
+    assert leaving(plan_preemption(wanted("r1", priority=CRITICAL), sites, _TERMS, _NOW)) == ["spare"]
+    assert leaving(plan_preemption(wanted("r1", priority=CRITICAL), sites[:1], _TERMS, _NOW)) == ["normal"]
+    assert plan_preemption(wanted("r1", priority=NORMAL), sites[:1], _TERMS, _NOW) is None
 
 
 @pytest.mark.parametrize(
@@ -112,19 +112,21 @@ def test_the_lowest_class_that_will_do_leaves_even_where_more_is_lost() -> None:
     ],
 )
 def test_nobody_leaves_who_cannot_go_on_or_did_so_often_or_is_no_less(held: RunningRun) -> None:
-    assert room(wanted("r1"), [site([held])], _TERMS, _NOW) is None
+    assert plan_preemption(wanted("r1"), [site([held])], _TERMS, _NOW) is None
 
 
 def test_who_is_too_young_is_asked_once_enough_are_not() -> None:
     holders = [running("a", 4, 100), running("b", 4, 300)]
-    assert room(wanted("r1"), [site(holders)], _TERMS, _NOW) == PreemptionPlan(wake_ns=_NOW + 500 * _S)
-    assert room(wanted("r1", 4), [site(holders, need=4)], _TERMS, _NOW) == PreemptionPlan(wake_ns=_NOW + 300 * _S)
-    assert leaving(room(wanted("r1"), [site(holders)], _TERMS, _NOW + 500 * _S)) == ["b", "a"]
+    assert plan_preemption(wanted("r1"), [site(holders)], _TERMS, _NOW) == PreemptionPlan(wake_ns=_NOW + 500 * _S)
+    assert plan_preemption(wanted("r1", 4), [site(holders, need=4)], _TERMS, _NOW) == PreemptionPlan(
+        wake_ns=_NOW + 300 * _S
+    )
+    assert leaving(plan_preemption(wanted("r1"), [site(holders)], _TERMS, _NOW + 500 * _S)) == ["b", "a"]
 
 
 def test_where_enough_is_free_or_coming_nobody_else_leaves() -> None:
     there = msgspec.structs.replace(site([running("a", 4, 9000)]), free=8)
-    found = room(wanted("r1"), [there], _TERMS, _NOW)
+    found = plan_preemption(wanted("r1"), [there], _TERMS, _NOW)
     assert found == PreemptionPlan(shares=(DeviceShare(node_id="n1", gpu_type="H100", count=8),))
 
 
@@ -135,23 +137,23 @@ def test_a_gang_of_several_nodes_has_whole_ones_cleared_and_a_part_of_another() 
         site([running("c", 4, 900, "n3"), running("d", 4, 8000, "n3")], name="n3"),
         site([running("e", 8, 700, "n4")], name="n4"),
     ]
-    found = room(wanted("r1", 20, several_nodes=True), sites, _TERMS, _NOW)
+    found = plan_preemption(wanted("r1", 20, several_nodes=True), sites, _TERMS, _NOW)
     assert leaving(found) == ["e", "b", "c"]
     assert found is not None
     assert [(share.node_id, share.count) for share in found.shares] == [("n4", 8), ("n2", 8), ("n3", 4)]
-    assert room(wanted("r1", 40, several_nodes=True), sites, _TERMS, _NOW) is None
+    assert plan_preemption(wanted("r1", 40, several_nodes=True), sites, _TERMS, _NOW) is None
 
 
 def test_a_pools_own_run_gets_back_at_once_what_was_lent_whatever_its_class() -> None:
     own = wanted("r1", priority=BEST_EFFORT, pool="search")
     lent = site([running("b", 8, 1, preemptions=9)], pool="search")
-    found = room(own, [lent], _TERMS, _NOW)
+    found = plan_preemption(own, [lent], _TERMS, _NOW)
     assert leaving(found) == ["b"]
     assert found is not None
     assert found.preemptions[0].sentence == golden("model.preempting.pool-search-lent")
     of_the_pool = site([running("b", 8, 9000, pool="search")], pool="search")
-    assert room(own, [of_the_pool], _TERMS, _NOW) is None
-    found = room(msgspec.structs.replace(own, priority=NORMAL), [of_the_pool], _TERMS, _NOW)
+    assert plan_preemption(own, [of_the_pool], _TERMS, _NOW) is None
+    found = plan_preemption(msgspec.structs.replace(own, priority=NORMAL), [of_the_pool], _TERMS, _NOW)
     assert found is not None
     assert found.preemptions[0].sentence == golden("model.preempting.makes-room-alice")
 
@@ -159,12 +161,14 @@ def test_a_pools_own_run_gets_back_at_once_what_was_lent_whatever_its_class() ->
 def test_an_owner_who_is_first_gets_the_node_at_once_and_gives_way_to_no_guest() -> None:
     others: dict[str, Any] = {"owner": "alice", "owner_first": True}
     mine = wanted("r1", priority=BEST_EFFORT)
-    found = room(mine, [site([running("b", 8, 1, priority=CRITICAL)], **others)], _TERMS, _NOW)
+    found = plan_preemption(mine, [site([running("b", 8, 1, priority=CRITICAL)], **others)], _TERMS, _NOW)
     assert found is not None
     assert found.preemptions[0].sentence == golden("model.preempting.n1-alice-whose")
     guest = wanted("r2", owner="bob", priority=CRITICAL)
-    assert room(guest, [site([running("a", 8, 9000, owner="alice")], **others)], _TERMS, _NOW) is None
-    assert leaving(room(guest, [site([running("c", 8, 9000, owner="carol")], **others)], _TERMS, _NOW)) == ["c"]
+    assert plan_preemption(guest, [site([running("a", 8, 9000, owner="alice")], **others)], _TERMS, _NOW) is None
+    assert leaving(plan_preemption(guest, [site([running("c", 8, 9000, owner="carol")], **others)], _TERMS, _NOW)) == [
+        "c"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -247,7 +251,7 @@ def test_the_set_makes_room_nobody_in_it_could_stay_and_it_loses_at_most_twice_t
         for way in combinations(may, size)
         if sum(may[run_id][0] for run_id in way) >= need
     ]
-    found = room(wanted("new", need), [there], _TERMS, _NOW)
+    found = plan_preemption(wanted("new", need), [there], _TERMS, _NOW)
     if not ways:
         assert found is None
         return
