@@ -21,7 +21,7 @@ import msgspec
 
 from serverless_gpu.model.hangs import hang_detection
 from serverless_gpu.model.hangs.hang_detection import HangAction, HangDeadline, RankSeen, RunProgress
-from serverless_gpu.model.hangs.hang_report import STACKS_TOLD, ranks_on, told_of
+from serverless_gpu.model.hangs.hang_report import STACKS_TOLD, hang_sentence, ranks_on
 from serverless_gpu.model.lifecycle.attempt import Hang, Limits
 from serverless_gpu.model.placement import CrewPlace, numbered
 
@@ -175,7 +175,7 @@ def _judged(
     number = 1 if gang.judgement is None else gang.judgement.number + 1
     judgement = Judgement(
         number=number,
-        sentence=told_of(ranks, waiting, elsewhere, silent_ms, named),
+        sentence=hang_sentence(ranks, waiting, elsewhere, silent_ms, named),
         ends=due.action is HangAction.END and not at_work,
         hang=Hang(
             waiting=tuple(waiting),

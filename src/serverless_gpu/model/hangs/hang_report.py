@@ -68,10 +68,10 @@ def sentence(finding: HangFinding) -> str:
         RankSeen(rank=rank, state=look.state, where=look.stack.where(), moving=rank in finding.moving)
         for rank, look in finding.looks.items()
     ]
-    return told_of(seen, finding.waiting, finding.elsewhere, finding.silent_ms)
+    return hang_sentence(seen, finding.waiting, finding.elsewhere, finding.silent_ms)
 
 
-def told_of(
+def hang_sentence(
     seen: Iterable[RankSeen],
     waiting: Sequence[int],
     elsewhere: Sequence[int],

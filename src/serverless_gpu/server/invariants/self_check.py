@@ -261,8 +261,8 @@ class MissedRunCheck:
         return found
 
     def _everything(self, reading: Reading) -> list[Change]:
-        nodes = capacity.offers(reading.floor, self._presence, capacity.now(self._settings, self._clock))
-        changes: list[Change] = [PoolSeen(pool.planned) for pool in reading.floor.pools]
+        nodes = capacity.offers(reading.capacity, self._presence, capacity.now(self._settings, self._clock))
+        changes: list[Change] = [PoolSeen(pool.planned) for pool in reading.capacity.pools]
         changes += [NodeSeen(node) for node in nodes]
         changes += [DevicesTaken(running) for running in reading.running.values()]
         return changes

@@ -93,10 +93,10 @@ class Offers:
     def __init__(self) -> None:
         self._known: dict[str, tuple[tuple[object, ...], Node]] = {}
 
-    def of(self, floor: CapacitySnapshot, presence: Presence, times: Times) -> list[Node]:
+    def of(self, snapshot: CapacitySnapshot, presence: Presence, times: Times) -> list[Node]:
         """Return the nodes."""
         known, self._known = self._known, {}
-        for node in floor.nodes:
+        for node in snapshot.nodes:
             why, sharing = away(node, presence, times), node_rules.sharing(node.rules, times.wall_ns)
             key = (node.hello, node.rules, node.name, node.pool, node.machine, why, sharing)
             before = known.get(node.id)
@@ -106,29 +106,29 @@ class Offers:
         return [offered for _, offered in self._known.values()]
 
 
-def offers(floor: CapacitySnapshot, presence: Presence, times: Times) -> list[Node]:
+def offers(snapshot: CapacitySnapshot, presence: Presence, times: Times) -> list[Node]:
     """Return the nodes as decisions take them."""
-    return Offers().of(floor, presence, times)
+    return Offers().of(snapshot, presence, times)
 
 
-def view_nodes(floor: CapacitySnapshot, presence: Presence, times: Times) -> list[NodeView]:
+def view_nodes(snapshot: CapacitySnapshot, presence: Presence, times: Times) -> list[NodeView]:
     """Return the nodes as people see them."""
-    held = floor.by_node()
-    return [_view(node, held.get(node.id, ()), presence, times) for node in floor.nodes]
+    held = snapshot.by_node()
+    return [_view(node, held.get(node.id, ()), presence, times) for node in snapshot.nodes]
 
 
 def view_pools(
-    floor: CapacitySnapshot, presence: Presence, times: Times, *, queued: Mapping[str, int]
+    snapshot: CapacitySnapshot, presence: Presence, times: Times, *, queued: Mapping[str, int]
 ) -> list[PoolView]:
     """Return the pools as people see them.
 
     `queued` counts waiting runs by the pool they name; those under "" wait for every on-demand pool.
     """
-    offered, held = offers(floor, presence, times), floor.by_node()
+    offered, held = offers(snapshot, presence, times), snapshot.by_node()
     anywhere = queued.get("", 0)
     return [
         _view_pool(pool, offered, held, queued=queued.get(pool.name, 0) + (anywhere if pool.kind != RESERVED else 0))
-        for pool in floor.pools
+        for pool in snapshot.pools
     ]
 
 

@@ -120,9 +120,9 @@ class PlannerSync:
     def tell(self, reading: Reading) -> None:
         """Tell the planner what has changed; placements under way count as done."""
         self._underway = {run_id: one for run_id, one in self._underway.items() if run_id in reading.waiting}
-        offered = self._offers.of(reading.floor, self._presence, capacity.now(self._settings, self._clock))
+        offered = self._offers.of(reading.capacity, self._presence, capacity.now(self._settings, self._clock))
         nodes = {node.id: node for node in offered}
-        pools = {pool.name: pool.planned for pool in reading.floor.pools}
+        pools = {pool.name: pool.planned for pool in reading.capacity.pools}
         changes: list[Change] = []
         planner, is_new = self._planner, self._planner is None
         if planner is None:

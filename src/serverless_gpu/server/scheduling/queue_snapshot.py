@@ -64,7 +64,7 @@ _Name = tuple[str, str]
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
     """The queue and its limits at one moment of the database."""
 
-    floor: CapacitySnapshot
+    capacity: CapacitySnapshot
     waiting: Mapping[str, QueuedRun]  # by identifier, in order of class and age
     running: Mapping[str, RunningRun]  # those that have devices, by identifier
     policy: QueuePolicy  # what operators decided
@@ -126,7 +126,7 @@ class QueueSnapshot:
         self._learn(connection)
         waiting = self._waiting(connection, queue, there, underway, as_of)
         return Reading(
-            floor=there,
+            capacity=there,
             waiting=waiting,
             running=dict(self._running(there, now_ns)),
             policy=policy,

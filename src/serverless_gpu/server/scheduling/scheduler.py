@@ -115,7 +115,7 @@ class Scheduler:
     def tick(self, now_ns: int) -> int | None:
         """Place what can be placed, and say to those who are asked about what they wait for."""
         reading = self._planning.read()
-        self._reserving.look(reading.floor.active)
+        self._reserving.look(reading.capacity.active)
         is_done = False
         try:
             wake_ns = self._plan(reading, now_ns)
@@ -134,7 +134,7 @@ class Scheduler:
     def _plan(self, reading: Reading, now_ns: int) -> int:
         """Decide, write down what fits into one tick, and return when there is something to decide again, boottime."""
         planning = self._planning
-        stored = by_id(reading.floor.nodes)
+        stored = by_id(reading.capacity.nodes)
         planning.tell(reading)
         wake_ns = now_ns + round(LOOK_AGAIN_S * 1e9)
         if len(planning.underway()) < AT_ONCE:

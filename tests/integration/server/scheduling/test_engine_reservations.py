@@ -174,7 +174,7 @@ def test_who_is_asked_to_stop_before_it_is_reserved_is_over_at_once(pool: Pool, 
     seen = pool.services.hub.version("scheduler")
     tell(pool.services, run_id, StopAsked(why))
     assert pool.services.hub.version("scheduler") > seen
-    pool.scheduler._reserving.look(pool.scheduler._planning.read().floor.active)
+    pool.scheduler._reserving.look(pool.scheduler._planning.read().capacity.active)
     run = pool.find(run_id)
     assert (run.state, run.infra_retries_used, is_over(pool, run_id)) == (state, 0, True)
     assert run.finished == (state is State.CANCELLED) and pool.orders() == {}
