@@ -176,7 +176,7 @@ def gang_tags(tracking: Tracking, tags: Mapping[str, str], nodes: int) -> dict[s
     return found
 
 
-def is_told(reason: Reason, tags: Mapping[str, str]) -> bool:
+def is_reported_elsewhere(reason: Reason, tags: Mapping[str, str]) -> bool:
     """Return whether another node has reported the gang's end, of which this one knows only the fact."""
     weak = (Reason.PEER_FAILED, Reason.COMPLETED)
     return reason in weak and tags.get("sgpu.reason", "") not in ("", *weak)

@@ -44,7 +44,7 @@ from serverless_gpu.model.tracking_rules import (
     first_tags,
     folder,
     gang_tags,
-    is_told,
+    is_reported_elsewhere,
     last_tags,
     params_of,
     pause_s,
@@ -382,7 +382,9 @@ class MlflowDelivery:
         failed = ending.state is not State.SUCCEEDED
         if self._is_first or failed:
             with self._together.lock:
-                if not self._has_later() and not (self._job.num_nodes > 1 and is_told(ending.reason, self._tags())):
+                if not self._has_later() and not (
+                    self._job.num_nodes > 1 and is_reported_elsewhere(ending.reason, self._tags())
+                ):
                     self._log_tags(last_tags(self._tracking, ending.state, ending.reason, ending.sentence))
                     if not self._tracking.run_id or self._known.had_ended:  # else its maker ends it
                         at_ms = ending.at_ns // 1_000_000

@@ -389,39 +389,37 @@ accounts = sa.Table(  # who used something, and as what: charges that are alike 
     sa.Column("plain_id", sa.BigInteger, nullable=False, server_default="0"),
 )
 
-charges = (
-    sa.Table(  # the ledger: model.billing.ledger.LedgerEntry; only ever added to, and kept when its run is removed
-        "charges",
-        metadata,
-        sa.Column("seq", sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True, autoincrement=True),
-        sa.Column("run_id", sa.String(26), nullable=False),
-        sa.Column("fence", sa.Integer, nullable=False),
-        sa.Column("crew", sa.Integer, nullable=False, default=0),
-        sa.Column("number", sa.Integer, nullable=False),
-        sa.Column("kind", sa.String(16), nullable=False),  # original, reversal, restated
-        sa.Column("provisional", sa.Boolean, nullable=False),
-        sa.Column("account_id", sa.ForeignKey("accounts.id"), nullable=False),
-        sa.Column("posted_ns", sa.BigInteger, nullable=False),
-        sa.Column("day", sa.Integer, nullable=False),
-        sa.Column("start_ns", sa.BigInteger, nullable=False),
-        sa.Column("end_ns", sa.BigInteger, nullable=False),
-        sa.Column("gpus", sa.Integer, nullable=False),
-        sa.Column("queued_ms", sa.BigInteger, nullable=False),  # wall time, of the first entry of crew 0
-        sa.Column("environment_ms", sa.BigInteger, nullable=False),
-        sa.Column("start_ms", sa.BigInteger, nullable=False),
-        sa.Column("run_ms", sa.BigInteger, nullable=False),
-        sa.Column("stop_ms", sa.BigInteger, nullable=False),
-        sa.Column("gate_ms", sa.BigInteger, nullable=False),
-        sa.Column("idle_ms", sa.BigInteger, nullable=False),
-        sa.Column("gpu_ms", sa.BigInteger, nullable=False),
-        sa.Column("billed_ms", sa.BigInteger, nullable=False),
-        sa.Column("core_ms", sa.BigInteger, nullable=False),
-        sa.Column("memory_mib_ms", sa.BigInteger, nullable=False),
-        sa.Column("micros", sa.BigInteger),
-        sa.Column("dbu_micros", sa.BigInteger, nullable=False),
-        sa.UniqueConstraint("run_id", "fence", "crew", "number"),
-        sa.Index("ix_charges_day", "day", "account_id"),
-    )
+charges = sa.Table(  # the ledger: `LedgerEntry`; only ever added to, and kept when its run is removed
+    "charges",
+    metadata,
+    sa.Column("seq", sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True, autoincrement=True),
+    sa.Column("run_id", sa.String(26), nullable=False),
+    sa.Column("fence", sa.Integer, nullable=False),
+    sa.Column("crew", sa.Integer, nullable=False, default=0),
+    sa.Column("number", sa.Integer, nullable=False),
+    sa.Column("kind", sa.String(16), nullable=False),  # original, reversal, restated
+    sa.Column("provisional", sa.Boolean, nullable=False),
+    sa.Column("account_id", sa.ForeignKey("accounts.id"), nullable=False),
+    sa.Column("posted_ns", sa.BigInteger, nullable=False),
+    sa.Column("day", sa.Integer, nullable=False),
+    sa.Column("start_ns", sa.BigInteger, nullable=False),
+    sa.Column("end_ns", sa.BigInteger, nullable=False),
+    sa.Column("gpus", sa.Integer, nullable=False),
+    sa.Column("queued_ms", sa.BigInteger, nullable=False),  # wall time, of the first entry of crew 0
+    sa.Column("environment_ms", sa.BigInteger, nullable=False),
+    sa.Column("start_ms", sa.BigInteger, nullable=False),
+    sa.Column("run_ms", sa.BigInteger, nullable=False),
+    sa.Column("stop_ms", sa.BigInteger, nullable=False),
+    sa.Column("gate_ms", sa.BigInteger, nullable=False),
+    sa.Column("idle_ms", sa.BigInteger, nullable=False),
+    sa.Column("gpu_ms", sa.BigInteger, nullable=False),
+    sa.Column("billed_ms", sa.BigInteger, nullable=False),
+    sa.Column("core_ms", sa.BigInteger, nullable=False),
+    sa.Column("memory_mib_ms", sa.BigInteger, nullable=False),
+    sa.Column("micros", sa.BigInteger),
+    sa.Column("dbu_micros", sa.BigInteger, nullable=False),
+    sa.UniqueConstraint("run_id", "fence", "crew", "number"),
+    sa.Index("ix_charges_day", "day", "account_id"),
 )
 
 account_tags = (
