@@ -74,7 +74,7 @@ def tell(services: Services, run_id: str, event: StopAsked | AttemptEnded | Give
     def work(connection: sa.Connection) -> TransitionResult:
         run = runs.find(connection, run_id)
         assert run is not None
-        return transitions.tell(connection, run, event, note=note)
+        return transitions.apply(connection, run, event, note=note)
 
     services.announcer.announce(services.database.write(work))
 

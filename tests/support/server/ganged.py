@@ -65,7 +65,7 @@ def happened(database: Database, run_id: str, number: int, *what: Any, **note: A
     def write(connection: sa.Connection) -> TransitionResult:
         run = runs.find(connection, run_id)
         assert run is not None
-        return transitions.tell_crew(connection, run, number, *what, note=Note(at_ns=T0 + 5 * S, **note))
+        return transitions.apply_to_crew(connection, run, number, *what, note=Note(at_ns=T0 + 5 * S, **note))
 
     return database.write(write)
 

@@ -178,7 +178,7 @@ class World:
         def work(connection: Any) -> TransitionResult:
             run = runs.find(connection, run_id)
             assert run is not None
-            return transitions.tell(connection, run, StopAsked(why=why), note=note)
+            return transitions.apply(connection, run, StopAsked(why=why), note=note)
 
         self._there().announcer.announce(self.database.write(work))
 

@@ -134,7 +134,7 @@ def tell(database: Database, run_id: str, *happened: Event, at_ns: int = T0 + 2 
     def write(connection: sa.Connection) -> TransitionResult:
         run = runs.find(connection, run_id)
         assert run is not None
-        return transitions.tell(connection, run, *happened, note=Note(at_ns=at_ns, **note))
+        return transitions.apply(connection, run, *happened, note=Note(at_ns=at_ns, **note))
 
     return database.write(write)
 

@@ -157,7 +157,7 @@ class BudgetEnforcer:
                     said = goes_on_text(name, standing, currency, is_open=is_open)
                 else:
                     said = warning_text(name, standing, currency, is_open=is_open, mark=mark)
-                transitions.remark(connection, one.spender.run_id, one.spender.fence, said, at_ns=at_ns)
+                transitions.add_remark(connection, one.spender.run_id, one.spender.fence, said, at_ns=at_ns)
 
         self._database.write(work)
         for one in concerned:

@@ -184,7 +184,7 @@ class SpendAlarms:
             )
             budgets.add_notice(connection, NoticeKind.ALARM, document, at_ns=at_ns)
             if run is not None:
-                transitions.remark(connection, run.spender.run_id, run.spender.fence, sentence, at_ns=at_ns)
+                transitions.add_remark(connection, run.spender.run_id, run.spender.fence, sentence, at_ns=at_ns)
             return True
 
         if self._database.write(work):

@@ -61,4 +61,4 @@ def _mend(connection: sa.Connection, run_id: str, at_ns: int) -> TransitionResul
     run = runs.find(connection, run_id)
     if run is None or run.attempt is None or run.state not in ACTIVE or gangs.is_folded(run):
         return None
-    return transitions.fold_again(connection, run, at_ns=at_ns)
+    return transitions.refold(connection, run, at_ns=at_ns)

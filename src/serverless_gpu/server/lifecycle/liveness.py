@@ -272,7 +272,7 @@ class LivenessMonitor:
                 return None
             if self._leases.last_ns(crew.id, now_ns=heard_ns) != heard_ns:
                 return None
-            return transitions.tell_crew(connection, found, number, event, note=note)
+            return transitions.apply_to_crew(connection, found, number, event, note=note)
 
         try:
             told = self._database.write(work)

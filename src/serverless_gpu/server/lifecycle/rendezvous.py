@@ -359,7 +359,7 @@ def _refuse(connection: sa.Connection, crew: CrewId, note: Note) -> TransitionRe
     run_id, _, number = crew
     run = runs.find(connection, run_id)
     assert run is not None
-    told = transitions.tell_crew(connection, run, number, AttemptEnded(Reason.REFUSED, began=False), note=note)
+    told = transitions.apply_to_crew(connection, run, number, AttemptEnded(Reason.REFUSED, began=False), note=note)
     transitions.settle(connection, crew, receipt=None, at_ns=note.at_ns)
     return told
 

@@ -468,7 +468,7 @@ def _tell(connection: sa.Connection, found: _Found, said: Report, *, at_ns: int)
         returned=_returned(found, said),
         halt=_halt(found, said),
     )
-    return transitions.tell_crew(connection, found.run, crew.number, *_happened(crew, said), note=note)
+    return transitions.apply_to_crew(connection, found.run, crew.number, *_happened(crew, said), note=note)
 
 
 def _returned(found: _Found, said: Report) -> bool:

@@ -129,7 +129,7 @@ class Requeue:
             reason, note = Reason.REFUSED, Note(at_ns=at_ns, detail=why)
             if run.stop is not None:
                 reason, note = STOPPED_BY[run.stop], Note(at_ns=at_ns, detail=run.detail)
-            told = transitions.tell(connection, run, AttemptEnded(reason=reason, began=False), note=note)
+            told = transitions.apply(connection, run, AttemptEnded(reason=reason, began=False), note=note)
             transitions.settle_all(connection, run.attempt, at_ns=at_ns)  # nothing comes of what was nowhere
             return told
 

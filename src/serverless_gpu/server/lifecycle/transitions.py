@@ -254,7 +254,7 @@ def place(connection: sa.Connection, run: StoredRun, *, new: NewAttempt, on: Seq
     return life.fence
 
 
-def tell(connection: sa.Connection, run: StoredRun, *happened: Event, note: Note) -> TransitionResult:
+def apply(connection: sa.Connection, run: StoredRun, *happened: Event, note: Note) -> TransitionResult:
     """Write what follows from what happened to a run, in order; nothing, when nothing follows.
 
     What happens to an attempt happens to all crews of it.
@@ -275,7 +275,9 @@ def tell(connection: sa.Connection, run: StoredRun, *happened: Event, note: Note
     return _tell(connection, run, happened, gang=_Gang(attempt=attempt, crews=there), note=note)
 
 
-def tell_crew(connection: sa.Connection, run: StoredRun, number: int, *happened: Event, note: Note) -> TransitionResult:
+def apply_to_crew(
+    connection: sa.Connection, run: StoredRun, number: int, *happened: Event, note: Note
+) -> TransitionResult:
     """Write what follows from what happened to one crew of a run's attempt, in order; nothing, when nothing follows.
 
     Args:
@@ -299,7 +301,7 @@ def tell_crew(connection: sa.Connection, run: StoredRun, number: int, *happened:
     return msgspec.structs.replace(told, looks=looks)
 
 
-def fold_again(connection: sa.Connection, run: StoredRun, *, at_ns: int) -> TransitionResult:
+def refold(connection: sa.Connection, run: StoredRun, *, at_ns: int) -> TransitionResult:
     """Write what the crews of a run's attempt amount to, where the attempt says otherwise (`gangs.is_folded`)."""
     attempt = run.attempt
     assert attempt is not None and run.state in ACTIVE
@@ -343,7 +345,7 @@ def _tell(
     return told
 
 
-def remark(connection: sa.Connection, run_id: str, fence: int, sentence: str, *, at_ns: int) -> bool:
+def add_remark(connection: sa.Connection, run_id: str, fence: int, sentence: str, *, at_ns: int) -> bool:
     """Write an event that changes nothing and informs the user: a budget is nearly used up.
 
     Returns:
@@ -382,7 +384,7 @@ def settle_all(connection: sa.Connection, attempt: StoredAttempt, *, at_ns: int)
         settle(connection, crew.id, receipt=None, at_ns=at_ns)
 
 
-def told_as(reason: Reason, detail: str) -> str:
+def reason_sentence(reason: Reason, detail: str) -> str:
     """Return why something ended, for people."""
     sentence = MEANINGS[reason].sentence
     return f"{sentence}: {detail}" if detail else sentence
@@ -523,8 +525,8 @@ def _sentence(event: Event, life: Run, *, node: str, detail: str) -> str:
         case StopAsked() if life.reason is None:
             return f"asked to stop: {event.why}{f': {detail}' if detail else ''}"
         case AttemptEnded() | GivenUp() | Forgotten() if life.state is State.QUEUED:
-            return f"attempt {life.fence} is over: {told_as(over_because(event), detail)}; it waits for another"
-    return told_as(life.reason, detail) if life.reason else ""
+            return f"attempt {life.fence} is over: {reason_sentence(over_because(event), detail)}; it waits for another"
+    return reason_sentence(life.reason, detail) if life.reason else ""
 
 
 def ask_to_stop(
@@ -537,7 +539,7 @@ def ask_to_stop(
             return None
         state = "gone" if run is None else run.state
         raise AlreadyFinished(f"run {run_id} has ended: it is {state}", hint="there is nothing to stop any more")
-    told = tell(connection, run, StopAsked(why), note=Note(at_ns=at_ns, detail=because))
+    told = apply(connection, run, StopAsked(why), note=Note(at_ns=at_ns, detail=because))
     if told.changed:
         detail = {"reason": why.value, "fence": run.fence} | ({"because": because} if because else {})
         audit.record(connection, who=who, action=Action.RUN_STOP, subject=run_id, now_ns=at_ns, detail=detail)

@@ -439,7 +439,7 @@ def _rebooted(connection: sa.Connection, node: StoredNode, before: StoredNode, *
         run = runs.find(connection, crew.run_id) if crew.boot_id == before.boot_id else None
         if run is not None and run.fence == crew.fence:
             event = GivenUp(reason=Reason.NODE_REBOOTED)
-            told.append(transitions.tell_crew(connection, run, crew.number, event, note=note))
+            told.append(transitions.apply_to_crew(connection, run, crew.number, event, note=note))
     return told
 
 

@@ -96,7 +96,7 @@ class NodeService:
             node = find_node(connection, name)
             note = Note(at_ns=at_ns, detail=f"{who.name} said that {node.name} is dead")
             told = [
-                transitions.tell_crew(connection, run, crew.number, Forgotten(), note=note)
+                transitions.apply_to_crew(connection, run, crew.number, Forgotten(), note=note)
                 for crew in crews.open_on(connection, node.id)
                 if (run := runs.find(connection, crew.run_id)) is not None and run.fence == crew.fence
             ]

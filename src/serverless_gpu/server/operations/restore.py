@@ -175,7 +175,7 @@ def _require_nothing(target: Path) -> None:
 def _lose_waiting(connection: sa.Connection, detail: str, now_ns: int) -> list[TransitionResult]:
     waiting = [run_id for run_id, _fence in runs.queue(connection)][:AT_ONCE]
     note = Note(at_ns=now_ns, detail=detail)
-    return [transitions.tell(connection, run, Restored(), note=note) for run in runs.find_many(connection, waiting)]
+    return [transitions.apply(connection, run, Restored(), note=note) for run in runs.find_many(connection, waiting)]
 
 
 def _hold(connection: sa.Connection, now_ns: int) -> int:

@@ -19,7 +19,7 @@ from serverless_gpu.model.spec import Function, RunSpec
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.lifecycle import endings, gangs
 from serverless_gpu.server.lifecycle.endings import EarlyEnding, Quiet
-from serverless_gpu.server.lifecycle.transitions import told_as
+from serverless_gpu.server.lifecycle.transitions import reason_sentence
 from serverless_gpu.server.records import events, files, runs
 from serverless_gpu.server.records.attempts import StoredAttempt
 from serverless_gpu.server.records.crews import CrewOutcome, StoredCrew
@@ -121,7 +121,7 @@ def sentence(run: StoredRun, *, waits_for: str = "") -> str:
     """Return what a run waits for, what its node says about it, or why it ended."""
     attempt = run.attempt
     if run.reason is not None:
-        return told_as(run.reason, run.detail)
+        return reason_sentence(run.reason, run.detail)
     if run.state is State.QUEUED or attempt is None:
         return waits_for
     if run.state is State.UNREACHABLE:
@@ -204,7 +204,7 @@ def early_message(run: StoredRun, told: EarlyEnding, found: Sequence[StoredFile]
         fence=run.fence,
         state=told.state,
         reason=told.reason,
-        sentence=told_as(told.reason, told.sentence),
+        sentence=reason_sentence(told.reason, told.sentence),
         ending=_json(told.stopped),
         files=file_views(found),
     )

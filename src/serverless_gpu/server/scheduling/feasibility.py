@@ -243,7 +243,7 @@ class UnsatisfiableRuns:
             if run is None or run.state is not State.QUEUED:
                 return None
             try:
-                return transitions.tell(connection, run, Unsatisfiable(), note=note)
+                return transitions.apply(connection, run, Unsatisfiable(), note=note)
             except StaleAttempt:
                 return None
 

@@ -289,7 +289,7 @@ def _end_at_once(connection: sa.Connection, run_id: str, reason: Reason, note: N
     """End an attempt in the transaction that made it: its order is never seen, and nothing will come of it."""
     run = runs.find(connection, run_id)
     assert run is not None
-    told = transitions.tell(connection, run, AttemptEnded(reason=reason, began=False), note=note)
+    told = transitions.apply(connection, run, AttemptEnded(reason=reason, began=False), note=note)
     if run.attempt is not None:
         transitions.settle_all(connection, run.attempt, at_ns=note.at_ns)
     return told

@@ -257,7 +257,7 @@ def end_crew(connection: sa.Connection, number: int, *, run_id: str) -> None:
     """Write that a crew has ended."""
     run = runs.find(connection, run_id)
     assert run is not None
-    transitions.tell_crew(
+    transitions.apply_to_crew(
         connection, run, number, AttemptEnded(Reason.COMPLETED, began=True), note=Note(at_ns=T0 + 5 * S)
     )
 

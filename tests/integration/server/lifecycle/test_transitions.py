@@ -72,7 +72,7 @@ def test_a_change_of_a_run_that_changed_meanwhile_changes_nothing(database: Data
     tell(database, run_id, UserCodeStarted())
     written = {table.name: rows(database, table) for table in tables.metadata.sorted_tables}
     with pytest.raises(StaleAttempt):
-        database.write(lambda connection: transitions.tell(connection, before, Stopping(), note=Note(at_ns=T0)))
+        database.write(lambda connection: transitions.apply(connection, before, Stopping(), note=Note(at_ns=T0)))
     assert {table.name: rows(database, table) for table in tables.metadata.sorted_tables} == written
 
 
