@@ -18,7 +18,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from serverless_gpu.model.billing.usage_report import Amounts, added
-from serverless_gpu.server.db.database import Transactions, portions
+from serverless_gpu.server.db.database import Transactions, in_chunks
 from serverless_gpu.server.db.tables import charges, folded, used_days, used_plain_days
 from serverless_gpu.server.records.charges import plain_ids
 from serverless_gpu.server.records.usage import FOLDED, SUMS, folded_seq, sums_of_rows
@@ -89,7 +89,7 @@ def _there(connection: sa.Connection, table: sa.Table, keys: list[tuple[int, int
     for day, account_id in keys:
         by_day[day].append(account_id)
     for day, account_ids in by_day.items():
-        for some in portions(account_ids):
+        for some in in_chunks(account_ids):
             here = sa.and_(table.c.day == day, table.c.account_id.in_(some))
             query = sa.select(table.c.day, table.c.account_id, *columns).where(here)
             found |= {(row[0], row[1]): _amounts(row) for row in connection.execute(query)}

@@ -94,7 +94,7 @@ class Transactions(Protocol):
         ...
 
 
-def portions(values: Sequence[T], size: int = AT_ONCE) -> Iterator[Sequence[T]]:
+def in_chunks(values: Sequence[T], size: int = AT_ONCE) -> Iterator[Sequence[T]]:
     """Yield values in their order, so many at a time, for ``IN (…)``."""
     return (values[start : start + size] for start in range(0, len(values), size))
 

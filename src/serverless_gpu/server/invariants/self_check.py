@@ -46,7 +46,7 @@ from serverless_gpu.server.budgets.spending import Spending
 from serverless_gpu.server.core.hub import Hub
 from serverless_gpu.server.core.server_metrics import ServerMetrics
 from serverless_gpu.server.core.settings import Settings
-from serverless_gpu.server.db.database import Transactions, portions
+from serverless_gpu.server.db.database import Transactions, in_chunks
 from serverless_gpu.server.invariants import invariant_inputs
 from serverless_gpu.server.invariants.invariant_inputs import PAGE_RUNS, RecordedRuns, Violation
 from serverless_gpu.server.invariants.run_invariants import History, Lendings, LiveState, broken_chain, violations
@@ -205,7 +205,7 @@ def check(read: Read, *, history: History | None = None, limit: int = PAGE_RUNS)
         found.update(lendings.look(page))
         skipped += page.skipped
         seen.update(booked.run.id for booked in page.runs)
-    for gone in portions(sorted((history or History()).acknowledged - seen), limit):
+    for gone in in_chunks(sorted((history or History()).acknowledged - seen), limit):
         absent = read(partial(invariant_inputs.of_runs, run_ids=gone))
         found.update(violations(absent, history))
     chain = ChainCheck()

@@ -22,7 +22,7 @@ from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.lifecycle.gang_lifecycle import Cause
 from serverless_gpu.model.lifecycle.rendezvous import Chosen
 from serverless_gpu.model.secrets import Pinned
-from serverless_gpu.server.db.database import portions
+from serverless_gpu.server.db.database import in_chunks
 from serverless_gpu.server.db.tables import attempts, nodes
 from serverless_gpu.server.db.tables import crews as crews_table
 from serverless_gpu.server.records import crews
@@ -214,7 +214,7 @@ def of_runs(connection: sa.Connection, run_ids: Sequence[str]) -> dict[Gang, Sto
     """Return all attempts of some runs."""
     found: list[StoredAttempt | None] = []
     query = sa.select(*COLUMNS).select_from(JOINED)
-    for some in portions(list(run_ids)):
+    for some in in_chunks(list(run_ids)):
         found += [from_row(row) for row in connection.execute(query.where(attempts.c.run_id.in_(some)))]
     return {(attempt.run_id, attempt.fence): attempt for attempt in whole(connection, found)}
 
@@ -239,7 +239,7 @@ def failed_nodes(connection: sa.Connection, run_ids: Sequence[str]) -> dict[str,
     query = sa.select(crew.run_id, crew.node_id, crew.reason, attempts.c.called_off, attempts.c.cause_json)
     query = query.select_from(crews_table.join(attempts, own)).where(crew.ended_ns.is_not(None), failed)
     query = query.where(crew.reason.not_in([reason.value for reason in _OF_OTHERS]))
-    for some in portions(run_ids):
+    for some in in_chunks(run_ids):
         for run_id, node_id, reason, called_off, cause in connection.execute(query.where(crew.run_id.in_(some))):
             is_called_off = reason == Reason.REFUSED and called_off
             if is_called_off and (cause is None or from_json(cause, Cause).reason is not Reason.NODES_APART):
@@ -253,7 +253,7 @@ def apart_nodes(connection: sa.Connection, run_ids: Sequence[str]) -> dict[str, 
     found: dict[str, set[tuple[str, str]]] = {}
     query = sa.select(attempts.c.run_id, attempts.c.fence, attempts.c.cause_json)
     query = query.where(attempts.c.called_off, attempts.c.cause_json.is_not(None))
-    for some in portions(list(run_ids)):
+    for some in in_chunks(list(run_ids)):
         rows = connection.execute(query.where(attempts.c.run_id.in_(some)))
         pairs = {(run_id, fence): from_json(cause, Cause).apart for run_id, fence, cause in rows}
         apart = {gang: pair for gang, pair in pairs.items() if pair is not None}

@@ -23,7 +23,7 @@ from serverless_gpu.model.billing.ledger import EntryKind, LedgerEntry, LedgerLi
 from serverless_gpu.model.calendars import DAY_NS
 from serverless_gpu.model.hardware import CPU
 from serverless_gpu.model.lifecycle.attempt import ACTIVE
-from serverless_gpu.server.db.database import portions
+from serverless_gpu.server.db.database import in_chunks
 from serverless_gpu.server.db.tables import account_tags, accounts, attempts, charges, crews, runs, utilisations
 from serverless_gpu.server.records import attempts as attempt_rows
 from serverless_gpu.server.records import pools
@@ -137,7 +137,7 @@ def ensure_account(connection: sa.Connection, account: Account) -> int:
 def plain_ids(connection: sa.Connection, numbers: Collection[int]) -> dict[int, int]:
     """Return the number of the plain account of each of some accounts."""
     found: dict[int, int] = {}
-    for some in portions(sorted(set(numbers))):
+    for some in in_chunks(sorted(set(numbers))):
         query = sa.select(accounts.c.id, accounts.c.plain_id).where(accounts.c.id.in_(some))
         found |= {row.id: row.plain_id for row in connection.execute(query)}
     return found
@@ -146,7 +146,7 @@ def plain_ids(connection: sa.Connection, numbers: Collection[int]) -> dict[int, 
 def find_accounts(connection: sa.Connection, numbers: Collection[int]) -> dict[int, Account]:
     """Return accounts by their numbers."""
     found: dict[int, Account] = {}
-    for some in portions(sorted(set(numbers))):
+    for some in in_chunks(sorted(set(numbers))):
         for row in connection.execute(sa.select(accounts).where(accounts.c.id.in_(some))):
             found[row.id] = account_from_row(row)
     return found
@@ -286,7 +286,7 @@ def of_attempts(connection: sa.Connection, gangs: Collection[Gang]) -> dict[Gang
 def of_runs(connection: sa.Connection, run_ids: Sequence[str]) -> list[PostedEntry]:
     """Return the entries of runs, by run, attempt, crew and number."""
     found: list[PostedEntry] = []
-    for some in portions(run_ids):
+    for some in in_chunks(run_ids):
         query = sa.select(charges).where(charges.c.run_id.in_(some))
         rows = connection.execute(query.order_by(charges.c.run_id, charges.c.fence, charges.c.crew, charges.c.number))
         found += [posted_from_row(row) for row in rows]
@@ -448,7 +448,7 @@ def unposted(connection: sa.Connection) -> dict[Gang, UnpostedAttempt]:
     rows = list(connection.execute(going))
     left = {(run_id, fence) for run_id, fence in connection.execute(sa.select(*_WHOSE[:2]).where(_UNCHARGED))}
     others = sa.select(*attempt_rows.COLUMNS, runs.c.stop).select_from(attempt_rows.JOINED.outerjoin(runs, is_current))
-    for some in portions(sorted({run_id for run_id, _ in left})):
+    for some in in_chunks(sorted({run_id for run_id, _ in left})):
         rows += connection.execute(others.where(attempts.c.run_id.in_(some)))
     found = [(attempt, row[-1] is not None) for row in rows if (attempt := attempt_rows.from_row(row))]
     stopping = {(attempt.run_id, attempt.fence) for attempt, is_stopping in found if is_stopping}

@@ -17,7 +17,7 @@ from serverless_gpu.errors import StaleAttempt
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.placement import CrewPlace
 from serverless_gpu.server.core.server_key import Keys, sha256
-from serverless_gpu.server.db.database import portions
+from serverless_gpu.server.db.database import in_chunks
 from serverless_gpu.server.db.tables import crews, nodes
 
 Gang = tuple[str, int]
@@ -183,7 +183,7 @@ def on_node(connection: sa.Connection, run_id: str, fence: int, node_id: str) ->
 def of_gangs(connection: sa.Connection, gangs: Collection[Gang]) -> dict[Gang, tuple[StoredCrew, ...]]:
     """Return all crews of some attempts, by their numbers."""
     found: dict[Gang, list[StoredCrew]] = {}
-    for some in portions(sorted({run_id for run_id, _ in gangs})):
+    for some in in_chunks(sorted({run_id for run_id, _ in gangs})):
         for row in connection.execute(_SELECT.where(crews.c.run_id.in_(some)).order_by(crews.c.crew)):
             one = from_row(row)
             if (one.run_id, one.fence) in gangs:
@@ -215,7 +215,7 @@ def receipts(connection: sa.Connection, ids: Collection[CrewId]) -> dict[CrewId,
     """Return the receipts of crews that have one."""
     found: dict[CrewId, str] = {}
     query = sa.select(crews.c.run_id, crews.c.fence, crews.c.crew, crews.c.receipt_json)
-    for some in portions(sorted({run_id for run_id, _, _ in ids})):
+    for some in in_chunks(sorted({run_id for run_id, _, _ in ids})):
         for run_id, fence, number, receipt in connection.execute(query.where(crews.c.run_id.in_(some))):
             if receipt is not None and (run_id, fence, number) in ids:
                 found[run_id, fence, number] = receipt

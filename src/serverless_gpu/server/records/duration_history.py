@@ -18,7 +18,7 @@ from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.scheduling import duration_estimates
 from serverless_gpu.model.scheduling.fairness import charged
 from serverless_gpu.model.scheduling.values import Used
-from serverless_gpu.server.db.database import portions
+from serverless_gpu.server.db.database import in_chunks
 from serverless_gpu.server.db.tables import attempts, crews, runs
 from serverless_gpu.server.records.attempts import COLUMNS, JOINED, StoredAttempt, from_row, whole
 
@@ -85,7 +85,7 @@ def preemptions(connection: sa.Connection, run_ids: Sequence[str]) -> dict[str, 
     """Return how often runs had to make room for others; those that never had are not in it."""
     counted: dict[str, int] = {}
     query = sa.select(attempts.c.run_id, sa.func.count()).where(attempts.c.reason == Reason.PREEMPTED.value)
-    for some in portions(run_ids):
+    for some in in_chunks(run_ids):
         theirs = query.where(attempts.c.run_id.in_(some)).group_by(attempts.c.run_id)
         counted |= {run_id: number for run_id, number in connection.execute(theirs)}
     return counted

@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from serverless_gpu import faults
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.lifecycle.attempt import Fact
-from serverless_gpu.server.db.database import portions
+from serverless_gpu.server.db.database import in_chunks
 from serverless_gpu.server.db.tables import facts
 from serverless_gpu.server.records.crews import CrewId
 
@@ -100,7 +100,7 @@ def _of(crew: CrewId) -> sa.ColumnElement[bool]:
 
 
 def _are(ids: Collection[CrewId]) -> Iterator[sa.ColumnElement[bool]]:
-    for some in portions(sorted(ids)):
+    for some in in_chunks(sorted(ids)):
         # The runs beside the triples: SQLite looks them up in no index, and would read all facts there are.
         runs = facts.c.run_id.in_(sorted({run_id for run_id, _, _ in some}))
         yield sa.and_(runs, sa.tuple_(*_WHOSE).in_(some))

@@ -14,7 +14,7 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.server.db.database import portions
+from serverless_gpu.server.db.database import in_chunks
 from serverless_gpu.server.db.tables import files
 from serverless_gpu.wire.base import INLINE_BYTES_MAX
 
@@ -57,10 +57,10 @@ def put(
     """
     latest = {file.name: file for file in new}
     if replace:
-        for names in portions(list(latest)):
+        for names in in_chunks(list(latest)):
             connection.execute(files.delete().where(_of(run_id, fence), files.c.name.in_(names)))
     else:
-        for names in portions(list(latest)):
+        for names in in_chunks(list(latest)):
             there = sa.select(files.c.name).where(_of(run_id, fence), files.c.name.in_(names))
             for name in connection.scalars(there).all():
                 del latest[name]
@@ -99,7 +99,7 @@ def of_attempt(
             with_bytes.append(name)
             left -= size
     inline: dict[str, bytes] = {}
-    for names in portions(with_bytes):
+    for names in in_chunks(with_bytes):
         pairs = sa.select(files.c.name, files.c.inline).where(_of(run_id, fence), files.c.name.in_(names))
         inline |= {name: data for name, data in connection.execute(pairs)}
     return [_from_row((name, size, inline.get(name), parts)) for name, size, _, parts in found]

@@ -16,7 +16,7 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.model.lifecycle.attempt import StopReason
-from serverless_gpu.server.db.database import portions
+from serverless_gpu.server.db.database import in_chunks
 from serverless_gpu.server.db.tables import crews, orders
 from serverless_gpu.server.records.crews import CrewId, Gang
 
@@ -79,7 +79,7 @@ def taken(connection: sa.Connection, run_ids: Sequence[str]) -> set[Gang]:
     """Return the attempts of some runs whose order to start a crew was taken by a node."""
     found: set[Gang] = set()
     starts = sa.and_(orders.c.kind == "start", orders.c.taken_ns.is_not(None))
-    for some in portions(run_ids):
+    for some in in_chunks(run_ids):
         query = sa.select(orders.c.run_id, orders.c.fence).where(orders.c.run_id.in_(some), starts)
         found |= {(run_id, fence) for run_id, fence in connection.execute(query)}
     return found

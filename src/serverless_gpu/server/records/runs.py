@@ -22,7 +22,7 @@ from serverless_gpu.model.lifecycle.run_lifecycle import FAULT_RETRIES_MAX, INFR
 from serverless_gpu.model.scheduling.values import CLASSES, Reservation
 from serverless_gpu.model.spec import BlobReference, Function, RunSpec
 from serverless_gpu.server.core.server_key import Sealer
-from serverless_gpu.server.db.database import portions
+from serverless_gpu.server.db.database import in_chunks
 from serverless_gpu.server.db.tables import attempts as attempts_table
 from serverless_gpu.server.db.tables import audit, crews, runs
 from serverless_gpu.server.db.tables import crews as crews_table
@@ -399,14 +399,14 @@ def waiting(connection: sa.Connection, *, limit: int, owner: str | None = None) 
 
 def find_many(connection: sa.Connection, run_ids: Sequence[str]) -> list[StoredRun]:
     """Return those runs that exist, in no order."""
-    parts = (connection.execute(_SELECT.where(runs.c.id.in_(some))) for some in portions(run_ids))
+    parts = (connection.execute(_SELECT.where(runs.c.id.in_(some))) for some in in_chunks(run_ids))
     return _from_rows(connection, (row for part in parts for row in part))
 
 
 def asked_ns(connection: sa.Connection, run_ids: Sequence[str]) -> dict[str, int]:
     """Return when runs were asked for: since then they waited for their first attempt."""
     query = sa.select(runs.c.id, runs.c.created_ns)
-    found = (connection.execute(query.where(runs.c.id.in_(some))) for some in portions(list(run_ids)))
+    found = (connection.execute(query.where(runs.c.id.in_(some))) for some in in_chunks(list(run_ids)))
     return {run_id: asked_ns for rows in found for run_id, asked_ns in rows}
 
 
@@ -512,7 +512,7 @@ def over(connection: sa.Connection, *, ended_before_ns: int, limit: int) -> list
 def endings(connection: sa.Connection, run_ids: Sequence[str]) -> dict[str, int | None]:
     """Return, of those runs that exist, when they ended; None where something may still come."""
     query = sa.select(runs.c.id, runs.c.ended_ns, _OVER)
-    rows = (row for some in portions(run_ids) for row in connection.execute(query.where(runs.c.id.in_(some))))
+    rows = (row for some in in_chunks(run_ids) for row in connection.execute(query.where(runs.c.id.in_(some))))
     return {run_id: ended_ns if over else None for run_id, ended_ns, over in rows}
 
 
@@ -520,7 +520,7 @@ def removed(connection: sa.Connection, run_ids: Sequence[str]) -> set[str]:
     """Return which of those runs retention removed, as the audit says."""
     query = sa.select(audit.c.subject).where(audit.c.action == Action.RUN_EXPIRE.value)
     return {
-        run_id for some in portions(run_ids) for run_id in connection.scalars(query.where(audit.c.subject.in_(some)))
+        run_id for some in in_chunks(run_ids) for run_id in connection.scalars(query.where(audit.c.subject.in_(some)))
     }
 
 
