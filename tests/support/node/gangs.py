@@ -19,7 +19,7 @@ from serverless_gpu.ambient import SystemClock, new_run_id
 from serverless_gpu.client.caller.caller_context import caller_context
 from serverless_gpu.client.launch.preflight import pack
 from serverless_gpu.model.lifecycle.attempt import State
-from serverless_gpu.model.lifecycle.gang_lifecycle import Cause, Crew, Fold, Halt, Over, fold, told_to_stop
+from serverless_gpu.model.lifecycle.gang_lifecycle import Cause, Crew, Fold, Halt, Over, fold, must_stop
 from serverless_gpu.model.lifecycle.rendezvous import Address, Apart, Chosen, CrewReach, Offer, choose
 from serverless_gpu.model.placement import laid_out
 from serverless_gpu.model.spec import RunSpec
@@ -167,7 +167,7 @@ class SeenGang:
         failed = ""
         cause = self.cause
         is_asked = cause is not None and cause.crew is None and crew.stop is not None  # and that is what it is told
-        if told_to_stop(crew.folded(), cause) and cause is not None and not is_asked:
+        if must_stop(crew.folded(), cause) and cause is not None and not is_asked:
             node = "" if cause.crew is None else f"{crew.start.crews[cause.crew].node}: "
             failed = f"{node}{cause.detail or cause.reason}"
         if self.apart is not None:

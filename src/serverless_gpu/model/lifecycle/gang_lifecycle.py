@@ -133,7 +133,7 @@ def fold(
     )
 
 
-def told_to_stop(crew: Crew, cause: Cause | None) -> bool:
+def must_stop(crew: Crew, cause: Cause | None) -> bool:
     """Return whether a crew is to be told that the gang ends; one that says so itself knows."""
     return cause is not None and crew.over is None and crew.halt is None
 

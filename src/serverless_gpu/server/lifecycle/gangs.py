@@ -114,7 +114,7 @@ def told(attempt: StoredAttempt, crew: StoredCrew, *, is_stopping: bool) -> Repo
         return ReportReply(release=attempt.released and crew.ended_ns is None)
     if cause is None and not is_stopping and crew.halt_json is None:
         return ReportReply(release=gang_lifecycle.may_leave(_life(crew, ""), [_life(one, "") for one in attempt.crews]))
-    if cause is None or not gang_lifecycle.told_to_stop(_life(crew, ""), cause) or (cause.crew is None and is_stopping):
+    if cause is None or not gang_lifecycle.must_stop(_life(crew, ""), cause) or (cause.crew is None and is_stopping):
         return ReportReply()
     if cause.reason in _PASSED_ON:
         return ReportReply(stop=_PASSED_ON[cause.reason])

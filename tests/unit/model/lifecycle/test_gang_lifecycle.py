@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
-from serverless_gpu.model.lifecycle.gang_lifecycle import Cause, Crew, Halt, Over, fold, told_to_stop
+from serverless_gpu.model.lifecycle.gang_lifecycle import Cause, Crew, Halt, Over, fold, must_stop
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, GivenUp
 from tests.support.golden import golden
 
@@ -70,7 +70,7 @@ def test_the_first_that_failed_by_itself_is_the_cause_and_stays_it() -> None:
     crews[2] = msgspec.structs.replace(crews[2], halt=RAISED)
     found = fold(crews)
     assert found.cause == Cause(crew=2, reason=Reason.RANK_RAISED, rank=9, detail="ValueError: no")
-    assert [told_to_stop(crew, found.cause) for crew in crews] == [True, True, False]  # the last one knows
+    assert [must_stop(crew, found.cause) for crew in crews] == [True, True, False]  # the last one knows
     crews[0] = msgspec.structs.replace(crews[0], halt=Halt(reason=Reason.GPU_LOST))
     assert fold(crews, found.cause).cause == found.cause
 
@@ -81,7 +81,7 @@ def test_who_only_lost_a_peer_is_replaced_once_by_the_peer() -> None:
     crews[0] = msgspec.structs.replace(crews[0], halt=LOST_PEER)
     first = fold(crews).cause
     assert first is not None and (first.crew, first.final) == (0, False)
-    assert told_to_stop(crews[1], first)
+    assert must_stop(crews[1], first)
     crews[1] = msgspec.structs.replace(crews[1], halt=RAISED)
     second = fold(crews, first).cause
     assert second is not None and (second.crew, second.final) == (1, True)
@@ -225,7 +225,7 @@ def test_that_it_failed_elsewhere_is_no_end_of_a_run() -> None:
 def test_both_nodes_that_do_not_reach_each_other_are_told() -> None:
     """The server's own story blames nobody."""
     cause = Cause(crew=None, reason=Reason.NODES_APART, detail="n1 does not reach n2")
-    assert all(told_to_stop(crew, cause) for crew in _crews(S, S))
+    assert all(must_stop(crew, cause) for crew in _crews(S, S))
 
 
 _OVERS = st.builds(
@@ -260,5 +260,5 @@ def test_whatever_crews_say_the_promises_hold(lives: list[Crew]) -> None:
     if found.cause is not None and found.cause.final:
         assert fold(crews, found.cause).cause == found.cause
     for crew in crews:
-        if told_to_stop(crew, found.cause):
+        if must_stop(crew, found.cause):
             assert crew.over is None and crew.halt is None
