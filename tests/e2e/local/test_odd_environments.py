@@ -25,7 +25,7 @@ from serverless_gpu.client.launch import preflight
 from serverless_gpu.environment.service import capture_error
 from serverless_gpu.errors import StorageError
 from serverless_gpu.node.base.home import Home, find_home
-from serverless_gpu.server.core.disk_space import NO_INODES, space_problem, why_full
+from serverless_gpu.server.core.disk_space import NO_INODES, full_reason, space_problem
 from serverless_gpu.testing import agent_status, stop_agent
 from tests.support.golden import golden
 from tests.support.local.observe import run_script
@@ -348,7 +348,7 @@ def test_23C9_calls_captures_and_the_server_name_the_inodes_of_their_disk(few_fi
     )
     assert (
         space_problem(few_files) == golden("local.odd_environments.server-disk", NO_INODES=NO_INODES)
-        and why_full(few_files, refused) == NO_INODES
+        and full_reason(few_files, refused) == NO_INODES
     )
 
 

@@ -38,10 +38,10 @@ def check_room(size: int, free: int | None, *, kept_free_bytes: int) -> None:
     """Refuse to store so many bytes where there is no room for them."""
     if free is not None and size > free - kept_free_bytes:
         kept = f", of which {format_bytes(kept_free_bytes)} stay free" if kept_free_bytes else ""
-        raise full(f"{format_bytes(size)} to write, {format_bytes(free)} free{kept}")
+        raise storage_full(f"{format_bytes(size)} to write, {format_bytes(free)} free{kept}")
 
 
-def full(why: str) -> ServerStorageFull:
+def storage_full(why: str) -> ServerStorageFull:
     """Return the error for a disk that is full."""
     return ServerStorageFull(
         f"the server has no room to store this: {why}",
@@ -49,7 +49,7 @@ def full(why: str) -> ServerStorageFull:
     )
 
 
-def why_full(directory: Path, error: OSError) -> str:
+def full_reason(directory: Path, error: OSError) -> str:
     """Return why a file could not be written on a disk that is full: it has no room, or no inodes."""
     return NO_INODES if lacks_inodes(directory) else error.strerror or "the disk is full"
 

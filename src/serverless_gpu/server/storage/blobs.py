@@ -31,7 +31,7 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.environment.stores.base import Store
 from serverless_gpu.errors import EnvironmentProblem, HashMismatch, InvalidValue, NotFound, StorageError, TooLarge
 from serverless_gpu.model.spec import BLOB_PART_BYTES, BlobReference
-from serverless_gpu.server.core.disk_space import KEPT_FREE_BYTES, check_room, full
+from serverless_gpu.server.core.disk_space import KEPT_FREE_BYTES, check_room, storage_full
 from serverless_gpu.server.core.health import Unwell
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.http.routing import ATTEMPT, Bytes, Call, Incoming, Routes, writing
@@ -99,7 +99,7 @@ class Blobs:
         try:
             self._store.put({key: data})
         except StorageError as error:
-            raise full(error.message) from error
+            raise storage_full(error.message) from error
         faults.reach("after_part_before_answer")
 
     def try_store(self) -> str:

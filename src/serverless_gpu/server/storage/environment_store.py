@@ -59,7 +59,7 @@ from serverless_gpu.errors import (
     StorageError,
     StoreUnavailable,
 )
-from serverless_gpu.server.core.disk_space import KEPT_FREE_BYTES, check_room, full
+from serverless_gpu.server.core.disk_space import KEPT_FREE_BYTES, check_room, storage_full
 from serverless_gpu.server.core.health import Unwell
 from serverless_gpu.server.storage.object_cache import PIECE_BYTES as COPIED_BYTES
 from serverless_gpu.server.storage.object_cache import ObjectCache
@@ -168,7 +168,7 @@ class EnvironmentStore:
         try:
             self._store.put({key: wanted})
         except StorageError as error:
-            raise full(error.message) from error
+            raise storage_full(error.message) from error
         finally:
             if self._nearby is not None:
                 self._nearby.forget((key,))

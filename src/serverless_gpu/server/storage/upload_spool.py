@@ -21,7 +21,14 @@ from typing import IO, TypeVar
 
 from anyio import CapacityLimiter, to_thread
 
-from serverless_gpu.server.core.disk_space import FULL, KEPT_FREE_BYTES, check_room, free_bytes, full, why_full
+from serverless_gpu.server.core.disk_space import (
+    FULL,
+    KEPT_FREE_BYTES,
+    check_room,
+    free_bytes,
+    full_reason,
+    storage_full,
+)
 
 PIECE_BYTES = 1 << 20
 THREADS_MAX = 32
@@ -83,7 +90,7 @@ class UploadSpool:
                     view = view[file.write(view) :]
         except OSError as error:
             if error.errno in FULL:
-                raise full(why_full(self._directory, error)) from error
+                raise storage_full(full_reason(self._directory, error)) from error
             raise
         return file
 
