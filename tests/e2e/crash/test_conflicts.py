@@ -15,7 +15,7 @@ from serverless_gpu.errors import ServerUnavailable
 from serverless_gpu.server.db import database as database_room
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.db.tables import teams
-from serverless_gpu.server.http.routing import problem
+from serverless_gpu.server.http.routing import problem_response
 from tests.support.golden import golden
 from tests.support.local.observe import wait_for
 from tests.support.server.postgres import cluster
@@ -87,7 +87,7 @@ def test_F37_after_that_it_is_a_503_to_be_asked_again_and_nothing_is_written(dat
         database.write(work)
     assert len(begun) == database_room.TRIES == 6
     assert database.read(count)["one"] == before + 6 * 1000
-    answer = problem(raised.value)
+    answer = problem_response(raised.value)
     assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
     database.write(lambda connection: touch(connection, "one"))
 

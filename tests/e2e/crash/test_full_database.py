@@ -18,7 +18,7 @@ from serverless_gpu import Run
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.errors import RunCancelled, ServerStorageFull, ServerUnavailable
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.http.routing import problem
+from serverless_gpu.server.http.routing import problem_response
 from serverless_gpu.wire.access import PrincipalRequest, TokenMade
 from serverless_gpu.wire.nodes import NodeList
 from serverless_gpu.wire.state import Health
@@ -111,7 +111,7 @@ def test_F36_on_a_full_disk_runs_are_stopped_and_end_and_no_new_ones_come(
     until_full(machine)
     with pytest.raises(ServerStorageFull, match=re.escape(golden("crash.full_database.new-runs-taken"))) as raised:
         work.submit(str(tmp_path), 1)
-    assert problem(raised.value).status_code == 503
+    assert problem_response(raised.value).status_code == 503
     with contextlib.closing(machine.connection()) as connection:
         with pytest.raises(ServerUnavailable, match="full"):
             connection.ask("GET", "/health", answer=Health)

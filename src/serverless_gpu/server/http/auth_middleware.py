@@ -46,7 +46,17 @@ from serverless_gpu.server.core.caller import NOBODY, Caller
 from serverless_gpu.server.core.server_key import Keys
 from serverless_gpu.server.core.server_metrics import ServerMetrics
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.http.routing import ANYBODY, ATTEMPT, CALL, PUBLIC, ROUTE, Call, Need, Route, problem
+from serverless_gpu.server.http.routing import (
+    ANYBODY,
+    ATTEMPT,
+    CALL,
+    PUBLIC,
+    ROUTE,
+    Call,
+    Need,
+    Route,
+    problem_response,
+)
 from serverless_gpu.server.records import principals
 from serverless_gpu.wire.base import API
 
@@ -130,7 +140,7 @@ class AuthMiddleware:
         try:
             call = await self._admitted(scope)
         except ServerlessGpuError as error:
-            answer = problem(error, close=_has_body(scope))
+            answer = problem_response(error, close=_has_body(scope))
             if isinstance(error, WrongMethod):
                 answer.headers["Allow"] = error.possible
             await answer(scope, receive, send)

@@ -23,7 +23,7 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from serverless_gpu.errors import NotAllowed, ServerlessGpuError, ServerUnavailable
 from serverless_gpu.server.core.hub import Hub
 from serverless_gpu.server.http.auth_middleware import PUBLIC_ROUTES
-from serverless_gpu.server.http.routing import problem
+from serverless_gpu.server.http.routing import problem_response
 
 _PUBLIC = frozenset(path for _method, path in PUBLIC_ROUTES)
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -57,7 +57,7 @@ class ProxyMiddleware:
             if self._hub.closed and scope["path"] not in _PUBLIC:
                 raise ServerUnavailable("the server is stopping", hint="ask again: it is started again, or another is")
         except ServerlessGpuError as error:
-            await problem(error, close=True)(scope, receive, send)
+            await problem_response(error, close=True)(scope, receive, send)
             return
         self.busy += 1
         try:

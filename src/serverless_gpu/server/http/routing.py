@@ -93,7 +93,7 @@ Reader = Callable[[int, int], Iterator[bytes]]
 """Yields so many bytes from one on; called, and read, in a thread."""
 
 
-def problem(error: ServerlessGpuError, *, close: bool = False) -> Response:
+def problem_response(error: ServerlessGpuError, *, close: bool = False) -> Response:
     """Return the answer for an error.
 
     Args:
@@ -286,14 +286,14 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         try:
             return await self._serve(request)
         except ServerlessGpuError as error:
-            return problem(error)
+            return problem_response(error)
         except ClientDisconnect:
             return Response(status_code=499)  # the client is gone
         except Exception:  # a bug of a route must not end the server, and says nothing to the outside
             _logger.exception("%s %s failed", self.method, self.path)
             found = server_log.current().get("request_id", "")
             hint = f"its log says what: request {found}" if found else "its log says what"
-            return problem(ServerProblem("something went wrong in the server", hint=hint))
+            return problem_response(ServerProblem("something went wrong in the server", hint=hint))
 
     async def _serve(self, request: HttpRequest) -> Response:
         call = request.scope.get(CALL)
@@ -452,7 +452,7 @@ def make_response(call: Call, answer: object) -> Response:
     return Response(msgspec.json.encode(answer), media_type=JSON)
 
 
-def part_of(read: Reader, size: int, asked: str) -> Response:
+def range_response(read: Reader, size: int, asked: str) -> Response:
     """Return the bytes that a request asks for.
 
     Args:

@@ -16,7 +16,17 @@ from serverless_gpu.model.lifecycle.attempt import TERMINAL, State
 from serverless_gpu.model.placement import NODES_MAX
 from serverless_gpu.server.billing import run_costs
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.http.routing import EVENTS, Bytes, Call, Query, Routes, Stream, part_of, reading, writing
+from serverless_gpu.server.http.routing import (
+    EVENTS,
+    Bytes,
+    Call,
+    Query,
+    Routes,
+    Stream,
+    range_response,
+    reading,
+    writing,
+)
 from serverless_gpu.server.lifecycle import endings, metering
 from serverless_gpu.server.lifecycle.liveness import Leases
 from serverless_gpu.server.records import attempts, files, runs
@@ -211,7 +221,7 @@ def read_file(
         return found
 
     found = database.read(work)
-    return part_of(file_source(blobs, found), found.size, call.headers.get("range", ""))
+    return range_response(file_source(blobs, found), found.size, call.headers.get("range", ""))
 
 
 @routes.get("/runs/{run}/receipt", needs=reading("runs"))
