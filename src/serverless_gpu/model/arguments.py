@@ -56,7 +56,7 @@ def argument_texts(arguments: Mapping[str, object]) -> dict[str, str]:
     Leaves out `rank` and `world_size`. Returns at most `ARGUMENTS_MAX` texts of `CHARACTERS_MAX` characters, in UTF-8.
     """
     texts: dict[str, str] = {}
-    for name, text in _told({name: value for name, value in arguments.items() if name not in _LEFT_OUT}, "", 0):
+    for name, text in _entry_texts({name: value for name, value in arguments.items() if name not in _LEFT_OUT}, "", 0):
         if len(texts) >= ARGUMENTS_MAX:
             break
         texts[_clean(name)] = _clean(text)
@@ -95,7 +95,7 @@ def is_secret_value(text: str) -> bool:
     return _SECRET_VALUE.search(text) is not None
 
 
-def _told(values: Mapping[object, object], above: str, depth: int) -> Iterator[tuple[str, str]]:
+def _entry_texts(values: Mapping[object, object], above: str, depth: int) -> Iterator[tuple[str, str]]:
     for key, value in itertools.islice(values.items(), _ENTRIES_MAX):
         if not isinstance(key, str | int) or isinstance(key, Enum):
             continue
@@ -104,7 +104,7 @@ def _told(values: Mapping[object, object], above: str, depth: int) -> Iterator[t
             continue
         inner = _entries(value)
         if inner is not None and depth < _DEPTH_MAX:
-            yield from _told(inner, f"{above}{name}.", depth + 1)
+            yield from _entry_texts(inner, f"{above}{name}.", depth + 1)
         elif inner is None and (text := _text(value)) is not None and not is_secret_value(text):
             yield f"{above}{name}", text
 
