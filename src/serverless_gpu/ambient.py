@@ -1,6 +1,6 @@
 """The only source of clocks and fresh identifiers.
 
-Everything that decides takes time and identifiers as values; code that acts gets them here. Durations and deadlines come
+Everything that decides takes time and identifiers as values; code that acts gets them here. Durations and deadlines
 from `boottime_ns` (it goes on during suspend and never jumps); `wall_ns` only places a moment on a calendar.
 """
 

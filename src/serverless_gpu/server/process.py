@@ -44,9 +44,9 @@ from serverless_gpu.server.http.listener import (
     BACKLOG,
     BoundedProtocol,
     ListeningSockets,
-    bound,
-    names,
-    only_one,
+    bind_sockets,
+    host_names,
+    lock_server,
     url_of,
 )
 from serverless_gpu.server.http.proxy_middleware import ProxyMiddleware
@@ -231,9 +231,9 @@ def serve(
     clock = clock or JumpTolerantClock(SystemClock())
     may_share = not settings.database.startswith("sqlite")
     with (
-        only_one(settings.directory, may_share=may_share) as other,
+        lock_server(settings.directory, may_share=may_share) as other,
         _logged(settings),
-        contextlib.closing(bound(settings)) as listening,
+        contextlib.closing(bind_sockets(settings)) as listening,
     ):
         url = url_of(settings, listening)
         _logger.info("process %d starts on %s", os.getpid(), url)
@@ -255,7 +255,7 @@ def serve(
                 hub=services.hub,
                 clock=services.clock,
                 measures=services.measures,
-                hosts=(*LOOPBACK, *names(settings, certificate.in_use.names if certificate else ())),
+                hosts=(*LOOPBACK, *host_names(settings, certificate.in_use.names if certificate else ())),
                 authenticate=assembly.authenticator.authenticate,
                 reach=assembly.authenticator.reach,
                 proxies=settings.behind_proxy,

@@ -49,7 +49,7 @@ _HINT = "`sgpu status` shows it; another SERVERLESS_GPU_HOME gets a server of it
 
 
 @contextlib.contextmanager
-def only_one(directory: Path, *, may_share: bool = False) -> Iterator[str]:
+def lock_server(directory: Path, *, may_share: bool = False) -> Iterator[str]:
     """Hold the locks of a server: of its home, and of its directory, which may have been moved or copied.
 
     Args:
@@ -60,7 +60,7 @@ def only_one(directory: Path, *, may_share: bool = False) -> Iterator[str]:
     Yields:
         Who holds the directory's lock instead, or "".
     """
-    with alone_in_home(directory), contextlib.ExitStack() as stack:
+    with lock_home(directory), contextlib.ExitStack() as stack:
         directory.mkdir(mode=0o700, exist_ok=True)
         other = ""
         try:
@@ -73,7 +73,7 @@ def only_one(directory: Path, *, may_share: bool = False) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def alone_in_home(directory: Path, *, hint: str = _HINT) -> Iterator[None]:
+def lock_home(directory: Path, *, hint: str = _HINT) -> Iterator[None]:
     """Have no server run meanwhile whose directory this is, or was before it was moved away."""
     directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _held(directory.with_name(f"{directory.name}.lock"), hint):
@@ -119,7 +119,7 @@ class ListeningSockets(NamedTuple):
             self.beside.close()
 
 
-def bound(settings: Settings) -> ListeningSockets:
+def bind_sockets(settings: Settings) -> ListeningSockets:
     """Return the sockets a server listens on, bound.
 
     Raises:
@@ -158,7 +158,7 @@ def url_of(settings: Settings, listening: ListeningSockets) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{listening.main.getsockname()[1]}"
 
 
-def names(settings: Settings, certified: Sequence[str] = ()) -> tuple[str, ...]:
+def host_names(settings: Settings, certified: Sequence[str] = ()) -> tuple[str, ...]:
     """Return the names, beside those of loopback, under which the server may be reached."""
     own = () if _is_unspecified(settings.host) else (settings.host,)
     return tuple(f"[{name}]" if ":" in name else name for name in (*own, *settings.hosts, *certified))

@@ -53,7 +53,7 @@ from serverless_gpu.server.core.server_metrics import ServerMetrics
 from serverless_gpu.server.core.settings import Settings, read_settings
 from serverless_gpu.server.db import high_water_mark_file, leader_lock
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.http.listener import alone_in_home
+from serverless_gpu.server.http.listener import lock_home
 from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.lifecycle.transitions import Note, TransitionResult
 from serverless_gpu.server.operations.backup import DATABASE, Manifest, check, copy, file_of, name_of, read_manifest
@@ -81,7 +81,7 @@ def restore(home: Home, backup: Path, *, nothing_ran_since: bool) -> Manifest:
     """Make a home's server out of a backup; the home must have none."""
     manifest = read_manifest(backup)
     directory = home.root / "server"
-    with alone_in_home(directory, hint="stop it first: Ctrl-C where `sgpu up` runs, or its service"):
+    with lock_home(directory, hint="stop it first: Ctrl-C where `sgpu up` runs, or its service"):
         if directory.exists() and any(directory.iterdir()):
             hint = (
                 "another SERVERLESS_GPU_HOME; or, when what is there is not needed: "

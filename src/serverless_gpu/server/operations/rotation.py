@@ -36,7 +36,7 @@ from serverless_gpu.node.base.private_files import write_private
 from serverless_gpu.server.core.server_key import KEY_BYTES, Keys, Sealer, read_keys
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.http.listener import only_one
+from serverless_gpu.server.http.listener import lock_server
 from serverless_gpu.server.identity import bootstrap
 from serverless_gpu.server.records import audit, crews, nodes, principals, runs, stored_secrets
 from serverless_gpu.server.records.audit import SERVER, Action
@@ -77,7 +77,7 @@ def rotate(settings: Settings, *, clock: Clock, login: str) -> Rotated:
     directory = settings.directory
     if not (directory / "key").exists():
         raise ServerProblem(f"{settings.home} has no server", hint="SERVERLESS_GPU_HOME says which home")
-    with only_one(directory), contextlib.closing(Database(settings.database, clock=clock)) as database:
+    with lock_server(directory), contextlib.closing(Database(settings.database, clock=clock)) as database:
         if ray_keeper.running(directory / "ray") is not None:
             raise ServerProblem("Ray of this server runs, with its token of now", hint="`sgpu stop` ends it")
         database.be_sole()

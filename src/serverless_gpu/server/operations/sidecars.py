@@ -57,7 +57,7 @@ from serverless_gpu.server.core.server_key import sha256
 from serverless_gpu.server.core.settings import RaySettings, Settings
 from serverless_gpu.server.http import tls
 from serverless_gpu.server.http.auth_middleware import LOOPBACK
-from serverless_gpu.server.http.listener import names
+from serverless_gpu.server.http.listener import host_names
 from serverless_gpu.wire.nodes import RayPool
 
 EVERY_S = 5.0
@@ -274,7 +274,7 @@ def mlflow_sidecar(settings: Settings) -> Iterator[Settings]:
     place = _mlflow_files(settings)
     place.make()
     host = urlsplit(settings.mlflow_url).hostname
-    beside = _MlflowKeeper(place, ",".join([*names(settings), *([host] if host else [])]))
+    beside = _MlflowKeeper(place, ",".join([*host_names(settings), *([host] if host else [])]))
     try:
         uri = beside.start()
         yield msgspec.structs.replace(settings, mlflow_url=settings.mlflow_url or uri)
@@ -306,7 +306,7 @@ def _refuse_mlflow(settings: Settings) -> None:
             f"--mlflow needs packages that are not installed: {', '.join(missing)}",
             hint="pip install 'serverless-gpu[server,mlflow]'",
         )
-    if any(name not in LOOPBACK for name in names(settings)) and not settings.mlflow_url:
+    if any(name not in LOOPBACK for name in host_names(settings)) and not settings.mlflow_url:
         raise InvalidValue(
             "other machines may use this server, and could not reach MLflow's, which listens on loopback",
             hint="put a proxy that speaks TLS in front of it, and say where others find it: --mlflow-url https://…",

@@ -15,7 +15,7 @@ from serverless_gpu.environment.stores.server_store import ServedStore
 from serverless_gpu.environment.stores.store_urls import open_store
 from serverless_gpu.errors import InvalidValue, ServerUnavailable, StoreUnavailable
 from serverless_gpu.server.core.settings import read_settings
-from serverless_gpu.server.http.listener import bound
+from serverless_gpu.server.http.listener import bind_sockets
 from serverless_gpu.server.http.tls import FILE, Certificate, CertificateInUse
 from serverless_gpu.wire.access import PrincipalView
 from serverless_gpu.wire.connection import Connection
@@ -193,5 +193,5 @@ def test_how_long_a_certificate_is_good_is_said_at_the_start(
 
 def test_beyond_loopback_it_speaks_tls_or_has_a_proxy_or_does_not_start(tmp_path: Path) -> None:
     with pytest.raises(InvalidValue, match="as they are") as caught:
-        bound(read_settings(tmp_path, {"host": "0.0.0.0", "port": 0}))
+        bind_sockets(read_settings(tmp_path, {"host": "0.0.0.0", "port": 0}))
     assert "--tls-cert" in caught.value.hint and "--behind-proxy" in caught.value.hint
