@@ -100,7 +100,7 @@ class GangWatch(msgspec.Struct, frozen=True, kw_only=True):
     judgement: Judgement | None = None
 
 
-def heard(
+def with_observation(
     gang: GangWatch, crew: int, silence: Silence | None, seen: CrewObservation | None, *, returned: bool, now_ns: int
 ) -> GangWatch:
     """Return what is known after a crew was heard of."""

@@ -158,7 +158,7 @@ class GangHangs:
         self, run: StoredRun, attempt: StoredAttempt, crew: StoredCrew, said: Report, before: Progress
     ) -> Progress:
         now_ns = self._clock.boottime_ns()
-        hangs = gang_hang_detection.heard(
+        hangs = gang_hang_detection.with_observation(
             before.hangs, crew.number, said.silence, _printable(said.seen), returned=said.returned, now_ns=now_ns
         )
         progress = Progress(

@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli import program
-from serverless_gpu.cli.server import up
+from serverless_gpu.cli.server import decide_sharing
 from serverless_gpu.doctor.probes.servers import look_at_server
 from serverless_gpu.engines.base import EngineNode
 from serverless_gpu.engines.simulated_engine import Reservations, SimulatedEngine
@@ -315,7 +315,7 @@ def test_22A1_an_upgrade_asks_on_a_terminal_and_says_how_to_rotate(
     shown = Terminal()
     monkeypatch.setattr("sys.stdin", Terminal(typed))
     monkeypatch.setattr("sys.stderr", shown)
-    assert up.decide_sharing(FOUND) is answer
+    assert decide_sharing(FOUND) is answer
     assert golden("server.isolation.bob-ran-code") in shown.getvalue() and "`sgpu server rotate`" in shown.getvalue()
     assert golden("server.isolation.may-runs-several") in shown.getvalue()
 
@@ -324,11 +324,11 @@ def test_22A1_without_a_terminal_it_warns_and_leaves_it_open(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
-    assert up.decide_sharing(FOUND) is None
+    assert decide_sharing(FOUND) is None
     assert golden("server.isolation.warning-runs-bob") in capsys.readouterr().err
     decided = Exposure(principals=("bob",), had_runs=(), undecided=(), closed=(), shared=("default",))
     monkeypatch.setattr("sys.stdin", Terminal("y\n"))
-    assert up.decide_sharing(decided) is None
+    assert decide_sharing(decided) is None
     assert golden("server.isolation.code-bob-can") in capsys.readouterr().err
 
 

@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives import serialization
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli.program import sgpu
-from serverless_gpu.cli.server import up
+from serverless_gpu.cli.server import disk_warnings
 from serverless_gpu.errors import (
     InvalidValue,
     NotAuthenticated,
@@ -169,9 +169,9 @@ def test_variables_that_are_no_settings_are_named_with_what_was_meant() -> None:
 
 
 def test_a_disk_on_which_little_can_be_done_is_said_at_the_start(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert up.disk_warnings(Home(home)) == []
+    assert disk_warnings(Home(home)) == []
     monkeypatch.setattr(disk_space, "free_bytes", lambda _place: 64 << 20)
-    (said,) = up.disk_warnings(Home(home))
+    (said,) = disk_warnings(Home(home))
     assert str(home) in said and "67.1 MB" in said and "134.2 MB" in said
 
 

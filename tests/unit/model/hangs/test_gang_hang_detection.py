@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from hypothesis import given
 
-from serverless_gpu.model.hangs.gang_hang_detection import CrewObservation, GangWatch, Silence, decide, heard
+from serverless_gpu.model.hangs.gang_hang_detection import CrewObservation, GangWatch, Silence, decide, with_observation
 from serverless_gpu.model.hangs.hang_detection import PLACES_MAX, RankSeen, Sign
 from serverless_gpu.model.lifecycle.attempt import Limits
 from serverless_gpu.model.placement import laid_out
@@ -66,7 +66,7 @@ class Scene:
                 seen = CrewObservation(
                     number=number, ranks=self.ranks[crew], stacks={self.ranks[crew][-1].rank: "a stack"}
                 )
-        self.gang = heard(self.gang, crew, silence, seen, returned=crew in self.returned, now_ns=self.now_ns)
+        self.gang = with_observation(self.gang, crew, silence, seen, returned=crew in self.returned, now_ns=self.now_ns)
         self.gang = decide(self.gang, self.limits, CREWS, per_node=False, now_ns=self.now_ns, fresh_ns=30 * S)
 
     def live(self, seconds: int) -> None:
@@ -210,7 +210,7 @@ def test_an_answer_to_an_older_question_counts_for_nothing() -> None:
     assert ask is not None
     old = CrewObservation(number=ask.number - 1, ranks=scene.ranks[0])
     silence = Silence(number=1, ms=300_000)
-    now = heard(scene.gang, 0, silence, old, returned=False, now_ns=scene.now_ns)
+    now = with_observation(scene.gang, 0, silence, old, returned=False, now_ns=scene.now_ns)
     assert now.seen == {}
 
 
