@@ -89,7 +89,9 @@ class PrincipalService:
                 for field in ("role", "disabled")
                 if getattr(before, field) != getattr(after, field)
             }
-            policy = owner_suspension.decide(connection, before, after, wanted=change.runs, otherwise=otherwise)
+            policy = owner_suspension.decide_for_runs(
+                connection, before, after, wanted=change.runs, otherwise=otherwise
+            )
             if policy:
                 detail["runs"] = policy
             if detail:

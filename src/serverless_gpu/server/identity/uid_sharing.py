@@ -81,7 +81,7 @@ def exposure(connection: sa.Connection) -> Exposure:
     has_runs = sa.exists().where(runs.c.owner == principals.c.name)
     query = sa.select(principals.c.name, has_runs.label("has_runs")).order_by(principals.c.name)
     rows = [row for row in connection.execute(query) if row.name != first]
-    out = owner_suspension.shut_out(connection)
+    out = owner_suspension.suspended_owners(connection)
     return Exposure(
         principals=tuple(row.name for row in rows if row.has_runs or row.name not in out),
         had_runs=tuple(row.name for row in rows if row.has_runs),

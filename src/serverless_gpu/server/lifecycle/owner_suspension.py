@@ -35,13 +35,13 @@ def may_start(principal: PrincipalView) -> bool:
     return not principal.disabled and principal.role not in _WITHOUT
 
 
-def shut_out(connection: sa.Connection, name: str | None = None) -> frozenset[str]:
+def suspended_owners(connection: sa.Connection, name: str | None = None) -> frozenset[str]:
     """Return who may start no runs, of all or of one."""
     query = sa.select(principals.c.name).where(_SHUT_OUT)
     return frozenset(connection.scalars(query if name is None else query.where(principals.c.name == name)))
 
 
-def decide(
+def decide_for_runs(
     connection: sa.Connection,
     before: PrincipalView,
     after: PrincipalView,
@@ -95,7 +95,7 @@ class OwnerSuspension:
         at_ns, because = self._clock.wall_ns(), f"{owner} may start no runs any more"
 
         def work(connection: sa.Connection) -> TransitionResult | None:
-            if owner not in shut_out(connection, owner):
+            if owner not in suspended_owners(connection, owner):
                 return None  # let in again meanwhile
             return transitions.ask_to_stop(
                 connection, run_id, who=audit.SERVER, why=StopReason.CANCEL, at_ns=at_ns, because=because

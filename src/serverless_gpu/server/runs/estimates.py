@@ -111,7 +111,7 @@ class EstimateService:
         server_drain = drain.find(connection)
         if server_drain is not None:
             return server_drain.sentence
-        if run.owner in owner_suspension.shut_out(connection, run.owner):
+        if run.owner in owner_suspension.suspended_owners(connection, run.owner):
             return f"{run.owner} may start no runs now"
         there = capacity.load(connection, self._leases)
         return queue_snapshot.why_not(connection, run, self._budget_admission.rooms(connection, there), there.freed)

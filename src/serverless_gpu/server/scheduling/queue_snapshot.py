@@ -219,7 +219,7 @@ class QueueSnapshot:
         """Return what those want who wait; who may not start now waits beside the line."""
         if not queue:
             return {}
-        shut_out, server_drain = owner_suspension.shut_out(connection), drain.find(connection)
+        shut_out, server_drain = owner_suspension.suspended_owners(connection), drain.find(connection)
         entries = {run_id: self._known[run_id] for run_id, _ in queue if run_id in self._known}  # else removed just now
         if server_drain is not None:
             return {run_id: _kept_back(entry, server_drain.sentence) for run_id, entry in entries.items()}

@@ -193,7 +193,7 @@ class Scheduler:
         run = runs.find(connection, placement.run_id)
         if run is None or run.state is not State.QUEUED:
             return None  # cancelled meanwhile
-        if run.owner in owner_suspension.shut_out(connection, run.owner):
+        if run.owner in owner_suspension.suspended_owners(connection, run.owner):
             return None  # they were shut out meanwhile
         if drain.find(connection) is not None:
             return None
