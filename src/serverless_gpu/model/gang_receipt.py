@@ -67,13 +67,13 @@ def together(accounts: Sequence[CrewAccount], whole: GangOutcome) -> Receipt | N
         micros=used.micros,
         peak_memory_bytes=_most(receipt.peak_memory_bytes for receipt in receipts),
         warm=all(receipt.warm for receipt in receipts),
-        warm_reason=_said(found, lambda receipt: receipt.warm_reason),
+        warm_reason=_joined_text(found, lambda receipt: receipt.warm_reason),
         gate=_gate(accounts),
         quarantined=tuple(gpu for receipt in receipts for gpu in receipt.quarantined),
         facts=sum(receipt.facts for receipt in receipts),
         world_size=sum(receipt.world_size for receipt in receipts),
         notes=_notes(accounts),
-        environment=_said(found, lambda receipt: receipt.environment),
+        environment=_joined_text(found, lambda receipt: receipt.environment),
         uses=tuple(use for receipt in receipts for use in receipt.uses),
         tracked=next((receipt.tracked for receipt in receipts if receipt.tracked), ""),
         bill=bill_of(used, whole.reason),
@@ -101,7 +101,7 @@ def _most(values: Iterable[int | None]) -> int | None:
     return max((value for value in values if value is not None), default=None)
 
 
-def _said(found: Sequence[tuple[str, Receipt]], word: Callable[[Receipt], str]) -> str:
+def _joined_text(found: Sequence[tuple[str, Receipt]], word: Callable[[Receipt], str]) -> str:
     """Return what all nodes say, once; where they differ, what each says."""
     texts = [(node, word(receipt)) for node, receipt in found]
     if len({text for _, text in texts}) == 1:
