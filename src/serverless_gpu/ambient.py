@@ -1,7 +1,7 @@
 """The only source of clocks and fresh identifiers.
 
-Everything that decides takes time and identifiers as values; code that acts gets them here. Durations and deadlines
-from `boottime_ns` (it goes on during suspend and never jumps); `wall_ns` only places a moment on a calendar.
+Everything that decides takes time and identifiers as values; code that acts gets them here. Durations and deadlines use
+`boottime_ns` (it goes on during suspend and never jumps); `wall_ns` only places a moment on a calendar.
 """
 
 from __future__ import annotations

@@ -226,7 +226,7 @@ def attempt_directories(run: Path) -> list[Path]:
     return sorted((path for path in children if path.name.isascii() and path.name.isdigit()), key=lambda p: int(p.name))
 
 
-def read_try(directory: Path) -> AttemptTimes:
+def read_attempt_times(directory: Path) -> AttemptTimes:
     """Return an attempt from its directory."""
     facts = first_facts(directory)
     stopped = read_ending(directory)
@@ -247,10 +247,10 @@ def read_try(directory: Path) -> AttemptTimes:
     )
 
 
-def marks(tries: Iterable[AttemptTimes]) -> list[CurveMark]:
+def marks(attempts: Iterable[AttemptTimes]) -> list[CurveMark]:
     """Return a run's marks: starts of later attempts, failures, stop requests."""
     found: list[CurveMark] = []
-    for each in tries:
+    for each in attempts:
         name = f"attempt {each.fence}" if each.fence > 1 else ""
         if each.fence > 1 and each.began_ns is not None:
             found.append(CurveMark(each.began_ns / 1e9, "attempt", f"{name} began"))

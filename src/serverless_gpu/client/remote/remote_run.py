@@ -231,7 +231,7 @@ class RemoteRun(RunSource):
                 f"the server at {url} is of an earlier version, which cannot say what runs cost"
             ) from None
 
-    def tries(self) -> list[AttemptTimes]:
+    def attempts(self) -> list[AttemptTimes]:
         """Return each attempt from the server."""
         return [
             AttemptTimes(

@@ -31,21 +31,21 @@ def plot(source: RunSource, name: str, state: str, path: str | os.PathLike[str] 
         message = "Run.plot() draws with Matplotlib, which this Python does not have"
         raise ServerlessGpuError(message, hint="pip install 'serverless-gpu[plot]'") from None
     files = source.read_telemetry()
-    tries = source.tries()
+    attempts = source.attempts()
     shown = lanes(read_metrics(files), _totals(files))
     ends = span(shown)
     about = (
         _devices_text(files),
         "" if ends is None else format_duration_ms(round(1000 * (ends[1] - ends[0]))),
         state,
-        tries[-1].reason.value if tries and tries[-1].reason is not None and state != State.SUCCEEDED else "",
+        attempts[-1].reason.value if attempts and attempts[-1].reason is not None and state != State.SUCCEEDED else "",
     )
     titles = figures.Titles(" · ".join(filter(None, (name, f"run {source.run_id}"))), " · ".join(filter(None, about)))
     target = None if path is None else Path(path)
     if target is not None:
         refuse_other(target)
     try:
-        figure: Figure = figures.draw(shown, marks(tries), titles, target)
+        figure: Figure = figures.draw(shown, marks(attempts), titles, target)
     except OSError as error:
         message = f"the picture cannot be written to {target}: {error.strerror or error}"
         raise StorageError(message, hint="give the path of a file in a directory you can write to") from None

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from serverless_gpu.model.cost import Cost
 
 _LAUNCH_TRIES = 3
-_TRIES = "serverless_gpu.client.plots.timeline"  # loaded when it is asked for: a call has no use for it
+_TIMELINE = "serverless_gpu.client.plots.timeline"  # loaded when it is asked for: a call has no use for it
 _COSTS = "serverless_gpu.client.runs.local_costs"
 _LOSS = "serverless_gpu.node.attempt.supervisor_loss"
 
@@ -115,7 +115,7 @@ class RunSource(abc.ABC):
         """Return the run's use and cost so far, over all of its attempts."""
 
     @abc.abstractmethod
-    def tries(self) -> list[AttemptTimes]:
+    def attempts(self) -> list[AttemptTimes]:
         """Return the attempts so far, in order."""
 
 
@@ -207,7 +207,7 @@ class LocalRun(RunSource):
 
     def read_telemetry(self) -> list[bytes]:
         """Return the files of samples below the run's directory."""
-        directories = load(_TRIES).attempt_directories(self.directory.parent)
+        directories = load(_TIMELINE).attempt_directories(self.directory.parent)
         paths = [path for directory in directories for path in sorted((directory / "logs").glob("*.telemetry"))]
         return [path.read_bytes() for path in paths]
 
@@ -216,10 +216,12 @@ class LocalRun(RunSource):
         found: Cost = load(_COSTS).cost_here(self.directory.parent, SystemClock())
         return found
 
-    def tries(self) -> list[AttemptTimes]:
+    def attempts(self) -> list[AttemptTimes]:
         """Return the attempts from their directories."""
-        timeline = load(_TRIES)
-        return [timeline.read_try(directory) for directory in timeline.attempt_directories(self.directory.parent)]
+        timeline = load(_TIMELINE)
+        return [
+            timeline.read_attempt_times(directory) for directory in timeline.attempt_directories(self.directory.parent)
+        ]
 
     def _settle(self) -> bool:
         """Record the ending of a run whose supervisor died; return False if none had it, or one still has it."""

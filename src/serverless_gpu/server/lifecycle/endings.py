@@ -111,7 +111,7 @@ def early(connection: sa.Connection, run: StoredRun, quiet: Quiet) -> EarlyEndin
     )
     found = crews.outcomes(connection, run.id, run.fence)
     stopped = _together(attempt, found, state=state, reason=reason, hint=hint)
-    return EarlyEnding(state=state, reason=reason, sentence=gangs.words(cause, attempt), stopped=stopped)
+    return EarlyEnding(state=state, reason=reason, sentence=gangs.cause_sentence(cause, attempt), stopped=stopped)
 
 
 def may_be_early(run: StoredRun) -> bool:

@@ -76,7 +76,7 @@ def _over(crew: StoredCrew, event: AttemptEnded | GivenUp | Forgotten, at_ns: in
     )
 
 
-def said(crew: StoredCrew, *, returned: bool, halt: Halt | None) -> StoredCrew:
+def with_report(crew: StoredCrew, *, returned: bool, halt: Halt | None) -> StoredCrew:
     """Return a crew after it said that its ranks have returned, or why it ends; neither is taken back, nor replaced."""
     if crew.ended_ns is not None:
         return crew
@@ -101,7 +101,7 @@ class ReportReply(msgspec.Struct, frozen=True, kw_only=True):
     stop: StopReason | None = None
 
 
-def told(attempt: StoredAttempt, crew: StoredCrew, *, is_stopping: bool) -> ReportReply:
+def reply(attempt: StoredAttempt, crew: StoredCrew, *, is_stopping: bool) -> ReportReply:
     """Return what each report of a crew is answered.
 
     Args:
@@ -118,10 +118,10 @@ def told(attempt: StoredAttempt, crew: StoredCrew, *, is_stopping: bool) -> Repo
         return ReportReply()
     if cause.reason in _PASSED_ON:
         return ReportReply(stop=_PASSED_ON[cause.reason])
-    return ReportReply(peer_failed=words(cause, attempt))
+    return ReportReply(peer_failed=cause_sentence(cause, attempt))
 
 
-def words(cause: Cause, attempt: StoredAttempt, *, after: Reason | None = None) -> str:
+def cause_sentence(cause: Cause, attempt: StoredAttempt, *, after: Reason | None = None) -> str:
     """Return why a gang ends, in one line for people.
 
     Args:

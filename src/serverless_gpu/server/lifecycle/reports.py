@@ -203,7 +203,7 @@ class ReportService:
         return self._with_gang_news(found, ReportAnswer(stop=found.run.stop))
 
     def _with_gang_news(self, found: _Found, answer: ReportAnswer) -> ReportAnswer:
-        word = gangs.told(found.attempt, found.crew, is_stopping=answer.stop is not None)
+        word = gangs.reply(found.attempt, found.crew, is_stopping=answer.stop is not None)
         answer = msgspec.structs.replace(
             answer, release=word.release, peer_failed=word.peer_failed, stop=answer.stop or word.stop
         )
@@ -321,7 +321,7 @@ class ReportService:
             return False
         if report_text.tracked(said) not in ("", found.run.tracked) or said.saved > found.run.saved:
             return True
-        if gangs.said(found.crew, returned=_returned(found, said), halt=_halt(found, said)) != found.crew:
+        if gangs.with_report(found.crew, returned=_returned(found, said), halt=_halt(found, said)) != found.crew:
             return True
         unwritten_ns = self._clock.wall_ns() - found.crew.lease_ns
         is_due = not 0 <= unwritten_ns < self._settings.lease_written_s * 1e9

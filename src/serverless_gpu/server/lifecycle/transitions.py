@@ -208,7 +208,7 @@ class _Gang(msgspec.Struct, frozen=True, kw_only=True):
     def because(self) -> str:
         """Return why it ends before its end, for people; "" where that is not known, or there are no other crews."""
         cause = self.folded.cause if self.folded is not None and len(self.crews) > 1 else None
-        return "" if cause is None else gangs.words(cause, self.attempt)
+        return "" if cause is None else gangs.cause_sentence(cause, self.attempt)
 
     @property
     def detail(self) -> str:
@@ -216,7 +216,7 @@ class _Gang(msgspec.Struct, frozen=True, kw_only=True):
         over = self.folded.over if self.folded is not None and len(self.crews) > 1 else None
         if self.folded is None or self.folded.cause is None or over is None:
             return ""
-        return gangs.words(self.folded.cause, self.attempt, after=over_because(over))
+        return gangs.cause_sentence(self.folded.cause, self.attempt, after=over_because(over))
 
     @property
     def started_ns(self) -> int | None:
@@ -288,7 +288,7 @@ def apply_to_crew(
     """
     attempt = run.attempt
     assert attempt is not None and run.state in ACTIVE
-    news = partial(gangs.said, returned=note.returned, halt=note.halt)
+    news = partial(gangs.with_report, returned=note.returned, halt=note.halt)
     there = tuple(_after(news(crew), happened, note) if crew.number == number else crew for crew in attempt.crews)
     is_word = not any(isinstance(event, GivenUp | Forgotten) for event in happened)
     folded, follows = gangs.follow(run, there, is_word=is_word, detail=note.detail)

@@ -129,7 +129,7 @@ def sentence(run: StoredRun, *, waits_for: str = "") -> str:
         names, since_ns = ", ".join(crew.node for crew in silent), min(crew.lease_ns for crew in silent)
         return f"no word from {names} since {format_utc(since_ns)}; it may well be going on"
     if attempt.num_nodes > 1 and attempt.cause is not None and run.stop is None:
-        return gangs.words(attempt.cause, attempt)
+        return gangs.cause_sentence(attempt.cause, attempt)
     if run.state is State.STOPPING and run.stop is not None:
         return attempt.sentence or f"asked to stop: {run.stop}{f': {run.detail}' if run.detail else ''}"
     return "; ".join(filter(None, (*(_leaves(crew) for crew in attempt.open_crews), attempt.sentence))) or _meets(run)
