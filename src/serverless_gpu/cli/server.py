@@ -31,7 +31,7 @@ from serverless_gpu.cli.server_connection import server
 from serverless_gpu.client.remote.profile import ServerProfile, write_profile
 from serverless_gpu.errors import NotFound, ServerProblem
 from serverless_gpu.lazy_import import load
-from serverless_gpu.model.scheduling.wait_messages import sharing_warnings, some
+from serverless_gpu.model.scheduling.wait_messages import first_few, sharing_warnings
 from serverless_gpu.node.base.home import Home, storage_error
 from serverless_gpu.server.core.server_log import KEPT
 from serverless_gpu.units import format_bytes, format_duration_ms
@@ -166,13 +166,13 @@ def decide_sharing(found: Exposure) -> bool | None:
         return None
     if found.had_runs:
         say(
-            f"warning: {', '.join(some(found.had_runs))} ran code here already: it could read the server's key, tokens "
+            f"warning: {', '.join(first_few(found.had_runs))} ran code here already: it could read the server's key, tokens "
             "and secrets; to replace them: Ctrl-C, `sgpu server rotate`, then change the secrets at their source",
             err=True,
         )
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         return None
-    named = ", ".join(some(found.undecided))
+    named = ", ".join(first_few(found.undecided))
     return click.confirm(f"May runs of several principals share one operating-system user in {named}?", err=True)
 
 

@@ -23,7 +23,7 @@ from serverless_gpu.model.scheduling.planner_state import PlannerState
 from serverless_gpu.model.scheduling.preemption import could_use, is_open
 from serverless_gpu.model.scheduling.request_shapes import TimedShape
 from serverless_gpu.model.scheduling.values import Node, Pool, QueuedRun, QueuePolicy
-from serverless_gpu.model.scheduling.wait_messages import isolation_sentence, some
+from serverless_gpu.model.scheduling.wait_messages import first_few, isolation_sentence
 
 NO_GPU_REMEDY = '; gpu_type="CPU" runs on CPU slots'
 ELSEWHERE_REMEDY = '; env="snapshot" takes them along'
@@ -263,7 +263,7 @@ def _too_few(wanted: QueuedRun, fitting: Sequence[tuple[str, Node]], asked: str)
     """Return why no pool ever has enough for a gang on several nodes."""
     kinds = _kinds(fitting)
     old = sorted({node.name for _, node in fitting if not node.crews})
-    without = f"; {', '.join(some(old))}: of a version that knows no gangs on several nodes" if old else ""
+    without = f"; {', '.join(first_few(old))}: of a version that knows no gangs on several nodes" if old else ""
     needs = f"needs {wanted.gpus} {asked}"
     if not kinds:
         return f"{needs} on several nodes{without}"

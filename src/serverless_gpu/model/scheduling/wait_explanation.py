@@ -32,7 +32,7 @@ from serverless_gpu.model.scheduling.values import (
     Wait,
     WaitReason,
 )
-from serverless_gpu.model.scheduling.wait_messages import some
+from serverless_gpu.model.scheduling.wait_messages import first_few
 from serverless_gpu.units import format_duration_ms
 
 AHEAD_MAX = 64
@@ -152,7 +152,7 @@ def _unknown(state: PlannerState, wanted: QueuedRun, ask: TimedShape, ahead: lis
     if not open_ended:
         one = "several nodes" if is_several(state.capacity, wanted, ask) else "one node"
         return f"nobody can say when enough of {one} is free"
-    named = ", ".join(some(sorted(set(open_ended))))
+    named = ", ".join(first_few(sorted(set(open_ended))))
     return f"no timeout was declared for {named}, and too few like them have ended to learn from"
 
 
@@ -438,7 +438,7 @@ class _Explained:
                 elif not gang_placement.is_usable(self._floor, wanted, self._ask, (where, name), self._now_ns):
                     closed.append((where.node.turns_ns or math.inf, *where.entry[:2], where, name))
         if not closed:
-            words = "; ".join(some(sorted(set(away))))
+            words = "; ".join(first_few(sorted(set(away))))
             return Wait(
                 run_id=wanted.run_id,
                 reason=WaitReason.AWAY,
@@ -508,7 +508,7 @@ class _Explained:
             place=place,
             at_ns=at_ns,
             is_bound=is_bound,
-            words="; ".join(some([where.node.left_out for where, _ in lacks if where.node.left_out])),
+            words="; ".join(first_few([where.node.left_out for where, _ in lacks if where.node.left_out])),
             likely_ns=likely_ns,
         )
 

@@ -49,7 +49,7 @@ def estimate_text(estimate: StartEstimate, clock: Clock) -> str:
     place = f"; {ordinal(estimate.place)} in line" if estimate.place else ""
     if estimate.at_ns is None:
         return f"unknown{basis}{place}"
-    names = [estimate.node] if estimate.node else some(estimate.nodes)
+    names = [estimate.node] if estimate.node else first_few(estimate.nodes)
     where = f" on {', '.join(names)}" if names else ""
     if not estimate.place:
         return f"at once{where}{basis}"
@@ -62,7 +62,7 @@ def ordinal(number: int) -> str:
     return f"{number}{'th' if teens else {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th')}"
 
 
-def some(texts: Sequence[str]) -> list[str]:
+def first_few(texts: Sequence[str]) -> list[str]:
     """Return the first few, and how many there are beyond them."""
     more = len(texts) - NAMED_MAX
     return [*texts[:NAMED_MAX], f"{more} more"] if more > 0 else list(texts)
@@ -107,11 +107,11 @@ def _free(wait: Wait, clock: Clock) -> str:
 
 def _free_on(wait: Wait) -> str:
     if not wait.nodes or not wait.free:
-        names = [wait.node] if wait.node else some([part.node for part in wait.nodes])
+        names = [wait.node] if wait.node else first_few([part.node for part in wait.nodes])
         return f"{wait.free or 'none'} free" + (f" on {', '.join(names)}" if names else "")
     first, *others = wait.nodes
     texts = [f"{first.node} has {first.free or 'none'} free"]
-    return ", ".join(some([*texts, *(f"{part.node} {part.free or 'none'}" for part in others)]))
+    return ", ".join(first_few([*texts, *(f"{part.node} {part.free or 'none'}" for part in others)]))
 
 
 def _calendar(wait: Wait, clock: Clock) -> str:
@@ -129,7 +129,7 @@ def _holding(holders: Sequence[DeviceHolder], clock: Clock) -> list[str]:
     for holder in holders:
         key = (holder.title, holder.is_leaving, holder.asked_ns is not None)
         merged[key] = _together(merged[key], holder) if key in merged else holder
-    return some([_holder(holder, clock) for holder in merged.values()])
+    return first_few([_holder(holder, clock) for holder in merged.values()])
 
 
 def _holder(holder: DeviceHolder, clock: Clock) -> str:
@@ -215,7 +215,7 @@ def sharing_warnings(*, principals: Sequence[str], closed: Sequence[str], shared
     """Return what operators read about principals that share, or would share, one operating-system user."""
     if not principals:
         return []
-    who, found = ", ".join(some(principals)), []
+    who, found = ", ".join(first_few(principals)), []
     if shared:
         found.append(
             f"all runs in {_named(shared)} share one operating-system user: the code of {who} can read secrets and "
@@ -232,4 +232,4 @@ def sharing_warnings(*, principals: Sequence[str], closed: Sequence[str], shared
 
 
 def _named(pools: Sequence[str]) -> str:
-    return f"pool{'s' if len(pools) > 1 else ''} {', '.join(some(pools))}"
+    return f"pool{'s' if len(pools) > 1 else ''} {', '.join(first_few(pools))}"

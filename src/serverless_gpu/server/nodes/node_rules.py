@@ -109,7 +109,7 @@ def left_out(rules: NodeRules) -> str:
     """Return which devices people have left out of a node, and why; a few of them, and "" for none."""
     named = [f"{one.uuid[:_SHOWN]}{f' ({one.note})' if one.note else ''}" for one in rules.quarantined]
     by = ", ".join(sorted({one.by for one in rules.quarantined}))
-    return f"{by} left out: {', '.join(wait_messages.some(named))}" if by else ""
+    return f"{by} left out: {', '.join(wait_messages.first_few(named))}" if by else ""
 
 
 def check_calendar(asked: NodeCalendar) -> None:
