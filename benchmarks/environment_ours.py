@@ -13,7 +13,7 @@ from benchmarks.environment_neighbours import new_directory
 from benchmarks.environment_sets import now_ns
 from serverless_gpu.environment.capture.snapshot_capture import CaptureResult, scan_and_capture
 from serverless_gpu.environment.compression import LEVEL_LOCAL
-from serverless_gpu.environment.progress import nobody
+from serverless_gpu.environment.progress import ignore_progress
 from serverless_gpu.environment.restore.cache.unit_cache import UnitCache
 from serverless_gpu.environment.restore.restore import RestoreMethod, restore
 from serverless_gpu.environment.scan.description import Description, read_description
@@ -43,7 +43,7 @@ def capture(directory: str) -> dict[str, object]:
     place, description = new_directory(), _description()
     started_ns = now_ns()
     taken = scan_and_capture(
-        description, Recogniser(place / "index"), _blobs(place / "store"), level=LEVEL_LOCAL, report=nobody
+        description, Recogniser(place / "index"), _blobs(place / "store"), level=LEVEL_LOCAL, report=ignore_progress
     )
     took_ns = now_ns() - started_ns
     return {"ms": took_ns / 1e6, "mb": taken.sent_bytes / 1e6, "memory_mb": _peak_mb()}
@@ -159,7 +159,7 @@ def _known() -> Path:
     """Return an index in which the environment is known."""
     index = new_directory() / "index"
     recogniser = Recogniser(index)
-    recogniser.remember(recogniser.scan(_description(), nobody))
+    recogniser.remember(recogniser.scan(_description(), ignore_progress))
     return index
 
 

@@ -26,5 +26,5 @@ class ProgressPoint(msgspec.Struct, frozen=True, kw_only=True):
 Report = Callable[[ProgressPoint], None]
 
 
-def nobody(progress: ProgressPoint) -> None:
+def ignore_progress(progress: ProgressPoint) -> None:
     """Take a report and ignore it."""

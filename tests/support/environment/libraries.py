@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serverless_gpu.environment.progress import nobody
+from serverless_gpu.environment.progress import ignore_progress
 from serverless_gpu.environment.scan import watcher
 from serverless_gpu.environment.scan.description import Description
 from serverless_gpu.environment.scan.interpreter import describe
@@ -45,7 +45,7 @@ class Library:
         wait_for_ticks()
         self._placed: list[LibraryWatcher] = []
         self.recogniser = Recogniser(directory / "index")
-        self.recogniser.remember(self.recogniser.scan(self.description(), nobody))
+        self.recogniser.remember(self.recogniser.scan(self.description(), ignore_progress))
 
     def description(self) -> Description:
         described = msgspec.convert(describe(), Description)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from serverless_gpu.environment.documents import FileRow, Snapshot
-from serverless_gpu.environment.progress import nobody
+from serverless_gpu.environment.progress import ignore_progress
 from serverless_gpu.environment.scan.index import UNKNOWN, known_mtime
 from serverless_gpu.environment.scan.scan import Recogniser, Scan
 from serverless_gpu.environment.snapshot_rules import check_snapshot
@@ -18,7 +18,7 @@ from tests.support.environment.wheels import Venv
 
 
 def scan(venv: Venv, cwd: Path | None = None, path: str | Path = "") -> Scan:
-    found = Recogniser(venv.prefix.parent / "index").scan(venv.describe(cwd, PYTHONPATH=str(path)), nobody)
+    found = Recogniser(venv.prefix.parent / "index").scan(venv.describe(cwd, PYTHONPATH=str(path)), ignore_progress)
     check(found)
     return found
 

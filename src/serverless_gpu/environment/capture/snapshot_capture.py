@@ -28,7 +28,7 @@ from serverless_gpu.environment.capture.packer import CaptureCounts, PackedUnit,
 from serverless_gpu.environment.capture.unit_blocks import unreadable
 from serverless_gpu.environment.compression import LEVEL_LOCAL
 from serverless_gpu.environment.documents import FileRow, Root, Snapshot, SnapshotMember, Unit, in_order, make_snapshot
-from serverless_gpu.environment.progress import ProgressPoint, Report, nobody
+from serverless_gpu.environment.progress import ProgressPoint, Report, ignore_progress
 from serverless_gpu.environment.scan.description import Description
 from serverless_gpu.environment.scan.project_files import same_matter
 from serverless_gpu.environment.scan.scan import Recogniser, Scan, garbage_kept
@@ -77,7 +77,7 @@ class CaptureResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def scan_and_capture(
-    description: Description, recogniser: Recogniser, blobs: StoreBlobs, *, level: int, report: Report = nobody
+    description: Description, recogniser: Recogniser, blobs: StoreBlobs, *, level: int, report: Report = ignore_progress
 ) -> CaptureResult:
     """Scan an environment, capture it, and remember it."""
     captured = capture(recogniser.scan(description, report), blobs, level=level, report=report)
@@ -91,7 +91,7 @@ def capture(
     blobs: StoreBlobs,
     *,
     level: int = LEVEL_LOCAL,
-    report: Report = nobody,
+    report: Report = ignore_progress,
     settings: PackSettings | None = None,
 ) -> CaptureResult:
     """Send what the store lacks of an environment, and then the snapshot.

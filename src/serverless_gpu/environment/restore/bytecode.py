@@ -25,7 +25,7 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.environment.documents import FileRow
-from serverless_gpu.environment.progress import ProgressPoint, Report, nobody
+from serverless_gpu.environment.progress import ProgressPoint, Report, ignore_progress
 from serverless_gpu.environment.restore import compiler_process
 
 PROCESSES = 2
@@ -65,7 +65,7 @@ def compile_jobs(
 
 
 def compile_all(
-    work: Sequence[CompileJob], python: str, *, report: Report = nobody, patience_s: float = FILE_S_MAX
+    work: Sequence[CompileJob], python: str, *, report: Report = ignore_progress, patience_s: float = FILE_S_MAX
 ) -> int:
     """Compile files in two processes and return how many have bytecode now.
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from serverless_gpu.environment.progress import Report, nobody
+from serverless_gpu.environment.progress import Report, ignore_progress
 from serverless_gpu.environment.restore.assembly import AssemblyTarget
 from serverless_gpu.environment.restore.cache.cache_directory import (
     delete,
@@ -75,7 +75,7 @@ class ExportRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def export(
-    address: str, blobs: StoreBlobs, cache: UnitCache, order: ExportRequest, *, report: Report = nobody
+    address: str, blobs: StoreBlobs, cache: UnitCache, order: ExportRequest, *, report: Report = ignore_progress
 ) -> ExportedTree:
     """Make a free-standing tree of an environment.
 

@@ -25,7 +25,7 @@ from typing import Literal
 import msgspec
 
 from serverless_gpu.environment.documents import Root, Snapshot, Unit
-from serverless_gpu.environment.progress import ProgressPoint, Report, nobody
+from serverless_gpu.environment.progress import ProgressPoint, Report, ignore_progress
 from serverless_gpu.environment.restore.assembly import paths_before
 from serverless_gpu.environment.restore.bytecode import CompileJob, compile_jobs
 from serverless_gpu.environment.restore.cache.cache_directory import (
@@ -103,7 +103,7 @@ def restore(
     *,
     way: RestoreMethod = OVERLAY,
     python: str = "",
-    report: Report = nobody,
+    report: Report = ignore_progress,
 ) -> RestoredTree:
     """Have an environment ready on this node.
 
@@ -152,7 +152,7 @@ def restore(
     return msgspec.structs.replace(restored, mended=repair_sentence(changes))
 
 
-def compile_rest(address: str, cache: UnitCache, *, report: Report = nobody) -> int:
+def compile_rest(address: str, cache: UnitCache, *, report: Report = ignore_progress) -> int:
     """Compile what the caller had not loaded, link it into a tree of links, and write units to the disk; at idle."""
     holding = cache.hold(address)
     try:

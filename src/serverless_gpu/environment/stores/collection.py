@@ -36,7 +36,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from serverless_gpu.environment.progress import ProgressPoint, Report, nobody
+from serverless_gpu.environment.progress import ProgressPoint, Report, ignore_progress
 from serverless_gpu.environment.stores.base import Stored
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.codec import ITEMS_MAX
@@ -93,7 +93,7 @@ def collect(
     keep_s: int = KEEP_S,
     grace_s: int = GRACE_S,
     dry_run: bool = False,
-    report: Report = nobody,
+    report: Report = ignore_progress,
 ) -> CollectionResult:
     """Condemn unused objects, and delete what was condemned long enough ago.
 

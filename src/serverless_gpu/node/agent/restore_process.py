@@ -1,7 +1,7 @@
 """The restoring process: a clean interpreter that restores environments in children of its own.
 
-    agent ──Want──▶ this process ─ fork ─▶ child: fetch, verify, unpack, lay out, compile
-          ◀──Getting, Restoring…, Done + descriptor of the lock, Failed──┘
+    agent ──RestoreRequest──▶ this process ─ fork ─▶ child: fetch, verify, unpack, lay out, compile
+          ◀── RestoreProgress, RestoreDone + descriptor of the lock, RestoreFailed ──┘
 
 The agent itself neither waits for disks and stores nor forks (it talks to NVML in a thread). A child is forked because
 a store's client may have threads that no fork survives: this process never opens one.

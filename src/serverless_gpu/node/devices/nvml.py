@@ -124,7 +124,7 @@ class NvmlClient(Protocol):
 
 
 class NvmlProcess:
-    """Has another process ask NVML; an `nvml.Asker`.
+    """Has another process ask NVML; an `NvmlClient`.
 
     `forks` says that this process has one thread, so that it may fork the other one, which takes less time.
     """

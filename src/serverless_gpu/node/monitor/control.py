@@ -57,10 +57,10 @@ class MonitorConnection:
         self._pause_ns = _PAUSE_NS
         self._again_ns = 0
 
-    def want(self, preparation: messages.Prepare | None = None) -> None:
+    def want(self, prepare: messages.Prepare | None = None) -> None:
         """Have a monitor, soon, and have it prepared for a run that is likely to come."""
         self._wanted = True
-        self._preparation = preparation if preparation is not None else self._preparation
+        self._preparation = prepare if prepare is not None else self._preparation
 
     def tend(self, *, busy: bool) -> None:
         """Start it if it is wanted and not there; `busy` wants a lost one back."""
@@ -105,10 +105,10 @@ class MonitorConnection:
         return True
 
     def _prepare(self, peer: Peer) -> None:
-        preparation, self._preparation = self._preparation, None
-        if preparation is not None:
+        prepare, self._preparation = self._preparation, None
+        if prepare is not None:
             with contextlib.suppress(OSError):
-                peer.send(preparation, passing=True)
+                peer.send(prepare, passing=True)
 
     def _hear(self, peer: Peer) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -1,7 +1,7 @@
 """Delivery of one attempt to MLflow: its thread, its ranks' file, and news for the main thread.
 
-    thread: Delivery.run ──tracked, untracked, said──▶ tracking.json, for ranks that import mlflow
-                                                    └▶ news, and the main thread is woken
+    thread: MlflowDelivery.run ──tracked, untracked, said──▶ tracking.json, for ranks that import mlflow
+                                                          └▶ news, and the main thread is woken
     <attempt>/tracking.json    {"state": "pending" | "away" | "ready" | "failed", "environ": {…}, "run_id",
                                 "url", "sentence"}
 

@@ -11,7 +11,7 @@ import pytest
 
 from serverless_gpu.environment.capture.snapshot_capture import CaptureResult, scan_and_capture
 from serverless_gpu.environment.documents import Snapshot
-from serverless_gpu.environment.progress import ProgressPoint, nobody
+from serverless_gpu.environment.progress import ProgressPoint, ignore_progress
 from serverless_gpu.environment.restore.cache.unpack import unpack
 from serverless_gpu.environment.scan.scan import Recogniser
 from serverless_gpu.environment.stores.blobs import StoreBlobs
@@ -52,7 +52,9 @@ class Place:
         self.recogniser = Recogniser(tmp_path / "index")
 
     def take(self, venv: Venv, cwd: Path | None = None) -> CaptureResult:
-        return scan_and_capture(venv.describe(cwd), self.recogniser, StoreBlobs(self.store), level=1, report=nobody)
+        return scan_and_capture(
+            venv.describe(cwd), self.recogniser, StoreBlobs(self.store), level=1, report=ignore_progress
+        )
 
     def unpack(self, snapshot: Snapshot, number: int = 0) -> dict[str, tuple[str, bytes | str]]:
         """Unpack every unit of a root, and return what is there by path: kind, content or target."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.environment.documents import Snapshot
-from serverless_gpu.environment.progress import nobody
+from serverless_gpu.environment.progress import ignore_progress
 from serverless_gpu.environment.scan.scan import Recogniser, Scan
 from tests.support.environment.wheels import PIP_OPTIONS, Venv, Wheel, build_wheel, run
 
@@ -34,7 +34,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def scan(venv: Venv, index: Path, path: str = "") -> Scan:
-    return Recogniser(index).scan(venv.describe(PYTHONPATH=path), nobody)
+    return Recogniser(index).scan(venv.describe(PYTHONPATH=path), ignore_progress)
 
 
 def units(snapshot: Snapshot, root: int = 0) -> dict[str, str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serverless_gpu.environment.progress import nobody
+from serverless_gpu.environment.progress import ignore_progress
 from serverless_gpu.environment.scan import project_files, recognition
 from serverless_gpu.environment.scan.description import Description
 from serverless_gpu.environment.scan.project_files import CodeDirectory, CodeListing, list_code
@@ -164,7 +164,7 @@ def test_the_gate_finds_tracked_files_that_come_and_go_and_reads_no_index(
     recogniser, description = Recogniser(tmp_path / "index"), venv.describe(cwd=flat)
 
     def captured() -> list[str]:
-        scan = recogniser.scan(description, nobody)
+        scan = recogniser.scan(description, ignore_progress)
         recogniser.remember(scan)
         sources = [source for source in scan.sources.values() if any("main.py" in file for file in source.files)]
         return sorted(os.path.relpath(file, flat) for source in sources for file in source.files)
@@ -198,7 +198,7 @@ def test_the_gate_is_not_slowed_by_a_module_that_sgpuignore_keeps_out(
     (venv.site / "link.pth").write_text(f"{flat}\n")
     described = msgspec.structs.replace(venv.describe(cwd=flat), loaded=(str(flat / "keys.py"),))
     recogniser = Recogniser(tmp_path / "index")
-    recogniser.remember(recogniser.scan(described, nobody))
+    recogniser.remember(recogniser.scan(described, ignore_progress))
     monkeypatch.setattr(recognition, "list_code", None)
 
     assert recogniser.gate(described) is not None

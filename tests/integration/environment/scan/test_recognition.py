@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from serverless_gpu.environment.progress import nobody
+from serverless_gpu.environment.progress import ignore_progress
 from serverless_gpu.environment.scan import recognition
 from serverless_gpu.environment.scan import scan as scanning
 from serverless_gpu.environment.scan.changes import Change
@@ -64,7 +64,7 @@ class Place:
         return self.venv.describe(cwd=self.project, PYTHONPATH=f"{self.target}:{self.late}")
 
     def capture(self) -> str:
-        scan = self.recogniser.scan(self.description, nobody)
+        scan = self.recogniser.scan(self.description, ignore_progress)
         self.recogniser.remember(scan)
         return scan.snapshot.address
 
@@ -265,7 +265,7 @@ def test_no_change_is(place: Place, happens: str) -> None:
 
 @pytest.mark.slow
 def test_a_generated_file_edited_during_the_capture_is_seen(place: Place) -> None:
-    scan = place.recogniser.scan(place.description, nobody)
+    scan = place.recogniser.scan(place.description, ignore_progress)
     append(place.finder)
     place.recogniser.remember(scan)
 

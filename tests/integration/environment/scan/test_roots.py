@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.environment.progress import nobody
+from serverless_gpu.environment.progress import ignore_progress
 from serverless_gpu.environment.scan.scan import Recogniser
 from serverless_gpu.errors import EnvironmentUnsupported
 from tests.support.environment.laid_out import LaidOut
@@ -36,7 +36,7 @@ def test_the_system_s_packages_are_a_root_of_their_own(tmp_path: Path) -> None:
     assert "include-system-site-packages = true" in config.read_text()
 
     description = venv.describe()
-    found = Recogniser(tmp_path / "index").scan(description, nobody)
+    found = Recogniser(tmp_path / "index").scan(description, ignore_progress)
 
     check(found)
     kinds = dict(zip(found.snapshot.facts.originals, (root.kind for root in found.snapshot.roots), strict=True))
@@ -51,7 +51,7 @@ def test_the_packages_of_debian_are_read_once(tmp_path: Path) -> None:
     description = describe_in(SYSTEM_PYTHON)
     recogniser = Recogniser(tmp_path)
 
-    found = recogniser.scan(description, nobody)
+    found = recogniser.scan(description, ignore_progress)
 
     check(found)
     number = found.snapshot.facts.originals.index(str(DEBIAN))
@@ -69,7 +69,7 @@ def test_the_packages_of_debian_are_read_once(tmp_path: Path) -> None:
             assert hashlib.sha256(data).digest() == row.sha256, file
     assert not any(path.startswith("prefix/share") for path in unowned)
     recogniser.remember(found)
-    assert recogniser.scan(description, nobody).snapshot.address == found.snapshot.address
+    assert recogniser.scan(description, ignore_progress).snapshot.address == found.snapshot.address
 
 
 def test_the_user_s_packages_are_a_root_and_nothing_else_of_their_prefix(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_the_user_s_packages_are_a_root_and_nothing_else_of_their_prefix(tmp_pat
     write(user_base, {"share/own.txt": "", "bin/own": "#!/bin/sh\n"})
 
     description = venv.describe(PYTHONUSERBASE=str(user_base))
-    found = Recogniser(tmp_path / "index").scan(description, nobody)
+    found = Recogniser(tmp_path / "index").scan(description, ignore_progress)
 
     check(found)
     number = found.snapshot.facts.originals.index(str(site))
@@ -183,7 +183,7 @@ def test_a_script_in_the_home_directory_does_not_walk_it(venv: Venv, tmp_path: P
     home = write(tmp_path / "home", {"train.py": "", "notes.txt": "", "big/data.py": ""})
     write(home, {"package/__init__.py": ""})
 
-    found = Recogniser(tmp_path / "index").scan(venv.describe(cwd=home, HOME=str(home)), nobody)
+    found = Recogniser(tmp_path / "index").scan(venv.describe(cwd=home, HOME=str(home)), ignore_progress)
 
     assert list(rows(found, 1, "code", "home")) == ["site/package/__init__.py", "site/train.py"]
 
@@ -194,6 +194,6 @@ def test_what_somebody_left_in_a_temporary_directory_makes_it_no_package_of_the_
     home = write(tmp_path / "home", {"train.py": "", "scratch/__init__.py": "", "scratch/pytest-0/data.bin": "x" * 99})
     monkeypatch.setattr(tempfile, "tempdir", str(home / "scratch"))
 
-    found = Recogniser(tmp_path / "index").scan(venv.describe(cwd=home, HOME=str(home)), nobody)
+    found = Recogniser(tmp_path / "index").scan(venv.describe(cwd=home, HOME=str(home)), ignore_progress)
 
     assert list(rows(found, 1, "code", "home")) == ["site/train.py"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serverless_gpu.environment.progress import nobody
+from serverless_gpu.environment.progress import ignore_progress
 from serverless_gpu.environment.scan.description import Description
 from serverless_gpu.environment.scan.scan import Recogniser, Scan
 from serverless_gpu.errors import EnvironmentUnsupported
@@ -140,7 +140,7 @@ class Changing:
 
 def _scanned(recogniser: Recogniser, description: Description) -> Scan | str:
     try:
-        return recogniser.scan(description, nobody)
+        return recogniser.scan(description, ignore_progress)
     except EnvironmentUnsupported as error:
         return str(error)
 

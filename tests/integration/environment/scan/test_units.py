@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serverless_gpu.environment.progress import nobody
+from serverless_gpu.environment.progress import ignore_progress
 from serverless_gpu.environment.scan.scan import Recogniser, Scan
 from serverless_gpu.errors import EnvironmentUnsupported
 from tests.support.environment.laid_out import LaidOut
@@ -32,14 +32,14 @@ def test_a_lying_record_is_believed_until_a_capture_corrects_it(venv: Venv, tmp_
     true = rows(scan(venv), 0, "distribution", "tool")
     write_record(venv, {"tool/__init__.py": claim("tool/__init__.py", b"value = 2\n")})
     recogniser, description = Recogniser(tmp_path / "other"), venv.describe()
-    found = recogniser.scan(description, nobody)
+    found = recogniser.scan(description, ignore_progress)
     (address,) = found.sources
     assert {row.path: row for row in found.sources[address].rows} != true
     right = msgspec.structs.replace(found.sources[address], rows=tuple(true.values()))
 
     recogniser.remember(Scan(snapshot=found.snapshot, sources={"right": right}))
 
-    again = Recogniser(tmp_path / "other").scan(description, nobody)
+    again = Recogniser(tmp_path / "other").scan(description, ignore_progress)
     assert rows(again, 0, "distribution", "tool") == true
 
 
@@ -219,7 +219,7 @@ def test_what_was_loaded_is_told_by_root(venv: Venv, tmp_path: Path) -> None:
     description = venv.describe(cwd=project)
     loaded = (str(venv.site / "tool" / "__init__.py"), str(project / "train.py"), os.__file__)
 
-    found = Recogniser(tmp_path / "index").scan(msgspec.structs.replace(description, loaded=loaded), nobody)
+    found = Recogniser(tmp_path / "index").scan(msgspec.structs.replace(description, loaded=loaded), ignore_progress)
 
     assert found.snapshot.facts.loaded == (("site/tool/__init__.py",), ("site/train.py",))
 
@@ -227,11 +227,11 @@ def test_what_was_loaded_is_told_by_root(venv: Venv, tmp_path: Path) -> None:
 def test_previous_is_the_unit_that_was_captured_before(venv: Venv, tmp_path: Path) -> None:
     venv.install_with_pip(build_wheel(tmp_path, TOOL))
     recogniser, description = Recogniser(tmp_path / "index"), venv.describe()
-    first = recogniser.scan(description, nobody)
+    first = recogniser.scan(description, ignore_progress)
     recogniser.remember(first)
     (venv.site / "tool" / "__init__.py").write_text("value = 123456\n")
 
-    second = recogniser.scan(description, nobody)
+    second = recogniser.scan(description, ignore_progress)
 
     (old,), (new,) = first.sources, second.sources
     assert (second.sources[new].previous, first.sources[old].previous) == (old, "")

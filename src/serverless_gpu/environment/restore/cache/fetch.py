@@ -22,7 +22,7 @@ import msgspec
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.environment.documents import Unit
-from serverless_gpu.environment.progress import ProgressPoint, Report, nobody
+from serverless_gpu.environment.progress import ProgressPoint, Report, ignore_progress
 from serverless_gpu.environment.restore.cache.cache_directory import (
     CachePaths,
     UnitNote,
@@ -77,7 +77,13 @@ class UnitFetch:
     """
 
     def __init__(
-        self, places: CachePaths, blobs: StoreBlobs, *, clock: Clock, make_space: MakeSpace, report: Report = nobody
+        self,
+        places: CachePaths,
+        blobs: StoreBlobs,
+        *,
+        clock: Clock,
+        make_space: MakeSpace,
+        report: Report = ignore_progress,
     ) -> None:
         self._places = places
         self._blobs = blobs

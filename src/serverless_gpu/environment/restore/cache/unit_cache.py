@@ -29,7 +29,7 @@ import msgspec
 
 from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.environment.documents import Snapshot, Unit, unit_address
-from serverless_gpu.environment.progress import Report, nobody
+from serverless_gpu.environment.progress import Report, ignore_progress
 from serverless_gpu.environment.restore.bytecode import CompileJob, compile_all
 from serverless_gpu.environment.restore.cache import eviction
 from serverless_gpu.environment.restore.cache.cache_directory import (
@@ -142,7 +142,7 @@ class UnitCache(CachePaths):
         self,
         addresses: Iterable[str],
         blobs: StoreBlobs,
-        report: Report = nobody,
+        report: Report = ignore_progress,
         *,
         accept: Callable[[Unit], None] = lambda unit: None,
     ) -> EnsuredUnits:
@@ -176,7 +176,7 @@ class UnitCache(CachePaths):
             fetched_bytes=sum(map(moved_bytes, fetched)),
         )
 
-    def verify(self, address: str, blobs: StoreBlobs, report: Report = nobody, *, read: bool = True) -> str:
+    def verify(self, address: str, blobs: StoreBlobs, report: Report = ignore_progress, *, read: bool = True) -> str:
         """Compare a unit with its rows, and replace it when it is damaged.
 
         Returns what was wrong, or "". Without `read` only what the file system says of each file is compared.
@@ -281,7 +281,7 @@ class UnitCache(CachePaths):
             write_document(stamp, LastLook(boot=self.boot, at_ns=self.clock.boottime_ns()))
         return tuple(filter(None, found))
 
-    def compile(self, work: Mapping[str, Sequence[CompileJob]], python: str, report: Report = nobody) -> int:
+    def compile(self, work: Mapping[str, Sequence[CompileJob]], python: str, report: Report = ignore_progress) -> int:
         """Compile files of units, record the results, and return how many have bytecode now."""
         with locked(self.compiling_lock(), shared=True, wait_s=LOCK_WAIT_S):
             made = compile_all([job for jobs in work.values() for job in jobs], python, report=report)

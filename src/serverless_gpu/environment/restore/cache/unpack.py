@@ -36,7 +36,7 @@ from typing import TypeVar
 
 from serverless_gpu.environment.compression import pieces
 from serverless_gpu.environment.documents import FileRow, Unit
-from serverless_gpu.environment.progress import ProgressPoint, Report, nobody
+from serverless_gpu.environment.progress import ProgressPoint, Report, ignore_progress
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentRejected, StorageError
 from serverless_gpu.operating_system import lacks_inodes
@@ -55,7 +55,7 @@ REPORT_S = 0.2
 _Result = TypeVar("_Result")
 
 
-def unpack(unit: Unit, blobs: StoreBlobs, directory: Path, *, report: Report = nobody) -> None:
+def unpack(unit: Unit, blobs: StoreBlobs, directory: Path, *, report: Report = ignore_progress) -> None:
     """Make a directory of a unit, all of it verified, or leave nothing.
 
     The unit follows the rules (`StoreBlobs.read_unit`). The directory does not exist; its parent does, and nobody else
@@ -69,7 +69,7 @@ def unpack_each(
     jobs: Iterable[tuple[Unit, Path]],
     blobs: StoreBlobs,
     *,
-    report: Report = nobody,
+    report: Report = ignore_progress,
     totals: ProgressPoint | None = None,
 ) -> Iterator[Path]:
     """Unpack several units as one stream, which is quicker than one after another.
