@@ -1,1 +1,4 @@
-"""Where runs are tracked: the port, MLflow over REST, and the delivery that survives its being away."""
+"""Tracking of runs in MLflow: the port (`base.py`), MLflow over REST, and deliveries that continue when it was away.
+
+The monitor of a node runs a `delivery.py` for each attempt.
+"""

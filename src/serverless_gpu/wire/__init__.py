@@ -1,1 +1,4 @@
-"""What client, node and server say to each other over HTTP, and the connection that the first two of them use."""
+"""HTTP bodies of client, node and server, a module per noun, and the connection that the first two use.
+
+`base.py` has limits and versions of the protocol, `http_client.py` the retries.
+"""

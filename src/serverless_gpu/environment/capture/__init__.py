@@ -1,1 +1,4 @@
-"""From files to packs in a store."""
+"""Captures an environment: files of units become packs in a store.
+
+The environment service and `sgpu env capture` call `snapshot_capture.py`. Start there; `packer.py` does the work.
+"""

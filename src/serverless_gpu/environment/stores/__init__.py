@@ -1,1 +1,4 @@
-"""Where units, packs and snapshots lie: a directory, memory, or an object store."""
+"""Where units, packs and snapshots lie: a directory, memory, an object store, or a server.
+
+`base.py` says what every store does, `store_urls.py` opens one, `blobs.py` reads and writes documents in it.
+"""

@@ -295,7 +295,7 @@ def read_settings(
     )
 
 
-def effective(
+def effective_settings(
     home: Path, options: Mapping[str, object] | None = None, *, environ: Mapping[str, str] | None = None
 ) -> list[EffectiveSetting]:
     """Return every setting as it holds, with where it was said; as `read_settings`, which has to succeed first."""
@@ -306,7 +306,7 @@ def effective(
     ]
 
 
-def unknown(environ: Mapping[str, str]) -> list[str]:
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     """Return a sentence for each variable that is named like a setting, and is none."""
     known = {f"{VARIABLES}{name.upper()}": name for name in _Options.__struct_fields__}
     as_options = {f"{VARIABLES}{option_of(name)[2:].replace('-', '_').upper()}": name for name in known.values()}

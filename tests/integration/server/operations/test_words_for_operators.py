@@ -27,7 +27,7 @@ from serverless_gpu.model.secrets import VALUE_BYTES_MAX
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.server.composition import Services, make_scheduler
 from serverless_gpu.server.core import disk_space, server_log
-from serverless_gpu.server.core.settings import unknown
+from serverless_gpu.server.core.settings import unknown_variables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.http.tls import Certificate
 from serverless_gpu.wire.access import PrincipalView, SecretRequest, SecretView
@@ -161,7 +161,7 @@ def test_variables_that_are_no_settings_are_named_with_what_was_meant() -> None:
     environ = dict.fromkeys(
         ("SGPU_PORT", "SGPU_ALLOW_HOST", "SGPU_RETENTOIN", "SGPU_QQQQ", "SGPU_FAULT", "SGPU_RUN_ID", "PATH"), "x"
     )
-    assert unknown(environ) == [
+    assert unknown_variables(environ) == [
         golden("server.words_for_operators.sgpu-allow-host"),
         golden("server.words_for_operators.sgpu-qqqq-setting"),
         golden("server.words_for_operators.sgpu-retentoin-setting"),

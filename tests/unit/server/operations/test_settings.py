@@ -12,7 +12,7 @@ import pytest
 from serverless_gpu.cli.server import up
 from serverless_gpu.errors import InvalidOption, InvalidValue
 from serverless_gpu.model.scheduling.values import QueuePolicy
-from serverless_gpu.server.core.settings import EffectiveSetting, effective, option_of, read_settings
+from serverless_gpu.server.core.settings import EffectiveSetting, effective_settings, option_of, read_settings
 from tests.support.golden import golden
 from tests.support.paths import REPOSITORY
 
@@ -100,7 +100,7 @@ def test_what_was_decided_about_the_queue_is_a_table_of_the_file(tmp_path: Path)
     )
     never = read_settings(tmp_path, environ={"SGPU_QUEUE_GUARD": "never", "SGPU_QUEUE_PATIENCE": "never"}).queue
     assert never.guard_s == never.patience_s == math.inf
-    found = {each.name: each for each in effective(tmp_path)}
+    found = {each.name: each for each in effective_settings(tmp_path)}
     assert found["queue_half_life"] == EffectiveSetting(
         name="queue_half_life", value="1d", origin=str(tmp_path / "server.toml")
     )
@@ -130,7 +130,9 @@ def test_what_is_wrong_in_an_option_is_said_with_its_name(tmp_path: Path) -> Non
 def test_every_setting_says_where_it_comes_from_and_shows_no_password(tmp_path: Path) -> None:
     file = tmp_path / "server.toml"
     file.write_text('database = "postgresql://sgpu:hunter2@db/sgpu?sslpassword=hunter3&sslmode=require"\n')
-    found = effective(tmp_path, {"port": 80}, environ={"SGPU_STORE": "s3://bucket/x?secret_access_key=hunter4"})
+    found = effective_settings(
+        tmp_path, {"port": 80}, environ={"SGPU_STORE": "s3://bucket/x?secret_access_key=hunter4"}
+    )
     said = {each.name: each for each in found}
     shown = "postgresql://sgpu:***@db/sgpu?sslpassword=***&sslmode=require"
     assert said["database"] == EffectiveSetting(name="database", value=shown, origin=str(file))
@@ -144,7 +146,7 @@ def test_every_setting_says_where_it_comes_from_and_shows_no_password(tmp_path: 
 
 def test_every_setting_is_an_option_of_sgpu_up(tmp_path: Path) -> None:
     options = {option for parameter in up.params for option in parameter.opts}
-    settings = {option_of(each.name) for each in effective(tmp_path)}
+    settings = {option_of(each.name) for each in effective_settings(tmp_path)}
     # Nobody types these: they are a matter of a team.
     assert {name for name in settings - options if not name.startswith("--queue-")} == {"--runs-waiting"}
     assert options - settings == set()
@@ -153,7 +155,9 @@ def test_every_setting_is_an_option_of_sgpu_up(tmp_path: Path) -> None:
 def test_the_reference_says_what_holds_of_the_queue_without_a_setting(tmp_path: Path) -> None:
     reference = (REPOSITORY / "docs" / "reference.md").read_text()
     rows = dict(re.findall(r"^\| `(queue_\w+)` \| .* \| `?([^`|]+?)`? \|$", reference, re.MULTILINE))
-    assert rows == {each.name: f"{each.value}" for each in effective(tmp_path) if each.name.startswith("queue_")}
+    assert rows == {
+        each.name: f"{each.value}" for each in effective_settings(tmp_path) if each.name.startswith("queue_")
+    }
 
 
 def test_every_setting_is_in_the_reference(tmp_path: Path) -> None:
