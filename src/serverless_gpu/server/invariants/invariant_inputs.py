@@ -103,8 +103,8 @@ def load(connection: sa.Connection, *, after: str = "", limit: int = PAGE_RUNS) 
     """
     query = sa.select(runs.c.id).where(runs.c.id > after).order_by(runs.c.id).limit(limit)
     ids = list(connection.scalars(query))
-    books = of_runs(connection, ids)
-    return msgspec.structs.replace(books, following=ids[-1] if len(ids) == limit else "")
+    page = of_runs(connection, ids)
+    return msgspec.structs.replace(page, following=ids[-1] if len(ids) == limit else "")
 
 
 def of_runs(connection: sa.Connection, run_ids: Sequence[str]) -> RecordedRuns:
@@ -118,7 +118,7 @@ def of_runs(connection: sa.Connection, run_ids: Sequence[str]) -> RecordedRuns:
     charged = _charges(connection, ids)
     placed, results = _orders(connection, ids), _results(connection, ids)
     actions, details = _audit(connection, run_ids)
-    booked = tuple(
+    recorded = tuple(
         RecordedRun(
             run=found[run_id],
             attempts=tuple(tries.get(run_id, ())),
@@ -137,7 +137,7 @@ def of_runs(connection: sa.Connection, run_ids: Sequence[str]) -> RecordedRuns:
         run_id: actions.get(run_id, {}) for run_id in run_ids if run_id not in found
     }
     skipped += [f"facts of attempt {run_id}:{fence}" for run_id, fence, _ in left_out]
-    return RecordedRuns(runs=booked, absent=absent, details=details, skipped=tuple(skipped))
+    return RecordedRuns(runs=recorded, absent=absent, details=details, skipped=tuple(skipped))
 
 
 def _of_crews(run_id: str, values: Mapping[CrewId, Any]) -> dict[OfCrew, Any]:
@@ -255,9 +255,9 @@ def pages(
     """Yield all runs page by page, each as of its own moment."""
     after = ""
     while True:
-        books = read(partial(load, after=after, limit=limit))
-        yield books
-        after = books.following
+        page = read(partial(load, after=after, limit=limit))
+        yield page
+        after = page.following
         if not after:
             return
 
@@ -273,6 +273,6 @@ class Violation(msgspec.Struct, frozen=True, kw_only=True, order=True):
         return f"{self.invariant} {self.subject}: {self.sentence}"
 
 
-def violation_of(booked: RecordedRun, invariant: str, sentence: str) -> Violation:
+def violation_of(recorded: RecordedRun, invariant: str, sentence: str) -> Violation:
     """Return what is wrong with a run."""
-    return Violation(invariant=invariant, subject=f"run {booked.run.id}", sentence=sentence)
+    return Violation(invariant=invariant, subject=f"run {recorded.run.id}", sentence=sentence)

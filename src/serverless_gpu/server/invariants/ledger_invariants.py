@@ -25,25 +25,25 @@ from serverless_gpu.server.records.charges import PostedEntry
 from serverless_gpu.server.records.crews import StoredCrew
 
 
-def ledger(booked: RecordedRun) -> Iterator[Violation]:
+def ledger(recorded: RecordedRun) -> Iterator[Violation]:
     """Yield what is wrong with the facts, receipts and entries of a run."""
-    all_crews = [_OfCrew(attempt=attempt, crew=crew) for attempt in booked.attempts for crew in attempt.crews]
+    all_crews = [_OfCrew(attempt=attempt, crew=crew) for attempt in recorded.attempts for crew in attempt.crews]
     ended = {one.key for one in all_crews if one.crew.ended_ns is not None}
-    for fence, _ in sorted(set(booked.receipts) - ended):
-        yield violation_of(booked, "I7", f"attempt {fence} has a receipt, and has not ended")
+    for fence, _ in sorted(set(recorded.receipts) - ended):
+        yield violation_of(recorded, "I7", f"attempt {fence} has a receipt, and has not ended")
     for one in all_crews:
-        own = booked.facts.get(one.key, ())
+        own = recorded.facts.get(one.key, ())
         for fact, following in pairwise(own):
             if fact.boot_id == following.boot_id and following.boottime_ns < fact.boottime_ns:
                 sentence = f"fact {following.seq} of {one.name} is older than fact {fact.seq}"
-                yield violation_of(booked, "I7", sentence)
-        posted = booked.charges.get(one.key, ())
+                yield violation_of(recorded, "I7", sentence)
+        posted = recorded.charges.get(one.key, ())
         for sentence in _entries(posted):
-            yield violation_of(booked, "I7", f"{one.name}: {sentence}")
-        if one.key in booked.unread:
+            yield violation_of(recorded, "I7", f"{one.name}: {sentence}")
+        if one.key in recorded.unread:
             continue  # nothing to compare
-        for sentence in (*_receipt(one, own, booked), *_charged(one, own, posted, booked)):
-            yield violation_of(booked, "I7", sentence)
+        for sentence in (*_receipt(one, own, recorded), *_charged(one, own, posted, recorded)):
+            yield violation_of(recorded, "I7", sentence)
 
 
 class _OfCrew(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,8 +62,8 @@ class _OfCrew(msgspec.Struct, frozen=True, kw_only=True):
         return f"attempt {self.crew.fence}{f' (crew {number})' if number else ''}"
 
 
-def _receipt(one: _OfCrew, own: Sequence[Fact], booked: RecordedRun) -> Iterator[str]:
-    receipt = booked.receipts.get(one.key)
+def _receipt(one: _OfCrew, own: Sequence[Fact], recorded: RecordedRun) -> Iterator[str]:
+    receipt = recorded.receipts.get(one.key)
     if receipt is None or receipt.gpu_ms is None or receipt.facts is None:
         return
     if len(own) < receipt.facts:
@@ -105,7 +105,7 @@ def _takes_back(one: PostedEntry, before: PostedEntry) -> bool:
     return is_same and one.entry.line == reversed_line(before.entry.line)
 
 
-def _charged(of: _OfCrew, own: Sequence[Fact], posted: Sequence[PostedEntry], booked: RecordedRun) -> Iterator[str]:
+def _charged(of: _OfCrew, own: Sequence[Fact], posted: Sequence[PostedEntry], recorded: RecordedRun) -> Iterator[str]:
     """Yield what is not charged as facts and tariff say."""
     if of.crew.settled_ns is None or of.crew.uncharged:
         return
@@ -118,7 +118,7 @@ def _charged(of: _OfCrew, own: Sequence[Fact], posted: Sequence[PostedEntry], bo
     if [entry.line for entry in stands] != list(wanted):
         yield f"{of.name} is charged {_told(entry.line for entry in stands)}, facts say {_told(wanted)}"
         return
-    receipt = booked.receipts.get(of.key)
+    receipt = recorded.receipts.get(of.key)
     is_whole = receipt is not None and receipt.facts is not None and len(own) >= receipt.facts
     if (is_whole or (own[-1:] and own[-1].kind is FactKind.FREED)) and any(entry.provisional for entry in stands):
         yield f"{of.name} has said everything, and is charged provisionally"

@@ -121,16 +121,16 @@ class LiveState(msgspec.Struct, frozen=True, kw_only=True):
     missing_parts: frozenset[str] = frozenset()  # digests of results that the store does not have
 
 
-def violations(books: RecordedRuns, history: History | None = None, moment: LiveState | None = None) -> list[Violation]:
+def violations(page: RecordedRuns, history: History | None = None, moment: LiveState | None = None) -> list[Violation]:
     """Return the violations among some runs."""
     history, moment = history or History(), moment or LiveState()
-    found = [violation for booked in books.runs for rule in RULES for violation in rule(booked)]
-    for booked in books.runs:
-        found += _stored(booked, moment.missing_parts)
-        found += _still_ended(booked, history)
-    found += [*_readable(books, history), *lent_once(books), *_audited(books, history)]
+    found = [violation for recorded in page.runs for rule in RULES for violation in rule(recorded)]
+    for recorded in page.runs:
+        found += _stored(recorded, moment.missing_parts)
+        found += _still_ended(recorded, history)
+    found += [*_readable(page, history), *lent_once(page), *_audited(page, history)]
     found += [
-        *_ran_as_asked(books, history),
+        *_ran_as_asked(page, history),
         *_one_after_another(history.stretches),
         *_on_devices_alone(history.stretches),
     ]
@@ -141,8 +141,8 @@ def violations(books: RecordedRuns, history: History | None = None, moment: Live
 # --- I1 ---------------------------------------------------------------------------------------------------------------
 
 
-def _readable(books: RecordedRuns, history: History) -> Iterator[Violation]:
-    for run_id, actions in books.absent.items():
+def _readable(page: RecordedRuns, history: History) -> Iterator[Violation]:
+    for run_id, actions in page.absent.items():
         created, expired = actions.get(Action.RUN_CREATE, 0), actions.get(Action.RUN_EXPIRE, 0)
         if (created or run_id in history.acknowledged) and not expired:
             yield Violation(invariant="I1", subject=f"run {run_id}", sentence="was acknowledged, and is not there")
@@ -151,72 +151,74 @@ def _readable(books: RecordedRuns, history: History) -> Iterator[Violation]:
 # --- I2, I5 -----------------------------------------------------------------------------------------------------------
 
 
-def _one_end(booked: RecordedRun) -> Iterator[Violation]:
-    run, told = booked.run, booked.events
+def _one_end(recorded: RecordedRun) -> Iterator[Violation]:
+    run, told = recorded.run, recorded.events
     ends = [event for event in told if event.state in TERMINAL]
     if len(ends) > 1:
-        yield violation_of(booked, "I2", f"has {len(ends)} ends: {_listed(event.state for event in ends)}")
+        yield violation_of(recorded, "I2", f"has {len(ends)} ends: {_listed(event.state for event in ends)}")
     if ends and told[-1] is not ends[-1]:
-        yield violation_of(booked, "I2", f"event {told[-1].seq} ({told[-1].state}) came after its end")
+        yield violation_of(recorded, "I2", f"event {told[-1].seq} ({told[-1].state}) came after its end")
     if told and told[-1].state is not run.state:
-        yield violation_of(booked, "I2", f"is {run.state}, and its last event says {told[-1].state}")
+        yield violation_of(recorded, "I2", f"is {run.state}, and its last event says {told[-1].state}")
     is_over = run.state in TERMINAL
     if is_over != (run.ended_ns is not None) or is_over != (run.reason is not None):
-        yield violation_of(booked, "I2", f"is {run.state}, with reason {run.reason} and end {run.ended_ns}")
+        yield violation_of(recorded, "I2", f"is {run.state}, with reason {run.reason} and end {run.ended_ns}")
     if run.reason is not None and is_over and MEANINGS[run.reason].state is not run.state:
         yield violation_of(
-            booked, "I2", f"is {run.state} because of {run.reason}, which means {MEANINGS[run.reason].state}"
+            recorded, "I2", f"is {run.state} because of {run.reason}, which means {MEANINGS[run.reason].state}"
         )
 
 
-def _still_ended(booked: RecordedRun, history: History) -> Iterator[Violation]:
-    end = history.ends.get(booked.run.id)
-    if end is not None and end != (booked.run.state, booked.run.reason):
+def _still_ended(recorded: RecordedRun, history: History) -> Iterator[Violation]:
+    end = history.ends.get(recorded.run.id)
+    if end is not None and end != (recorded.run.state, recorded.run.reason):
         state, reason = end
-        yield violation_of(booked, "I2", f"was {state} ({reason}), and is {booked.run.state} ({booked.run.reason})")
+        yield violation_of(
+            recorded, "I2", f"was {state} ({reason}), and is {recorded.run.state} ({recorded.run.reason})"
+        )
 
 
-def _moves(booked: RecordedRun) -> Iterator[Violation]:
-    told = booked.events
+def _moves(recorded: RecordedRun) -> Iterator[Violation]:
+    told = recorded.events
     if not told:
         return
     if [event.seq for event in told] != list(range(told[0].seq, told[0].seq + len(told))):
-        yield violation_of(booked, "I5", f"its events are numbered {_listed(event.seq for event in told)}")
-    if told[-1].seq != booked.run.events:
+        yield violation_of(recorded, "I5", f"its events are numbered {_listed(event.seq for event in told)}")
+    if told[-1].seq != recorded.run.events:
         yield violation_of(
-            booked, "I5", f"its last event is {told[-1].seq}, and it is said to have {booked.run.events}"
+            recorded, "I5", f"its last event is {told[-1].seq}, and it is said to have {recorded.run.events}"
         )
     for before, event in pairwise(told):
-        yield from _move(booked, before, event)
+        yield from _move(recorded, before, event)
 
 
-def _move(booked: RecordedRun, before: StoredEvent, event: StoredEvent) -> Iterator[Violation]:
+def _move(recorded: RecordedRun, before: StoredEvent, event: StoredEvent) -> Iterator[Violation]:
     if event.state not in MOVES[before.state] and not is_remark(before, event):
-        yield violation_of(booked, "I5", f"went from {before.state} to {event.state} (event {event.seq})")
+        yield violation_of(recorded, "I5", f"went from {before.state} to {event.state} (event {event.seq})")
     places = before.state is State.QUEUED and event.state is State.STARTING
     if event.fence != before.fence + places:
         yield violation_of(
-            booked, "I5", f"event {event.seq} ({event.state}) is of attempt {event.fence}, after {before.fence}"
+            recorded, "I5", f"event {event.seq} ({event.state}) is of attempt {event.fence}, after {before.fence}"
         )
 
 
 # --- I3 ---------------------------------------------------------------------------------------------------------------
 
 
-def _attempts_in_order(booked: RecordedRun) -> Iterator[Violation]:
-    run, tries = booked.run, booked.attempts
+def _attempts_in_order(recorded: RecordedRun) -> Iterator[Violation]:
+    run, tries = recorded.run, recorded.attempts
     fences = [attempt.fence for attempt in tries]
     if fences != list(range(1, run.fence + 1)):
-        yield violation_of(booked, "I3", f"is at attempt {run.fence}, and has attempts {_listed(fences) or 'none'}")
+        yield violation_of(recorded, "I3", f"is at attempt {run.fence}, and has attempts {_listed(fences) or 'none'}")
     still_open = [attempt.fence for attempt in tries if attempt.ended_ns is None]
     if still_open != ([run.fence] if run.state in _OPEN else []):
-        yield violation_of(booked, "I3", f"is {run.state}, and open are its attempts {_listed(still_open) or 'none'}")
+        yield violation_of(recorded, "I3", f"is {run.state}, and open are its attempts {_listed(still_open) or 'none'}")
     for attempt in tries:
-        yield from _attempt(booked, attempt)
+        yield from _attempt(recorded, attempt)
     began = sum(attempt.began for attempt in tries)
     again = run.retries_used + run.fault_retries_used
     if not run.spec.resume and began > 1 + again:
-        yield violation_of(booked, "I3", f"ran user code {began} times, and {again} retries were used")
+        yield violation_of(recorded, "I3", f"ran user code {began} times, and {again} retries were used")
     faults_max = FAULT_RETRIES_MAX if run.spec.retry_on_infra else 0
     uses = (
         (run.retries_used, run.spec.retries),
@@ -225,43 +227,45 @@ def _attempts_in_order(booked: RecordedRun) -> Iterator[Violation]:
     )
     if any(used > most for used, most in uses):
         used = ", ".join(f"{used} of {most}" for used, most in uses)
-        yield violation_of(booked, "I3", f"used more retries than it has: {used}")
+        yield violation_of(recorded, "I3", f"used more retries than it has: {used}")
 
 
-def _attempt(booked: RecordedRun, attempt: StoredAttempt) -> Iterator[Violation]:
+def _attempt(recorded: RecordedRun, attempt: StoredAttempt) -> Iterator[Violation]:
     if (attempt.ended_ns is None) != (attempt.state in _OPEN) or (attempt.ended_ns is None) != (attempt.reason is None):
-        yield violation_of(booked, "I3", f"attempt {attempt.fence} is {attempt.state}, ended {attempt.ended_ns}")
-    if attempt.fence == booked.run.fence and attempt.ended_ns is None and attempt.state is not booked.run.state:
-        yield violation_of(booked, "I3", f"is {booked.run.state}, and its open attempt is {attempt.state}")
-    own = [order for order in booked.orders if order.fence == attempt.fence]
+        yield violation_of(recorded, "I3", f"attempt {attempt.fence} is {attempt.state}, ended {attempt.ended_ns}")
+    if attempt.fence == recorded.run.fence and attempt.ended_ns is None and attempt.state is not recorded.run.state:
+        yield violation_of(recorded, "I3", f"is {recorded.run.state}, and its open attempt is {attempt.state}")
+    own = [order for order in recorded.orders if order.fence == attempt.fence]
     for crew in attempt.crews:
-        yield from _crew(booked, crew, [order for order in own if order.crew == crew.number])
+        yield from _crew(recorded, crew, [order for order in own if order.crew == crew.number])
 
 
-def _crew(booked: RecordedRun, crew: StoredCrew, own: Sequence[RecordedOrder]) -> Iterator[Violation]:
+def _crew(recorded: RecordedRun, crew: StoredCrew, own: Sequence[RecordedOrder]) -> Iterator[Violation]:
     name = f"attempt {crew.fence}{f' (crew {crew.number})' if crew.number else ''}"
     if (crew.ended_ns is None) != (crew.state in _OPEN) or (crew.ended_ns is None) != (crew.reason is None):
-        yield violation_of(booked, "I3", f"{name} is {crew.state} on {crew.node_id}, ended {crew.ended_ns}")
+        yield violation_of(recorded, "I3", f"{name} is {crew.state} on {crew.node_id}, ended {crew.ended_ns}")
     starts = [order for order in own if order.kind == "start"]
     if len(starts) != 1:
-        yield violation_of(booked, "I3", f"{name} has {len(starts)} orders to start")
+        yield violation_of(recorded, "I3", f"{name} has {len(starts)} orders to start")
     for order in own:
         if order.node_id != crew.node_id:
-            yield violation_of(booked, "I3", f"{name} is on {crew.node_id}, order {order.seq} is not")
+            yield violation_of(recorded, "I3", f"{name} is on {crew.node_id}, order {order.seq} is not")
 
 
-def _facts_in_order(booked: RecordedRun) -> Iterator[Violation]:
+def _facts_in_order(recorded: RecordedRun) -> Iterator[Violation]:
     """Attempts on one boot of one node are compared by its clock."""
-    for fence, following in pairwise(sorted({fence for fence, _ in booked.facts})):
-        before = [facts for (other, _), facts in booked.facts.items() if other == fence]
-        after = [facts for (other, _), facts in booked.facts.items() if other == following]
+    for fence, following in pairwise(sorted({fence for fence, _ in recorded.facts})):
+        before = [facts for (other, _), facts in recorded.facts.items() if other == fence]
+        after = [facts for (other, _), facts in recorded.facts.items() if other == following]
         for own, others in product(before, after):
             ended = [fact for fact in own if fact.kind is not FactKind.FREED]
             began = [fact for fact in others if fact.kind is FactKind.EXEC]
             if not ended or not began or ended[-1].boot_id != began[0].boot_id:
                 continue
             if began[0].boottime_ns < ended[-1].boottime_ns:
-                yield violation_of(booked, "I3", f"attempt {following} ran user code while {fence} still had processes")
+                yield violation_of(
+                    recorded, "I3", f"attempt {following} ran user code while {fence} still had processes"
+                )
 
 
 def _one_after_another(stretches: Sequence[Stretch]) -> Iterator[Violation]:
@@ -285,18 +289,18 @@ def _pairs_of_attempts(own: Sequence[Stretch]) -> Iterator[tuple[Stretch, Stretc
         yield from product((one for one in own if one.fence == fence), (one for one in own if one.fence == following))
 
 
-def _ran_as_asked(books: RecordedRuns, history: History) -> Iterator[Violation]:
+def _ran_as_asked(page: RecordedRuns, history: History) -> Iterator[Violation]:
     """Check observations, not reports: an attempt that began without a report counts, too."""
     attempts = {(one.run_id, one.fence) for one in history.stretches}
     ran = Counter(run_id for run_id, _ in attempts)
-    for booked in books.runs:
-        run = booked.run
-        for attempt in booked.attempts:
+    for recorded in page.runs:
+        run = recorded.run
+        for attempt in recorded.attempts:
             if attempt.called_off and (run.id, attempt.fence) in attempts:
-                yield violation_of(booked, "I3", f"attempt {attempt.fence} was called off, and user code of it ran")
+                yield violation_of(recorded, "I3", f"attempt {attempt.fence} was called off, and user code of it ran")
         again = run.retries_used + run.fault_retries_used
         if not run.spec.resume and ran[run.id] > 1 + again:
-            yield violation_of(booked, "I3", f"ran user code {ran[run.id]} times, and {again} retries were used")
+            yield violation_of(recorded, "I3", f"ran user code {ran[run.id]} times, and {again} retries were used")
 
 
 # --- I4 ---------------------------------------------------------------------------------------------------------------
@@ -315,33 +319,35 @@ def _on_devices_alone(stretches: Sequence[Stretch]) -> Iterator[Violation]:
 # --- I6 ---------------------------------------------------------------------------------------------------------------
 
 
-def _stored(booked: RecordedRun, missing: frozenset[str]) -> Iterator[Violation]:
-    run, attempt = booked.run, booked.run.attempt
+def _stored(recorded: RecordedRun, missing: frozenset[str]) -> Iterator[Violation]:
+    run, attempt = recorded.run, recorded.run.attempt
     if run.state is not State.SUCCEEDED or attempt is None or not isinstance(run.spec.payload, Function):
         return
-    results = booked.results.get(run.fence)
+    results = recorded.results.get(run.fence)
     ranks = attempt.num_nodes if run.spec.per_node else attempt.world_size
     there = results.count if results is not None else 0
     if there < ranks:
-        yield violation_of(booked, "I6", f"has succeeded, and {there} of {ranks} results are there")
+        yield violation_of(recorded, "I6", f"has succeeded, and {there} of {ranks} results are there")
     if results is not None and results.cut:
-        yield violation_of(booked, "I6", f"{results.cut} of its results are not whole")
+        yield violation_of(recorded, "I6", f"{results.cut} of its results are not whole")
     gone = missing.intersection(results.parts if results is not None else ())
     if gone:
-        yield violation_of(booked, "I6", f"{len(gone)} parts of its results are not in the store")
+        yield violation_of(recorded, "I6", f"{len(gone)} parts of its results are not in the store")
 
 
 # --- I8 ---------------------------------------------------------------------------------------------------------------
 
 
-def _created_once(booked: RecordedRun) -> Iterator[Violation]:
-    created = booked.actions.get(Action.RUN_CREATE, 0)
+def _created_once(recorded: RecordedRun) -> Iterator[Violation]:
+    created = recorded.actions.get(Action.RUN_CREATE, 0)
     if created != 1:
-        yield violation_of(booked, "I8", f"the audit says {created} times that it was asked for")
-    if booked.run.stop is not None and not booked.actions.get(Action.RUN_STOP, 0):
-        yield violation_of(booked, "I8", f"was asked to stop ({booked.run.stop}), and the audit does not say by whom")
-    if booked.actions.get(Action.RUN_EXPIRE, 0):
-        yield violation_of(booked, "I8", "the audit says that it was removed, and it is there")
+        yield violation_of(recorded, "I8", f"the audit says {created} times that it was asked for")
+    if recorded.run.stop is not None and not recorded.actions.get(Action.RUN_STOP, 0):
+        yield violation_of(
+            recorded, "I8", f"was asked to stop ({recorded.run.stop}), and the audit does not say by whom"
+        )
+    if recorded.actions.get(Action.RUN_EXPIRE, 0):
+        yield violation_of(recorded, "I8", "the audit says that it was removed, and it is there")
 
 
 def broken_chain(number: int, sentence: str) -> Violation:
@@ -349,15 +355,15 @@ def broken_chain(number: int, sentence: str) -> Violation:
     return Violation(invariant="I8", subject=f"audit entry {number}", sentence=sentence)
 
 
-def _audited(books: RecordedRuns, history: History) -> Iterator[Violation]:
-    actions = {booked.run.id: booked.actions for booked in books.runs} | dict(books.absent)
+def _audited(page: RecordedRuns, history: History) -> Iterator[Violation]:
+    actions = {recorded.run.id: recorded.actions for recorded in page.runs} | dict(page.absent)
     for (action, subject), count in history.changed.items():
         written = actions[subject].get(action, 0) if subject in actions else count
         if written < count:
             sentence = f"{count} requests were answered ({action}), and the audit has {written}"
             yield Violation(invariant="I8", subject=subject, sentence=sentence)
     for secret in history.secrets:
-        if any(secret in detail for detail in books.details):
+        if any(secret in detail for detail in page.details):
             yield Violation(invariant="I8", subject="audit", sentence="a row of it has a secret")
 
 
@@ -395,12 +401,12 @@ class LentDevice(msgspec.Struct, frozen=True):
     gang: str
 
 
-def lent_once(books: RecordedRuns) -> Iterator[Violation]:
+def lent_once(page: RecordedRuns) -> Iterator[Violation]:
     lent: dict[Place, list[LentDevice]] = {}
-    for booked in books.runs:
-        for attempt in booked.attempts:
+    for recorded in page.runs:
+        for attempt in recorded.attempts:
             for crew in attempt.crews:
-                own = booked.facts.get((crew.fence, crew.number), ())
+                own = recorded.facts.get((crew.fence, crew.number), ())
                 for place, one in lent_devices(crew_name(attempt.gang, crew.number), crew.node_id, own):
                     lent.setdefault(place, []).append(one)
     for place, ones in lent.items():
@@ -429,13 +435,13 @@ class Lendings:
         self._known: dict[tuple[Place, str, int], LentDevice] = {}
         self._of: dict[Place, list[LentDevice]] = {}
 
-    def look(self, books: RecordedRuns) -> list[Violation]:
-        """Return which devices of these books were lent twice, among them and together with those before."""
+    def look(self, page: RecordedRuns) -> list[Violation]:
+        """Return which devices of these page were lent twice, among them and together with those before."""
         found: set[Violation] = set()
-        for booked in books.runs:
-            for attempt in booked.attempts:
+        for recorded in page.runs:
+            for attempt in recorded.attempts:
                 for crew in attempt.crews:
-                    own = booked.facts.get((crew.fence, crew.number), ())
+                    own = recorded.facts.get((crew.fence, crew.number), ())
                     for place, one in lent_devices(crew_name(attempt.gang, crew.number), crew.node_id, own):
                         found.update(self._put(place, one))
         while len(self._known) > self._most:
@@ -479,18 +485,18 @@ def double_lendings(device: str, ones: list[LentDevice]) -> Iterator[Violation]:
 # --- I3, of gangs -----------------------------------------------------------------------------------------------------
 
 
-def gangs(booked: RecordedRun) -> Iterator[Violation]:
+def gangs(recorded: RecordedRun) -> Iterator[Violation]:
     """Yield what is wrong with the crews of a run."""
-    for attempt in booked.attempts:
-        for sentence in (*_laid_out(attempt), *_amounting(attempt), *_met(attempt, booked), *_released(attempt)):
-            yield violation_of(booked, "I3", f"attempt {attempt.fence} {sentence}")
-    for attempt in booked.attempts:
+    for attempt in recorded.attempts:
+        for sentence in (*_laid_out(attempt), *_amounting(attempt), *_met(attempt, recorded), *_released(attempt)):
+            yield violation_of(recorded, "I3", f"attempt {attempt.fence} {sentence}")
+    for attempt in recorded.attempts:
         left = [crew for crew in attempt.crews if not crew.proven]
-        if left and attempt.fence < booked.run.fence:
+        if left and attempt.fence < recorded.run.fence:
             sentence = f"attempt {attempt.fence} may have left a process on {left[0].node}, and another one was made"
-            yield violation_of(booked, "I3", sentence)
-    if booked.run.reason is Reason.PEER_FAILED:
-        yield violation_of(booked, "I3", "ended because of a peer, which is nobody's own reason")
+            yield violation_of(recorded, "I3", sentence)
+    if recorded.run.reason is Reason.PEER_FAILED:
+        yield violation_of(recorded, "I3", "ended because of a peer, which is nobody's own reason")
 
 
 def _laid_out(attempt: StoredAttempt) -> Iterator[str]:
@@ -527,14 +533,14 @@ def _amounting(attempt: StoredAttempt) -> Iterator[str]:
         yield "ends because of a peer, and none of its crews says why"
 
 
-def _met(attempt: StoredAttempt, booked: RecordedRun) -> Iterator[str]:
+def _met(attempt: StoredAttempt, recorded: RecordedRun) -> Iterator[str]:
     if attempt.called_off and (attempt.chosen_json is not None or attempt.began):
         yield "was called off, and its crews have met"
     chosen = attempt.chosen
     if chosen is not None and not len(chosen.addresses) == len(chosen.interfaces) == attempt.num_nodes:
         yield f"is on {attempt.num_nodes} nodes, and {len(chosen.addresses)} addresses were chosen"
     # A server that was restored may not know that it was chosen.
-    is_known = booked.run.restored_ns is None
+    is_known = recorded.run.restored_ns is None
     if attempt.num_nodes > 1 and attempt.began and chosen is None and not attempt.called_off and is_known:
         yield "has begun, and its crews have not met"
 

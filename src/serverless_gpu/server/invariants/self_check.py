@@ -158,7 +158,7 @@ class SelfCheck:
 
     def _missing(self, page: RecordedRuns) -> frozenset[str]:
         """Return which of the results' parts are not in the store; of very many, some are looked for."""
-        parts = [part for booked in page.runs for results in booked.results.values() for part in results.parts]
+        parts = [part for recorded in page.runs for results in recorded.results.values() for part in results.parts]
         if not parts:
             return frozenset()
         try:
@@ -183,8 +183,8 @@ class SelfCheck:
             self._measures.violations.labels(violation.invariant).inc()
 
     def _remember(self, page: RecordedRuns) -> None:
-        for booked in page.runs:
-            run = booked.run
+        for recorded in page.runs:
+            run = recorded.run
             if run.state in TERMINAL and run.reason is not None:
                 self._ends.setdefault(run.id, (run.state, run.reason))
         while len(self._ends) > ENDS_MAX:
@@ -204,7 +204,7 @@ def check(read: Read, *, history: History | None = None, limit: int = PAGE_RUNS)
         found.update(violations(page, history))
         found.update(lendings.look(page))
         skipped += page.skipped
-        seen.update(booked.run.id for booked in page.runs)
+        seen.update(recorded.run.id for recorded in page.runs)
     for gone in in_chunks(sorted((history or History()).acknowledged - seen), limit):
         absent = read(partial(invariant_inputs.of_runs, run_ids=gone))
         found.update(violations(absent, history))
