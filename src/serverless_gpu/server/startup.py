@@ -158,7 +158,7 @@ def assembled(
         measures = ServerMetrics()
         database = stack.enter_context(contextlib.closing(Database(settings.database, clock=clock, measures=measures)))
         operator = operator or Operator()
-        take_when_started(database, clock=clock, announce=operator.announce)
+        acquire_when_started(database, clock=clock, announce=operator.announce)
         rolled_back = restore.refuse_rollback(settings, database.read, now_ns=clock.wall_ns(), other=other)
         if rolled_back:
             _log.warning("the operator accepts that the database was rolled back: %s", rolled_back)
@@ -232,7 +232,7 @@ def assembled(
         )
 
 
-def take_when_started(database: Database, *, clock: Clock, announce: Callable[[str], None]) -> None:
+def acquire_when_started(database: Database, *, clock: Clock, announce: Callable[[str], None]) -> None:
     """Make this server the only one of its database, once the database answers.
 
     Raises:

@@ -11,7 +11,7 @@ from serverless_gpu.ambient import SystemClock
 from serverless_gpu.errors import ServerUnavailable
 from serverless_gpu.server import startup
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.startup import is_temporary, take_when_started
+from serverless_gpu.server.startup import acquire_when_started, is_temporary
 from tests.support.remote.server_process import ServerProcess
 from tests.support.server.postgres import Cluster
 
@@ -27,7 +27,7 @@ def test_22B9_a_database_that_starts_is_waited_for_and_both_is_said(postgres: Cl
             postgres.start()
 
     with contextlib.closing(Database(postgres.url(name), clock=SystemClock())) as database:
-        take_when_started(database, clock=SystemClock(), announce=announce)
+        acquire_when_started(database, clock=SystemClock(), announce=announce)
         assert database.leader_lock.is_held
     assert lines[0].startswith("the database does not answer: ") and lines[0].endswith("waiting for it, 60 s at most")
     assert lines[1:] == ["the database answers"]
@@ -42,7 +42,7 @@ def test_22B9_the_wait_has_an_end(postgres: Cluster, monkeypatch: pytest.MonkeyP
             contextlib.closing(Database(postgres.url(name), clock=SystemClock())) as database,
             pytest.raises(ServerUnavailable, match="does not answer"),
         ):
-            take_when_started(database, clock=SystemClock(), announce=lambda _line: None)
+            acquire_when_started(database, clock=SystemClock(), announce=lambda _line: None)
     finally:
         postgres.start()
 
