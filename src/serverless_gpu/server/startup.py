@@ -243,7 +243,7 @@ def acquire_when_started(database: Database, *, clock: Clock, announce: Callable
     pause_s, waiting = _PAUSE_S, False
     while True:
         try:
-            database.be_sole()
+            database.acquire()
         except ServerUnavailable as error:
             if not is_temporary(error.message) or clock.boottime_ns() + pause_s * 1e9 > until_ns:
                 raise

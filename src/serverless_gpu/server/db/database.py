@@ -108,7 +108,7 @@ class Database:
         measures: where transactions are counted.
 
     Attributes:
-        leader_lock: of the one server that uses it; taken by `be_sole`.
+        leader_lock: of the one server that uses it; taken by `acquire`.
         reserve: room that is kept back; the loop `reserve` tends it.
     """
 
@@ -148,7 +148,7 @@ class Database:
         self._readers = self._engine if memory else _sqlite(parsed, begin="BEGIN", readers=True)
         self._writer = GroupCommit(self._engine, clock=clock, measures=self._measures)
 
-    def be_sole(self) -> None:
+    def acquire(self) -> None:
         """Be the only server of this database, until it is closed.
 
         Raises:

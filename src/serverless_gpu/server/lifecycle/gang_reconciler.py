@@ -3,7 +3,7 @@
     an attempt on several nodes that goes on ─▶ folded again ─▶ as it is written: nothing
                                                              └─ else: written, told, and said in the log (ERROR)
 
-Whatever changes a crew writes what follows in the same transaction (`transitions.tell_crew`), so there is nothing to be
+Whatever changes a crew writes what follows in the same transaction (`transitions.apply_to_crew`), so there is nothing to be
 found here. Were it ever otherwise (a crew changed past that, a row mended by hand), the gang would wait for ever for
 what has happened already.
 """

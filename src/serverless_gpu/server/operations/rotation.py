@@ -80,7 +80,7 @@ def rotate(settings: Settings, *, clock: Clock, login: str) -> Rotated:
     with lock_server(directory), contextlib.closing(Database(settings.database, clock=clock)) as database:
         if ray_keeper.running(directory / "ray") is not None:
             raise ServerProblem("Ray of this server runs, with its token of now", hint="`sgpu stop` ends it")
-        database.be_sole()
+        database.acquire()
         database.migrate()
         mark = _begun(directory)
         contexts = _replace_key(database, directory, mark, now=clock.wall_ns)

@@ -77,13 +77,13 @@ def test_a_database_has_one_server_and_the_next_one_gets_it_when_that_ends(
     database: Database, open_again: Callable[[], Database], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(claim_room, "WAIT_S", 1)
-    database.be_sole()
+    database.acquire()
     database.write(add("first"))
     second = open_again()
     with pytest.raises(ServerProblem, match=re.escape(golden("crash.two_servers.another-server-uses"))):
-        second.be_sole()
+        second.acquire()
     database.close()
-    second.be_sole()
+    second.acquire()
     second.write(add("second"))
     assert second.read(names) == ["first", "second"]
 
@@ -102,7 +102,7 @@ def test_a_server_of_another_home_does_not_start_on_the_same_database(
 
 def test_a_session_that_breaks_is_made_again_before_anything_is_written(postgres_url: str) -> None:
     database = Database(postgres_url, clock=SystemClock())
-    database.be_sole()
+    database.acquire()
     end_session(postgres_url)
     database.leader_lock.doubt()
     database.write(add("after"))
@@ -114,7 +114,7 @@ def test_a_session_that_breaks_is_made_again_before_anything_is_written(postgres
 def test_who_lost_the_database_to_another_server_writes_nothing_more_and_ends(postgres_url: str) -> None:
     clock = FakeClock()
     database = Database(postgres_url, clock=clock)
-    database.be_sole()
+    database.acquire()
     told: list[str] = []
     database.leader_lock.on_gone = lambda: told.append("gone")
     with taken_over(postgres_url):
@@ -135,7 +135,7 @@ def test_who_lost_the_database_to_another_server_writes_nothing_more_and_ends(po
 def numbered(url: str, clock: Clock | None = None) -> Database:
     """Return a database as a server has it that has started."""
     database = Database(url, clock=clock or SystemClock())
-    database.be_sole()
+    database.acquire()
     database.number(now_ns=1)
     return database
 
@@ -251,7 +251,7 @@ def test_sessions_that_cannot_be_ended_leave_the_database_unclaimed(
         raise ServerProblem("sessions of another server of this database did not end within 10 s")
 
     database = Database(postgres_url, clock=SystemClock())
-    database.be_sole()
+    database.acquire()
     monkeypatch.setattr(claim_room.LeaderLock, "end_others", stay)
     end_session(postgres_url)
     assert not database.leader_lock.look() and not database.leader_lock.is_held
