@@ -248,7 +248,7 @@ class PolicyList(Answer, frozen=True, kw_only=True):
     policies: tuple[PolicyView, ...]
 
 
-class PolicyRequest(UsagePolicy, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PolicyRequest(UsagePolicy, Request, frozen=True, kw_only=True):
     """Make a usage policy, or put another one in its place; fields are those of `model.policy.UsagePolicy`."""
 
 

@@ -436,7 +436,7 @@ class Lendings:
         self._of: dict[Place, list[LentDevice]] = {}
 
     def look(self, page: RecordedRuns) -> list[Violation]:
-        """Return which devices of these page were lent twice, among them and together with those before."""
+        """Return which devices of this page were lent twice, among them and together with those before."""
         found: set[Violation] = set()
         for recorded in page.runs:
             for attempt in recorded.attempts:
