@@ -166,8 +166,8 @@ def decide_sharing(found: Exposure) -> bool | None:
         return None
     if found.had_runs:
         say(
-            f"warning: {', '.join(first_few(found.had_runs))} ran code here already: it could read the server's key, tokens "
-            "and secrets; to replace them: Ctrl-C, `sgpu server rotate`, then change the secrets at their source",
+            f"warning: {', '.join(first_few(found.had_runs))} ran code here already: it could read the server's key, "
+            "tokens and secrets; to replace them: Ctrl-C, `sgpu server rotate`, then change the secrets at their source",
             err=True,
         )
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
