@@ -38,7 +38,7 @@ from serverless_gpu.json_codec import from_msgpack
 _PartT = TypeVar("_PartT")
 
 UNKNOWN = -1
-NOBODY = 2**32 - 1
+NO_OWNER = 2**32 - 1
 """In place of an owner's number."""
 _MAGIC = b"sgpu-index-4" + sys.byteorder[:1].encode() + b"\0\0\0"
 _HEADER = struct.Struct("<16sQ32sQ32sQ32s")
@@ -134,7 +134,7 @@ class KeptPart(msgspec.Struct, array_like=True):
     spot: ImportRoot | None = None  # the library; None where there is nothing to go by
     inodes: bytes = b""
     others: Stats = msgspec.field(default_factory=Stats)  # files of the library that are in no unit; without digests
-    others_of: bytes = b""  # for each the number of the owner that claims it, or `NOBODY`, as uint32
+    others_of: bytes = b""  # for each the number of the owner that claims it, or `NO_OWNER`, as uint32
     distributions: tuple[KeptDistribution, ...] = ()
 
 

@@ -17,7 +17,7 @@ from serverless_gpu.environment.scan.digests import Digest, digest_files
 from serverless_gpu.environment.scan.directory_listing import ListedFile, read_file
 from serverless_gpu.environment.scan.distributions import Distribution, row_path
 from serverless_gpu.environment.scan.index import (
-    NOBODY,
+    NO_OWNER,
     UNKNOWN,
     FilesPart,
     GatePart,
@@ -162,7 +162,7 @@ def _kept_part(found: Survey, gate: GatePart, made: Sequence[IndexedUnit], seen_
             paths = (row_path(claim.path, part.spot.site, part.spot.prefix) for claim in distribution.claims)
             owner_of.update((path, number) for path in paths if path is not None)
     in_units = {path for _, one in mine for path in one.files}
-    others = [(file, owner_of.get(path, NOBODY)) for path, file in part.files.items() if path not in in_units]
+    others = [(file, owner_of.get(path, NO_OWNER)) for path, file in part.files.items() if path not in in_units]
     if part.reused is not None:
         for number, one in mine:
             before = part.reused.distributions.get(one.member.address)

@@ -23,7 +23,7 @@ from serverless_gpu.environment.documents import FileRow, RowKind, SnapshotMembe
 from serverless_gpu.environment.scan.digests import may_be_script
 from serverless_gpu.environment.scan.directory_listing import Directory, DirectoryListing, ListedFile, Listing, look
 from serverless_gpu.environment.scan.distributions import Distribution, read_distributions, row_path
-from serverless_gpu.environment.scan.index import NOBODY, FilesPart, GatePart, KeptPart, Stats
+from serverless_gpu.environment.scan.index import NO_OWNER, FilesPart, GatePart, KeptPart, Stats
 from serverless_gpu.environment.scan.roots import (
     Area,
     ImportRoot,
@@ -218,10 +218,10 @@ class _Choice:
         owner_of = {file.file: owner for file, owner in kept}
         while True:
             files = {file.file: file for file, owner in kept if owner not in reused and _above(file.file) not in void}
-            files.update((path, file) for path, file in fresh.items() if owner_of.get(path, NOBODY) not in reused)
+            files.update((path, file) for path, file in fresh.items() if owner_of.get(path, NO_OWNER) not in reused)
             by_row = {own_row_path(spot, path): file for path, file in files.items()}
             distributions = self._read(by_row, {one.info for one in reused.values()})
-            hit = {owner_of.get(path, NOBODY) for path in self._claims(distributions)} & reused.keys()
+            hit = {owner_of.get(path, NO_OWNER) for path in self._claims(distributions)} & reused.keys()
             if not hit:
                 break
             for owner in hit:  # another unit claims what they have
