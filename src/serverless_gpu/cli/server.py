@@ -45,11 +45,11 @@ if TYPE_CHECKING:
 
 _NEEDED = ("starlette", "uvicorn", "sqlalchemy", "alembic", "cryptography", "httptools", "prometheus_client")
 _LOOK_S = 0.5
-_KEPT = "the server of this home is there"
+_HOME_REASON = "the server of this home is there"
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _FOLLOW_LOOK_S = 0.2
 _LINE_BYTES_MAX = 1 << 20
-_HEAD = ("ts", "level", "logger", "msg", "traceback")
+_LOG_FIELDS = ("ts", "level", "logger", "msg", "traceback")
 
 
 @click.command()
@@ -167,7 +167,8 @@ def decide_sharing(found: Exposure) -> bool | None:
     if found.had_runs:
         say(
             f"warning: {', '.join(first_few(found.had_runs))} ran code here already: it could read the server's key, "
-            "tokens and secrets; to replace them: Ctrl-C, `sgpu server rotate`, then change the secrets at their source",
+            "tokens and secrets; to replace them: Ctrl-C, `sgpu server rotate`, then change the secrets at their "
+            "source",
             err=True,
         )
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
@@ -231,7 +232,7 @@ def config(as_json: bool) -> None:
     An option wins over a variable (SGPU_PORT), that over server.toml in the home. Passwords in addresses are not shown.
     """
     refuse_incomplete()
-    home = durable_home(_KEPT)
+    home = durable_home(_HOME_REASON)
     settings = load("serverless_gpu.server.core.settings")
     settings.read_settings(home.root, environ=os.environ)
     said = settings.effective(home.root, environ=os.environ)
@@ -247,7 +248,7 @@ def config(as_json: bool) -> None:
 def unit() -> None:
     """Print a unit with which systemd runs this home's server: restarting it leaves runs alone."""
     refuse_incomplete()
-    home = durable_home(_KEPT)
+    home = durable_home(_HOME_REASON)
     systemd = load("serverless_gpu.server.operations.systemd")
     settings = load("serverless_gpu.server.core.settings").read_settings(home.root, environ=os.environ)
     there = systemd.Installation(
@@ -302,7 +303,9 @@ def backup(directory: Path) -> None:
     is as it was in the backup before is a link to that. A database of PostgreSQL is not in it: dump it before.
     """
     refuse_incomplete()
-    settings = load("serverless_gpu.server.core.settings").read_settings(durable_home(_KEPT).root, environ=os.environ)
+    settings = load("serverless_gpu.server.core.settings").read_settings(
+        durable_home(_HOME_REASON).root, environ=os.environ
+    )
     load("serverless_gpu.server.operations.rotation").refuse_unfinished(settings.directory)
     made = load("serverless_gpu.server.operations.backup").back_up(settings, directory.absolute(), clock=SystemClock())
     files = made.manifest.files
@@ -323,7 +326,9 @@ def check(as_json: bool) -> None:
     that was rolled back, and files of runs that the database does not know.
     """
     refuse_incomplete()
-    settings = load("serverless_gpu.server.core.settings").read_settings(durable_home(_KEPT).root, environ=os.environ)
+    settings = load("serverless_gpu.server.core.settings").read_settings(
+        durable_home(_HOME_REASON).root, environ=os.environ
+    )
     database_module = load("serverless_gpu.server.db.database")
     path = settings.database.partition("sqlite:///")[2]
     if path and not Path(path).exists():
@@ -368,7 +373,7 @@ def restore(backup: Path, nothing_ran_since: bool) -> None:
     secrets that were deleted are back: do both again.
     """
     refuse_incomplete()
-    home = durable_home(_KEPT)
+    home = durable_home(_HOME_REASON)
     manifest = load("serverless_gpu.server.operations.restore").restore(
         home, backup, nothing_ran_since=nothing_ran_since
     )
@@ -390,7 +395,9 @@ def rotate(certain: bool) -> None:
     Killed in the middle, it goes on when it is started again; `sgpu up` refuses to start until then.
     """
     refuse_incomplete()
-    settings = load("serverless_gpu.server.core.settings").read_settings(durable_home(_KEPT).root, environ=os.environ)
+    settings = load("serverless_gpu.server.core.settings").read_settings(
+        durable_home(_HOME_REASON).root, environ=os.environ
+    )
     if not certain:
         click.confirm("Revoke every token of this server, and replace its key?", abort=True, err=True)
     login = load("serverless_gpu.server.startup").login()
@@ -528,7 +535,7 @@ def _log_line_text(line: bytes) -> str:
     found = _parse_line(line)
     if not found:
         return line.decode("utf-8", "replace").rstrip("\n")
-    said = (*_HEAD, "method", "route") if found.get("logger") == "access" else _HEAD  # its message has them
+    said = (*_LOG_FIELDS, "method", "route") if found.get("logger") == "access" else _LOG_FIELDS  # its message has them
     about = " ".join(f"{name}={value}" for name, value in found.items() if name not in said)
     told = f"{found.get('ts', '')} {found.get('level', '')!s:<7} {found.get('logger', '')}: {found.get('msg', '')}"
     told = (told + (f"  ({about})" if about else "")).replace("\n", "⏎")  # a message is no other line

@@ -20,7 +20,7 @@ class ProgressPoint(msgspec.Struct, frozen=True, kw_only=True):
     files_total: int = 0  # of how many; 0 while not known
     moved_bytes: int = 0  # bytes that really went to or came from the store, compressed
     name: str = ""  # what is being dealt with, for example ``torch 2.13.0``, or ""
-    waits_for: str = ""  # what somebody else brings, and is waited for, or ""
+    waits_for: str = ""  # what another process brings, and is waited for, or ""
 
 
 Report = Callable[[ProgressPoint], None]

@@ -100,7 +100,7 @@ class _Task(msgspec.Struct, kw_only=True):
     checks: bool
     found: CapturedEnvironment | None = None
     over: bool = False
-    unchanged: bool = False  # whether the index says what is there now
+    unchanged: bool = False  # whether the index is up to date
 
 
 class Service:
@@ -355,7 +355,7 @@ class Service:
 
 
 def _be_child(sock: socket.socket, number: int, work: Callable[[Callable[[Answer], None]], None]) -> NoReturn:
-    """Do one piece of work and end; what goes wrong is said."""
+    """Do one piece of work and end; an error is the answer."""
     code = 1
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -367,7 +367,7 @@ def _be_child(sock: socket.socket, number: int, work: Callable[[Callable[[Answer
             work(tell)
         except ServerlessGpuError as error:
             tell(_failed(number, error))
-        except BrokenPipeError:  # the service is gone, and so is whoever asked
+        except BrokenPipeError:  # the service is gone, and so is its caller
             pass
         except OSError as error:
             tell(_failed(number, capture_error(error)))
@@ -418,7 +418,7 @@ def _take(index: Path, ask: EnvironmentQuestion, tell: Callable[[Answer], None])
     tell(_found(ask, last, scan, blobs))
     taken = capture(scan, blobs, level=level, report=report)
     tell(_summary(ask.number, taken, (clock.boottime_ns() - started_ns) // 1_000_000))
-    recogniser.remember(taken.scan)  # nobody waits for this; the next question does, if it comes before the end
+    recogniser.remember(taken.scan)  # no caller waits for this; the next question does, if it comes before the end
 
 
 def _found(ask: EnvironmentQuestion, last: Snapshot | None, scan: Scan, blobs: StoreBlobs) -> CapturedEnvironment:
@@ -457,8 +457,8 @@ def _told(sentences: Sequence[str]) -> tuple[str, ...]:
 
 
 def _is_stored(ask: EnvironmentQuestion, snapshot: Snapshot) -> bool:
-    """Return whether a store still has a snapshot and its units; a remote one is asked by whoever restores, and a
-    server's by whoever checks the files."""
+    """Return whether a store still has a snapshot and its units; a restore asks a remote one, and the check of
+    files asks a server's."""
     return is_remote(ask.store) or _has(ask, snapshot)
 
 

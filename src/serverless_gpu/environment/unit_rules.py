@@ -152,7 +152,7 @@ class RowTree:
         self._kinds: dict[str, str] = dict.fromkeys(AREAS, _DIRECTORY)
         self._folded: dict[str, str] = {area: area for area in AREAS}  # path → its form that must be unique
         self._taken: dict[str, str] = {area: area for area in AREAS}  # and back
-        self._clear = set(AREAS)  # directories of units that `meet` has found in nobody's way
+        self._clear = set(AREAS)  # directories of units that `meet` has found free
         self.targets: dict[str, str] = {}
 
     def add(self, path: str, kind: str) -> None:

@@ -50,10 +50,10 @@ _FRAME_S = 1.0
 _FIRST_S = 10.0
 _COLUMNS_UNKNOWN = 120
 _STEPS = {"up": -1, "down": 1, "page up": -10, "page down": 10}
-_AGAIN_NS = 3_000_000_000
+_RESTART_NS = 3_000_000_000
 _SILENT_NS = 5_000_000_000
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
-_USUAL = os.terminal_size((80, 24))
+_SIZE_DEFAULT = os.terminal_size((80, 24))
 _TERMINATED = 128 + signal.SIGTERM
 _KEY = re.compile(rb"\x1b(?:\[[0-9;]*[A-Za-z~]|O[A-Z])|.", re.DOTALL)
 _KEYS = {
@@ -224,7 +224,7 @@ class Feed:
 
     def _open_again(self) -> None:
         now_ns = self._clock.boottime_ns()
-        if now_ns - self._tried_ns < _AGAIN_NS:
+        if now_ns - self._tried_ns < _RESTART_NS:
             return
         self._tried_ns = now_ns
         try:
@@ -287,8 +287,8 @@ class Terminal:
         try:
             size = os.get_terminal_size(self._out)
         except OSError:
-            return _USUAL
-        return size if size.columns > 0 and size.lines > 0 else _USUAL
+            return _SIZE_DEFAULT
+        return size if size.columns > 0 and size.lines > 0 else _SIZE_DEFAULT
 
     def __enter__(self) -> Terminal:
         for number in (signal.SIGWINCH, signal.SIGCONT, signal.SIGTERM, signal.SIGTSTP):

@@ -39,7 +39,7 @@ from serverless_gpu.wire.nodes import (
 )
 
 _LOOK_S = 0.5
-_SHORTEST = 4  # characters of a uuid that stand for it
+_UUID_CHARACTERS_MIN = 4  # characters of a uuid that stand for it
 _ZONES = "/zoneinfo/"
 
 
@@ -286,7 +286,7 @@ def find_device(devices: Sequence[Device], asked: str, node: str) -> str:
         found = [device.uuid for device in cards if device.index == int(asked)]
     else:
         found = [device.uuid for device in devices if device.uuid == asked] or [
-            device.uuid for device in devices if len(asked) >= _SHORTEST and device.uuid.startswith(asked)
+            device.uuid for device in devices if len(asked) >= _UUID_CHARACTERS_MIN and device.uuid.startswith(asked)
         ]
     if len(found) == 1:
         return found[0]

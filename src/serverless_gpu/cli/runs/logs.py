@@ -43,7 +43,7 @@ _LOOK_S = 0.1
 PIECE_BYTES = 1 << 16
 _LAUNCH_S = 10.0  # a client may take that long from making the directory to handing the run over
 _LOOK_S_MAX = 1.0
-_ASKED_MAX = 64
+_RANKS_ASKED_MAX = 64
 _READ_BYTES = 1 << 20
 
 
@@ -329,7 +329,7 @@ class ServedOutput(RunOutput):
 
     def written_ranks(self) -> list[int]:
         """Return the ranks that wrote anything."""
-        ranks = range(min(self.ranks(), _ASKED_MAX))
+        ranks = range(min(self.ranks(), _RANKS_ASKED_MAX))
         return [
             rank
             for rank in ranks

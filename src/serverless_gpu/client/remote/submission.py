@@ -76,9 +76,9 @@ from serverless_gpu.wire.runs import AcceptedMessage, RunRequest, RunView, Targe
 R = TypeVar("R")
 _ON_ITS_WAY_S = 2.0
 """How long a request that was interrupted is given to arrive, so that its run can be stopped."""
-_AGAIN_S = 0.1
+_STOP_PAUSE_S = 0.1
 _UNKNOWN = "whether run {} was started is not known"
-_TRIES = 2
+_PART_TRIES = 2
 POOL = "SGPU_POOL"
 POLICY = "SGPU_POLICY"
 POOL_ID = "DATABRICKS_REMOTE_GPU_POOL_ID"
@@ -253,7 +253,7 @@ def _stop_submitted(server: RemoteServer, run_id: str) -> bool:
         except NotFound:  # not there, or not yet
             if clock.boottime_ns() > until_ns:
                 return True
-            pause.wait(_AGAIN_S)
+            pause.wait(_STOP_PAUSE_S)
         except ServerlessGpuError:
             return False
         else:
@@ -289,11 +289,11 @@ def _parts(content: mmap.mmap, size: int) -> Iterator[bytes]:
 
 
 def _put_part(server: RemoteServer, digest: str, part: bytes) -> None:
-    for attempt in range(_TRIES):
+    for attempt in range(_PART_TRIES):
         try:
             return server.put_part(digest, part)
         except HashMismatch:
-            if attempt + 1 == _TRIES:
+            if attempt + 1 == _PART_TRIES:
                 raise
 
 

@@ -319,7 +319,7 @@ class _UnitWork:
 
 
 class ReadUnit(msgspec.Struct, frozen=True):
-    """A unit all of which has been read."""
+    """A unit whose files have all been read."""
 
     name: str
     packs: Sequence[Future[str]]
@@ -416,7 +416,7 @@ class PackSender:
                 group.packs.clear()
                 self._room.give(group.size)
             self._send_units(group)
-        except BaseException as error:  # noqa: BLE001 - whoever waits has to hear of it, whatever it is
+        except BaseException as error:  # noqa: BLE001 - those that wait have to hear of it, whatever it is
             for done in waiting:
                 if not done.done():
                     done.set_exception(error)
@@ -473,7 +473,7 @@ class _ByteBudget:
         self._bytes = 0
 
     def take(self, size: int, wait_s: float) -> bool:
-        """Take room, or return after a moment that there was none; whoever comes first has room for any size."""
+        """Reserve bytes, or return False after a moment; the first to come may reserve any size."""
         with self._free:
             if not self._free.wait_for(lambda: not self._bytes or self._bytes + size <= self._bytes_max, wait_s):
                 return False

@@ -8,7 +8,7 @@ Old packs are kept only while at least half of what they hold is used, and while
 than a new capture makes: so neither the store nor a restore pays for a long history of edits.
 
 Each file is checked against its row while it is read: open, read, close, and the digest is the row's. If it is not,
-RECORD told something else than what is there (the row is corrected, and with it the unit's address), or the file has
+RECORD told something else than the file has (the row is corrected, and with it the unit's address), or the file has
 another size than when it was looked at (`FileChanged`: the unit is planned again), or it changes at this moment (read
 again a few times, then `EnvironmentUnsupported` names it).
 
@@ -32,13 +32,13 @@ from serverless_gpu.environment.documents import BLOCK_BYTES, PACK_BYTES, Conten
 from serverless_gpu.errors import EnvironmentUnsupported
 
 PACKS_MORE_MAX = 16
-"""How many more packs than anew a unit may have before it is packed again."""
+"""How many more packs than a new capture makes a unit may have before it is packed again."""
 TRIES_MAX = 4
 """How often a file that changes while it is read is read."""
-_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # not blocking: somebody may have put a FIFO there
+_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # not blocking: there may be a FIFO
 _TURN_S = 0.1
 _one_by_one = threading.Lock()
-"""Whoever reads small files: two at once would only pass the interpreter to and fro, three times for each file."""
+"""Held while small files are read: two threads would only pass the interpreter to and fro, three times for each file."""
 
 
 class BlockPart(NamedTuple):

@@ -7,7 +7,7 @@ It lies in `__pycache__` beside the sources, under names that carry the interpre
 and a mounted environment shows it as it comes. Two processes of the interpreter without any environment
 (`compiler_process.py`) take the files in turn: no code of a unit is ever executed here, `.pth` files included.
 
-Failure cases, all of which leave files without bytecode and nothing else: a file that does not compile, one that takes
+Failure cases, which leave files without bytecode and nothing else: a file that does not compile, one that takes
 too long or ends its process (it is skipped, and another process goes on), a full disk, an interpreter that does not
 start."""
 
@@ -47,7 +47,7 @@ class CompileJob(msgspec.Struct, frozen=True, kw_only=True):
 def compile_jobs(
     directory: Path, rows: Sequence[FileRow], tag: str, only: Collection[str] | None = None
 ) -> list[CompileJob]:
-    """Return what there is to compile in a unit.
+    """Return the files of a unit that have no bytecode.
 
     `tag` is the interpreter's, for example ``cpython-311``; `only` are paths of rows, None for all.
     """

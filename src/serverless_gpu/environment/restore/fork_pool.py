@@ -1,6 +1,6 @@
 """Work on many files is divided between this process and a fork of it.
 
-Two threads would pass the interpreter to and fro at each of the system calls, of which there are ten thousands. Each
+Two threads would pass the interpreter to and fro at each of the system calls, and there are ten thousands of them. Each
 process takes the next piece of work from a pipe when it has done the one before.
 
 Where this process has other threads no fork is safe, and with one core it is of no use: then this process does it all.
@@ -54,7 +54,7 @@ def divide(count: int, work: Callable[[Iterator[int]], _Result], kind: type[_Res
     os.close(writing)
     try:
         pid = os.fork()
-    except OSError:  # no process is to be had
+    except OSError:  # no process can be started
         for fd in (numbers, answer, answering):
             os.close(fd)
         return [work(iter(range(count)))]
@@ -65,7 +65,7 @@ def divide(count: int, work: Callable[[Iterator[int]], _Result], kind: type[_Res
     try:
         ours = work(mine)
     finally:
-        while os.read(numbers, _NUMBERS_MAX):  # after an error: nobody needs the rest
+        while os.read(numbers, _NUMBERS_MAX):  # after an error the rest is not needed
             pass
         os.close(numbers)
         with open(answer, "rb") as file:

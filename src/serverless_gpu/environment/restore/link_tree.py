@@ -4,7 +4,7 @@
     2 all that is below them        has one unit each, or generated files only; two processes (`fork_pool.py`) do it
 
 In each directory generated files and links come first, then the directories in it, then files of units, then their
-links. What is there already is not replaced.
+links. Existing entries are not replaced.
 
 A file of a unit that links lead to already is looked at before it is linked (`unit_integrity.py`).
 

@@ -3,8 +3,8 @@
     where the caller says · our own · pythonX.Y on PATH · /usr/bin, /usr/local/bin · uv's · pyenv's
 
 Each candidate is run once in a boot of the machine, without any environment, and says what it is; the first with the
-exact version is taken, else the first that fits. A path that a snapshot names is run only if nobody but root or this
-user could have put something else there.
+exact version is taken, else the first that fits. A path that a snapshot names is run only if no user but root and this
+one could have put something else there.
 
 Failure cases: none fits (EnvironmentUnsupported naming where it was looked for), one that does not answer (passed
 over)."""
@@ -165,7 +165,7 @@ def keep(file: Path, boot: str) -> None:
 
 
 def trusted(path: str) -> bool:
-    """Return whether a path that a snapshot names may be run: an interpreter, on a way nobody else can write to."""
+    """Return whether a path that a snapshot names may be run: an interpreter, on a way that no other user can write to."""
     real = Path(os.path.realpath(path))
     if not (path.startswith("/") and _NAME.fullmatch(os.path.basename(path)) and _NAME.fullmatch(real.name)):
         return False

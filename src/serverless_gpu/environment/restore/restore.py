@@ -125,7 +125,7 @@ def restore(
         def look() -> None:
             changes.extend(mend_units(snapshot, blobs, cache, report))
 
-        if ready is not None or way.mode == "overlay":  # else whoever makes the links looks, which costs less
+        if ready is not None or way.mode == "overlay":  # else making the links looks, which costs less
             look()
         changes += changed_units(snapshot, cache)
         ready = read_ready(cache, snapshot, way.mode) if changes else ready
@@ -188,7 +188,7 @@ def _make(
     with locked(cache.making_lock(snapshot.address), wait_s=MAKING_S_MAX):
         ready = read_ready(cache, snapshot, way.mode)
         if ready is not None:
-            return ready  # somebody else has just made it
+            return ready  # another process has just made it
         if work := loaded_jobs(prepared, cache):
             look()  # no source that was written to is compiled
             cache.compile(work, prepared.base.path, report)
@@ -303,7 +303,7 @@ def _as_listed(snapshot: Snapshot) -> Callable[[Unit], None]:
 def loaded_jobs(prepared: Prepared, cache: UnitCache) -> dict[str, list[CompileJob]]:
     """Return what to compile, by unit: what the caller had loaded and has no bytecode.
 
-    A few short files are left to whoever imports them, and to `compile_rest`: a process takes longer to start.
+    A few short files are left to the process that imports them, and to `compile_rest`: a process takes longer to start.
     """
     work: dict[str, list[CompileJob]] = {}
     for address, missing in _loaded(prepared.snapshot, cache, prepared.base.tag):

@@ -336,7 +336,7 @@ def _publish(cache: UnitCache, snapshot: Snapshot, fresh: Path, final: Path) -> 
         return
     exchange(fresh, final)
     fresh.chmod(0o755)  # only a directory that can be written moves below another one
-    # Somebody may be using it: it goes when nobody holds the environment.
+    # It may be in use: it goes when no process holds the environment.
     fresh.rename(cache.trees / f".old-{snapshot.address}-{os.urandom(4).hex()}")
 
 

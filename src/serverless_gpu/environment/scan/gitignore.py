@@ -9,8 +9,8 @@ Patterns for all repositories of a user are in `core.excludesFile`, or else git'
 and of the user are read; a repository's own settings, files that they include and `GIT_CONFIG_*` variables are not.
 
 Files that git tracks are never ignored, whatever its patterns say (`git add -f`). They are read from `.git/index`,
-versions 2 to 4. What cannot be read that way (another version, SHA-256 names, an index in parts) is said, and patterns
-alone decide.
+versions 2 to 4. What cannot be read that way (another version, SHA-256 names, an index in parts) is reported, and
+patterns alone decide.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _decide(chain: Sequence[IgnorePatterns], path: str) -> bool | None:
 
 
 def read_patterns(file: str, base: str = "", above: str = "") -> IgnorePatterns | None:
-    """Return a file of patterns, or None where there is none that says anything."""
+    """Return a file of patterns, or None where no file says anything."""
     try:
         with open(file, "rb") as opened:
             text = opened.read(_PATTERNS_BYTES_MAX).decode("utf-8-sig", errors="surrogateescape")
@@ -112,7 +112,7 @@ def read_patterns(file: str, base: str = "", above: str = "") -> IgnorePatterns 
 
 
 def parse_patterns(text: str, base: str = "", above: str = "") -> IgnorePatterns | None:
-    """Return patterns as git reads them, or None when there are none."""
+    """Return patterns as git reads them, or None without any."""
     rules = []
     for line in text.split("\n"):
         line = line.removesuffix("\r")
@@ -142,7 +142,7 @@ def git_index(top: str) -> tuple[str, str] | None:
 def outer_ignoring(top: str) -> tuple[IgnoreRules, tuple[str, ...]]:
     """Return what holds above a directory, in its repository, and the files that say so or would if they were there.
 
-    When the repository ignores the directory itself, nothing above it counts: somebody runs code in it.
+    When the repository ignores the directory itself, nothing above it counts: code runs in it.
     """
     repository = next((path for path in (top, *map(str, Path(top).parents)) if os.path.lexists(f"{path}/.git")), None)
     places = list(_outer_files(top, repository))

@@ -11,7 +11,7 @@ at. It is a memory, not a promise: what cannot be read (another version, torn by
 and nothing is fsynced.
 
 An mtime or ctime from the last moments before the look is kept as `UNKNOWN`: a file changed once more in the same tick
-of the file system's clock would look the same. Whoever compares it looks at the content instead.
+of the file system's clock would look the same. A comparison looks at the content instead.
 """
 
 from __future__ import annotations

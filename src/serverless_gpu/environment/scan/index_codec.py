@@ -81,7 +81,7 @@ def read_memory(index: IndexFile) -> IndexParts | None:
 
 
 def known_of(memory: IndexParts | None, found: Survey) -> KnownFiles:
-    """Return what was read before of what is there now; nothing without a memory."""
+    """Return what was read before of the files that exist now; nothing without a memory."""
     if memory is None:
         return KnownFiles()
     gate, files = memory.gate, memory.files

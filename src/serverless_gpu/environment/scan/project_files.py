@@ -10,12 +10,12 @@ of their own) and our home. Kept although ignored, unless `.sgpuignore` names it
                generated `_version.py`, an extension module built in place. Not in an ignored directory
     egg-info   without which an old editable install has no metadata
 
-A directory that is nobody's project (the home directory, `/`, `/tmp`: a script may lie there) is not walked: only
+A directory that is no project (the home directory, `/`, `/tmp`: a script may lie there) is not walked: only
 Python files in it, and packages in it, count.
 
 Left out, too, and said: what no restore would accept. A project may hold a data set with `a.png` and `A.png`, and its
 code must run nevertheless: of two names that differ only in case or Unicode form the one that was imported travels,
-else the first in order. In a library such names are refused at the capture: nobody installed them.
+else the first in order. In a library such names are refused at the capture: no installer made them.
 
 What git ignores is counted during the walk and told in one sentence. Ignored directories are not looked into, so their
 size is unknown; they are named first, as they hold the most, hidden ones (caches of tools) last.

@@ -7,7 +7,7 @@ A difference of stat is no change yet. A directory with another mtime is looked 
 bytecode does not. A file with another stat, or times that were too fresh to be told apart, is read: only its content
 counts, so `touch`, a checkout there and back, another link to it, and a chmod that leaves the execute bit alone do not.
 The ctime is part of the stat: it cannot be put back, so an edit of the same size shows though its mtime was restored.
-What was cleared this way is told to the caller, who keeps it for the next time.
+The caller keeps what was cleared this way for the next time.
 """
 
 from __future__ import annotations

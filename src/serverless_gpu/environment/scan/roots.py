@@ -76,10 +76,10 @@ class ImportRoot(msgspec.Struct, frozen=True, kw_only=True):
     # for a library the directory above it with ``bin`` and ``share``; the same as `directory` when flat
     prefix: str = ""
     site: str = ""  # where the library lies below its prefix; "" when flat
-    is_venv: bool = False  # whether the prefix belongs to it alone, so that what nobody owns there is part of it
+    is_venv: bool = False  # whether the prefix belongs to it alone, so that files there without an owner are part of it
     before: bool = False  # whether it comes before the standard library
     on_path: bool = True  # whether it is on `sys.path`, not only named by a generated file
-    shallow: bool = False  # whether it is nobody's project: the home directory, ``/``
+    shallow: bool = False  # whether it is no project: the home directory, ``/``
     archive: str = ""  # name of the file, for an archive
 
 
@@ -186,7 +186,7 @@ class _Search:
 
 
 def temporary_directories() -> frozenset[str]:
-    """Return the directories that everybody writes to: nobody's project, and no package of one."""
+    """Return the directories that every user writes to: no project, and no package of one."""
     found = ["/tmp", "/var/tmp", "/dev/shm"]
     with contextlib.suppress(FileNotFoundError):  # none can be written to, as in a container with a read-only root
         found.append(tempfile.gettempdir())
@@ -340,7 +340,7 @@ def survey(
 ) -> Survey:
     """Look at everything an interpreter imports from.
 
-    `look_at` is told of each directory and the number of its files. `again` returns the interpreter's own library, or
+    `look_at` is called with each directory and the number of its files. `again` returns the interpreter's own library, or
     None to have all of it looked at.
     """
     spots = find_import_roots(description)
@@ -419,7 +419,7 @@ def _look_at_code(spot: ImportRoot, spots: ImportRoots, description: Description
     others += [directory for one in libraries for directory in (one.directory, one.real)]
     if spot.shallow:
         others += [one.directory for one in spots.spots if one.kind == "code"]
-        others += temporary_directories()  # below `/`, an `__init__.py` that somebody left there makes them no package
+        others += temporary_directories()  # below `/`, an `__init__.py` that was left there makes them no package
     out = tuple(sorted({path for path in others if path and path != spot.directory}))
     wanted = wanted_files(spot.directory, description.loaded, out)
     place = CodeDirectory(directory=spot.directory, shallow=spot.shallow, out=out, wanted=wanted)

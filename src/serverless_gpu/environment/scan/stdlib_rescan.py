@@ -3,7 +3,7 @@
     every directory's and file's stat ─ the same ────────────────▶ nothing
                                       └ another ─ listed again ─▶ paths that are new, gone, or another file
     distributions ─ none of these is theirs, none of their files is claimed by another ─▶ `ReusedUnits`: unit as it was
-                  └ else, and all that nobody owns ─▶ the part: files and distributions as a first look finds them
+                  └ else, and all without an owner ─▶ the part: files and distributions as a first look finds them
 
 The result is exactly that of a first look. So only what is simple is ever reused: `reusable` says what is. Whatever
 else is odd (another place, links to nowhere, a directory that vanishes meanwhile) leads to a first look at everything.

@@ -1,7 +1,7 @@
 """Divides the files of a root into units, and takes out those that name directories of their machine.
 
 A file that several distributions claim is in each of them as long as they claim the same; else its content is looked
-at, and it belongs to those that are right. What nobody claims is the root's unowned unit, apart from what a virtual
+at, and it belongs to those that are right. What no distribution claims is the root's unowned unit, apart from what a virtual
 environment makes for itself.
 
 `.pth`, `.egg-link` and finders of editable installs name directories. Their text is kept with `{{sgpu:2}}` in place of
@@ -225,7 +225,7 @@ class DirectoryPlaceholders:
         return self._pattern.sub(lambda found: self._tokens[found[1]], text)
 
     def replace_lines(self, text: str) -> str:
-        """Return a `.pth` file's text: likewise, without lines that name a directory of no root."""
+        """Return a `.pth` file's text with directories replaced, without lines that name a directory of no root."""
         lines = []
         for line in text.splitlines(keepends=True):
             replaced = self.replace(line)

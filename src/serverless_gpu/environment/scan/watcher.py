@@ -199,7 +199,7 @@ def make_plan(gate: GatePart, names: Sequence[str], kinds: str) -> WatchPlan:
     for number, name in enumerate(names):
         if name.rpartition("/")[0] not in known:
             compared.append(number)
-        elif kinds[number] == "l":  # nobody can write to a link: another one has to take its place
+        elif kinds[number] == "l":  # a link cannot be written to: another one has to take its place
             continue
         elif os.path.islink(name):  # of one that is gone, placing the watch fails
             compared.append(number)

@@ -89,7 +89,7 @@ class Store(abc.ABC):
     def repair(self, keys: Collection[str]) -> tuple[str, ...] | None:
         """Check snapshots and units, content included, and remove what no restore can use.
 
-        Only a store that has somebody of its own to do this does it: a server, for clients that may remove nothing.
+        Only a server does this, for clients that may remove nothing.
 
         Returns:
             The keys that were removed; None where the caller has to look for itself.

@@ -3,7 +3,7 @@
     read_*    bounded, decoded strictly, checked by its rules and against its address before a caller sees it; what is
               wrong is read once more (a line that cut or flipped it), then it is an error
     write_*   checked by the same rules; packs before the units that point into them, units before the snapshot that
-              lists them, so whatever is there is whole, whoever was killed and when
+              lists them, so every object is whole, whichever process was killed and when
     missing_* what a capture has to send: what is not there, and what garbage collection has condemned
 
 One object serves one capture or one restore: it asks once about each key whether it is condemned. Safe to use from

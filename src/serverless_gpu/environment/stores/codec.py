@@ -173,7 +173,7 @@ def document_of(data: bytes, kind: type[_Document], what: str) -> _Document:
     try:
         return decode(data, kind, what)
     except EnvironmentRejected as error:
-        # A hint says that another version wrote it; what cannot be read for another reason, nobody wrote.
+        # A hint says that another version wrote it; what cannot be read for another reason, no version wrote.
         raise (error if error.hint else AlteredObject(error.message)) from None
 
 

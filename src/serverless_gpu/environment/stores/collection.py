@@ -17,7 +17,7 @@ already, and have grown old before any collection saw that.
 
 Snapshots are deleted before units, and units before packs: whatever is there is whole at every moment, and a killed
 collection leaves nothing behind that a later one does not find. New entries of the list get their date only when the
-list is known to be there, so nobody can have missed them for as long as they say. `condemned_objects.py` tells why
+list is known to be there, so no capture can have missed them for as long as they say. `condemned_objects.py` tells why
 captures need not stop meanwhile; all of it holds while a capture takes less than the grace.
 
 Failure cases: a document that is needed and cannot be read (nothing below it is deleted or condemned, and it is
@@ -178,7 +178,7 @@ class _Collection:
         return joined(snapshots, units, packs)
 
     def delete(self, doomed: Sequence[Stored]) -> None:
-        """Delete, a few at a time, as long as nobody can take this collection for dead."""
+        """Delete, a few at a time, as long as no other collection can take this one for dead."""
         for done, some in _batches([stored.key for stored in doomed], _DELETE_AT_ONCE):
             self._renew()
             self._store.delete(some)
@@ -234,7 +234,7 @@ class _Collection:
                 for key, result in zip(some, pool.map(lambda key: self._parts(key, parts), some), strict=True):
                     held |= result or frozenset()
                     if key not in kept:
-                        continue  # when it cannot be read, nobody can restore it either
+                        continue  # when it cannot be read, no restore can use it either
                     pointed_at |= result or frozenset()
                     if result is None:
                         self._unreadable.append(key)

@@ -1,6 +1,6 @@
 """What garbage collection tells captures: which objects it is going to delete, and that it is at work.
 
-    gc/condemned           objects that nobody needed when they were looked at, and that may be deleted some time later
+    gc/condemned           objects that no snapshot needed when they were looked at, and that may be deleted some time later
     gc/collector-<digits>  a collection is at work; put again every minute, void a while after the last time
 
 A capture asks once about each object, and takes a condemned one for absent: it puts it again. A capture that asked
@@ -32,7 +32,7 @@ class CondemnedEntry(msgspec.Struct, frozen=True, array_like=True):
 
     key: str
     since_ns: int  # when it was on the list for certain; 0 while that is not known
-    put_ns: int  # when it had been put; another time means that somebody needed it since
+    put_ns: int  # when it had been put; another time means that a capture needed it since
 
 
 class CondemnedList(msgspec.Struct, frozen=True, kw_only=True):

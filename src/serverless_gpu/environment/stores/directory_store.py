@@ -4,7 +4,7 @@
     <root>/gc/condemned
     <root>/incoming/…          what is being written, under names that no reader asks for
 
-    write all under names nobody asks for, the disk begins ─▶ wait for each ─▶ rename all ─▶ wait for their directories
+    write all under names no reader asks for, the disk begins ─▶ wait for each ─▶ rename all ─▶ wait for their directories
                                                               the first waits for the journal, the others find
                                                               theirs written with it
 

@@ -167,7 +167,7 @@ class ObjectStore(Store):
                 try:
                     check_key(stored.key)
                 except EnvironmentRejected:
-                    continue  # what somebody else put there is not listed, so it is never deleted
+                    continue  # what others put there is not listed, so it is never deleted
                 yield stored
 
     def delete(self, keys: Iterable[str]) -> None:

@@ -169,7 +169,7 @@ class ServedStore(Store, CollectionGuard):
         return self._ask(lambda server: server.ask("POST", path, body, answer=answer))
 
     def _ask(self, request: Callable[[Connection], _Value]) -> _Value:
-        """Send a request; what the server refuses is said as every store says it.
+        """Send a request; what the server refuses becomes the error of every store.
 
         NotFound and HashMismatch are for the callers above.
         """

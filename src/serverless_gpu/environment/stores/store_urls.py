@@ -1,6 +1,6 @@
 """From what a person types to a store: a path, `file://`, `memory://`, `s3://`, `gs://` or `az://`.
 
-A store of a server has a name, too (`sgpu+http://host:port`), which programs make; nobody types it.
+A store of a server has a name, too (`sgpu+http://host:port`), which programs make.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ def test_a_team_that_used_far_more_than_usual_in_an_hour_is_told_of_once_a_day(s
 
 
 def test_notices_and_what_was_said_are_bounded_by_themselves(spent: Spent, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budgets, "KEPT", 2)
+    monkeypatch.setattr(budgets, "NOTICES_KEPT", 2)
 
     def work(connection: sa.Connection) -> tuple[int, int]:
         for day in range(4):

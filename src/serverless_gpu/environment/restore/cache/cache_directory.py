@@ -9,7 +9,7 @@
     locks/<address>         shared by all who use the environment · <address>.making · units/<address> · evicting
     interpreters            what those of this machine have said they are
     layers/                 short names of units' directories, for mounts (`unit_metadata.py`)
-    linked                  there if somebody may have links to files of units (`unit_integrity.py`)
+    linked                  there if trees may have links to files of units (`unit_integrity.py`)
     view                    where overlays are mounted, in the namespaces of those who use them
 
 What has no dot at its front is whole: it came there by a rename. Nothing in a cache is written to the disk before it is
@@ -108,7 +108,7 @@ class CachePaths:
         return self.locks / address
 
     def making_lock(self, address: str) -> Path:
-        """Return the lock of whoever assembles an environment."""
+        """Return the lock of the process that assembles an environment."""
         return self.locks / f"{address}.making"
 
     def note(self, address: str) -> UnitNote | None:
@@ -120,7 +120,7 @@ class CachePaths:
         return self.environment(address) / "looked"
 
     def compiling_lock(self) -> Path:
-        """Return the lock that all who compile share, so that nobody takes their files for somebody else's."""
+        """Return the lock that all who compile share, so that a look does not take their files for altered ones."""
         return self.locks / "compiling"
 
     def write_note(self, address: str, note: UnitNote) -> None:
@@ -177,7 +177,7 @@ def put_aside(directory: Path) -> Path:
 
 
 def delete(directory: Path) -> None:
-    """Delete a directory with everything in it; what somebody else deletes at the same time is no error."""
+    """Delete a directory with everything in it; what another process deletes at the same time is no error."""
     with contextlib.suppress(FileNotFoundError):
         try:
             shutil.rmtree(directory)
@@ -199,7 +199,7 @@ def write_to_disk(directory: Path) -> None:
 
 
 def try_lock(path: Path, *, shared: bool = False) -> int | None:
-    """Return a descriptor that holds the lock, or None when somebody else has it."""
+    """Return a descriptor that holds the lock, or None when another process has it."""
     for _ in range(_TRIES):
         fd = _open(path)
         try:

@@ -53,7 +53,7 @@ def evict(places: CachePaths, excess: int, keep: Collection[str] = ()) -> int:
 
 
 def forget(places: CachePaths, keep: int) -> None:
-    """Remove environments that nobody uses, their units excepted, those used last excepted."""
+    """Remove environments that are not in use, without their units; keep those used last."""
     gone: list[Path] = []
     with locked(evicting_lock(places), wait_s=LOCK_WAIT_S):
         unused = [each for each in environments(places) if not each.held]
@@ -80,7 +80,7 @@ def sweep(places: CachePaths) -> None:
 
 
 def evicting_lock(places: CachePaths) -> Path:
-    """Return the lock of whoever evicts; who is about to use units holds it shared while saying so."""
+    """Return the lock of an eviction; a restore holds it shared while it writes down its units."""
     return places.locks / "evicting"
 
 
@@ -98,7 +98,7 @@ def units(places: CachePaths) -> list[CachedUnit]:
 
 
 def environments(places: CachePaths) -> list[CachedEnvironment]:
-    """Return all environments that were restored here, and whether somebody uses them."""
+    """Return all environments that were restored here, and whether they are in use."""
     found = []
     for directory in _directories(places.trees):
         members = read_document(directory / "members", list[str]) if _ADDRESS.fullmatch(directory.name) else None
@@ -118,7 +118,7 @@ def environments(places: CachePaths) -> list[CachedEnvironment]:
 
 
 class CachedEnvironment(msgspec.Struct, frozen=True, kw_only=True):
-    """An environment that was restored: its units, when it was last asked for, and whether somebody uses it now."""
+    """An environment that was restored: its units, when it was last asked for, and whether it is in use now."""
 
     address: str
     units: frozenset[str]
@@ -186,7 +186,7 @@ def _carry_out(places: CachePaths, step: EvictionStep) -> list[Path]:
 
 
 def _put_environment_aside(places: CachePaths, address: str) -> list[Path] | None:
-    """Move what was made of a snapshot aside, and remove its locks; None when somebody came to use it just now."""
+    """Move what was made of a snapshot aside, and remove its locks; None when a process came to use it just now."""
     moved: list[Path] = []
     lock = try_lock(places.use_lock(address))
     if lock is None:
@@ -215,7 +215,7 @@ def _delete_with_links(places: CachePaths, directory: Path) -> None:
     lock = try_lock(linking_lock(places))
     if (
         lock is None
-    ):  # somebody makes links, or we look at them ourselves: files whose links go now are read again later
+    ):  # another process makes links, or we look at them ourselves: files whose links go now are read again later
         delete(directory)
         return
     try:

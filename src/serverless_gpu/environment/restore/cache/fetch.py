@@ -2,13 +2,13 @@
 
     all missing units ─ room for them above the floor of free disk; what was not used for longest goes first
       each: its lock is free? ─ .new-<address>, every byte verified ─▶ <address>, from here on anybody may use it
-            somebody fetches it? it is looked at again when the others are done; the report says which is waited for
+            another fetches it? it is looked at again when the others are done; the report says which is waited for
 
 Units are unpacked as one stream (`unpack_each`), so a small one does not wait for its own round trip. Who is killed
 leaves `.new-<address>` and a lock that the kernel has freed: the next who gets the lock begins again.
 
 Failure cases: the disk is full (StorageError, nothing half-visible), what comes is altered (asked for once more, then
-EnvironmentCorrupt), the store does not answer, somebody fetches for an hour (StorageError).
+EnvironmentCorrupt), the store does not answer, another process fetches for an hour (StorageError).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.errors import EnvironmentCorrupt, StorageError
 from serverless_gpu.units import format_bytes
 
-WAIT_S = 3600.0  # nobody else's fetch of one unit takes longer, or it hangs
+WAIT_S = 3600.0  # a fetch of one unit that takes longer hangs
 _PAUSE_S = 0.02
 _TRIES = 2
 _SMALL_FILE_BYTES = 4 * 1024 * 1024
@@ -71,7 +71,7 @@ def room(places: CachePaths, needed: int, floor: int) -> int:
 
 
 class UnitFetch:
-    """One call that fetches units, beside whoever else does.
+    """One call that fetches units, beside other processes that do.
 
     `make_space` is called with the bytes needed, before the first byte and before each unit.
     """

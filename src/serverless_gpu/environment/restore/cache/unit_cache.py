@@ -1,12 +1,12 @@
 """The units of a node: each unpacked once, verified before its first use, shared read-only by all environments.
 
     ensure ─ there, and looked at in this boot of the machine, not long ago? nothing to do
-           ├ its lock is free: fetch it   (many processes at once: each takes what nobody fetches yet)
-           └ somebody fetches it: wait until it is there, or until they died and it is ours to fetch
+           ├ its lock is free: fetch it   (many processes at once: each takes what no other fetches yet)
+           └ another fetches it: wait until it is there, or until they died and it is ours to fetch
     look   ─ one sweep over its files: has anybody written to them? (`unit_integrity.py`) then every byte is read
-    verify ─ what is on the disk against its rows; a damaged unit is replaced by a rename, whoever looks at the old one
+    verify ─ what is on the disk against its rows; a damaged unit is replaced by a rename, a reader of the old one
              keeps seeing it
-    evict  ─ what was not used for longest goes; never what somebody uses
+    evict  ─ what was not used for longest goes; never what is in use
 
 Here is decided who does what when. `cache_directory.py` says where, `fetch.py` brings, `unit_integrity.py` looks,
 `eviction.py` removes.
@@ -68,7 +68,7 @@ from serverless_gpu.errors import EnvironmentCorrupt
 CACHE_BYTES_MAX = 100 * 10**9
 """What units may take on a node, unless said otherwise."""
 ENVIRONMENTS_MAX = 32
-"""How many that nobody uses stay assembled; each is a directory, with links a tree of all files."""
+"""How many that are not in use stay assembled; each is a directory, with links a tree of all files."""
 FLOOR_BYTES_MAX = 10**9
 _FLOOR_SHARE = 20  # of a small disk, a twentieth stays free
 _READERS = 8
@@ -194,7 +194,7 @@ class UnitCache(CachePaths):
                 fresh = fetch.bring(blobs.read_unit(address))
             except BaseException:
                 if place.exists():
-                    put_aside(place)  # nobody may use it, and those who do keep it until the next sweep
+                    put_aside(place)  # no process may begin to use it, and those that do keep it until the next sweep
                 raise
             if place.exists():
                 exchange(fresh, place)
@@ -260,7 +260,7 @@ class UnitCache(CachePaths):
         return value
 
     def look(self, snapshot: Snapshot) -> tuple[str, ...]:
-        """Look at the units of an environment, and put those aside that somebody has written to.
+        """Look at the units of an environment, and put those aside that were written to.
 
         Each is looked at once in a boot of this machine, and again after `LOOK_S`; units that links lead to are looked
         at by `trees.py`, before each use.
@@ -362,7 +362,7 @@ class UnitCache(CachePaths):
         wrong = sorted(path for path, is_now in seal.bytecode.items() if known.get(path) != is_now)
         lock = try_lock(self.compiling_lock()) if wrong else None
         if lock is None:
-            return ""  # it is right; or somebody compiles at this moment, and the next look tells
+            return ""  # it is right; or another process compiles at this moment, and the next look tells
         try:
             for path in wrong:
                 (unit / path).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Has somebody written to a unit? Seals of mounted units, link times of linked ones, and a look at every file.
+"""Finds units that were written to: seals of mounted units, link times of linked ones, and a look at every file.
 
     unit unpacked, every byte verified ─ seal ─▶ note
     later: one sweep over the unit ─▶ the same seal? nothing was written to
@@ -128,7 +128,7 @@ def _identity(status: os.stat_result) -> Identity:
 
 
 def linking_lock(places: CachePaths) -> Path:
-    """Return the lock of whoever makes links to units, removes them, or looks at what they lead to."""
+    """Return the lock for making links to units, removing them, or looking at what they lead to."""
     return places.locks / "linking"
 
 

@@ -151,7 +151,7 @@ class SharedMetadata:
         return files
 
     def add(self, number: int, snapshot: Snapshot, wanted: Mapping[str, bytes], outlines: Outlines) -> None:
-        """Add metadata to units that nobody has added any to."""
+        """Add metadata to units that have none added."""
         for address, notes in _notes_directories(number, snapshot, outlines):
             paths = [f"{notes}/{name}" for name in ADDED_NAMES if f"{notes}/{name}" in wanted]
             unit = self._places.unit(address)

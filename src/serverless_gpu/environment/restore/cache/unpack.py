@@ -58,7 +58,7 @@ _Result = TypeVar("_Result")
 def unpack(unit: Unit, blobs: StoreBlobs, directory: Path, *, report: Report = ignore_progress) -> None:
     """Make a directory of a unit, all of it verified, or leave nothing.
 
-    The unit follows the rules (`StoreBlobs.read_unit`). The directory does not exist; its parent does, and nobody else
+    The unit follows the rules (`StoreBlobs.read_unit`). The directory does not exist; its parent does, and no other process
     writes to it.
     """
     for _ in unpack_each([(unit, directory)], blobs, report=report):
@@ -295,7 +295,7 @@ def storage_error(directory: Path, error: OSError) -> StorageError:
 class WrittenTree:
     """A fresh directory that several threads fill.
 
-    The directory exists, is empty, and nobody else can enter it.
+    The directory exists, is empty, and no other process can enter it.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -514,7 +514,7 @@ class _LargeFile:
             for piece in content:
                 self._put(piece, end)
                 end += len(piece)
-                if self._hashed == start:  # only whoever has the part that starts there moves it
+                if self._hashed == start:  # only the thread that has the part that starts there moves it
                     for earlier in waiting:
                         self._digest.update(earlier)
                     waiting.clear()
@@ -543,7 +543,7 @@ class _LargeFile:
             raise
 
     def fail(self) -> None:
-        """Let nobody wait for a part that does not come."""
+        """End the wait for a part that does not come."""
         with self._turn:
             self._failed = True
             self._turn.notify_all()
