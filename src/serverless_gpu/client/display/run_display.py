@@ -44,7 +44,7 @@ _LIVE_CHARACTERS_MAX = 2_000
 _WAIT_TICK_S = 1.0
 _STARTED = ("STARTING", "RUNNING")
 _PASSING_S = 10.0  # between two such sentences where a line cannot be replaced
-ROWS_MAX = 4
+WAIT_ROWS_MAX = 4
 _SAID_FIRST_S, _SAID_LAST_S = 10.0, 300.0
 _WORTH_SAYING_S = 5.0
 LIVE_ROWS_MAX = 8
@@ -455,4 +455,8 @@ class WaitingLine:
             return []
         text = f"serverless-gpu: queued for {self.waited(now_ns)}: {self.sentence}"
         rows = textwrap.wrap(text, max(20, columns - 1), subsequent_indent="  ", break_on_hyphens=False)
-        return rows if len(rows) <= ROWS_MAX else [*rows[: ROWS_MAX - 1], f"{rows[ROWS_MAX - 1][: columns - 4]} …"]
+        return (
+            rows
+            if len(rows) <= WAIT_ROWS_MAX
+            else [*rows[: WAIT_ROWS_MAX - 1], f"{rows[WAIT_ROWS_MAX - 1][: columns - 4]} …"]
+        )

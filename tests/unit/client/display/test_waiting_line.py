@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from serverless_gpu.client.display import run_display
-from serverless_gpu.client.display.run_display import ROWS_MAX, TerminalDisplay, WaitingLine, waited_text
+from serverless_gpu.client.display.run_display import WAIT_ROWS_MAX, TerminalDisplay, WaitingLine, waited_text
 from serverless_gpu.testing import FakeClock
 from tests.support.client.display import Terminal
 from tests.support.client.notebook_display import Cell
@@ -132,7 +132,7 @@ def test_a_sentence_without_end_takes_no_more_rows_than_a_few() -> None:
     line = WaitingLine()
     line.tell("word " * 2_000, since_ns=0)
     rows = line.rows(0, 80)
-    assert len(rows) == ROWS_MAX and rows[-1].endswith(" …") and max(map(len, rows)) < 80
+    assert len(rows) == WAIT_ROWS_MAX and rows[-1].endswith(" …") and max(map(len, rows)) < 80
 
 
 def test_quiet_says_nothing(capsys: pytest.CaptureFixture[str], clock: FakeClock) -> None:
