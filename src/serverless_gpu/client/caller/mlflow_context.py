@@ -51,7 +51,7 @@ _NOWHERE = (
     f"runs of this server are not tracked: {URI} names no MLflow, and the server has none of its own "
     "(`sgpu up --mlflow`)"
 )
-_said: set[str] = set()
+_shown_notices: set[str] = set()
 INTERACTIVE = "interactive"
 _SESSION = "JPY_SESSION_NAME"  # of Jupyter: the notebook a kernel belongs to
 _EDITOR = "__vsc_ipynb_file__"  # VS Code's variable in the notebook, with its path
@@ -134,8 +134,8 @@ def with_tracking(
 ) -> RunSpec:
     """Return a spec with its tracking, and print the caller's notice once."""
     found = resolve(spec, arguments or {}, os.environ, far)
-    if found.sentence and found.sentence not in _said and not spec.quiet:
-        _said.add(found.sentence)
+    if found.sentence and found.sentence not in _shown_notices and not spec.quiet:
+        _shown_notices.add(found.sentence)
         TerminalDisplay(quiet=False).say(found.sentence)
     return msgspec.structs.replace(spec, tracker=found.tracking)
 

@@ -171,7 +171,7 @@ class Charging:
         return past
 
 
-class Due(msgspec.Struct, frozen=True, kw_only=True):
+class ChargeableCrew(msgspec.Struct, frozen=True, kw_only=True):
     """A crew, and all that its charges depend on."""
 
     attempt: StoredAttempt
@@ -203,7 +203,9 @@ class Due(msgspec.Struct, frozen=True, kw_only=True):
         return is_whole or (self.crew.ended_ns is not None and self.crew.ended_ns < before_ns)
 
 
-def charge(connection: sa.Connection, due: Mapping[CrewId, Due], *, at_ns: int, final_before_ns: int) -> ChargeOutcome:
+def charge(
+    connection: sa.Connection, due: Mapping[CrewId, ChargeableCrew], *, at_ns: int, final_before_ns: int
+) -> ChargeOutcome:
     """Write what the ledger does not say yet of crews."""
     new: list[NewEntry] = []
     failed: dict[CrewId, str] = {}
@@ -243,7 +245,7 @@ def charge(connection: sa.Connection, due: Mapping[CrewId, Due], *, at_ns: int, 
     return ChargeOutcome(entries=written, failed=failed)
 
 
-def _doubt(one: Due, lines: Sequence[LedgerLine], at_ns: int) -> None:
+def _doubt(one: ChargeableCrew, lines: Sequence[LedgerLine], at_ns: int) -> None:
     """Say of a crew that its node counted more time than there was since it was placed; it is charged so."""
     held_s = (max(line.end_ns for line in lines) - min(line.start_ns for line in lines)) / 1e9 if lines else 0.0
     there_s = (at_ns - one.attempt.created_ns) / 1e9
@@ -277,20 +279,20 @@ def _utilisation(lines: Sequence[LedgerLine], uses: Sequence[_Use]) -> Utilisati
     )
 
 
-def load(connection: sa.Connection, ids: Sequence[CrewId], *, currency: str) -> dict[CrewId, Due]:
+def load(connection: sa.Connection, ids: Sequence[CrewId], *, currency: str) -> dict[CrewId, ChargeableCrew]:
     """Return crews with all that their charges depend on."""
     run_ids = sorted({run_id for run_id, _, _ in ids})
     tries = attempts.of_runs(connection, run_ids)
     asked = runs.asked_ns(connection, run_ids)
     known, posted = facts.of_crews(connection, ids), charges.of_crews(connection, ids)
     receipts = crews.receipts(connection, ids)
-    found: dict[CrewId, Due] = {}
+    found: dict[CrewId, ChargeableCrew] = {}
     for run_id, fence, number in ids:
         attempt = tries.get((run_id, fence))
         if attempt is None or number >= len(attempt.crews):
             continue
         crew, before = attempt.crews[number], tries.get((run_id, fence - 1))
-        found[crew.id] = Due(
+        found[crew.id] = ChargeableCrew(
             attempt=attempt,
             crew=crew,
             account_id=_account_id(connection, attempt, currency=currency),

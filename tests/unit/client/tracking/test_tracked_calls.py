@@ -58,7 +58,7 @@ def without_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have no MLflow loaded, nor any said once."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "mlflow"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(mlflow_context, "_said", set())
+    monkeypatch.setattr(mlflow_context, "_shown_notices", set())
     monkeypatch.chdir(tmp_path)
 
 
