@@ -19,7 +19,7 @@ from serverless_gpu.model.billing.pricing import Tariff
 from serverless_gpu.model.hardware import CPU, matches
 from serverless_gpu.model.scheduling.concurrency_limits import WaitingRun
 from serverless_gpu.server.budgets.budget_index import BudgetsLeft, subject_of
-from serverless_gpu.server.budgets.spending import AsOf, Spending, rate_of
+from serverless_gpu.server.budgets.spending import LookInputs, Spending, rate_of
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.lifecycle.liveness import Leases
@@ -40,10 +40,10 @@ class BudgetAdmission:
         self._leases = leases
         self._spending = spending
 
-    def as_of(self) -> AsOf:
+    def as_of(self) -> LookInputs:
         """Return what a look at budgets needs to know, now; to be asked before its transaction reads anything."""
         clock = self._clock
-        return AsOf(
+        return LookInputs(
             wall_ns=clock.wall_ns(),
             boot_ns=clock.boottime_ns(),
             moment=self._spending.moment(),

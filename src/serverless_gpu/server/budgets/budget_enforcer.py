@@ -28,7 +28,7 @@ from serverless_gpu.model.billing.budget import CLOSED, FULL, Standing, goes_on_
 from serverless_gpu.model.calendars import DAY_NS
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, StopReason
 from serverless_gpu.server.budgets.budget_admission import BudgetAdmission
-from serverless_gpu.server.budgets.spending import GoingOn, Spending, first_day_of, is_open_to
+from serverless_gpu.server.budgets.spending import OngoingAttempt, Spending, first_day_of, is_open_to
 from serverless_gpu.server.core.hub import NOTICES, Hub, run_key
 from serverless_gpu.server.core.server_metrics import ServerMetrics
 from serverless_gpu.server.core.settings import Settings
@@ -46,7 +46,7 @@ TOLD_TOGETHER = 64
 """Runs that get the event of a threshold in one transaction."""
 _log = logging.getLogger(__name__)
 _KINDS = {FULL: (Action.BUDGET_REACHED, NoticeKind.REACHED), CLOSED: (Action.BUDGET_CLOSED, NoticeKind.CLOSED)}
-_Due = tuple[GoingOn, str, Standing]
+_Due = tuple[OngoingAttempt, str, Standing]
 _Mark = tuple[str, int, int]
 
 
@@ -95,7 +95,7 @@ class BudgetEnforcer:
 
     # --- stopping -----------------------------------------------------------------------------------------------------
 
-    def _stop(self, standings: Mapping[str, Standing], going: Sequence[GoingOn]) -> None:
+    def _stop(self, standings: Mapping[str, Standing], going: Sequence[OngoingAttempt]) -> None:
         due: dict[str, _Due] = {}
         by_run = {one.spender.run_id: one for one in going if not one.spender.is_over}
         for name, standing in sorted(standings.items()):
@@ -117,7 +117,7 @@ class BudgetEnforcer:
 
     # --- saying -------------------------------------------------------------------------------------------------------
 
-    def _say(self, name: str, standing: Standing, marks: Sequence[int], going: Sequence[GoingOn]) -> None:
+    def _say(self, name: str, standing: Standing, marks: Sequence[int], going: Sequence[OngoingAttempt]) -> None:
         """Announce each new threshold, the lowest first; runs get the event of the last one."""
         at_ns, currency, start_ns = self._clock.wall_ns(), self._settings.currency, standing.window.start_ns
 
@@ -147,7 +147,7 @@ class BudgetEnforcer:
         for first in range(0, len(concerned), TOLD_TOGETHER):
             self._tell(name, standing, news[-1][0], concerned[first : first + TOLD_TOGETHER])
 
-    def _tell(self, name: str, standing: Standing, mark: int, concerned: Sequence[GoingOn]) -> None:
+    def _tell(self, name: str, standing: Standing, mark: int, concerned: Sequence[OngoingAttempt]) -> None:
         at_ns, currency = self._clock.wall_ns(), self._settings.currency
 
         def work(connection: sa.Connection) -> None:

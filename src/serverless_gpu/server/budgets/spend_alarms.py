@@ -27,7 +27,7 @@ from serverless_gpu.model.billing.spend_forecast import HOURS, HOURS_MIN, RUNS_M
 from serverless_gpu.model.calendars import DAY_NS, HOUR_NS
 from serverless_gpu.model.hardware import time_unit
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.server.budgets.spending import GoingOn, Spending, rate_of
+from serverless_gpu.server.budgets.spending import OngoingAttempt, Spending, rate_of
 from serverless_gpu.server.core.hub import NOTICES, Hub, run_key
 from serverless_gpu.server.core.server_metrics import ServerMetrics
 from serverless_gpu.server.core.settings import Settings
@@ -84,7 +84,7 @@ class SpendAlarms:
 
     # --- runs ---------------------------------------------------------------------------------------------------------
 
-    def _look_at_runs(self, going: Sequence[GoingOn]) -> None:
+    def _look_at_runs(self, going: Sequence[OngoingAttempt]) -> None:
         """Hold each attempt once against earlier ones: what it pays in an hour does not change."""
         gangs = {(one.spender.run_id, one.spender.fence) for one in going}
         self._seen &= gangs
@@ -133,7 +133,7 @@ class SpendAlarms:
         for team in list(self._teams):
             self._teams[team] = {hour: amount for hour, amount in self._teams[team].items() if hour >= oldest}
 
-    def _look_at_teams(self, going: Iterable[GoingOn]) -> None:
+    def _look_at_teams(self, going: Iterable[OngoingAttempt]) -> None:
         now_ns = self._clock.wall_ns()
         # What goes on is posted when its day is over: of that, yesterday's part counts as that.
         last = BudgetWindow(start_ns=max(now_ns - HOUR_NS, now_ns // DAY_NS * DAY_NS), end_ns=now_ns)
@@ -164,7 +164,7 @@ class SpendAlarms:
         sentence: str,
         found: Alarm,
         whose: Mapping[str, str],
-        run: GoingOn | None,
+        run: OngoingAttempt | None,
     ) -> None:
         at_ns = self._clock.wall_ns()
         # The name of a budget has no line's end in it (`check_name`): no alarm is forgotten with a budget's marks.
@@ -205,7 +205,7 @@ class SpendAlarms:
         return f"{amount(found.rate)} (usual: {amount(found.usual)})"
 
 
-def _earlier(connection: sa.Connection, one: GoingOn) -> tuple[list[StoredAttempt], dict[str, RunSpec]]:
+def _earlier(connection: sa.Connection, one: OngoingAttempt) -> tuple[list[StoredAttempt], dict[str, RunSpec]]:
     """Return earlier attempts of a name, and what their runs asked for."""
     found = latest_of_name(connection, one.subject.owner, one.name, limit=RUNS_MAX)
     there = runs.find_many(connection, [each.run_id for each in found])

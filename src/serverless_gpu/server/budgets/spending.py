@@ -207,7 +207,7 @@ class LedgerSums:
         return BudgetUse(micros=micros, gpu_ms=billed_ms, unpriced_ms=unpriced_ms)
 
 
-class AsOf(msgspec.Struct, frozen=True, kw_only=True):
+class LookInputs(msgspec.Struct, frozen=True, kw_only=True):
     """Inputs of a look beside the database."""
 
     wall_ns: int  # now, nanoseconds since 1970
@@ -217,7 +217,7 @@ class AsOf(msgspec.Struct, frozen=True, kw_only=True):
     currency: str  # of budgets; what is charged in another one has no price here
 
 
-class GoingOn(msgspec.Struct, frozen=True, kw_only=True):
+class OngoingAttempt(msgspec.Struct, frozen=True, kw_only=True):
     """An attempt that counts for budgets, now."""
 
     spender: Spender
@@ -250,7 +250,7 @@ class Spending:
         self._ledger = LedgerSums()
         self._known: dict[Gang, _Known] = {}
         self._lives: dict[Gang, Lifetime] = {}
-        self._going: dict[Gang, GoingOn] = {}
+        self._going: dict[Gang, OngoingAttempt] = {}
         self._entered: dict[Gang, int | None] = {}  # when the transaction that places it was over
         self._standings: dict[str, Standing] = {}
         self._closed: frozenset[tuple[str, int]] = frozenset()
@@ -267,7 +267,7 @@ class Spending:
         with self._lock:
             self._changed = self._next()
 
-    def look(self, connection: sa.Connection, as_of: AsOf, *, at_all: bool = False) -> dict[str, Standing]:
+    def look(self, connection: sa.Connection, as_of: LookInputs, *, at_all: bool = False) -> dict[str, Standing]:
         """Look at the database, and return how each budget stands, by name.
 
         The transaction has to see one state of the database. With `at_all`, attempts are read where there are no
@@ -312,7 +312,7 @@ class Spending:
         with self._lock:
             return None if self._book_of < self._changed else dict(self._standings)
 
-    def going_on(self) -> list[GoingOn]:
+    def going_on(self) -> list[OngoingAttempt]:
         """Return the attempts that went on at the last look, or were placed since and count for a budget."""
         with self._lock:
             return list(self._going.values())
@@ -406,7 +406,7 @@ class Spending:
                 alone_s=0.0,
                 longest_s=longest_s,
             )
-            self._going[gang] = GoingOn(spender=spender, subject=account.subject, names=names)
+            self._going[gang] = OngoingAttempt(spender=spender, subject=account.subject, names=names)
             self._entered[gang] = None
             for name in names:
                 self._standings[name] = with_hold(self._standings[name], hold)
@@ -449,7 +449,7 @@ class Spending:
                 else self._learned.longest_s(connection, run.owner, run.name, now_ns),
             )
 
-    def _going_on(self, unposted: UnpostedAttempt, as_of: AsOf, freed: frozenset[CrewId]) -> GoingOn:
+    def _going_on(self, unposted: UnpostedAttempt, as_of: LookInputs, freed: frozenset[CrewId]) -> OngoingAttempt:
         one = unposted.attempt
         is_free = all(crew.id in freed for crew in one.open_crews)
         known, life = self._known[one.run_id, one.fence], self._lives[one.run_id, one.fence]
@@ -470,7 +470,7 @@ class Spending:
             is_over=one.ended_ns is not None or is_free,
             longest_s=known.longest_s,
         )
-        return GoingOn(spender=spender, subject=known.subject, names=known.names, name=known.name)
+        return OngoingAttempt(spender=spender, subject=known.subject, names=known.names, name=known.name)
 
     @staticmethod
     def _window(budget: Budget, at_ns: int) -> BudgetWindow:

@@ -40,7 +40,7 @@ from serverless_gpu.model.scheduling.values import DeviceShare, QueuedRun, Queue
 from serverless_gpu.model.spec import Function, Kernel
 from serverless_gpu.server.budgets.budget_admission import BudgetAdmission
 from serverless_gpu.server.budgets.budget_index import subject_of_run
-from serverless_gpu.server.budgets.spending import AsOf, Spending
+from serverless_gpu.server.budgets.spending import LookInputs, Spending
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.identity import uid_sharing
 from serverless_gpu.server.lifecycle import owner_suspension
@@ -214,7 +214,7 @@ class QueueSnapshot:
         queue: list[tuple[str, int]],
         there: CapacitySnapshot,
         underway: Mapping[str, int],
-        as_of: AsOf,
+        as_of: LookInputs,
     ) -> dict[str, QueuedRun]:
         """Return what those want who wait; who may not start now waits beside the line."""
         if not queue:
