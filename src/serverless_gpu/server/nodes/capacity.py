@@ -162,7 +162,7 @@ def state_of(node: StoredNode, presence: Presence, times: Times) -> str:
     return GONE if times.wall_ns - last_seen_ns(node, presence, times) > times.gone_ns else SILENT
 
 
-def _offer(node: StoredNode, *, away: str, sharing: node_rules.Sharing) -> Node:
+def _offer(node: StoredNode, *, away: str, sharing: node_rules.SharingState) -> Node:
     total, outside = census(node.hello.devices, node.unavailable)
     asked = node.rules.calendar
     return Node(

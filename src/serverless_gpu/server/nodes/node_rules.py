@@ -54,7 +54,7 @@ _Due = tuple[RuledNode, StoredRun, str]
 _log = logging.getLogger(__name__)
 
 
-class Sharing(msgspec.Struct, frozen=True, kw_only=True):
+class SharingState(msgspec.Struct, frozen=True, kw_only=True):
     """State of a node's calendar: may others than its owner use it?"""
 
     shared: bool = True  # now
@@ -62,31 +62,31 @@ class Sharing(msgspec.Struct, frozen=True, kw_only=True):
     problem: str = ""  # why the calendar cannot be read, in words that follow the node's name, or ""
 
 
-class Leave(msgspec.Struct, frozen=True, kw_only=True):
+class LeaveRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request that a run leaves its node."""
 
     at_ns: int | None  # when, nanoseconds since 1970; None for at once and without a warning
     because: str  # in words
 
 
-_ALWAYS = Sharing()
+_ALWAYS = SharingState()
 
 
-def sharing(rules: NodeRules, at_ns: int) -> Sharing:
+def sharing(rules: NodeRules, at_ns: int) -> SharingState:
     """Return whether others than its owner may use a node at a time, nanoseconds since 1970."""
     return _sharing(rules.calendar, at_ns // _MINUTE_NS) if rules.calendar.shared else _ALWAYS
 
 
-def leaves(rules: NodeRules, *, node: str, owner: str, at_ns: int) -> Leave | None:
+def leaves(rules: NodeRules, *, node: str, owner: str, at_ns: int) -> LeaveRequest | None:
     """Return whether a run has to leave its node, or will in a moment."""
     if rules.drain is not None and rules.drain.stop:
-        return Leave(at_ns=None, because=f"{rules.drain.by} drains {node}{_noted(rules.drain)}")
+        return LeaveRequest(at_ns=None, because=f"{rules.drain.by} drains {node}{_noted(rules.drain)}")
     if not may_concern(rules, at_ns) or owner == rules.calendar.owner:
         return None
     found = sharing(rules, at_ns)
     turns_ns = found.turns_ns if found.shared and found.turns_ns is not None else at_ns
     whose = f"{rules.calendar.owner}'s" if rules.calendar.owner else "not shared"
-    return Leave(at_ns=turns_ns, because=f"{node} is {whose}")
+    return LeaveRequest(at_ns=turns_ns, because=f"{node} is {whose}")
 
 
 def may_concern(rules: NodeRules, at_ns: int) -> bool:
@@ -120,14 +120,14 @@ def check_calendar(asked: NodeCalendar) -> None:
 
 
 @lru_cache(maxsize=4096)
-def _sharing(asked: NodeCalendar, minute: int) -> Sharing:
+def _sharing(asked: NodeCalendar, minute: int) -> SharingState:
     """Return what holds for a whole minute: windows begin and end with one, and clocks are moved with one."""
     try:
         windows = calendars.parse_calendar(asked.shared, _zone(asked.zone))
     except InvalidValue as error:
-        return Sharing(shared=False, problem=f"has a calendar that cannot be read: {error.message}")
+        return SharingState(shared=False, problem=f"has a calendar that cannot be read: {error.message}")
     at_ns = minute * _MINUTE_NS
-    return Sharing(shared=calendars.is_shared(windows, at_ns), turns_ns=calendars.turns_at(windows, at_ns))
+    return SharingState(shared=calendars.is_shared(windows, at_ns), turns_ns=calendars.turns_at(windows, at_ns))
 
 
 def _zone(name: str) -> ZoneInfo:

@@ -14,7 +14,7 @@ from serverless_gpu.ambient import format_soon_zoned
 from serverless_gpu.cli.nodes.nodes import calendar_lines, find_device, local_zone, owner_text
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.hardware import Device, DeviceKind
-from serverless_gpu.server.nodes.node_rules import Leave, Sharing, leaves, may_concern, sharing
+from serverless_gpu.server.nodes.node_rules import LeaveRequest, SharingState, leaves, may_concern, sharing
 from serverless_gpu.wire.nodes import NodeCalendar, NodeDrain, NodeRules, NodeView
 from tests.support.golden import golden
 
@@ -48,26 +48,26 @@ def at(text: str, zone: str = "Europe/Berlin") -> int:
 )
 def test_a_node_is_shared_as_its_calendar_says(now: str, shared: bool, turns: str) -> None:
     rules = NodeRules(calendar=BERLIN)
-    assert sharing(rules, at(now) + 59 * 10**9) == Sharing(shared=shared, turns_ns=at(turns))
+    assert sharing(rules, at(now) + 59 * 10**9) == SharingState(shared=shared, turns_ns=at(turns))
 
 
 def test_a_node_without_windows_is_always_shared() -> None:
     rules = NodeRules(calendar=NodeCalendar(owner="alice", owner_first=True))
-    assert sharing(rules, at("2026-11-24 12:00")) == Sharing(shared=True)
+    assert sharing(rules, at("2026-11-24 12:00")) == SharingState(shared=True)
     assert not may_concern(rules, at("2026-11-24 12:00"))
 
 
 def test_who_has_to_leave() -> None:
     rules, night = NodeRules(calendar=BERLIN), at("2026-11-25 06:00")
 
-    def asked(now: int, owner: str = "bob") -> Leave | None:
+    def asked(now: int, owner: str = "bob") -> LeaveRequest | None:
         return leaves(rules, node="n3", owner=owner, at_ns=now)
 
     turns = at("2026-11-25 07:00")
     assert asked(night) is None
     assert asked(turns - 5 * MINUTE_NS - 1) is None
-    assert asked(turns - 5 * MINUTE_NS) == Leave(at_ns=turns, because="n3 is alice's")
-    assert asked(turns) == Leave(at_ns=turns, because="n3 is alice's")
+    assert asked(turns - 5 * MINUTE_NS) == LeaveRequest(at_ns=turns, because="n3 is alice's")
+    assert asked(turns) == LeaveRequest(at_ns=turns, because="n3 is alice's")
     assert (asked(turns, "alice"), asked(turns - MINUTE_NS, "alice")) == (None, None)
 
 
@@ -76,7 +76,7 @@ def test_a_drain_with_stop_is_for_everybody_and_at_once() -> None:
     rules = NodeRules(calendar=BERLIN, drain=drain)
     assert leaves(rules, node="n3", owner="bob", at_ns=at("2026-11-25 06:00")) is None
     rules = NodeRules(calendar=BERLIN, drain=NodeDrain(by="root", since_ns=0, note="new fan", stop=True))
-    expected = Leave(at_ns=None, because="root drains n3 (new fan)")
+    expected = LeaveRequest(at_ns=None, because="root drains n3 (new fan)")
     assert [leaves(rules, node="n3", owner=owner, at_ns=0) for owner in ("alice", "bob")] == [expected] * 2
 
 
