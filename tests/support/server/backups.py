@@ -7,7 +7,7 @@ from pathlib import Path
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.server.core.settings import read_settings
-from serverless_gpu.server.operations.backup import Made, back_up
+from serverless_gpu.server.operations.backup import FinishedBackup, back_up
 from serverless_gpu.wire.agents import Start
 from serverless_gpu.wire.attempts import LogPiece, Report
 from tests.support.server.played import Played
@@ -29,7 +29,7 @@ class Later(SystemClock):
 CLOCK = Later()
 
 
-def backup_of(home: Path, directory: Path) -> Made:
+def backup_of(home: Path, directory: Path) -> FinishedBackup:
     """Return a backup of a home's server."""
     CLOCK.ahead_ns += S
     return back_up(read_settings(home), directory, clock=CLOCK)

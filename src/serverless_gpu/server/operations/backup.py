@@ -69,7 +69,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     files: Mapping[str, BackupFile]  # by their path in the backup
 
 
-class Made(msgspec.Struct, frozen=True, kw_only=True):
+class FinishedBackup(msgspec.Struct, frozen=True, kw_only=True):
     """A backup that was made."""
 
     path: Path
@@ -77,7 +77,7 @@ class Made(msgspec.Struct, frozen=True, kw_only=True):
     linked: int  # how many of its files are those of the backup before
 
 
-def back_up(settings: Settings, directory: Path, *, clock: Clock) -> Made:
+def back_up(settings: Settings, directory: Path, *, clock: Clock) -> FinishedBackup:
     """Make a backup, beside a server that runs or without one."""
     if not (settings.directory / "key").exists():
         raise ServerProblem(f"{settings.home} has no server", hint="SERVERLESS_GPU_HOME says which home")
@@ -158,7 +158,7 @@ def name_of(wall_ns: int) -> str:
     return datetime.fromtimestamp(wall_ns / 1e9, UTC).strftime("%Y-%m-%dT%H-%M-%SZ")
 
 
-def _made(settings: Settings, directory: Path, *, made_ns: int) -> Made:
+def _made(settings: Settings, directory: Path, *, made_ns: int) -> FinishedBackup:
     for left in directory.glob(f"{_PARTIAL}*"):
         shutil.rmtree(left)
     path = directory / name_of(made_ns)
@@ -193,7 +193,7 @@ def _made(settings: Settings, directory: Path, *, made_ns: int) -> Made:
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    return Made(path=path, manifest=manifest, linked=linked)
+    return FinishedBackup(path=path, manifest=manifest, linked=linked)
 
 
 def _copied_database(source: Path, target: Path) -> BackupFile:
