@@ -290,7 +290,7 @@ def _check_types(connection: sa.Connection, types: tuple[str, ...]) -> None:
             )
 
 
-class Allowed(msgspec.Struct, frozen=True, kw_only=True):
+class AdmittedRun(msgspec.Struct, frozen=True, kw_only=True):
     """A run that its policies accept."""
 
     spec: RunSpec  # as it is written down: with the policy's name, default tags, limits
@@ -324,7 +324,7 @@ class PolicyAdmission:
 
     def allow(
         self, connection: sa.Connection, spec: RunSpec, who: Caller, brought: PolicyInputs | None = None
-    ) -> Allowed:
+    ) -> AdmittedRun:
         """Return a run as it is under its policies.
 
         Raises `PackagesNotLoaded` where its environment is to be compared and was not read.
@@ -344,7 +344,7 @@ class PolicyAdmission:
         if brought is not None:
             for each in under:
                 _check_packages(each.name, each.policy, brought)
-        return Allowed(spec=effective, policies=under, pool=pool)
+        return AdmittedRun(spec=effective, policies=under, pool=pool)
 
     def read_packages(self, addresses: Collection[str]) -> dict[str, Packages | None]:
         """Return the packages of environments, None for one that is gone. Call it outside of transactions."""

@@ -24,7 +24,7 @@ from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.lifecycle.liveness import Leases
 from serverless_gpu.server.nodes.capacity import CapacitySnapshot
-from serverless_gpu.server.policies import Allowed
+from serverless_gpu.server.policies import AdmittedRun
 from serverless_gpu.server.records import prices
 
 LEFT_MAX = 20
@@ -51,7 +51,7 @@ class BudgetAdmission:
             currency=self._settings.currency,
         )
 
-    def refuse(self, connection: sa.Connection, allowed: Allowed, who: Caller) -> None:
+    def refuse(self, connection: sa.Connection, allowed: AdmittedRun, who: Caller) -> None:
         """Refuse a run that a budget has nothing left for in this period; what others only hold, it waits for."""
         if not self._spending.standings():
             return
@@ -65,7 +65,7 @@ class BudgetAdmission:
             hold = first_hold(spec.grace_s, gpus=gpus, micros_per_hour=rate, longest_s=longest_s)
         self._spending.refuse(_subject(allowed, who), hold, currency=currency)
 
-    def left(self, allowed: Allowed, who: Caller) -> tuple[str, ...]:
+    def left(self, allowed: AdmittedRun, who: Caller) -> tuple[str, ...]:
         """Return in words what is left of budgets that count a run; amounts only of those that its owner may see."""
         sees_all = access_control.reach(who.role, Resource.BUDGETS, write=False, scopes=who.scopes) is AccessReach.ALL
         subject = _subject(allowed, who)
@@ -111,5 +111,5 @@ class BudgetAdmission:
         return self._spending.rooms(hold)
 
 
-def _subject(allowed: Allowed, who: Caller) -> Subject:
+def _subject(allowed: AdmittedRun, who: Caller) -> Subject:
     return subject_of(who.name, allowed.spec, team=allowed.spec.team or "", pool=allowed.pool, member_of=who.teams)

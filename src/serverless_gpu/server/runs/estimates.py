@@ -27,7 +27,7 @@ from serverless_gpu.server.identity import uid_sharing
 from serverless_gpu.server.lifecycle import owner_suspension
 from serverless_gpu.server.lifecycle.liveness import Leases
 from serverless_gpu.server.nodes import capacity, drain
-from serverless_gpu.server.policies import Allowed, PolicyAdmission
+from serverless_gpu.server.policies import AdmittedRun, PolicyAdmission
 from serverless_gpu.server.records import duration_history, pools, runs
 from serverless_gpu.server.records.runs import NewRun, StoredRun
 from serverless_gpu.server.runs import submission
@@ -74,7 +74,7 @@ class EstimateService:
                 pass
         now_ns = self._clock.wall_ns()
 
-        def work(connection: sa.Connection) -> tuple[Allowed, StoredRun, str, Past]:
+        def work(connection: sa.Connection) -> tuple[AdmittedRun, StoredRun, str, Past]:
             allowed = self._policy_admission.allow(connection, request.spec, who)
             self._budget_admission.refuse(connection, allowed, who)
             run = _imagined(who, request, allowed, now_ns)
@@ -117,7 +117,7 @@ class EstimateService:
         return queue_snapshot.why_not(connection, run, self._budget_admission.rooms(connection, there), there.freed)
 
 
-def _limit(allowed: Allowed) -> str:
+def _limit(allowed: AdmittedRun) -> str:
     """Return what it is that limits how long the run takes at a time."""
     if not allowed.spec.is_capped:
         return "timeout"
@@ -125,7 +125,7 @@ def _limit(allowed: Allowed) -> str:
     return f"the longest time of policy {by[0]!r}" if by else "max_run"
 
 
-def _imagined(who: Caller, request: EstimateRequest, allowed: Allowed, now_ns: int) -> StoredRun:
+def _imagined(who: Caller, request: EstimateRequest, allowed: AdmittedRun, now_ns: int) -> StoredRun:
     """Return the run as it would be written down."""
     new = NewRun(
         id=new_run_id(),
