@@ -18,7 +18,7 @@ from serverless_gpu.server.composition import Services
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.records import files, runs
 from serverless_gpu.server.runs import run_views
-from serverless_gpu.server.runs.run_stream import Look, Place, Position, Watch
+from serverless_gpu.server.runs.run_stream import Place, Position, RunSnapshot, RunStream
 from serverless_gpu.server.storage import blobs
 from serverless_gpu.wire.runs import (
     EndedMessage,
@@ -173,13 +173,13 @@ class Client:
         )
 
         def stream(services: Services) -> list[StreamMessage]:
-            def look(after: int) -> Look:
+            def look(after: int) -> RunSnapshot:
                 told = services.sentences.told(self.run_id)
                 return services.database.read(
                     lambda connection: run_views.look(connection, self.run_id, after, told=told)
                 )
 
-            watch = Watch(self.run_id, position, look=look, files=services.logs, clock=services.clock)
+            watch = RunStream(self.run_id, position, look=look, files=services.logs, clock=services.clock)
             return watch.next()
 
         self._ask(stream, self._heard, self._unheard)

@@ -26,7 +26,7 @@ from serverless_gpu.server.lifecycle.transitions import Announcer, TransitionRes
 from serverless_gpu.server.records import runs
 from serverless_gpu.server.records.runs import StoredRun
 from serverless_gpu.server.runs import run_views
-from serverless_gpu.server.runs.run_stream import Look, Position, Watch
+from serverless_gpu.server.runs.run_stream import Position, RunSnapshot, RunStream
 from serverless_gpu.server.scheduling.wait_reasons import NOTHING, WaitReasons
 from serverless_gpu.server.storage.logs import Logs
 from serverless_gpu.wire.runs import AcceptedMessage, RunView, StreamMessage
@@ -76,13 +76,13 @@ class RunQueries:
     ) -> AsyncIterator[StreamMessage | None]:
         """Yield the messages about a run from a position on; None keeps the stream alive."""
         yield AcceptedMessage(run=view)
-        watch = Watch(
+        watch = RunStream(
             view.id, position, look=lambda after: self._look(view.id, after), files=self._logs, clock=self._clock
         )
         async for message in watch.messages(self._hub, in_thread):
             yield message
 
-    def _look(self, run_id: str, after: int) -> Look:
+    def _look(self, run_id: str, after: int) -> RunSnapshot:
         told = msgspec.structs.replace(self._sentences.told(run_id), trouble=self._unwritable())
         quiet = self._reports.quiet_s
         return self._database.read(lambda db: run_views.look(db, run_id, after, told=told, quiet=quiet))

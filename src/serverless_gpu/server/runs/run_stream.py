@@ -77,7 +77,7 @@ class Files(Protocol):
         ...
 
 
-class Look(msgspec.Struct, frozen=True, kw_only=True):
+class RunSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """State of a run, read in one transaction."""
 
     run: RunView  # as it is
@@ -96,14 +96,14 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[int, ...] | Literal["all"] | None = None  # those it wants output of; None for those the run shows live
 
 
-class Watch:
+class RunStream:
     """One reader.
 
     `look` reads what is new after an event, and is called in a thread.
     """
 
     def __init__(
-        self, run_id: str, position: Position, *, look: Callable[[int], Look], files: Files, clock: Clock
+        self, run_id: str, position: Position, *, look: Callable[[int], RunSnapshot], files: Files, clock: Clock
     ) -> None:
         self._run_id = run_id
         self._look = look
@@ -112,7 +112,7 @@ class Watch:
         self._sentence = self._tracked = ""
         self._ended = self._early = False
         self._soon = False
-        self._kept: Look | None = None
+        self._kept: RunSnapshot | None = None
         self.over = False
 
     async def messages(
@@ -143,7 +143,7 @@ class Watch:
         self._kept = look if look.ended is not None and self._output.more_to_read else None
         return found
 
-    def _said(self, look: Look) -> list[StreamMessage]:
+    def _said(self, look: RunSnapshot) -> list[StreamMessage]:
         found: list[StreamMessage] = []
         for event in look.events:
             if event.seq <= self._after:
@@ -170,7 +170,7 @@ class Watch:
             found.append(_aside(look.run))
         return found
 
-    def _endings(self, look: Look) -> Iterator[StreamMessage]:
+    def _endings(self, look: RunSnapshot) -> Iterator[StreamMessage]:
         if look.ended is not None and not self._ended:
             self._ended = True
             if look.ended.seq > self._after:  # else the reader has it, and came again for the rest

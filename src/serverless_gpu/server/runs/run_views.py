@@ -26,7 +26,7 @@ from serverless_gpu.server.records.crews import CrewOutcome, StoredCrew
 from serverless_gpu.server.records.events import StoredEvent
 from serverless_gpu.server.records.files import StoredFile
 from serverless_gpu.server.records.runs import StoredRun
-from serverless_gpu.server.runs.run_stream import Look
+from serverless_gpu.server.runs.run_stream import RunSnapshot
 from serverless_gpu.server.scheduling.wait_reasons import NOTHING, WaitNotice
 from serverless_gpu.wire.base import Json
 from serverless_gpu.wire.queue import wait_view
@@ -217,7 +217,7 @@ def settled_message(outcome: CrewOutcome) -> SettledMessage:
 
 def look(
     connection: sa.Connection, run_id: str, after: int, *, told: WaitNotice = NOTHING, quiet: Quiet = lambda crew: None
-) -> Look:
+) -> RunSnapshot:
     """Return what is new of a run for a reader of its stream."""
     run = runs.find(connection, run_id)
     if run is None:
@@ -225,7 +225,7 @@ def look(
     messages = tuple(state_message(event) for event in events.after(connection, run_id, after))
     if run.state not in TERMINAL:
         early = endings.early(connection, run, quiet)
-        return Look(
+        return RunSnapshot(
             run=run_view(run, told=told),
             events=messages,
             early=None
@@ -235,7 +235,7 @@ def look(
         )
     outcome = endings.outcome(connection, run.attempt)
     found = files.of_attempt(connection, run_id, run.fence) if run.events > after else []
-    return Look(
+    return RunSnapshot(
         run=run_view(run),
         events=tuple(message for message in messages if message.seq < run.events),
         ended=ended_message(run, outcome, found),

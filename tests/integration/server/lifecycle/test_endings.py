@@ -17,7 +17,7 @@ from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.lifecycle.endings import CrewEnding, ending_of_gang
 from serverless_gpu.server.records.crews import StoredCrew
 from serverless_gpu.server.runs import run_views
-from serverless_gpu.server.runs.run_stream import Look, Position, Watch
+from serverless_gpu.server.runs.run_stream import Position, RunSnapshot, RunStream
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import Ending, File
 from serverless_gpu.wire.runs import EndedMessage
@@ -183,7 +183,7 @@ def run_id(services: Services, database: Database) -> str:
     return run_id
 
 
-def look(services: Services, database: Database, run_id: str) -> Look:
+def look(services: Services, database: Database, run_id: str) -> RunSnapshot:
     def quiet(crew: StoredCrew) -> float | None:
         return services.reports.quiet_s(crew)
 
@@ -211,7 +211,7 @@ def test_the_first_failure_is_told_before_the_other_node_has_cleaned_up(
     assert [file.name for file in early.files] == ["failures/2.json"]
     assert found.run.state is State.STOPPING and not found.run.finished
     assert [(crew.node, crew.state) for crew in found.run.crews] == [("n1", State.RUNNING), ("n2", State.FAILED)]
-    watch = Watch(
+    watch = RunStream(
         run_id, Position(), look=lambda after: look(services, database, run_id), files=services.logs, clock=clock
     )
     assert [message for message in watch.next() if isinstance(message, EndedMessage)] == [early]

@@ -14,7 +14,7 @@ from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.records import attempts, crews
 from serverless_gpu.server.records.runs import StoredRun
 from serverless_gpu.server.runs import run_views
-from serverless_gpu.server.runs.run_stream import Look
+from serverless_gpu.server.runs.run_stream import RunSnapshot
 from serverless_gpu.server.scheduling.wait_reasons import WaitNotice
 from tests.support.golden import golden
 from tests.support.server.stored import T0, S, add_node, add_people, add_run, place, stored, tell
@@ -120,7 +120,7 @@ def test_a_reader_gets_what_it_has_not_and_the_end_once_there_is_one(database: D
     place(database, run_id)
     tell(database, run_id, UserCodeStarted())
 
-    def look(after: int) -> Look:
+    def look(after: int) -> RunSnapshot:
         return database.read(
             lambda connection: run_views.look(connection, run_id, after, told=WaitNotice(sentence="waits"))
         )

@@ -13,7 +13,7 @@ from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.server.core.hub import Hub, run_key
-from serverless_gpu.server.runs.run_stream import Look, Place, Position, Watch, parse_offsets, parse_ranks
+from serverless_gpu.server.runs.run_stream import Place, Position, RunSnapshot, RunStream, parse_offsets, parse_ranks
 from serverless_gpu.server.storage.logs import Logs
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.runs import (
@@ -81,15 +81,15 @@ class Story:
         offset = self.logs.size(RUN, fence, rank=rank, stream=stream)
         self.logs.append(RUN, fence, rank=rank, stream=stream, offset=offset, data=data)
 
-    def look(self, after: int) -> Look:
+    def look(self, after: int) -> RunSnapshot:
         events = tuple(event for event in self.events if event.seq > after)
-        return Look(run=self.run, events=events, ended=self.ended, settled=self.settled)
+        return RunSnapshot(run=self.run, events=events, ended=self.ended, settled=self.settled)
 
-    def watch(self, position: Position | None = None) -> Watch:
-        return Watch(RUN, position or Position(), look=self.look, files=self.logs, clock=self.clock)
+    def watch(self, position: Position | None = None) -> RunStream:
+        return RunStream(RUN, position or Position(), look=self.look, files=self.logs, clock=self.clock)
 
 
-def everything(watch: Watch) -> list[StreamMessage]:
+def everything(watch: RunStream) -> list[StreamMessage]:
     found: list[StreamMessage] = []
     while more := watch.next():
         found += more
@@ -220,11 +220,11 @@ def test_an_ending_is_read_once_however_much_output_comes_before_it(tmp_path: Pa
     story.end(1)
     looks: list[int] = []
 
-    def look(after: int) -> Look:
+    def look(after: int) -> RunSnapshot:
         looks.append(after)
         return story.look(after)
 
-    watch = Watch(RUN, Position(), look=look, files=story.logs, clock=story.clock)
+    watch = RunStream(RUN, Position(), look=look, files=story.logs, clock=story.clock)
     found = everything(watch)
     assert sum(len(message.data) for message in found if isinstance(message, LogMessage)) == 50 * 100_000
     assert told(found)[0] == "1 RUNNING" and told(found)[-1] == "EndedMessage"
