@@ -87,7 +87,7 @@ def title(run: ActiveRun | StoredRun) -> str:
     return f"{run.owner}/{run.name or run.id}"
 
 
-class Offers:
+class PlannerNodes:
     """Nodes as decisions take them, remembered as far as they do not change. For one thread."""
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class Offers:
 
 def offers(snapshot: CapacitySnapshot, presence: Presence, times: Times) -> list[Node]:
     """Return the nodes as decisions take them."""
-    return Offers().of(snapshot, presence, times)
+    return PlannerNodes().of(snapshot, presence, times)
 
 
 def view_nodes(snapshot: CapacitySnapshot, presence: Presence, times: Times) -> list[NodeView]:

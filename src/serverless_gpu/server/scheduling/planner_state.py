@@ -78,7 +78,7 @@ class PlannerSync:
         self._presence = presence
         self._sentences = sentences
         self._roster = roster
-        self._offers = capacity.Offers()
+        self._offers = capacity.PlannerNodes()
         self._base_ns = clock.wall_ns() - clock.boottime_ns()
         self.forget()
 
