@@ -16,10 +16,18 @@ from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.http.routing import Call, Routes, reading, writing
 from serverless_gpu.server.nodes import node_service
 from serverless_gpu.server.nodes.node_service import NodeService
-from serverless_gpu.server.records import audit, pools, principals, shares
+from serverless_gpu.server.records import audit, pools, principals
 from serverless_gpu.server.records.audit import Action
-from serverless_gpu.server.records.pools import NO_ISOLATION, ON_DEMAND, RESERVED, UNSET, StoredPool
-from serverless_gpu.server.records.shares import KINDS, Kind, StoredShare
+from serverless_gpu.server.records.pools import (
+    NO_ISOLATION,
+    ON_DEMAND,
+    RESERVED,
+    SHARE_KINDS,
+    UNSET,
+    ShareKind,
+    StoredPool,
+    StoredShare,
+)
 from serverless_gpu.wire.nodes import PoolList, PoolRequest, PoolView
 from serverless_gpu.wire.queue import ShareView
 
@@ -81,7 +89,7 @@ class PoolService:
                 principals.team(connection, name)
             else:
                 principals.principal(connection, name)
-            shares.put(connection, StoredShare(kind=known, name=name, weight=weight, set_ns=at_ns))
+            pools.put_share(connection, StoredShare(kind=known, name=name, weight=weight, set_ns=at_ns))
             subject, detail = f"{known} {name}", {"weight": weight}
             audit.record(connection, who=who, action=Action.SHARE_SET, subject=subject, now_ns=at_ns, detail=detail)
 
@@ -95,7 +103,7 @@ class PoolService:
         at_ns = self._clock.wall_ns()
 
         def work(connection: sa.Connection) -> None:
-            if not shares.remove(connection, known, name):
+            if not pools.remove_share(connection, known, name):
                 raise NotFound(
                     f"no share was set for {known} {name[:64]!r}", hint="sgpu share list has those that were"
                 )
@@ -133,11 +141,11 @@ def _changed(before: StoredPool, asked: PoolRequest) -> StoredPool:
     )
 
 
-def _kind(kind: str) -> Kind:
-    for known in KINDS:
+def _kind(kind: str) -> ShareKind:
+    for known in SHARE_KINDS:
         if kind == known:
             return known
-    raise InvalidValue(f"there are no shares of a {kind[:64]!r}", hint=f"there are shares of: {', '.join(KINDS)}")
+    raise InvalidValue(f"there are no shares of a {kind[:64]!r}", hint=f"there are shares of: {', '.join(SHARE_KINDS)}")
 
 
 def unknown_name(what: str, name: str, there: list[str]) -> InvalidValue:

@@ -1,13 +1,18 @@
 """Pools: repository of nodes under one policy. An on-demand pool serves runs that name none; a reserved one does
-not, but it may lend what is idle to those that can give it back in time."""
+not, but it may lend what is idle to those that can give it back in time.
+
+Shares: repository of the weights of teams and users in the fair share; one without a row has 1.
+"""
 
 from __future__ import annotations
+
+from typing import Literal, get_args
 
 import msgspec
 import sqlalchemy as sa
 
-from serverless_gpu.model.scheduling.values import Pool
-from serverless_gpu.server.db.tables import RETURN_S, nodes, pools
+from serverless_gpu.model.scheduling.values import Pool, QueuePolicy
+from serverless_gpu.server.db.tables import RETURN_S, nodes, pools, shares
 
 DEFAULT = "default"
 ON_DEMAND, RESERVED = "on-demand", "reserved"
@@ -80,3 +85,46 @@ def put(connection: sa.Connection, pool: StoredPool) -> None:
 def move(connection: sa.Connection, name: str, *, node_id: str) -> None:
     """Move a node into a pool."""
     connection.execute(nodes.update().where(nodes.c.id == node_id).values(pool=name))
+
+
+ShareKind = Literal["team", "user"]
+SHARE_KINDS: tuple[ShareKind, ...] = get_args(ShareKind)
+
+
+class StoredShare(msgspec.Struct, frozen=True, kw_only=True):
+    """The weight of a team among teams, or of a user within their team."""
+
+    kind: ShareKind
+    name: str
+    weight: float
+    set_ns: int
+
+
+def every_share(connection: sa.Connection) -> list[StoredShare]:
+    """Return all shares, teams first, by name."""
+    rows = connection.execute(sa.select(shares).order_by(shares.c.kind, shares.c.name))
+    return [StoredShare(**row._mapping) for row in rows]
+
+
+def put_share(connection: sa.Connection, share: StoredShare) -> None:
+    """Set a share."""
+    this = sa.and_(shares.c.kind == share.kind, shares.c.name == share.name)
+    said = {"weight": share.weight, "set_ns": share.set_ns}
+    if connection.execute(shares.update().where(this).values(**said)).rowcount == 0:
+        connection.execute(shares.insert(), {"kind": share.kind, "name": share.name, **said})
+
+
+def remove_share(connection: sa.Connection, kind: ShareKind, name: str) -> bool:
+    """Take a share away, so that it is 1 again; return whether there was one."""
+    this = sa.and_(shares.c.kind == kind, shares.c.name == name)
+    return connection.execute(shares.delete().where(this)).rowcount == 1
+
+
+def queue_policy(connection: sa.Connection, said: QueuePolicy) -> QueuePolicy:
+    """Return the queue policy: the server's settings, with the shares as they are now."""
+    there = every_share(connection)
+    return msgspec.structs.replace(
+        said,
+        team_weights={share.name: share.weight for share in there if share.kind == "team"},
+        user_weights={share.name: share.weight for share in there if share.kind == "user"},
+    )

@@ -22,9 +22,9 @@ from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.http.routing import Call, Query, Routes, reading, writing
 from serverless_gpu.server.pools import PoolService
-from serverless_gpu.server.records import runs, shares
+from serverless_gpu.server.records import runs
+from serverless_gpu.server.records.pools import ShareKind, StoredShare, every_share
 from serverless_gpu.server.records.runs import StoredRun
-from serverless_gpu.server.records.shares import Kind, StoredShare
 from serverless_gpu.server.runs import run_views
 from serverless_gpu.server.scheduling.wait_reasons import WaitNotice, WaitReasons
 from serverless_gpu.wire.queue import (
@@ -82,7 +82,7 @@ class QueueViews:
 
     def view_shares(self, who: Caller, reach: str) -> ShareList:
         """Return shares and use: of everybody, or of one's teams and one's own."""
-        found = share_views(self._database.read(shares.every), self._sentences.usage())
+        found = share_views(self._database.read(every_share), self._sentences.usage())
         mine = {("team", team) for team in who.teams} | {("user", who.name)}
         seen = [each for each in found if reach == AccessReach.ALL or (each.kind, each.name) in mine]
         return ShareList(shares=tuple(seen), half_life_s=self._settings.queue.half_life_s)
@@ -94,7 +94,7 @@ def share_views(there: Sequence[StoredShare], usage: Mapping[str, TeamUse]) -> l
     `usage` is by team, and by "~name" for users without one.
     """
     weights = {(share.kind, share.name): share.weight for share in there}
-    used: dict[tuple[Kind, str], TeamUse] = {
+    used: dict[tuple[ShareKind, str], TeamUse] = {
         ("user" if name.startswith("~") else "team", name.removeprefix("~")): use for name, use in usage.items()
     }
     nothing = TeamUse(used_gpu_s=0.0, counted_gpu_s=0.0)

@@ -47,7 +47,7 @@ from serverless_gpu.server.lifecycle import owner_suspension
 from serverless_gpu.server.lifecycle.liveness import Leases
 from serverless_gpu.server.nodes import capacity, drain
 from serverless_gpu.server.nodes.capacity import CapacitySnapshot
-from serverless_gpu.server.records import attempts, duration_history, policies, runs, shares
+from serverless_gpu.server.records import attempts, duration_history, policies, pools, runs
 from serverless_gpu.server.records.active_runs import ActiveCrew, ActiveRun
 from serverless_gpu.server.records.crews import CrewId
 from serverless_gpu.server.records.runs import StoredRun
@@ -120,7 +120,7 @@ class QueueSnapshot:
         as_of = self._budget_admission.as_of()  # before anything is read
         there = capacity.load(connection, self._leases)
         queue = runs.queue(connection)
-        policy = shares.policy(connection, self._settings.queue)
+        policy = pools.queue_policy(connection, self._settings.queue)
         self._set_isolation(uid_sharing.Isolation.of(there.pools, uid_sharing.first_administrator(connection)))
         self._get_to_know(connection, queue, there.active, now_ns)
         self._learn(connection)
@@ -284,11 +284,9 @@ def _kept_back(entry: _Entry, why: str) -> QueuedRun:
 def _as_running(run: ActiveRun, having: Iterable[ActiveCrew], asked: QueuedRun, leaving_ns: int | None) -> RunningRun:
     if run.started_ns is not None:
         asked = begun(asked, (run.started_ns - run.created_ns) / 1e9)
-    shares = tuple(DeviceShare(node_id=crew.node_id, gpu_type=run.gpu_type, count=crew.gpus) for crew in having)
+    pools = tuple(DeviceShare(node_id=crew.node_id, gpu_type=run.gpu_type, count=crew.gpus) for crew in having)
     is_leaving = leaving_ns is not None
-    return RunningRun(
-        wanted=asked, shares=shares, since_ns=run.created_ns, is_leaving=is_leaving, leaving_ns=leaving_ns
-    )
+    return RunningRun(wanted=asked, shares=pools, since_ns=run.created_ns, is_leaving=is_leaving, leaving_ns=leaving_ns)
 
 
 class Past(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,7 +18,7 @@ from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import SCHEDULER
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.records import audit
-from serverless_gpu.server.records.shares import StoredShare
+from serverless_gpu.server.records.pools import StoredShare
 from serverless_gpu.server.runs import queue_views
 from serverless_gpu.server.runs.queue_views import QueueQuery
 from serverless_gpu.server.scheduling.wait_reasons import WaitNotice

@@ -9,28 +9,27 @@ import pytest
 from serverless_gpu.model.scheduling.values import Pool, QueuePolicy
 from serverless_gpu.model.usage_policy import UsagePolicy
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.records import policies, pools, shares
+from serverless_gpu.server.records import policies, pools
 from serverless_gpu.server.records.policies import StoredPolicy
-from serverless_gpu.server.records.pools import StoredPool
-from serverless_gpu.server.records.shares import StoredShare
+from serverless_gpu.server.records.pools import StoredPool, StoredShare
 
 pytestmark = pytest.mark.any_database
 
 
 def test_decisions_are_made_by_the_settings_and_the_shares_as_they_are(database: Database) -> None:
     said = QueuePolicy(half_life_s=60.0)
-    assert database.read(lambda connection: shares.policy(connection, said)) == said
+    assert database.read(lambda connection: pools.queue_policy(connection, said)) == said
     for share in (
         StoredShare(kind="user", name="search", weight=3.0, set_ns=1),
         StoredShare(kind="team", name="search", weight=1.0, set_ns=1),
         StoredShare(kind="team", name="search", weight=70.0, set_ns=2),
     ):
-        database.write(functools.partial(shares.put, share=share))
-    policy = database.read(lambda connection: shares.policy(connection, said))
+        database.write(functools.partial(pools.put_share, share=share))
+    policy = database.read(lambda connection: pools.queue_policy(connection, said))
     assert policy == QueuePolicy(half_life_s=60.0, team_weights={"search": 70.0}, user_weights={"search": 3.0})
-    assert database.write(lambda connection: shares.remove(connection, "user", "search"))
-    assert not database.write(lambda connection: shares.remove(connection, "user", "search"))
-    (left,) = database.read(shares.every)
+    assert database.write(lambda connection: pools.remove_share(connection, "user", "search"))
+    assert not database.write(lambda connection: pools.remove_share(connection, "user", "search"))
+    (left,) = database.read(pools.every_share)
     assert left == StoredShare(kind="team", name="search", weight=70.0, set_ns=2)
 
 

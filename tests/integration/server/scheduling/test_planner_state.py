@@ -30,8 +30,8 @@ from serverless_gpu.model.spec import Resources
 from serverless_gpu.server.composition import Services, make_scheduler
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import run_key
-from serverless_gpu.server.records import audit, events, runs, shares
-from serverless_gpu.server.records.shares import StoredShare
+from serverless_gpu.server.records import audit, events, pools, runs
+from serverless_gpu.server.records.pools import StoredShare
 from serverless_gpu.server.scheduling import wait_reasons
 from serverless_gpu.server.scheduling.queue_snapshot import FOREVER_NS
 from serverless_gpu.server.scheduling.scheduler import AT_ONCE, Scheduler
@@ -268,7 +268,7 @@ def test_nodes_pools_and_shares_that_change_are_told(services: Services, node_id
     tick(services, scheduler)
     services.agents.hello(NODE, hello(problem="its disk is full"))
     services.database.write(
-        lambda connection: shares.put(connection, StoredShare(kind="team", name="search", weight=70, set_ns=1))
+        lambda connection: pools.put_share(connection, StoredShare(kind="team", name="search", weight=70, set_ns=1))
     )
     tick(services, scheduler)
     policy, node = planners.last.told[-1]
