@@ -9,7 +9,7 @@
 can do that. They show how far there is to go. A job of at most a node is placed on the first node with room; a larger
 one on whole free nodes and, for what is left over, on the first other node with room for it.
 
-Failure cases: a job that the empty cluster has no room for is not among the jobs here (`driving.possible`).
+Failure cases: a job that the empty cluster has no room for is not among the jobs here (`simulation` leaves it out).
 """
 
 from __future__ import annotations

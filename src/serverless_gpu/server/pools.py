@@ -24,12 +24,11 @@ from serverless_gpu.server.records.pools import (
     RESERVED,
     SHARE_KINDS,
     UNSET,
-    ShareKind,
     StoredPool,
     StoredShare,
 )
 from serverless_gpu.wire.nodes import PoolList, PoolRequest, PoolView
-from serverless_gpu.wire.queue import ShareView
+from serverless_gpu.wire.queue import ShareKind, ShareView
 
 WEIGHT_MIN, WEIGHT_MAX = 1e-3, 1e6
 RETURN_MAX_S = 7 * 86_400.0

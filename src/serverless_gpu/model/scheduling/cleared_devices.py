@@ -1,6 +1,6 @@
 """Room that is made for a run: others were asked to leave, and what they give back is kept for it until it starts.
 
-    blocked ─▶ where could it be, who may be asked there (`preemption.py`) ─▶ asked; noted in `State.clearing`
+    blocked ─▶ where could it be, who may be asked there (`preemption.py`) ─▶ asked; noted in `PlannerState.clearing`
     at the start of each pass, in the order in which they were asked for
       all of it is free   ─▶ it starts there
       it is on its way    ─▶ kept, whichever run is ahead
@@ -50,7 +50,7 @@ LOOKED_MAX = 512
 """So many nodes a pass looks at for who could leave; the next one goes on."""
 
 Claim = tuple[bool, bool]
-"""How far who has the most right of those that wait is from it, as `preempting.standing` says."""
+"""How far who has the most right of those that wait is from it, as `preemption.standing` says."""
 
 Start = Callable[[QueuedRun, TimedShape, tuple[DeviceShare, ...]], None]
 

@@ -182,7 +182,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         mlflow_url: where clients and nodes find it; "" for its address on loopback.
         webhook: address that gets notices of budgets and alarms; "" for none.
         stopping_s: how long requests may go on when the server is to stop; no others are taken meanwhile.
-        queue: what was decided about the queue, but for the shares, which are in the database (`shares.policy`).
+        queue: what was decided about the queue, but for the shares, which are in the database (`records/pools.py`).
     """
 
     home: Path

@@ -1,21 +1,23 @@
-"""Pools: repository of nodes under one policy. An on-demand pool serves runs that name none; a reserved one does
-not, but it may lend what is idle to those that can give it back in time.
+"""Pools: repository of pools of nodes, and of the weights of teams and users in the fair share of the queue.
 
-Shares: repository of the weights of teams and users in the fair share; one without a row has 1.
+An on-demand pool serves runs that name none. A reserved one does not, but it may lend what is idle to runs that can
+return it in time. A team or user without a share has a weight of 1.
 """
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import get_args
 
 import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.model.scheduling.values import Pool, QueuePolicy
 from serverless_gpu.server.db.tables import RETURN_S, nodes, pools, shares
+from serverless_gpu.wire.queue import ShareKind
 
 DEFAULT = "default"
 ON_DEMAND, RESERVED = "on-demand", "reserved"
+SHARE_KINDS: tuple[ShareKind, ...] = get_args(ShareKind)
 NO_ISOLATION, UNSET = "none", "unset"
 """What administrators said of a pool's isolation: several principals may share a uid there, or only one may use it."""
 
@@ -85,10 +87,6 @@ def put(connection: sa.Connection, pool: StoredPool) -> None:
 def move(connection: sa.Connection, name: str, *, node_id: str) -> None:
     """Move a node into a pool."""
     connection.execute(nodes.update().where(nodes.c.id == node_id).values(pool=name))
-
-
-ShareKind = Literal["team", "user"]
-SHARE_KINDS: tuple[ShareKind, ...] = get_args(ShareKind)
 
 
 class StoredShare(msgspec.Struct, frozen=True, kw_only=True):

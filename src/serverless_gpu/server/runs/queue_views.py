@@ -23,7 +23,7 @@ from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.http.routing import Call, Query, Routes, reading, writing
 from serverless_gpu.server.pools import PoolService
 from serverless_gpu.server.records import runs
-from serverless_gpu.server.records.pools import ShareKind, StoredShare, every_share
+from serverless_gpu.server.records.pools import StoredShare, every_share
 from serverless_gpu.server.records.runs import StoredRun
 from serverless_gpu.server.runs import run_views
 from serverless_gpu.server.scheduling.wait_reasons import WaitNotice, WaitReasons
@@ -31,6 +31,7 @@ from serverless_gpu.wire.queue import (
     LIMIT_MAX,
     QueueEntry,
     QueueView,
+    ShareKind,
     ShareList,
     ShareRequest,
     ShareView,
