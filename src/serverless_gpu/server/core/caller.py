@@ -31,4 +31,4 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
     late: bool = False
 
 
-NOBODY = Caller()
+ANONYMOUS = Caller()

@@ -42,7 +42,7 @@ from serverless_gpu.errors import (
 )
 from serverless_gpu.model import access_control
 from serverless_gpu.server.core import server_log
-from serverless_gpu.server.core.caller import NOBODY, Caller
+from serverless_gpu.server.core.caller import ANONYMOUS, Caller
 from serverless_gpu.server.core.server_key import Keys
 from serverless_gpu.server.core.server_metrics import ServerMetrics
 from serverless_gpu.server.db.database import Transactions
@@ -155,7 +155,7 @@ class AuthMiddleware:
         routes = self._table.find(scope["path"])
         route = routes.get(scope["method"])
         if route is not None and route.needs == PUBLIC:
-            return self._call(route, NOBODY, "none")
+            return self._call(route, ANONYMOUS, "none")
         token = _token(request)
         who = await to_thread.run_sync(self._authenticate, token, limiter=self._asking)
         server_log.note(principal=who.name)

@@ -1,11 +1,11 @@
 """Gang reconciler: corrects a gang whose stored state differs from that of its crews, and logs an error.
 
     an attempt on several nodes that goes on ─▶ folded again ─▶ as it is written: nothing
-                                                             └─ else: written, told, and said in the log (ERROR)
+                                                             └─ else: written, announced, and logged (ERROR)
 
-Whatever changes a crew writes what follows in the same transaction (`transitions.apply_to_crew`), so there is nothing to be
-found here. Were it ever otherwise (a crew changed past that, a row mended by hand), the gang would wait for ever for
-what has happened already.
+A change of a crew writes what follows in the same transaction (`transitions.apply_to_crew`), so there should be nothing
+to correct. Without this net, a gang that differs (a bug, a row that was edited) would wait for ever for what has
+happened already.
 """
 
 from __future__ import annotations

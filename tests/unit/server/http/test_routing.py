@@ -9,7 +9,7 @@ import pytest
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.server.application import guarded
 from serverless_gpu.server.billing.price_service import PriceService
-from serverless_gpu.server.core.caller import NOBODY
+from serverless_gpu.server.core.caller import ANONYMOUS
 from serverless_gpu.server.http.routing import ANYBODY, Call, Route, Routes
 from serverless_gpu.wire.access import TeamView
 from tests.support.server.listening import NoDatabase
@@ -55,6 +55,6 @@ def test_the_application_is_not_made_without_a_service_that_a_route_names() -> N
             clock=clock,
             measures=services.measures,
             hosts=(),
-            authenticate=lambda _token: NOBODY,
+            authenticate=lambda _token: ANONYMOUS,
             reach=lambda _who, _need: "none",
         )
