@@ -18,7 +18,7 @@ from typing import Any, Literal
 import msgspec
 
 from serverless_gpu.cli.output import say
-from serverless_gpu.client.runs.result_files import whole
+from serverless_gpu.client.runs.atomic_files import whole
 from serverless_gpu.errors import ServerlessGpuError, StorageError
 from serverless_gpu.model import calendars
 from serverless_gpu.model.billing import usage_report as model

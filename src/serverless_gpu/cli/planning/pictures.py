@@ -7,7 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 from serverless_gpu.cli.output import say
-from serverless_gpu.client.runs.result_files import refuse_other
+from serverless_gpu.client.runs.atomic_files import refuse_other
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, StorageError
 from serverless_gpu.lazy_import import load
 

@@ -17,7 +17,7 @@ import click
 from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.cli.runs.run_location import locate, queued_runs, this_home
 from serverless_gpu.cli.server_connection import patient_server
-from serverless_gpu.client.runs.result_files import whole
+from serverless_gpu.client.runs.atomic_files import whole
 from serverless_gpu.errors import InvalidValue, StorageError
 from serverless_gpu.lazy_import import load
 from serverless_gpu.model.lifecycle.attempt import TERMINAL

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from serverless_gpu.client.metrics import read_metrics
 from serverless_gpu.client.plots.timeline import lanes, marks, span
-from serverless_gpu.client.runs.result_files import refuse_other
+from serverless_gpu.client.runs.atomic_files import refuse_other
 from serverless_gpu.client.runs.run_source import RunSource
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, StorageError
 from serverless_gpu.lazy_import import load

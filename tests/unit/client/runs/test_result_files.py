@@ -14,7 +14,7 @@ from serverless_gpu.cli.access import audit
 from serverless_gpu.cli.money import usage_files
 from serverless_gpu.cli.planning.pictures import load_drawing
 from serverless_gpu.cli.runs.results import Result, write_result
-from serverless_gpu.client.runs.result_files import whole
+from serverless_gpu.client.runs.atomic_files import whole
 from serverless_gpu.errors import InvalidValue, StorageError
 from tests.support.client.plot import handle
 from tests.support.client.plotted import attempt, telemetry
