@@ -24,7 +24,7 @@ import msgspec
 from serverless_gpu.ambient import format_moment
 from serverless_gpu.cli.output import columns, print_json, say
 from serverless_gpu.cli.server_connection import server
-from serverless_gpu.client.runs.atomic_files import refuse_other
+from serverless_gpu.client.runs.atomic_files import refuse_irregular
 from serverless_gpu.errors import AuditBroken, InvalidValue
 from serverless_gpu.model.audit_chain import ChainedEntry, ChainHead, follow
 from serverless_gpu.node.base.requirements import lock_error
@@ -198,7 +198,7 @@ def check_copy(path: Path, *, after: ChainHead = ChainHead()) -> ChainHead:  # n
 @contextlib.contextmanager
 def open_copy(path: Path) -> Iterator[tuple[IO[bytes], ChainHead]]:
     """Yield a copy under an exclusive lock, created if needed, and where it ends; AuditBroken if altered."""
-    refuse_other(path)
+    refuse_irregular(path)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "r+b") as file:
         try:

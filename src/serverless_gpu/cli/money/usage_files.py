@@ -18,7 +18,7 @@ from typing import Any, Literal
 import msgspec
 
 from serverless_gpu.cli.output import say
-from serverless_gpu.client.runs.atomic_files import whole
+from serverless_gpu.client.runs.atomic_files import replacing_file
 from serverless_gpu.errors import ServerlessGpuError, StorageError
 from serverless_gpu.model import calendars
 from serverless_gpu.model.billing import usage_report as model
@@ -60,10 +60,10 @@ def chargeback(view: UsageView, shares: Iterable[CostShare]) -> UsageTable:
             for share in kept
         ),
     )
-    whole = {total.currency: total.amounts.micros for total in model.totals(share.group for share in kept)}
+    replacing_file = {total.currency: total.amounts.micros for total in model.totals(share.group for share in kept)}
     parts: list[float | None] = []
     for share in kept:
-        micros, total = share.group.amounts.micros, whole[share.group.currency]
+        micros, total = share.group.amounts.micros, replacing_file[share.group.currency]
         parts.append(micros / total if micros is not None and total else None)
     return UsageTable(
         names=(*made.names, "part_of_cost"),
@@ -196,7 +196,10 @@ def _write_parquet(path: Path, schema: Any, portions: Iterable[list[dict[str, An
     pyarrow = _pyarrow()
     count = 0
     try:
-        with whole(path) as beside, contextlib.closing(pyarrow.parquet.ParquetWriter(beside, schema)) as writer:
+        with (
+            replacing_file(path) as beside,
+            contextlib.closing(pyarrow.parquet.ParquetWriter(beside, schema)) as writer,
+        ):
             for rows in portions:
                 writer.write_table(pyarrow.Table.from_pylist(rows, schema=schema))
                 count += len(rows)

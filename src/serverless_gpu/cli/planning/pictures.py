@@ -7,7 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 from serverless_gpu.cli.output import say
-from serverless_gpu.client.runs.atomic_files import refuse_other
+from serverless_gpu.client.runs.atomic_files import refuse_irregular
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, StorageError
 from serverless_gpu.lazy_import import load
 
@@ -18,7 +18,7 @@ def load_drawing(path: Path, module: str) -> ModuleType:
     """Return the drawing module after checking for Matplotlib, the directory and the file type."""
     if path.suffix.lower() not in _KINDS:
         raise InvalidValue(f"{path} cannot be written: a picture ends in {', '.join(_KINDS)}")
-    refuse_other(path)
+    refuse_irregular(path)
     if not path.parent.is_dir():
         message = f"the picture cannot be written to {path}: there is no directory {path.parent}"
         raise StorageError(message, hint="give the path of a file in a directory you can write to")

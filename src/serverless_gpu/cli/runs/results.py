@@ -17,7 +17,7 @@ import click
 from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.cli.runs.run_location import locate, queued_runs, this_home
 from serverless_gpu.cli.server_connection import patient_server
-from serverless_gpu.client.runs.atomic_files import whole
+from serverless_gpu.client.runs.atomic_files import replacing_file
 from serverless_gpu.errors import InvalidValue, StorageError
 from serverless_gpu.lazy_import import load
 from serverless_gpu.model.lifecycle.attempt import TERMINAL
@@ -106,7 +106,7 @@ def write_result(result: Result, path: Path) -> Path:
     """Write a file that is there whole or not at all, readable for its user only."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with whole(path, mode=0o600) as beside, beside.open("wb") as file:
+        with replacing_file(path, mode=0o600) as beside, beside.open("wb") as file:
             file.writelines(result.pieces)
             if file.tell() != result.size:
                 raise StorageError(f"{path} would have {file.tell()} bytes of {result.size}", hint="try again")

@@ -15,7 +15,7 @@ from pathlib import Path
 from serverless_gpu.errors import InvalidValue
 
 
-def refuse_other(path: Path) -> None:
+def refuse_irregular(path: Path) -> None:
     """Raise InvalidValue if a path exists and is no regular file."""
     if os.path.exists(path) and not os.path.isfile(path):
         hint = "give the path of a file, or one at which there is nothing yet"
@@ -23,9 +23,9 @@ def refuse_other(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def whole(path: Path, *, mode: int = 0o666) -> Iterator[Path]:
+def replacing_file(path: Path, *, mode: int = 0o666) -> Iterator[Path]:
     """Yield a new, empty file that replaces `path` after a complete write; `mode` is subject to the umask."""
-    refuse_other(path)
+    refuse_irregular(path)
     place = path.resolve()
     beside = place.with_name(f".part-{secrets.token_hex(8)}")
     os.close(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode))

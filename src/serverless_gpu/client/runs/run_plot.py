@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from serverless_gpu.client.metrics import read_metrics
 from serverless_gpu.client.plots.timeline import lanes, marks, span
-from serverless_gpu.client.runs.atomic_files import refuse_other
+from serverless_gpu.client.runs.atomic_files import refuse_irregular
 from serverless_gpu.client.runs.run_source import RunSource
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, StorageError
 from serverless_gpu.lazy_import import load
@@ -43,7 +43,7 @@ def plot(source: RunSource, name: str, state: str, path: str | os.PathLike[str] 
     titles = figures.Titles(" · ".join(filter(None, (name, f"run {source.run_id}"))), " · ".join(filter(None, about)))
     target = None if path is None else Path(path)
     if target is not None:
-        refuse_other(target)
+        refuse_irregular(target)
     try:
         figure: Figure = figures.draw(shown, marks(attempts), titles, target)
     except OSError as error:

@@ -14,7 +14,7 @@ from serverless_gpu.cli.access import audit
 from serverless_gpu.cli.money import usage_files
 from serverless_gpu.cli.planning.pictures import load_drawing
 from serverless_gpu.cli.runs.results import Result, write_result
-from serverless_gpu.client.runs.atomic_files import whole
+from serverless_gpu.client.runs.atomic_files import replacing_file
 from serverless_gpu.errors import InvalidValue, StorageError
 from tests.support.client.plot import handle
 from tests.support.client.plotted import attempt, telemetry
@@ -70,7 +70,7 @@ def test_what_was_there_stays_when_it_cannot_be_written_whole(tmp_path: Path) ->
     path.write_text("before")
     with pytest.raises(StorageError, match=re.escape(golden("client.result_files.would-bytes"))):
         write_result(Result(4, iter([b"abc"])), path)
-    with pytest.raises(KeyboardInterrupt), whole(path):
+    with pytest.raises(KeyboardInterrupt), replacing_file(path):
         raise KeyboardInterrupt
     assert path.read_text() == "before" and [path] == list(tmp_path.iterdir())
 
