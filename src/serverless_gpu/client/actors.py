@@ -28,7 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
-from serverless_gpu.client.runs.rank_failures import add_note, rebuild
+from serverless_gpu.client.runs.rank_failures import add_note, rebuild_exception
 from serverless_gpu.client.runs.run import Run
 from serverless_gpu.errors import NotPicklable, ServerlessGpuError, SessionEnded
 from serverless_gpu.node.inside import payload
@@ -161,7 +161,7 @@ class Actors:
         if pickled is not None:
             path.write_bytes(pickled)
         log = self.run.directory / "logs" / f"rank-{rank}.stderr"
-        return rebuild(
+        return rebuild_exception(
             description,
             None if pickled is None else str(path),
             rank=rank,

@@ -94,6 +94,6 @@ def test_what_a_rank_raised_is_told_without_what_moves(hostile: str) -> None:
         raise ValueError(hostile)
     except ValueError as caught:
         described = failure.describe(caught)
-    told = rank_failures.rebuild(described, None, rank=0, host=hostile, run_id="r", log_path="l")
+    told = rank_failures.rebuild_exception(described, None, rank=0, host=hostile, run_id="r", log_path="l")
     said = [str(told), str(told.__cause__), *getattr(told, "__notes__", [])]
     assert all(harmless(text) for text in said), said

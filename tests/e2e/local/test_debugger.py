@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu import distributed
-from serverless_gpu.client.runs.rank_failures import rebuild
+from serverless_gpu.client.runs.rank_failures import rebuild_exception
 from tests.support.golden import golden
 
 
@@ -44,5 +44,5 @@ def test_23C2_another_failure_is_told_as_before(warm: Path) -> None:
 @pytest.mark.parametrize("log", ["`sgpu logs r --rank 0`", "/nowhere/1/logs/0.stdout"])
 def test_23C2_where_the_program_is_on_another_machine_a_plain_call_is_offered(log: str) -> None:
     said = {"module": "bdb", "type": "BdbQuit", "kind": "exception"}
-    error = rebuild(said, None, rank=0, host="node", run_id="r", log_path=log)
+    error = rebuild_exception(said, None, rank=0, host="node", run_id="r", log_path=log)
     assert golden("local.debugger.call-function-itself") in error.__notes__[-1]

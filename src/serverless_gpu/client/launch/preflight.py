@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from serverless_gpu.client.launch.call_contents import explain_unpicklable, largest_captured
-from serverless_gpu.client.runs.rank_failures import text_of
+from serverless_gpu.client.runs.rank_failures import error_text
 from serverless_gpu.errors import ArgumentMismatch, NotDistributable, NotPicklable, RayMissing, StorageError
 from serverless_gpu.model.spec import RayCluster, RunSpec
 from serverless_gpu.node.base.home import storage_error
@@ -181,7 +181,7 @@ def _not_picklable(
     culprit = explain_unpicklable(function, args, kwargs, error, reducer)
     return NotPicklable(
         f"the call to {_name(function)} cannot be sent to its ranks, because of\n  {culprit}\n"
-        f"{type(error).__name__}: {text_of(error)}",
+        f"{type(error).__name__}: {error_text(error)}",
         hint="make it inside the function, or pass what is needed to make it",
     )
 

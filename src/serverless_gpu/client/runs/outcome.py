@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple, SupportsIndex
 
 from serverless_gpu.client.display.terminal import safe
-from serverless_gpu.client.runs.rank_failures import add_note, rebuild, text_of
+from serverless_gpu.client.runs.rank_failures import add_note, error_text, rebuild_exception
 from serverless_gpu.errors import (
     BudgetExhausted,
     CollectiveHang,
@@ -216,7 +216,7 @@ def _consequences(stopped: Stopped) -> list[str]:
 
 def _not_loadable(error: BaseException, path: Path, rank: int, run_id: str) -> ResultUnavailableHere:
     return ResultUnavailableHere(
-        f"rank {rank} returned a value that this process cannot load: {type(error).__name__}: {text_of(error)}",
+        f"rank {rank} returned a value that this process cannot load: {type(error).__name__}: {error_text(error)}",
         hint=f"import what it needs and call results() again; the bytes are in {path}",
         run_id=run_id,
         rank=rank,
@@ -245,7 +245,7 @@ def _rank_exception(rank: int, detail: str, directory: Path, run_id: str, origin
     pickled, logs = directory / "failures" / f"{rank}.pkl", directory / "logs"
     # The rank's last words are in stderr if it wrote there.
     log = next((path for path in (logs / f"{rank}.stderr", logs / f"{rank}.stdout") if path.exists()), logs)
-    return rebuild(
+    return rebuild_exception(
         record,
         str(pickled) if record.get("pickled") else None,
         rank=rank,

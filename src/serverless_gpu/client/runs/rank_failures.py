@@ -101,7 +101,7 @@ def _caller_frames(frames: TracebackType | None) -> TracebackType | None:
     return kept
 
 
-def rebuild(
+def rebuild_exception(
     description: Mapping[str, object],
     pickled_path: str | None,
     *,
@@ -156,7 +156,7 @@ def _load(description: Mapping[str, object], path: str | None, rank: int, run_id
     except KeyboardInterrupt:
         raise
     except BaseException as problem:  # noqa: BLE001 - loading runs user code, which must not hide what the rank raised
-        return _remote_error(description, rank, run_id, f"{type(problem).__name__}: {text_of(problem)}")
+        return _remote_error(description, rank, run_id, f"{type(problem).__name__}: {error_text(problem)}")
 
 
 def _remote_error(description: Mapping[str, object], rank: int, run_id: str, why: str) -> RemoteError:
@@ -204,7 +204,7 @@ def _name(description: Mapping[str, object]) -> str:
     return _printable(f"{full}: {message}" if message else full)
 
 
-def text_of(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return the text of an error, even if its `__str__` fails."""
     try:
         return str(error)

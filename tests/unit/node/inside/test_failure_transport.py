@@ -95,7 +95,7 @@ def rebuilt(error: BaseException, directory: Path) -> BaseException:
     if pickled is not None:
         Path(path).write_bytes(pickled)
     description = json.loads(json.dumps(failure.describe(error)))
-    return rank_failures.rebuild(
+    return rank_failures.rebuild_exception(
         description, path if pickled is not None else None, rank=1, host="node1", run_id="r7", log_path="/logs/1"
     )
 
@@ -355,7 +355,7 @@ def test_other_base_exceptions_become_remote_errors(tmp_path: Path) -> None:
 
 
 def test_an_incomplete_description_still_gives_an_error() -> None:
-    back = rank_failures.rebuild({}, None, rank=0, host="h", run_id="r", log_path="/l")
+    back = rank_failures.rebuild_exception({}, None, rank=0, host="h", run_id="r", log_path="/l")
     assert isinstance(back, RemoteError) and golden("node.failure_transport.rank-raised-exception") in str(back)
 
 
@@ -451,7 +451,7 @@ def test_23A7_a_failure_whose_loading_would_end_the_caller_becomes_a_remote_erro
     path = tmp_path / "0.pkl"
     payload.dump(EndsReader("x"), str(path))
     record = failure.describe(EndsReader("x"))
-    back = rank_failures.rebuild(record, str(path), rank=0, host="h", run_id="r", log_path="/l")
+    back = rank_failures.rebuild_exception(record, str(path), rank=0, host="h", run_id="r", log_path="/l")
     assert isinstance(back, RemoteError) and "SystemExit: 5" in str(back)
 
 
@@ -459,7 +459,9 @@ def test_23A7_a_ctrl_c_while_a_failure_is_loaded_is_the_callers(tmp_path: Path) 
     path = tmp_path / "0.pkl"
     path.write_bytes(payload.dumps(ctrl_c := Interrupting("x")))
     with pytest.raises(KeyboardInterrupt):
-        rank_failures.rebuild(failure.describe(ctrl_c), str(path), rank=0, host="h", run_id="r", log_path="/l")
+        rank_failures.rebuild_exception(
+            failure.describe(ctrl_c), str(path), rank=0, host="h", run_id="r", log_path="/l"
+        )
 
 
 class Interrupting(Exception):
