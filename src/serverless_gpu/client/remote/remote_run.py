@@ -204,7 +204,7 @@ class RemoteRun(RunSource):
         """Fetch a rank's result, unless it must not be loaded here."""
         copies = self._copies
         if copies is not None and not self._untrusted:
-            self._server.kept(lambda: copies.bring(f"{_RESULT}{rank}.pkl"))
+            self._server.with_valid_token(lambda: copies.bring(f"{_RESULT}{rank}.pkl"))
 
     def read_log(self, rank: int, stream: str) -> bytes:
         """Fetch a rank's output so far."""
@@ -317,10 +317,12 @@ class RemoteRun(RunSource):
         names = copies.names()
         for name in names:
             if not name.startswith(_RESULT) and not (self._untrusted and name.endswith(".pkl")):
-                self._server.kept(functools.partial(copies.bring, name))
+                self._server.with_valid_token(functools.partial(copies.bring, name))
         if self.world_size is None or self.spec.per_node:  # of nodes the next attempt may have others
             results = [name for name in names if name.startswith(_RESULT)]
-            self.world_size = len(results) or self._server.kept(lambda: self._server.run(self.run_id)).processes
+            self.world_size = (
+                len(results) or self._server.with_valid_token(lambda: self._server.run(self.run_id)).processes
+            )
         self._stopped = _stopped_message(message)
         write_whole(self.directory / "stopped.json", msgspec.json.encode(self._stopped))
         self._pending.append(self._stopped)

@@ -104,7 +104,7 @@ class RemoteServer:
                 return False
         return True
 
-    def kept(self, ask: Callable[[], T]) -> T:
+    def with_valid_token(self, ask: Callable[[], T]) -> T:
         """Return the answer for a waiting caller, waiting for a new token when the current one ends."""
         while True:
             used = self.profile.token
@@ -185,7 +185,7 @@ class RemoteServer:
             pieces.append(data)
             offset = int(headers.get("SGPU-Next-Offset", offset + len(data)))
 
-    def missing(self, digests: tuple[str, ...]) -> tuple[str, ...]:
+    def missing_parts(self, digests: tuple[str, ...]) -> tuple[str, ...]:
         """Return which parts the server lacks."""
         return self._patient.ask("POST", "/blobs/missing", DigestList(digests=digests), answer=DigestList).digests
 

@@ -275,7 +275,7 @@ def upload_payload(server: RemoteServer, path: Path) -> BlobReference:
     size = path.stat().st_size
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         parts = tuple(blake3.blake3(part).hexdigest() for part in _parts(content, size))
-        missing = set(server.missing(tuple(dict.fromkeys(parts))))
+        missing = set(server.missing_parts(tuple(dict.fromkeys(parts))))
         for digest, part in zip(parts, _parts(content, size), strict=True):
             if digest in missing:
                 missing.discard(digest)
