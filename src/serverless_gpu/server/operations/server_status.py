@@ -133,8 +133,8 @@ class StateMetrics(MetricsSource):
         freed = self._leases.freed()
         held = [(node, gpu_type, count) for node, crew, gpu_type, count in rows.held if crew not in freed]
         ages = [times.boottime_ns - self._leases.last_ns(crew, now_ns=times.boottime_ns) for _, crew, _, _ in rows.held]
-        readings = [reading for node in rows.nodes if (reading := self._presence.clock(node.id)) is not None]
-        off_ns = [max(0, abs(reading.ahead_ns) - reading.error_ns) for reading in readings]
+        clocks = [clock for node in rows.nodes if (clock := self._presence.clock(node.id)) is not None]
+        off_ns = [max(0, abs(clock.ahead_ns) - clock.error_ns) for clock in clocks]
         count, oldest_ns = rows.orders
         return StateSample(
             at_ns=times.boottime_ns,

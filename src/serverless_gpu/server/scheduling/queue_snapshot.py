@@ -112,7 +112,7 @@ class QueueSnapshot:
         afresh: bool,
         underway: Mapping[str, int] = MappingProxyType({}),
     ) -> Reading:
-        """Return what there is now.
+        """Read the queue and its limits.
 
         With `afresh`, past runs are read, too. `underway` are devices of runs that are about to be placed and still
         wait here.
@@ -135,14 +135,14 @@ class QueueSnapshot:
         )
 
     def move(self, by_ns: int) -> None:
-        """Note that the clock was set, by so much: who is left alone for a while is so for as long as before."""
+        """Note that the clock was set, by so much: pauses after failed starts last as long as before."""
         for entry in self._known.values():
             if 0 < entry.wanted.not_before_ns < FOREVER_NS:
                 until_ns = entry.wanted.not_before_ns + by_ns
                 entry.wanted = msgspec.structs.replace(entry.wanted, not_before_ns=until_ns)
 
     def _set_isolation(self, now: uid_sharing.Isolation) -> None:
-        """Note whom pools serve that run the code of one principal only."""
+        """Note which principal is served by pools that run the code of one principal only."""
         if now == self._isolation:
             return
         self._isolation = now
@@ -216,7 +216,7 @@ class QueueSnapshot:
         underway: Mapping[str, int],
         as_of: LookInputs,
     ) -> dict[str, QueuedRun]:
-        """Return what those want who wait; who may not start now waits beside the line."""
+        """Return the waiting runs; those that may not start now wait beside the line."""
         if not queue:
             return {}
         shut_out, server_drain = owner_suspension.suspended_owners(connection), drain.find(connection)
@@ -232,15 +232,15 @@ class QueueSnapshot:
         if rooms is not None:
             for run_id in underway.keys() & entries.keys():
                 rooms.keep(entries[run_id].candidate)
-        held_back = held_back(connection, line, self._having(there, underway), rooms)
-        held_back |= {run_id: f"{entries[run_id].owner} may start no runs now" for run_id in out}
+        reasons = held_back(connection, line, self._having(there, underway), rooms)
+        reasons |= {run_id: f"{entries[run_id].owner} may start no runs now" for run_id in out}
         return {
-            run_id: _kept_back(entry, held_back[run_id]) if run_id in held_back else entry.wanted
+            run_id: _kept_back(entry, reasons[run_id]) if run_id in reasons else entry.wanted
             for run_id, entry in entries.items()
         }
 
     def _having(self, there: CapacitySnapshot, underway: Mapping[str, int]) -> Iterable[tuple[WaitingRun, int]]:
-        """Return who has devices, or is about to be given some, and how many."""
+        """Return runs that have devices, or are about to get some, and how many."""
         for run in there.active:
             entry = self._known.get(run.id)
             gpus = sum(crew.gpus for crew in there.having(run))
@@ -275,7 +275,7 @@ def _is_same(one: float | None, other: float | None) -> bool:
 
 
 def _kept_back(entry: _Entry, why: str) -> QueuedRun:
-    """Return what waits beside the line because it may not start now: the same value for the same reason."""
+    """Return a run that waits beside the line: the same value for the same reason."""
     if entry.kept is None or entry.kept.held != why:
         entry.kept = msgspec.structs.replace(entry.wanted, not_before_ns=FOREVER_NS, held=why)
     return entry.kept
@@ -284,9 +284,9 @@ def _kept_back(entry: _Entry, why: str) -> QueuedRun:
 def _as_running(run: ActiveRun, having: Iterable[ActiveCrew], asked: QueuedRun, leaving_ns: int | None) -> RunningRun:
     if run.started_ns is not None:
         asked = begun(asked, (run.started_ns - run.created_ns) / 1e9)
-    pools = tuple(DeviceShare(node_id=crew.node_id, gpu_type=run.gpu_type, count=crew.gpus) for crew in having)
+    shares = tuple(DeviceShare(node_id=crew.node_id, gpu_type=run.gpu_type, count=crew.gpus) for crew in having)
     is_leaving = leaving_ns is not None
-    return RunningRun(wanted=asked, shares=pools, since_ns=run.created_ns, is_leaving=is_leaving, leaving_ns=leaving_ns)
+    return RunningRun(wanted=asked, shares=shares, since_ns=run.created_ns, is_leaving=is_leaving, leaving_ns=leaving_ns)
 
 
 class Past(msgspec.Struct, frozen=True, kw_only=True):
@@ -304,7 +304,7 @@ NO_PAST = Past()
 
 
 def queued_run(run: StoredRun, past: Past = NO_PAST, *, now_ns: int) -> QueuedRun:
-    """Return what a run wants."""
+    """Return a run as the planner takes it."""
     spec, resources = run.spec, run.spec.resources
     not_before_ns, held = _held(run, now_ns)
     several, alone = _several(run)
@@ -385,7 +385,7 @@ def _held(run: StoredRun, now_ns: int) -> tuple[int, str]:
 
 
 def candidate_of(run: StoredRun) -> WaitingRun:
-    """Return what decides whether a run is let through."""
+    """Return a run as caps and budgets take it."""
     resources = run.spec.resources
     return WaitingRun(
         run_id=run.id,
@@ -406,7 +406,7 @@ def held_back(
     running: Iterable[tuple[WaitingRun, int]],
     rooms: BudgetRooms | None = None,
 ) -> dict[str, str]:
-    """Return who may not start in this tick, and why: sentences by run.
+    """Return which waiting runs may not start in this tick, and why: sentences by run.
 
     `waiting` is in the order of the queue.
     """
