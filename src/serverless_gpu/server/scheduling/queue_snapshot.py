@@ -286,7 +286,9 @@ def _as_running(run: ActiveRun, having: Iterable[ActiveCrew], asked: QueuedRun, 
         asked = begun(asked, (run.started_ns - run.created_ns) / 1e9)
     shares = tuple(DeviceShare(node_id=crew.node_id, gpu_type=run.gpu_type, count=crew.gpus) for crew in having)
     is_leaving = leaving_ns is not None
-    return RunningRun(wanted=asked, shares=shares, since_ns=run.created_ns, is_leaving=is_leaving, leaving_ns=leaving_ns)
+    return RunningRun(
+        wanted=asked, shares=shares, since_ns=run.created_ns, is_leaving=is_leaving, leaving_ns=leaving_ns
+    )
 
 
 class Past(msgspec.Struct, frozen=True, kw_only=True):
