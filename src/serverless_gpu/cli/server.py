@@ -116,7 +116,7 @@ def up(hosts: Sequence[str], behind_proxy: Sequence[str], **options: Any) -> Non
         {**options, "hosts": tuple(hosts) or None, "behind_proxy": tuple(behind_proxy) or None},
         environ=os.environ,
     )
-    for problem in (*settings_module.unknown(os.environ), *disk_warnings(home)):
+    for problem in (*settings_module.unknown_variables(os.environ), *disk_warnings(home)):
         say(f"warning: {problem}", err=True)
 
     sidecars = load("serverless_gpu.server.operations.sidecars")
@@ -235,7 +235,7 @@ def config(as_json: bool) -> None:
     home = durable_home(_HOME_REASON)
     settings = load("serverless_gpu.server.core.settings")
     settings.read_settings(home.root, environ=os.environ)
-    said = settings.effective(home.root, environ=os.environ)
+    said = settings.effective_settings(home.root, environ=os.environ)
     if as_json:
         print_json(said)
         return
