@@ -27,7 +27,7 @@ from typing import cast
 import msgspec
 
 from serverless_gpu.ambient import SystemClock, format_soon
-from serverless_gpu.client.launch.launch import check_call, check_nccl, check_shown, noted_home
+from serverless_gpu.client.launch.launch import check_call, check_nccl, check_shown, home_with_notice
 from serverless_gpu.client.launch.preflight import check_travels, refusing_reducer
 from serverless_gpu.model.billing.pricing import UNPRICED, Tariff
 from serverless_gpu.model.cost import AttemptDuration, CostEstimate, Devices, estimated
@@ -150,7 +150,7 @@ def unknown_estimate(why: str) -> Estimate:
 
 def _local_estimate(spec: RunSpec) -> Estimate:
     """Return when a run of this machine would start, from its agent's devices and their locks."""
-    home = noted_home()
+    home = home_with_notice()
     channel, greeting = connect(home)
     channel.close()
     devices = restrict(offered(greeting, os.environ), os.environ.get("CUDA_VISIBLE_DEVICES"))

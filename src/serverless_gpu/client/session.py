@@ -23,7 +23,7 @@ import msgspec
 from serverless_gpu.client.actors import Actors
 from serverless_gpu.client.decorator import DistributedFunction, parse_options
 from serverless_gpu.client.display.run_display import Display, TerminalDisplay, make_display, second_interrupt_text
-from serverless_gpu.client.launch.launch import Lender, hold, launch
+from serverless_gpu.client.launch.launch import LendingSession, launch, launch_session
 from serverless_gpu.client.launch.preflight import bind_arguments, check_function
 from serverless_gpu.client.runs.run import Run, own_sessions
 from serverless_gpu.client.runs.run_list import RunList
@@ -237,7 +237,7 @@ class Session:
         self, function: Callable[..., R], args: Sequence[object], kwargs: Mapping[str, object], spec: RunSpec
     ) -> Run[R]:
         self._refuse_if_over()
-        run = launch(function, args, kwargs, spec, Lender(self.id, self._hold.devices))
+        run = launch(function, args, kwargs, spec, LendingSession(self.id, self._hold.devices))
         run.session = self.id
         if len(self._runs) >= self._pruned_at:
             self._runs = [other for other in self._runs if not other.wait(0)]
@@ -324,7 +324,7 @@ def session(
             hint="leave remote out, or call functions with remote=True one by one",
         )
     idle_timeout_s = seconds("idle_timeout", idle_timeout)
-    held = hold(_Hold, msgspec.structs.replace(spec, name="session"), idle_timeout_s)
+    held = launch_session(_Hold, msgspec.structs.replace(spec, name="session"), idle_timeout_s)
     display = TerminalDisplay(quiet=spec.quiet)
     try:
         held.wait_held(display)

@@ -56,13 +56,16 @@ def together(accounts: Sequence[CrewAccount], whole: GangOutcome) -> Receipt | N
         return None
     receipts = [receipt for _, receipt in found]
     used = _sum(each.used for each in accounts)
-    first = receipts[0]
+    # Each part took as long as on the slowest node; the first line came on the first.
+    parts = [receipt.segments for receipt in receipts]
+    slowest = {name: _most(getattr(part, name) for part in parts) for name in Segments.__struct_fields__}
+    lines = [part.first_line_ms for part in parts if part.first_line_ms is not None]
     return msgspec.structs.replace(
-        first,
+        receipts[0],
         state=whole.state,
         reason=None if whole.reason in (None, Reason.COMPLETED) else whole.reason.value,
         gpus=tuple(gpu for receipt in receipts for gpu in receipt.gpus),
-        segments=_segments([receipt.segments for receipt in receipts]),
+        segments=Segments(**{**slowest, "first_line_ms": min(lines, default=None)}),
         gpu_ms=used.gpu_ms,
         micros=used.micros,
         peak_memory_bytes=_most(receipt.peak_memory_bytes for receipt in receipts),
@@ -88,13 +91,6 @@ def _sum(charges: Iterable[Charge]) -> Charge:
     names = ("gpus", "gpu_ms", "billed_ms", "core_ms", "memory_mib_ms", "core_micros", "memory_micros", "dbu_micros")
     sums = {name: sum(getattr(charge, name) for charge in found) for name in names}
     return Charge(**sums, micros=sum(priced) if priced else None)
-
-
-def _segments(found: Sequence[Segments]) -> Segments:
-    """Return where the time went: each part took as long as on the slowest node, the first line came on the first."""
-    slowest = {name: _most(getattr(each, name) for each in found) for name in Segments.__struct_fields__}
-    lines = [each.first_line_ms for each in found if each.first_line_ms is not None]
-    return Segments(**{**slowest, "first_line_ms": min(lines, default=None)})
 
 
 def _most(values: Iterable[int | None]) -> int | None:

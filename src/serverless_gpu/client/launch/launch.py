@@ -57,7 +57,7 @@ _WITHDRAWN_S = 10.0
 _notes_said: set[str] = set()
 
 
-class Lender(NamedTuple):
+class LendingSession(NamedTuple):
     """The session a run belongs to, and the devices that session holds."""
 
     session: str
@@ -69,7 +69,7 @@ class LaunchOrder(NamedTuple):
 
     spec: RunSpec
     called_ns: int
-    lender: Lender | None = None
+    lender: LendingSession | None = None
     idle_timeout_s: float | None = None
 
 
@@ -78,7 +78,7 @@ def launch(
     args: Sequence[object],
     kwargs: Mapping[str, object],
     spec: RunSpec,
-    lender: Lender | None = None,
+    lender: LendingSession | None = None,
     *,
     watch: bool = False,
 ) -> Run[R]:
@@ -130,7 +130,7 @@ def launch_command(spec: RunSpec, *, watch: bool = False) -> Run[None]:
     return _place(Run, LaunchOrder(with_tracking(spec), called_ns), lambda directory: None)
 
 
-def hold(handle: Callable[..., Handle], spec: RunSpec, idle_timeout_s: float) -> Handle:
+def launch_session(handle: Callable[..., Handle], spec: RunSpec, idle_timeout_s: float) -> Handle:
     """Request a session's devices and return its handle, which may still wait for them."""
     order = LaunchOrder(spec, SystemClock().boottime_ns(), idle_timeout_s=idle_timeout_s)
     return _place(handle, order, lambda directory: None)
@@ -138,7 +138,7 @@ def hold(handle: Callable[..., Handle], spec: RunSpec, idle_timeout_s: float) ->
 
 def _place(handle: Callable[..., Handle], order: LaunchOrder, fill: Callable[[Path], None]) -> Handle:
     """Choose devices, write the run directory, send it to the agent."""
-    home = noted_home()
+    home = home_with_notice()
     recognition = snapshot_environment.recognise(home) if order.spec.environment == "snapshot" else None
     try:
         while True:  # twice at most: what was captured just now needs no second look
@@ -295,7 +295,7 @@ def should_prewarm(module: str) -> bool:
     return module == "__main__" and "SGPU_RUN_ID" not in os.environ and "pytest" not in sys.modules
 
 
-def noted_home() -> Home:
+def home_with_notice() -> Home:
     """Return this process's home, and print its notice once."""
     home = find_home(os.environ)
     if home.note and home.note not in _notes_said:

@@ -39,6 +39,7 @@ from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
 
 import msgspec
+from msgspec.structs import replace
 
 from serverless_gpu.model.lifecycle.attempt import (
     MEANINGS,
@@ -113,11 +114,7 @@ def advance(attempt: Attempt, event: Event, now_ns: int) -> Step:
 
 def _placed(attempt: Attempt, _: GangPlaced, now_ns: int) -> Step:
     wake_ns = now_ns + attempt.limits.start_ns
-    return msgspec.structs.replace(attempt, state=State.STARTING, wake_ns=wake_ns), (AttemptInstruction.START_RANKS,)
-
-
-def _preparing(attempt: Attempt, _: Preparing, now_ns: int) -> Step:
-    return msgspec.structs.replace(attempt, wake_ns=now_ns + attempt.limits.start_ns), ()
+    return replace(attempt, state=State.STARTING, wake_ns=wake_ns), (AttemptInstruction.START_RANKS,)
 
 
 def _start_failed(attempt: Attempt, event: RanksNotStarted, now_ns: int) -> Step:
@@ -138,15 +135,15 @@ def _executing(attempt: Attempt, _: RankExecuting, now_ns: int) -> Step:
         return attempt, ()
     timeout = attempt.limits.timeout_ns
     wake = None if timeout is None else now_ns + timeout - attempt.limits.stop_grace_ns()
-    return msgspec.structs.replace(attempt, state=State.RUNNING, exec_ns=now_ns, wake_ns=wake), ()
+    return replace(attempt, state=State.RUNNING, exec_ns=now_ns, wake_ns=wake), ()
 
 
 def _returned(attempt: Attempt, event: RankReturned, now_ns: int) -> Step:
-    attempt = msgspec.structs.replace(attempt, returned=attempt.returned | {event.rank})
+    attempt = replace(attempt, returned=attempt.returned | {event.rank})
     if len(attempt.returned) < attempt.world_size or attempt.state is State.STOPPING:
         return attempt, ()
     if attempt.has_peers:
-        return msgspec.structs.replace(attempt, phase=Phase.RETURNED), ()
+        return replace(attempt, phase=Phase.RETURNED), ()
     return _released(attempt, Released(), now_ns)
 
 
@@ -166,12 +163,12 @@ def _failed(attempt: Attempt, event: RankFailed, now_ns: int) -> Step:
     if not event.failure.peer_lost or len(accounted) == attempt.world_size:
         return _stop_for_failure(attempt, now_ns)
     if attempt.phase is Phase.NONE:
-        return msgspec.structs.replace(attempt, phase=Phase.SETTLING, wake_ns=now_ns + SETTLE_NS), ()
+        return replace(attempt, phase=Phase.SETTLING, wake_ns=now_ns + SETTLE_NS), ()
     return attempt, ()
 
 
 def _exited(attempt: Attempt, event: RankExited, now_ns: int) -> Step:
-    attempt = msgspec.structs.replace(attempt, exited=attempt.exited | {event.rank})
+    attempt = replace(attempt, exited=attempt.exited | {event.rank})
     reported = event.rank in attempt.returned or any(f.rank == event.rank for f in attempt.failures)
     if reported:
         return _concluded_if_gone(attempt, now_ns)
@@ -187,7 +184,7 @@ def _concluded_if_gone(attempt: Attempt, now_ns: int) -> Step:
 
 
 def _exited_while_stopping(attempt: Attempt, event: RankExited, now_ns: int) -> Step:
-    attempt = msgspec.structs.replace(attempt, exited=attempt.exited | {event.rank})
+    attempt = replace(attempt, exited=attempt.exited | {event.rank})
     reported = event.rank in attempt.returned or any(f.rank == event.rank for f in attempt.failures)
     ours = event.signal in (15, 9) and not event.out_of_memory
     if not reported and event.signal is not None and not ours:
@@ -206,7 +203,7 @@ def _exit_failure(event: RankExited, now_ns: int) -> Failure:
 
 def _stem_lost(attempt: Attempt, event: StemLost, now_ns: int) -> Step:
     if attempt.phase is Phase.RETURNED:  # all results are there; what waited for those of other nodes is gone
-        return _concluded_if_gone(msgspec.structs.replace(attempt, exited=attempt.returned), now_ns)
+        return _concluded_if_gone(replace(attempt, exited=attempt.returned), now_ns)
     reason = Reason.HOST_OOM if event.out_of_memory else Reason.RUNTIME_LOST
     if attempt.exec_ns is None and not event.out_of_memory:
         reason = Reason.START_FAILED
@@ -227,7 +224,7 @@ def _asked_again(attempt: Attempt, event: StopRequested, _: int) -> Step:
     """Ranks were asked to end already; what changes is whether the run may go on as another attempt."""
     reason = STOPPED_BY[event.why]
     if attempt.reason in PASSING_STOPS and reason not in PASSING_STOPS:
-        return msgspec.structs.replace(attempt, reason=reason), ()
+        return replace(attempt, reason=reason), ()
     return attempt, ()
 
 
@@ -249,7 +246,7 @@ def _gpu_failed(attempt: Attempt, event: GpuFailed, now_ns: int) -> Step:
         return attempt, ()
     fault_ns = now_ns if attempt.fault_ns is None else attempt.fault_ns
     wake_ns = fault_ns + FAULT_NS if attempt.wake_ns is None else min(attempt.wake_ns, fault_ns + FAULT_NS)
-    return msgspec.structs.replace(attempt, fault_ns=fault_ns, wake_ns=wake_ns), ()
+    return replace(attempt, fault_ns=fault_ns, wake_ns=wake_ns), ()
 
 
 def _gpu_failed_while_stopping(attempt: Attempt, event: GpuFailed, now_ns: int) -> Step:
@@ -278,7 +275,7 @@ def _tick_running(attempt: Attempt, _: Tick, now_ns: int) -> Step:
 def _tick_stopping(attempt: Attempt, _: Tick, now_ns: int) -> Step:
     if attempt.phase is not Phase.TERMINATING or attempt.wake_ns is None or now_ns < attempt.wake_ns:
         return attempt, ()
-    attempt = msgspec.structs.replace(attempt, killed=True)
+    attempt = replace(attempt, killed=True)
     return _kill(attempt, now_ns, attempt.reason or Reason.COMPLETED)
 
 
@@ -289,7 +286,7 @@ def _tree_empty(attempt: Attempt, _: TreeEmpty, now_ns: int) -> Step:
     if reason not in _NOT_A_FAILURE and attempt.cause is not None:
         reason = attempt.cause.reason  # what was heard during the stop may explain it better
     state = MEANINGS[reason].state
-    attempt = msgspec.structs.replace(attempt, state=state, reason=reason, wake_ns=None, phase=Phase.NONE)
+    attempt = replace(attempt, state=state, reason=reason, wake_ns=None, phase=Phase.NONE)
     return attempt, (AttemptInstruction.CONCLUDE,)
 
 
@@ -304,7 +301,7 @@ def _expired(attempt: Attempt, _: LeaseExpired, now_ns: int) -> Step:
 def _expired_while_stopping(attempt: Attempt, _: LeaseExpired, now_ns: int) -> Step:
     if attempt.wake_ns is None:
         return attempt, ()
-    return msgspec.structs.replace(attempt, wake_ns=min(attempt.wake_ns, now_ns + FENCE_GRACE_NS)), ()
+    return replace(attempt, wake_ns=min(attempt.wake_ns, now_ns + FENCE_GRACE_NS)), ()
 
 
 def _nothing(attempt: Attempt, _: Event, now_ns: int) -> Step:
@@ -312,7 +309,7 @@ def _nothing(attempt: Attempt, _: Event, now_ns: int) -> Step:
 
 
 def _with_failure(attempt: Attempt, failure: Failure) -> Attempt:
-    return msgspec.structs.replace(attempt, failures=(*attempt.failures, failure))
+    return replace(attempt, failures=(*attempt.failures, failure))
 
 
 def _stop_for_failure(attempt: Attempt, now_ns: int) -> Step:
@@ -325,7 +322,7 @@ def _stop_for_failure(attempt: Attempt, now_ns: int) -> Step:
 
 
 def _terminating(attempt: Attempt, now_ns: int, reason: Reason, grace_ns: int) -> Attempt:
-    return msgspec.structs.replace(
+    return replace(
         attempt,
         state=State.STOPPING,
         phase=Phase.TERMINATING,
@@ -337,9 +334,7 @@ def _terminating(attempt: Attempt, now_ns: int, reason: Reason, grace_ns: int) -
 
 def _kill(attempt: Attempt, now_ns: int, reason: Reason) -> Step:
     stop_ns = now_ns if attempt.stop_ns is None else attempt.stop_ns
-    attempt = msgspec.structs.replace(
-        attempt, state=State.STOPPING, phase=Phase.KILLING, reason=reason, stop_ns=stop_ns, wake_ns=None
-    )
+    attempt = replace(attempt, state=State.STOPPING, phase=Phase.KILLING, reason=reason, stop_ns=stop_ns, wake_ns=None)
     return attempt, (AttemptInstruction.KILL_TREE,)
 
 
@@ -357,7 +352,7 @@ TABLE: Mapping[State, Mapping[type, _Handler]] = {
         Tick: _nothing,
     },
     State.STARTING: {
-        Preparing: _preparing,
+        Preparing: lambda attempt, _, now_ns: (replace(attempt, wake_ns=now_ns + attempt.limits.start_ns), ()),
         RanksNotStarted: _start_failed,
         RankExecuting: _executing,
         RankFailed: _failed,

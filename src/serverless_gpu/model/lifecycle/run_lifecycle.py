@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
 
 import msgspec
+from msgspec.structs import replace
 
 from serverless_gpu.model.lifecycle.attempt import (
     MEANINGS,
@@ -211,40 +212,40 @@ def pause_s(retries_used: int, last: Reason | None, *, began: bool) -> float:
 
 
 def _started(run: Run, _: UserCodeStarted) -> Step:
-    return msgspec.structs.replace(run, began=True, state=_later(run.state, State.RUNNING)), ()
+    return replace(run, began=True, state=_later(run.state, State.RUNNING)), ()
 
 
 def _stopping(run: Run, _: Stopping) -> Step:
-    return msgspec.structs.replace(run, state=State.STOPPING), ()
+    return replace(run, state=State.STOPPING), ()
 
 
 def _silent(run: Run, _: Silent) -> Step:
-    return msgspec.structs.replace(run, state=State.UNREACHABLE, before=run.state), ()
+    return replace(run, state=State.UNREACHABLE, before=run.state), ()
 
 
 def _heard_again(run: Run, event: Heard) -> Step:
-    return msgspec.structs.replace(run, state=_later(run.before or State.STARTING, event.state), before=None), ()
+    return replace(run, state=_later(run.before or State.STARTING, event.state), before=None), ()
 
 
 def _stop_in_queue(run: Run, event: StopAsked) -> Step:
     if event.why not in _FINAL_STOPS:
         return run, ()  # it has nothing that it could make room with
-    return _conclude(msgspec.structs.replace(run, stop=event.why), STOPPED_BY[event.why])
+    return _conclude(replace(run, stop=event.why), STOPPED_BY[event.why])
 
 
 def _stop(run: Run, event: StopAsked) -> Step:
     is_stronger = run.stop not in _FINAL_STOPS and event.why in _FINAL_STOPS
     if run.stop is not None and not is_stronger:
         return run, ()
-    run = msgspec.structs.replace(run, stop=event.why)
+    run = replace(run, stop=event.why)
     if run.state is State.UNREACHABLE:  # still is; but whatever is heard next, it is stopping
-        return msgspec.structs.replace(run, before=State.STOPPING), (RunInstruction.SEND_STOP,)
-    return msgspec.structs.replace(run, state=State.STOPPING), (RunInstruction.SEND_STOP,)
+        return replace(run, before=State.STOPPING), (RunInstruction.SEND_STOP,)
+    return replace(run, state=State.STOPPING), (RunInstruction.SEND_STOP,)
 
 
 def _over(run: Run, event: AttemptEnded | GivenUp | Forgotten) -> Step:
     reason = over_because(event)
-    run = msgspec.structs.replace(run, began=run.began or (isinstance(event, AttemptEnded) and event.began))
+    run = replace(run, began=run.began or (isinstance(event, AttemptEnded) and event.began))
     if MEANINGS[reason].state is State.SUCCEEDED:
         return _conclude(run, reason)
     untouched = not run.began and (MEANINGS[reason].may_retry or reason in _DISPLACED)
@@ -278,17 +279,17 @@ def _resume(run: Run, reason: Reason) -> Step:
     """Make another attempt of a run that continues from checkpoints, unless attempt after attempt left none."""
     unsaved = 0 if run.saved >= run.fence else run.unsaved + 1
     if unsaved >= run.unsaved_max:
-        return _conclude(msgspec.structs.replace(run, unsaved=unsaved), Reason.NO_PROGRESS)
+        return _conclude(replace(run, unsaved=unsaved), Reason.NO_PROGRESS)
     return _run_again(run, reason, unsaved=unsaved)
 
 
 def _run_again(run: Run, reason: Reason, **spent: int) -> Step:
     """Make another attempt of a run whose user code began, unless it has had as many as its policy allows."""
     if not run.began:
-        return _requeue(msgspec.structs.replace(run, **spent))
+        return _requeue(replace(run, **spent))
     if has_used_attempts(run):
         return _conclude(run, reason)
-    return _requeue(msgspec.structs.replace(run, ran=run.ran + 1, **spent))
+    return _requeue(replace(run, ran=run.ran + 1, **spent))
 
 
 def has_used_attempts(run: Run) -> bool:
@@ -299,16 +300,16 @@ def has_used_attempts(run: Run) -> bool:
 def _requeue_for_infra(run: Run, reason_of_the_last: Reason) -> Step:
     if run.infra_left == 0:
         return _conclude(run, reason_of_the_last)
-    return _requeue(msgspec.structs.replace(run, infra_left=run.infra_left - 1))
+    return _requeue(replace(run, infra_left=run.infra_left - 1))
 
 
 def _requeue(run: Run) -> Step:
-    run = msgspec.structs.replace(run, state=State.QUEUED, stop=None, began=False, before=None)
+    run = replace(run, state=State.QUEUED, stop=None, began=False, before=None)
     return run, (RunInstruction.REQUEUE,)
 
 
 def _conclude(run: Run, reason: Reason) -> Step:
-    run = msgspec.structs.replace(run, state=MEANINGS[reason].state, reason=reason, before=None)
+    run = replace(run, state=MEANINGS[reason].state, reason=reason, before=None)
     return run, (RunInstruction.CONCLUDE,)
 
 
@@ -326,7 +327,7 @@ _OVER: Mapping[type, _Handler] = {AttemptEnded: _over, GivenUp: _over, Forgotten
 # Rows: state → event → handler. A terminal state has an empty row: nothing can happen to it any more.
 TABLE: Mapping[State, Mapping[type, _Handler]] = {
     State.QUEUED: {
-        RunPlaced: lambda run, _: (msgspec.structs.replace(run, fence=run.fence + 1, state=State.STARTING), ()),
+        RunPlaced: lambda run, _: (replace(run, fence=run.fence + 1, state=State.STARTING), ()),
         StopAsked: _stop_in_queue,
         Restored: lambda run, _: _conclude(run, Reason.SERVER_RESTORED),
         Unsatisfiable: lambda run, _: _conclude(run, Reason.UNSATISFIABLE),
