@@ -25,7 +25,6 @@ from serverless_gpu.model.hardware import census
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, State
 from serverless_gpu.server.core.disk_space import free_bytes
 from serverless_gpu.server.core.health import RETRY_AFTER_S, Probe, ServerHealth
-from serverless_gpu.server.core.health import ServerHealth as HealthChecks
 from serverless_gpu.server.core.server_metrics import (
     CONTENT_TYPE,
     LABEL_VALUES_MAX,
@@ -252,7 +251,7 @@ class PrometheusText(Response):
 
 
 @routes.get("/health", needs=PUBLIC)
-async def health(call: Call, server_health: HealthChecks) -> Health | Response:
+async def health(call: Call, server_health: ServerHealth) -> Health | Response:
     """Say whether the server can do its work."""
     found = await server_health.look()
     checks = tuple(HealthCheck(name=one.name, ok=not one.problem, problem=one.problem, ms=one.ms) for one in found)
@@ -265,7 +264,7 @@ async def health(call: Call, server_health: HealthChecks) -> Health | Response:
 
 
 @routes.get("/metrics", needs=reading("metrics"))
-async def metrics(call: Call, measures: ServerMetrics, server_health: HealthChecks) -> PrometheusText:
+async def metrics(call: Call, measures: ServerMetrics, server_health: ServerHealth) -> PrometheusText:
     """Return figures of the whole server, in the text format of Prometheus."""
     await asyncio.gather(server_health.look(), measures.refresh())
     return PrometheusText(await call.in_thread(measures.text), headers={"Cache-Control": "no-store"})

@@ -35,10 +35,9 @@ from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded
 from serverless_gpu.model.placement import laid_out
 from serverless_gpu.model.scheduling.values import Placement, Preemption
 from serverless_gpu.server.budgets.spending import Spending
-from serverless_gpu.server.core import server_key as keys
 from serverless_gpu.server.core import server_log
 from serverless_gpu.server.core.hub import Hub, node_key, run_key
-from serverless_gpu.server.core.server_key import Keys, Sealer
+from serverless_gpu.server.core.server_key import Keys, Sealer, sha256
 from serverless_gpu.server.core.server_metrics import ServerMetrics
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
@@ -243,7 +242,7 @@ class Scheduler:
                 boot_id=named[place.node].boot_id,
                 first_rank=place.first_rank,
                 gpus=place.gpus,
-                token_sha256=keys.sha256(self._keys.attempt_token(run.id, run.fence + 1, place.number)),
+                token_sha256=sha256(self._keys.attempt_token(run.id, run.fence + 1, place.number)),
                 grace_s=self._settings.partition_grace_s,
             )
             for place in laid
