@@ -134,7 +134,7 @@ class NotebookDisplay(LineDisplay):
         elif not self._quiet:
             _write("stderr", f"serverless-gpu: {sentence}\n")
 
-    def passing(self, sentence: str) -> None:
+    def progress(self, sentence: str) -> None:
         """Show how far something is, in the status."""
         self._sentence = sentence
         self._show()

@@ -143,7 +143,7 @@ class Display:
     def say(self, sentence: str) -> None:
         """Show a sentence of ours."""
 
-    def passing(self, sentence: str) -> None:
+    def progress(self, sentence: str) -> None:
         """Show how far something is: a sentence that the next one replaces."""
 
     def state(self, state: str, sentence: str) -> None:
@@ -248,7 +248,7 @@ class TerminalDisplay(LineDisplay):
         self._write("stderr", self._missing(rank, stream, bytes_, lost))
         self._refresh()
 
-    def passing(self, sentence: str) -> None:
+    def progress(self, sentence: str) -> None:
         """Show how far something is: below all lines on a terminal, elsewhere as a line now and then."""
         if self._quiet:
             return

@@ -330,7 +330,7 @@ class _CaptureNotices:
                 for sentence in found_text(answer):
                     display.say(sentence)
             case service_messages.CaptureProgress(progress=progress):
-                display.passing(progress_text(progress))
+                display.progress(progress_text(progress))
             case service_messages.CaptureDone():
                 display.state("CAPTURED", f"environment {answer.snapshot[:12]}")
                 if sentence := taken_text(answer, self._found):

@@ -489,7 +489,7 @@ class Run(Generic[R]):
             case protocol.Waiting(sentence=sentence, passing=True):
                 self._waiting = sentence
                 if self._display is not None:
-                    self._display.passing(sentence)
+                    self._display.progress(sentence)
                     self._told = (self._state, sentence)
             case protocol.Waiting(sentence=sentence, queued_ns=int(queued_ns)) if self._state is State.QUEUED:
                 self._waiting, self._queued_ns = with_session_advice(sentence), queued_ns  # shown as the state is

@@ -102,12 +102,12 @@ def test_our_own_sentences_can_be_left_out(capsys: Captured, quiet: bool, said: 
 def test_how_far_something_is_goes_into_a_file_now_and_then(capsys: Captured, clock: FakeClock) -> None:
     display = TerminalDisplay(quiet=False, clock=clock)
     for second in range(25):
-        display.passing(f"fetching {second} of 25")
+        display.progress(f"fetching {second} of 25")
         clock.advance(1)
     assert capsys.readouterr().err == golden("client.display.serverless-gpu-fetching")
     quiet = TerminalDisplay(quiet=True, clock=clock)
     clock.advance(11)
-    quiet.passing("fetching")
+    quiet.progress("fetching")
     assert capsys.readouterr().err == ""
 
 
@@ -251,7 +251,7 @@ def test_F50_bars_below_each_other_on_a_terminal(terminal: Terminal, clock: Fake
 def test_how_far_something_is_is_redrawn_on_a_terminal_and_leaves_no_row(terminal: Terminal, clock: FakeClock) -> None:
     display = TerminalDisplay(quiet=False, clock=clock)
     for second in range(3):
-        display.passing(f"fetching {second} of 3")
+        display.progress(f"fetching {second} of 3")
         clock.advance(1)
     assert terminal.rows() == ["serverless-gpu: fetching 2 of 3"]
     display.state("RUNNING", "")
