@@ -1,7 +1,7 @@
 """The audit: the loop that chains its entries, the check of the chain, and the route that lists entries.
 
 `records/audit.py` writes an entry in the transaction of the change that it is about. `AuditChainWriter` gives it a
-number and a digest (`model/access/audit_chain.py`) a second later; `ChainCheck` follows the chain page by page.
+number and a digest (`model/audit_chain.py`) a second later; `ChainCheck` follows the chain page by page.
 
     a request's transaction ── row of the audit ─▶ database ── each second ─▶ rows without a place ─▶ number, digest
     from entry 1 ─▶ page ─▶ page ─▶ … ─▶ the end, and on with what is new ─▶ `begin_again` ─▶ from entry 1

@@ -1,6 +1,6 @@
 """Usage policies: the service that changes and attaches them, admission of runs, and the routes.
 
-`PolicyAdmission` is called where a run is submitted or estimated. Decisions are in `model/access/usage_policy.py`.
+`PolicyAdmission` is called where a run is submitted or estimated. Decisions are in `model/usage_policy.py`.
 
     spec, caller ─▶ policies attached to the caller ─▶ the one that applies ─▶ within it? ─▶ effective spec, pool
 
