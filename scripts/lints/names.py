@@ -2,7 +2,7 @@
 
 A file called `utils` has no reason not to grow. A file called `allowing` or `taking` says that something happens, and a
 reader who looks for usage policies or snapshots does not find it. Name the module after the noun that it holds, in the
-field's words: `policy_admission.py`, `snapshot_capture.py`.
+field's words: `budget_admission.py`, `snapshot_capture.py`.
 """
 
 from __future__ import annotations

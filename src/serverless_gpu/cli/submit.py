@@ -54,7 +54,6 @@ from serverless_gpu.node.supervisor.rank_environment import program_path
 _OPTIONS = ("cpus", "memory", "pool", "team", "policy", "priority", "retries", "grace", "idle_timeout", "env")
 _RANKS_ALL = "all"
 _SUBMITTING = "serverless_gpu.client.remote.submission"
-_SERVER = "serverless_gpu.client.remote.server"
 _SHORT = 12
 _NEVER = 1  # as of a run that ends because nothing can serve it
 _ENVIRONMENT_TEXTS = {
@@ -289,7 +288,7 @@ def _resolve(home: Home, spec: RunSpec) -> tuple[RunSpec, _RankEnvironment]:
     """Return the request after variables and server defaults, without waiting for a server that is away."""
     if not spec.remote:
         return spec, _rank_environment(home, spec.environment, None)
-    server = load(_SERVER).server_of(home.root, os.environ)
+    server = load("serverless_gpu.client.remote.server").server_of(home.root, os.environ)
     try:
         server.version(patiently=False)
         choice = load(_SUBMITTING).choose_pool(spec, os.environ, functools.partial(server.pools, patiently=False))

@@ -17,8 +17,6 @@ from serverless_gpu.node.inside.channel import Channel
 
 _ANSWER_S = 10.0
 _END_S = 10.0
-_UPLINKS = "serverless_gpu.node.uplink.control"  # loaded to stop them: asking for the status has no use for it
-_MONITOR = "serverless_gpu.node.monitor.control"
 
 
 def agent_status(home: Path) -> protocol.Status | None:
@@ -42,11 +40,11 @@ def agent_status(home: Path) -> protocol.Status | None:
 
 def stop_agent(home: Path) -> bool:
     """End the agent with its zygotes, uplinks and monitor; return whether one ran. Attempts continue."""
-    load(_UPLINKS).stop_all(Home(home))  # first: they would start another agent
+    load("serverless_gpu.node.uplink.control").stop_all(Home(home))  # first: they would start another agent
     connection = running_agent(Home(home))
     if connection is not None:
         _retire(*connection)
-    load(_MONITOR).stop(Home(home))  # last: the agent would start another one
+    load("serverless_gpu.node.monitor.control").stop(Home(home))  # last: the agent would start another one
     return connection is not None
 
 

@@ -46,7 +46,6 @@ from serverless_gpu.node.devices.locks import DeviceLocks, LockHolder, lock_dire
 from serverless_gpu.node.devices.nvml import unknown_usage
 from serverless_gpu.node.devices.reservation import find_provider, retest_quarantined
 
-_REMOTE = "serverless_gpu.client.remote.estimate"
 HERE = "this machine"
 _PAST_MAX = 200
 _Past = Mapping[str, Sequence[float]]
@@ -119,7 +118,7 @@ def estimate_run(spec: RunSpec) -> Estimate:
         check_command(spec.payload)
     if spec.remote:
         # By name: HTTP is loaded only for those who use a server.
-        return cast("Estimate", importlib.import_module(_REMOTE).estimate(spec))
+        return cast("Estimate", importlib.import_module("serverless_gpu.client.remote.estimate").estimate(spec))
     return _local_estimate(spec)
 
 

@@ -37,7 +37,6 @@ from serverless_gpu.client.display.terminal import fit, safe
 from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.units import format_bytes
 
-_NOTEBOOK = "serverless_gpu.client.display.notebook_display"
 _REDRAW_S = 0.05
 _GLIMPSE_TICK_S = 1.0
 _LIVE_CHARACTERS_MAX = 2_000
@@ -377,7 +376,7 @@ def make_display(*, quiet: bool, logs: Path | str) -> Display:
     """Return this process's display: a notebook's in an IPython kernel, else a terminal's."""
     if _in_kernel():
         # By name: it imports from here.
-        module = importlib.import_module(_NOTEBOOK)
+        module = importlib.import_module("serverless_gpu.client.display.notebook_display")
         return cast("Display", module.NotebookDisplay(quiet=quiet, logs=logs))
     return TerminalDisplay(quiet=quiet, logs=logs)
 

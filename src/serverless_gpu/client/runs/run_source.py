@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 _LAUNCH_TRIES = 3
 _TIMELINE = "serverless_gpu.client.plots.timeline"  # loaded when it is asked for: a call has no use for it
-_COSTS = "serverless_gpu.client.runs.local_costs"
 _LOSS = "serverless_gpu.node.attempt.supervisor_loss"
 
 Reconnect = Callable[[], Channel]
@@ -213,7 +212,7 @@ class LocalRun(RunSource):
 
     def cost(self) -> Cost:
         """Return the cost from the attempts' directories."""
-        found: Cost = load(_COSTS).cost_here(self.directory.parent, SystemClock())
+        found: Cost = load("serverless_gpu.client.runs.local_costs").cost_here(self.directory.parent, SystemClock())
         return found
 
     def attempts(self) -> list[AttemptTimes]:

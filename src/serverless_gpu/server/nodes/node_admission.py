@@ -3,7 +3,7 @@
     invite ─▶ a join token for so many machines, for so long ─▶ JoinService.join
     join token (scope "joining") ─▶ an agent's token for this home alone, and how it joins the Ray cluster
     that agent's token, later    ─▶ how it joins the Ray cluster, after a crash or a boot
-    hello ─▶ check (model/access/node_identity.py) ─▶ refused │ ask: pending ─▶ approve │ settle: bound, moved
+    hello ─▶ check (model/access_control.py) ─▶ refused │ ask: pending ─▶ approve │ settle: bound, moved
 
 If the same home asks again with the same join token, its answer was lost: the server makes another agent's token and
 revokes the one of before. `sgpu token list` shows which machines have a token, and `sgpu token revoke` revokes one.
