@@ -38,7 +38,7 @@ TRIES_MAX = 4
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # not blocking: there may be a FIFO
 _TURN_S = 0.1
 _one_by_one = threading.Lock()
-"""Held while small files are read: two threads would only pass the interpreter to and fro, three times for each file."""
+"""Held while small files are read: two threads would only pass the interpreter to and fro, thrice for each file."""
 
 
 class BlockPart(NamedTuple):

@@ -165,7 +165,7 @@ def keep(file: Path, boot: str) -> None:
 
 
 def trusted(path: str) -> bool:
-    """Return whether a path that a snapshot names may be run: an interpreter, on a way that no other user can write to."""
+    """Return whether a path of a snapshot may be run: an interpreter, on a way that no other user can write to."""
     real = Path(os.path.realpath(path))
     if not (path.startswith("/") and _NAME.fullmatch(os.path.basename(path)) and _NAME.fullmatch(real.name)):
         return False

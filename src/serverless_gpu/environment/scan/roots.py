@@ -340,8 +340,8 @@ def survey(
 ) -> Survey:
     """Look at everything an interpreter imports from.
 
-    `look_at` is called with each directory and the number of its files. `again` returns the interpreter's own library, or
-    None to have all of it looked at.
+    `look_at` is called with each directory and the number of its files. `again` returns the interpreter's own library,
+    or None to have all of it looked at.
     """
     spots = find_import_roots(description)
     parts: dict[int, SurveyedRoot] = {}

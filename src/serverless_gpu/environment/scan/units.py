@@ -1,8 +1,8 @@
 """Divides the files of a root into units, and takes out those that name directories of their machine.
 
 A file that several distributions claim is in each of them as long as they claim the same; else its content is looked
-at, and it belongs to those that are right. What no distribution claims is the root's unowned unit, apart from what a virtual
-environment makes for itself.
+at, and it belongs to those that are right. What no distribution claims is the root's unowned unit, apart from what a
+virtual environment makes for itself.
 
 `.pth`, `.egg-link` and finders of editable installs name directories. Their text is kept with `{{sgpu:2}}` in place of
 the directory of root 2, and written again on restore. A line of a `.pth` that adds a directory of no root is left out:

@@ -1,6 +1,6 @@
 """What garbage collection tells captures: which objects it is going to delete, and that it is at work.
 
-    gc/condemned           objects that no snapshot needed when they were looked at, and that may be deleted some time later
+    gc/condemned           objects that no snapshot needed when they were looked at; some time later they may go
     gc/collector-<digits>  a collection is at work; put again every minute, void a while after the last time
 
 A capture asks once about each object, and takes a condemned one for absent: it puts it again. A capture that asked

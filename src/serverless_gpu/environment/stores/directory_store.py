@@ -4,9 +4,9 @@
     <root>/gc/condemned
     <root>/incoming/…          what is being written, under names that no reader asks for
 
-    write all under names no reader asks for, the disk begins ─▶ wait for each ─▶ rename all ─▶ wait for their directories
-                                                              the first waits for the journal, the others find
-                                                              theirs written with it
+    write all under other names, the disk begins ─▶ wait for each ─▶ rename all ─▶ wait for their directories
+                                                 the first waits for the journal, the others find
+                                                 theirs written with it
 
 An object has its name only when its bytes are on the disk: it is there whole or not at all, also after a power cut, and
 two writers of one key both succeed, in some order. A disk is asked to finish a few times for several objects, not for

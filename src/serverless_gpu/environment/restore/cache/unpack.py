@@ -58,8 +58,8 @@ _Result = TypeVar("_Result")
 def unpack(unit: Unit, blobs: StoreBlobs, directory: Path, *, report: Report = ignore_progress) -> None:
     """Make a directory of a unit, all of it verified, or leave nothing.
 
-    The unit follows the rules (`StoreBlobs.read_unit`). The directory does not exist; its parent does, and no other process
-    writes to it.
+    The unit follows the rules (`StoreBlobs.read_unit`). The directory does not exist; its parent does, and no other
+    process writes to it.
     """
     for _ in unpack_each([(unit, directory)], blobs, report=report):
         pass
