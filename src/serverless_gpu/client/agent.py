@@ -40,7 +40,8 @@ def agent_status(home: Path) -> protocol.Status | None:
 
 def stop_agent(home: Path) -> bool:
     """End the agent with its zygotes, uplinks and monitor; return whether one ran. Attempts continue."""
-    load("serverless_gpu.node.uplink.control").stop_all(Home(home))  # first: they would start another agent
+    # Loaded by name: asking for the status needs neither. Uplinks first: they would start another agent.
+    load("serverless_gpu.node.uplink.control").stop_all(Home(home))
     connection = running_agent(Home(home))
     if connection is not None:
         _retire(*connection)
