@@ -43,12 +43,11 @@ from serverless_gpu.errors import (
     ServerStorageFull,
     ServerUnavailable,
 )
-from serverless_gpu.model.high_water_mark import DatabasePosition
 from serverless_gpu.server.core.server_metrics import ServerMetrics
 from serverless_gpu.server.db import leader_lock, migrations, tables
 from serverless_gpu.server.db.disk_reserve import DiskReserve, FileReserve, NoReserve, TableReserve
 from serverless_gpu.server.db.group_commit import GroupCommit, WriterClosed
-from serverless_gpu.server.db.leader_lock import LeaderLock
+from serverless_gpu.server.db.leader_lock import DatabasePosition, LeaderLock
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)

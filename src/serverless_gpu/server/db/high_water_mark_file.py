@@ -29,15 +29,40 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.json_codec import from_json
-from serverless_gpu.model.high_water_mark import DatabasePosition, HighWaterMark
 from serverless_gpu.node.base.private_files import write_private
 from serverless_gpu.server.db.database import Database
+from serverless_gpu.server.db.leader_lock import DatabasePosition
 
 SYNC_S = 1.0
 CHECKPOINT_S = 10.0
 _SLOT_BYTES = 1024
 _SLOTS = 2
 _log = logging.getLogger(__name__)
+
+
+class HighWaterMark(msgspec.Struct, frozen=True, kw_only=True):
+    """The contents of a high-water mark."""
+
+    position: DatabasePosition  # how far the database had come at least
+    at_ns: int  # when that was written, nanoseconds since 1970
+    place: str = ""  # where the database was, where the mark does not lie beside it; without a password
+
+
+def rollback(mark: HighWaterMark | None, found: DatabasePosition | None, *, place: str = "") -> str:
+    """Return how a database has less than its mark says, or "" when it has not.
+
+    `mark` is None where nothing was written, `found` None where no server has claimed the database.
+    """
+    if mark is None:
+        return ""
+    there = mark.position
+    if found is None or found.database_id != there.database_id:
+        if mark.place != place:
+            return ""  # the server was told to use another database
+        what = "it is empty or from before it had an identity" if found is None else f"it is {found.database_id[:8]}"
+        return f"this server used database {there.database_id[:8]} here, up to {there}, and {what}"
+    behind = found.generation < there.generation or found.commits < there.commits or found.audit < there.audit
+    return f"it ends at {found}, and this server had acknowledged {there}" if behind else ""
 
 
 class UnreadableMark(Exception):

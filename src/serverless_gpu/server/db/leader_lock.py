@@ -43,11 +43,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import ServerProblem, ServerUnavailable
-from serverless_gpu.model.high_water_mark import DatabasePosition
 from serverless_gpu.node.base.requirements import lock_error, require_record_locks
 from serverless_gpu.server.db import migrations
 from serverless_gpu.server.db.tables import audit, server_identity
@@ -81,6 +81,19 @@ _END = sa.text(
     " AND application_name LIKE :all AND application_name <> :mine"
 )
 _log = logging.getLogger(__name__)
+
+
+class DatabasePosition(msgspec.Struct, frozen=True, kw_only=True):
+    """The position of a database; each number only grows."""
+
+    database_id: str  # which database; random, given once
+    generation: int  # how many servers have claimed it
+    commits: int  # transactions that changed something (SQLite); 0 where they are not counted
+    audit: int  # number of the last row of the audit
+
+    def __str__(self) -> str:
+        commits = f"commit {self.commits:,}, " if self.commits else ""
+        return f"{commits}audit row {self.audit:,}, generation {self.generation:,}"
 
 
 class TakenOver(ServerProblem):

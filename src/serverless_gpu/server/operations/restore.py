@@ -44,7 +44,6 @@ import sqlalchemy as sa
 from serverless_gpu import faults
 from serverless_gpu.errors import ServerProblem
 from serverless_gpu.json_codec import from_json
-from serverless_gpu.model.high_water_mark import HighWaterMark, rollback
 from serverless_gpu.model.lifecycle.run_lifecycle import Restored
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.private_files import write_private
@@ -53,6 +52,7 @@ from serverless_gpu.server.core.server_metrics import ServerMetrics
 from serverless_gpu.server.core.settings import Settings, read_settings
 from serverless_gpu.server.db import high_water_mark_file, leader_lock
 from serverless_gpu.server.db.database import Transactions
+from serverless_gpu.server.db.high_water_mark_file import HighWaterMark, rollback
 from serverless_gpu.server.http.listener import lock_home
 from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.lifecycle.transitions import Note, TransitionResult

@@ -17,11 +17,11 @@ from click.testing import CliRunner, Result
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli import program
 from serverless_gpu.errors import NotFound, ServerProblem
-from serverless_gpu.model.high_water_mark import DatabasePosition, HighWaterMark, rollback
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.server.core.settings import read_settings
 from serverless_gpu.server.db import high_water_mark_file
-from serverless_gpu.server.db.high_water_mark_file import MarkFile, UnreadableMark, read_mark
+from serverless_gpu.server.db.high_water_mark_file import HighWaterMark, MarkFile, UnreadableMark, read_mark, rollback
+from serverless_gpu.server.db.leader_lock import DatabasePosition
 from serverless_gpu.server.operations import backup, restore
 from serverless_gpu.wire.runs import RunView
 from tests.support.golden import golden
