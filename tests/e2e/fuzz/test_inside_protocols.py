@@ -168,7 +168,7 @@ def test_an_order_makes_a_directory_of_its_run_or_is_refused(
         protocol=protocol.PROTOCOL, version="1", pid=1, devices=(), own_types=(), prices={}, problem=""
     )
     try:
-        taken = attempt_launch.take(Home(root), order, root / "node.json")
+        taken = attempt_launch.take_order(Home(root), order, root / "node.json")
         assert taken is not None and taken[0].parent == root / "runs" / order.run_id
         attempt_launch.make_launch(order, taken[0], greeting, clock=FakeClock(), store=StoreLocation(""), waited_ns=0)
     except (ServerlessGpuError, OSError):

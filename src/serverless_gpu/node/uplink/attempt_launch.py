@@ -44,7 +44,7 @@ _OF_THE_NODE = ("HOME", "LANG", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "SHELL", "
 """Variables of this node for a captured environment's ranks, where the caller sent none."""
 
 
-def take(home: Home, order: Start, profile: Path) -> tuple[Path, ServerAttempt] | None:
+def take_order(home: Home, order: Start, profile: Path) -> tuple[Path, ServerAttempt] | None:
     """Make the attempt's directory, or return None when it was made before; the order need not come again.
 
     The rest of an interrupted earlier call is made again: nothing can have been launched. A server names a directory of
@@ -103,7 +103,7 @@ def make_launch(
         context=_context(order),
         called_ns=max(0, now_ns - max(0, waited_ns)),
         tariff=order.tariff or greeting.prices.get(chosen.devices[0].type, UNPRICED),
-        environment=_wanted(order, store),
+        environment=_environment_request(order, store),
         confirmed=False,
         lease_ns=now_ns + round(order.partition_grace_s * 1e9),
         crews=order.crews,
@@ -197,7 +197,7 @@ def _context(order: Start) -> protocol.Context:
     return msgspec.structs.replace(context, environ=environ)
 
 
-def _wanted(order: Start, store: StoreLocation) -> protocol.EnvironmentRequest | None:
+def _environment_request(order: Start, store: StoreLocation) -> protocol.EnvironmentRequest | None:
     if order.spec.environment != "snapshot":
         return None
     if not order.snapshot:

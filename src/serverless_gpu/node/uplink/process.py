@@ -233,7 +233,7 @@ class Uplink:
 
     def _start(self, order: Start, gang: str) -> None:
         try:
-            taken = attempt_launch.take(self._home, order, self._server.path)
+            taken = attempt_launch.take_order(self._home, order, self._server.path)
         except OSError as error:  # whether it runs here already cannot be said: the order comes again
             say(f"attempt {gang} cannot be looked at: {error}")
             return

@@ -128,7 +128,7 @@ def of_runs(connection: sa.Connection, run_ids: Sequence[str]) -> RecordedRuns:
             unread=frozenset((fence, number) for other, fence, number in left_out if other == run_id),
             receipts=_of_crews(run_id, receipts),
             charges=_of_crews(run_id, charged),
-            results={fence: found for (other, fence), found in results.items() if other == run_id},
+            results={fence: result for (other, fence), result in results.items() if other == run_id},
             actions=actions.get(run_id, {}),
         )
         for run_id in ids

@@ -70,7 +70,7 @@ def test_a_gang_that_cannot_be_is_refused_before_anything_is_written(
 ) -> None:
     order = msgspec.structs.replace(ORDER, crews=laid_out([("n0", 2), ("n1", 1)]), nonce="secret")
     with pytest.raises(InvalidValue, match=re.escape(told)):
-        attempt_launch.take(Home(tmp_path), msgspec.structs.replace(order, **changes), tmp_path / "uplink.json")
+        attempt_launch.take_order(Home(tmp_path), msgspec.structs.replace(order, **changes), tmp_path / "uplink.json")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -83,5 +83,5 @@ def test_a_crew_gets_its_own_devices_and_not_the_gangs(monkeypatch: pytest.Monke
     )
     assert (launch.world_size, launch.crews, launch.crew, launch.nonce) == (1, crews, 1, "secret")
     assert launch.numbers == range(2, 3)
-    taken = attempt_launch.take(Home(tmp_path), order, tmp_path / "uplink.json")
+    taken = attempt_launch.take_order(Home(tmp_path), order, tmp_path / "uplink.json")
     assert taken is not None and taken[1].world_size == 1
