@@ -50,7 +50,7 @@ Read = Callable[[Callable[[sa.Connection], Any]], Any]
 
 
 class AuditChainWriter:
-    """Chains what was written down."""
+    """Chains entries of the audit a second after they were written."""
 
     def __init__(self, *, database: Transactions) -> None:
         self._database = database
@@ -59,7 +59,7 @@ class AuditChainWriter:
         self._back_ns = 0
 
     def tick(self, now_ns: int) -> int | None:
-        """Chain what is not chained yet; return when to look again."""
+        """Chain pending entries; return when to look again."""
         if not self._database.read(lambda connection: self._is_pending(connection, now_ns)):
             return now_ns + round(EVERY_S * 1e9)
 
@@ -82,18 +82,18 @@ class AuditChainWriter:
 
 
 class ChainCheck:
-    """Follows the chain."""
+    """Verifies the chain of the audit, page by page."""
 
     def __init__(self) -> None:
         self._at = self._last = ChainHead()
-        self.done = False  # whether all that there was has been followed
+        self.done = False  # whether the last entry was reached
 
     def begin_again(self) -> None:
-        """Follow it from its first entry on."""
+        """Start again at the first entry."""
         self._at, self.done = ChainHead(), False
 
     def look(self, read: Read, *, limit: int = PAGE_LINKS) -> list[Broken]:
-        """Follow the next page; return what is wrong with it."""
+        """Verify the next page; return its breaks."""
         try:
             page: list[ChainedEntry] = read(
                 partial(audit.links, wanted=AuditFilter(after=self._at.number, limit=limit))

@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 class GarbageCollector:
-    """Removes what nothing refers to."""
+    """Removes parts and environments that nothing refers to."""
 
     def __init__(self, *, clock: Clock, database: Transactions, blobs: Blobs, environments: EnvironmentStore) -> None:
         self._clock = clock

@@ -34,7 +34,6 @@ from serverless_gpu.client.remote.profile import find_profile
 from serverless_gpu.errors import ServerNotConfigured
 from serverless_gpu.model.billing.advice import (
     Advice,
-    Curve,
     GpuRates,
     Mix,
     OversizedRuns,
@@ -138,7 +137,11 @@ def _report(
     rates, why_not = _rates(options, book, gpu_type, kind.billed)
     advice = None if rates is None else advise(curve, rates, gpu_type=gpu_type, now=options["have"])
     waiting = None if options["waiting"] is None else micros("--waiting", options["waiting"], most=_PRICE_MAX)
-    found = () if advice is None else queues(kind.uses, advice.rates, _sizes(advice, curve), waiting=waiting)
+    mean = -(-curve.used_ns // curve.span_ns)
+    found: tuple[QueueOutcome, ...] = ()
+    if advice is not None:  # pools to replay: the advised one, the current one, and around the mean demand
+        sizes = {advice.best.slots, advice.now.slots, mean, (mean + curve.peak) // 2}
+        found = queues(kind.uses, advice.rates, sizes, waiting=waiting)
     prices = book.any_pool()
     if rates is not None:
         prices[canonical(gpu_type, own)] = rates.on_demand
@@ -153,12 +156,6 @@ def _report(
         waiting=waiting,
         currency=book.currency,
     )
-
-
-def _sizes(advice: Advice, curve: Curve) -> set[int]:
-    """Return the pools to replay: the advised one, the current one, and one for the mean demand."""
-    mean = -(-curve.used_ns // curve.span_ns)
-    return {advice.best.slots, advice.now.slots, mean, (mean + curve.peak) // 2}
 
 
 # --- prices -----------------------------------------------------------------------------------------------------------

@@ -83,7 +83,11 @@ def draw(lanes: Sequence[Lane], marks: Sequence[CurveMark], titles: Titles, path
     figure = RunFigure(figsize=(_WIDTH_IN, height), facecolor=_PAPER, layout=None)
     stage = _stage(lanes, marks)
     if stage is None:
-        _say_nothing(figure)
+        text = "nothing was sampled of this run: it ended within its first second, or has not begun"
+        figure.text(
+            0.5, 0.4, text, ha="center", va="center", color=_INK, fontsize=10,
+            bbox={"facecolor": _PAPER, "edgecolor": _GRID, "boxstyle": "round,pad=0.5"},
+        )  # fmt: skip
     elif len(lanes) > ROWS_MAX:
         _maps(figure, lanes, stage)
     else:
@@ -270,14 +274,6 @@ def _draw_marks(panel: Axes, stage: _Stage) -> None:
                 letter, (beside, 1.0), xycoords=("data", "axes fraction"), xytext=(0, 1), textcoords="offset points",
                 ha="center", va="bottom", color=colour, fontsize=8, fontweight="bold", annotation_clip=False,
             )  # fmt: skip
-
-
-def _say_nothing(figure: Figure) -> None:
-    text = "nothing was sampled of this run: it ended within its first second, or has not begun"
-    figure.text(
-        0.5, 0.4, text, ha="center", va="center", color=_INK, fontsize=10,
-        bbox={"facecolor": _PAPER, "edgecolor": _GRID, "boxstyle": "round,pad=0.5"},
-    )  # fmt: skip
 
 
 def _plain(text: str) -> str:

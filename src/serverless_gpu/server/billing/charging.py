@@ -86,7 +86,7 @@ class ChargeOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Charging:
-    """Charges what was used."""
+    """Charges crews for what they used."""
 
     def __init__(
         self, *, settings: Settings, clock: Clock, database: Transactions, hub: Hub, measures: ServerMetrics
@@ -115,7 +115,7 @@ class Charging:
         return now_ns + round(EVERY_S * 1e9)
 
     def _due(self) -> list[CrewId]:
-        """Return crews that are to be charged now, with not too many facts."""
+        """Return crews to charge now, limited by their facts."""
         limit = AT_ONCE + len(self._aside)
 
         def work(connection: sa.Connection) -> tuple[list[CrewId], Mapping[CrewId, int]]:
@@ -150,7 +150,7 @@ class Charging:
         return True
 
     def _charge(self, ids: Sequence[CrewId], now_ns: int) -> frozenset[CrewId]:
-        """Charge crews; return those that need not be looked at for a day that is over."""
+        """Charge crews; return those whose ended days are charged."""
         at_ns = self._clock.wall_ns()
         final_before_ns = at_ns - round(self._settings.retention_s * 1e9)
 
@@ -184,18 +184,18 @@ class ChargeableCrew(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_over(self) -> bool:
-        """Return whether nothing more of it is awaited, and it is known how its attempt ended."""
+        """Return whether no reports are expected, and the end of its attempt is known."""
         return self.crew.settled_ns is not None and self.attempt.ended_ns is not None
 
     def is_past(self, at_ns: int) -> bool:
-        """Return whether it was heard of on this day, or nothing more is to be heard: earlier days are charged."""
+        """Return whether it reported on this day, or is over: then earlier days are charged."""
         if self.is_over:
             return True
         last = metering.on_our_calendar(self.attempt, self.crew, self.facts)[-1:]
         return bool(last) and last[0].wall_ns // DAY_NS >= at_ns // DAY_NS
 
     def is_final(self, before_ns: int) -> bool:
-        """Return whether nothing more is awaited: it said that it is free, or all it had to say, or it is long ago."""
+        """Return whether its facts are complete: its devices are free, all facts of its receipt came, or it ended long ago."""
         if not self.facts or self.facts[-1].kind is FactKind.FREED:
             return True
         told = self.seen.facts if self.seen is not None else None
@@ -206,7 +206,7 @@ class ChargeableCrew(msgspec.Struct, frozen=True, kw_only=True):
 def charge(
     connection: sa.Connection, due: Mapping[CrewId, ChargeableCrew], *, at_ns: int, final_before_ns: int
 ) -> ChargeOutcome:
-    """Write what the ledger does not say yet of crews."""
+    """Write the missing entries of crews."""
     new: list[NewEntry] = []
     failed: dict[CrewId, str] = {}
     seen: dict[CrewId, tuple[int, Utilisation]] = {}
@@ -246,7 +246,7 @@ def charge(
 
 
 def _doubt(one: ChargeableCrew, lines: Sequence[LedgerLine], at_ns: int) -> None:
-    """Say of a crew that its node counted more time than there was since it was placed; it is charged so."""
+    """Log a crew whose node counted more time than has passed since its placement; it is charged so."""
     held_s = (max(line.end_ns for line in lines) - min(line.start_ns for line in lines)) / 1e9 if lines else 0.0
     there_s = (at_ns - one.attempt.created_ns) / 1e9
     if held_s > there_s + DOUBT_S:
@@ -259,7 +259,7 @@ def _doubt(one: ChargeableCrew, lines: Sequence[LedgerLine], at_ns: int) -> None
 
 
 def _check(lines: Sequence[LedgerLine], entries: Sequence[LedgerEntry]) -> None:
-    """Refuse what no database takes."""
+    """Refuse numbers that are out of bounds."""
     if len(lines) > DAYS_MAX:
         raise InvalidValue(f"it is said to have used devices on {len(lines)} days")
     for entry in entries:
@@ -269,7 +269,7 @@ def _check(lines: Sequence[LedgerLine], entries: Sequence[LedgerEntry]) -> None:
 
 
 def _utilisation(lines: Sequence[LedgerLine], uses: Sequence[_Use]) -> Utilisation:
-    """Return what telemetry saw of devices that were used so."""
+    """Return the utilisation of the devices, from telemetry."""
     seen = observed(uses)
     return Utilisation(
         day=lines[-1].day,
@@ -305,7 +305,7 @@ def load(connection: sa.Connection, ids: Sequence[CrewId], *, currency: str) -> 
 
 
 def _account_id(connection: sa.Connection, attempt: StoredAttempt, *, currency: str) -> int:
-    """Return the account that was written when it was placed; one that has none, from a backup, gets it now."""
+    """Return the account of an attempt; one without, from a backup, gets it now."""
     if attempt.account_id is not None:
         return attempt.account_id
     run, pool = runs.find(connection, attempt.run_id), nodes.pool_of(connection, attempt.crews[0].node_id)
@@ -326,7 +326,7 @@ def _seen(receipt: str | None) -> _Seen | None:
 
 
 def _some(ids: Sequence[CrewId], counts: Mapping[CrewId, int]) -> list[CrewId]:
-    """Return the first of these crews, so many that their facts are not too many; at least one."""
+    """Return the first crews whose facts fit into one transaction; at least one."""
     some: list[CrewId] = []
     left = FACTS_AT_ONCE
     for crew in ids:
@@ -338,6 +338,6 @@ def _some(ids: Sequence[CrewId], counts: Mapping[CrewId, int]) -> list[CrewId]:
 
 
 def _named(crew: CrewId) -> str:
-    """Return a crew as the log calls it: the only one, or the first, by its attempt."""
+    """Return the name of a crew in the log: that of its attempt, and its number unless it is the first."""
     run_id, fence, number = crew
     return f"{run_id}:{fence}{f' (crew {number})' if number else ''}"

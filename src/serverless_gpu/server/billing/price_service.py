@@ -131,7 +131,7 @@ class PriceService:
 
 
 def _name(resource: str) -> str:
-    """Return the name of what has a price, as the catalogue spells it."""
+    """Return the name of a resource as the catalogue spells it."""
     written = resource.strip()
     if not 0 < len(written) <= LABEL_CHARACTERS_MAX or not written.isprintable():
         raise InvalidValue(f"nothing is named {resource[:64]!r}", hint="a GPU type, core or memory")
@@ -139,7 +139,7 @@ def _name(resource: str) -> str:
 
 
 def _amount(name: str, asked: PriceRequest) -> tuple[int, int]:
-    """Return the price of one for one hour, and how many DBUs that is."""
+    """Return the price per device-hour, and the DBUs per device-hour."""
     hint = "either a price for one hour, or DBUs for one hour and the price of one"
     made = (asked.dbu_micros_per_hour, asked.micros_per_dbu)
     if asked.micros_per_hour is not None:
@@ -168,7 +168,7 @@ def _refuse_past(connection: sa.Connection, name: str, from_ns: int, at_ns: int)
 
 
 def _is_before(row: StoredPrice, at_ns: int) -> bool:
-    """Return whether a price holds at a moment, and did before it."""
+    """Return whether a price is in force at a moment, and was before it."""
     return row.price.from_ns < at_ns and is_in_force(row.price, at_ns)
 
 

@@ -37,7 +37,7 @@ ADVICE = "`sgpu price set {name} …` sets one"
 
 
 def cost_of(connection: sa.Connection, run: StoredRun, at: Now) -> Cost:
-    """Return what a run used so far, over all of its attempts, and what that costs.
+    """Return the use and costs of a run so far, over all of its attempts.
 
     The transaction has to see ledger and facts of one moment.
     """
@@ -45,7 +45,7 @@ def cost_of(connection: sa.Connection, run: StoredRun, at: Now) -> Cost:
 
 
 def costs_of(connection: sa.Connection, found: Sequence[StoredRun], at: Now) -> dict[str, Cost]:
-    """Return what runs used so far, by their identifiers; as `cost_of`."""
+    """Return the use and costs of runs so far, by their identifiers; as `cost_of`."""
     tried = attempts.of_runs(connection, [run.id for run in found])
     posted = charges.of_attempts(connection, tried.keys())
     open_ones = [crew.id for attempt in tried.values() for crew in attempt.crews if not _is_charged(crew)]
@@ -70,14 +70,14 @@ def costs_of(connection: sa.Connection, found: Sequence[StoredRun], at: Now) -> 
 
 
 def _is_charged(crew: StoredCrew) -> bool:
-    """Return whether the ledger says all that is known of a crew."""
+    """Return whether a crew is charged in full."""
     return crew.ended_ns is not None and not crew.uncharged
 
 
 def _used(
     attempt: StoredAttempt, posted: Sequence[PostedEntry], so_far: Sequence[tuple[LedgerLine, ...]], waited_ms: int
 ) -> AttemptUse:
-    """Return what one attempt used, crew by crew: as the ledger says, or as facts do that are not in it yet."""
+    """Return the use of an attempt, crew by crew: from the ledger, else from facts."""
     lines: list[LedgerLine] = []
     is_final = True
     for crew, used in zip(attempt.crews, so_far, strict=True):
@@ -119,7 +119,7 @@ class CostRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def estimate(connection: sa.Connection, wish: CostRequest, *, now_ns: int, currency: str) -> CostEstimate:
-    """Return what a run would cost."""
+    """Return an estimate of what a run would cost."""
     spec = wish.spec
     lasting = AttemptDuration(
         limit_s=spec.limit_s,

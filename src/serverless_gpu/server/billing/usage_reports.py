@@ -71,7 +71,7 @@ class UsageReports:
         self._leases = leases
 
     def view(self, who: Caller, reach: str, wanted: ReportRequest) -> UsageView:
-        """Return a report."""
+        """Return a report; `reach` decides whose use it contains."""
         seen_by, teams = _limits(who, reach)
         wanted = msgspec.structs.replace(wanted, seen_by=seen_by, teams=teams)
         at = metering.now(self._clock, self._leases)
@@ -274,7 +274,7 @@ def group_unposted(lines: Iterable[UnpostedDay], by: Sequence[str]) -> list[Repo
 
 
 def _counted_as(connection: sa.Connection, attempt: StoredAttempt, currency: str) -> Account | None:
-    """Return as what an attempt will be counted that was placed by an older server."""
+    """Return the account of an attempt that an older server placed without one."""
     run, pool = runs.find(connection, attempt.run_id), nodes.pool_of(connection, attempt.crews[0].node_id)
     if run is None:
         return None
@@ -301,7 +301,7 @@ def _lines(
 
 
 def _less(line: LedgerLine, posted: Sequence[LedgerLine]) -> Amounts:
-    """Return a day without what the ledger says of it."""
+    """Return the use of a day minus its posted entries."""
     numbers = {name: getattr(line, name) - sum(getattr(one, name) for one in posted) for name in _NUMBERS}
     priced = [one.micros for one in posted if one.micros is not None]
     micros = None if line.micros is None and not priced else (line.micros or 0) - sum(priced)

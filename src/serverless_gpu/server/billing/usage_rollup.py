@@ -28,7 +28,7 @@ AT_ONCE = 10_000
 
 
 class UsageRollup:
-    """Adds charges up."""
+    """Adds charges up by account and day."""
 
     def __init__(self, *, database: Transactions) -> None:
         self._database = database
@@ -82,7 +82,7 @@ def _add(connection: sa.Connection, table: sa.Table, new: Mapping[tuple[int, int
 
 
 def _there(connection: sa.Connection, table: sa.Table, keys: list[tuple[int, int]]) -> dict[tuple[int, int], Amounts]:
-    """Return the sums that are there; day by day, so that both databases look them up in the index."""
+    """Return the stored sums; day by day, so that both databases look them up in the index."""
     found: dict[tuple[int, int], Amounts] = {}
     columns = [table.c[name] for name in SUMS]
     by_day: dict[int, list[int]] = defaultdict(list)

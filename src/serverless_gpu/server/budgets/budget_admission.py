@@ -41,7 +41,7 @@ class BudgetAdmission:
         self._spending = spending
 
     def as_of(self) -> LookInputs:
-        """Return what a look at budgets needs to know, now; to be asked before its transaction reads anything."""
+        """Return the inputs of a look at budgets. Call it before the transaction reads anything."""
         clock = self._clock
         return LookInputs(
             wall_ns=clock.wall_ns(),
@@ -52,7 +52,7 @@ class BudgetAdmission:
         )
 
     def refuse(self, connection: sa.Connection, allowed: AdmittedRun, who: Caller) -> None:
-        """Refuse a run that a budget has nothing left for in this period; what others only hold, it waits for."""
+        """Refuse a run that a budget has nothing left for in this period; if other runs hold it, the run waits."""
         if not self._spending.standings():
             return
         spec, currency = allowed.spec, self._settings.currency

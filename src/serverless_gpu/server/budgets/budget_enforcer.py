@@ -51,7 +51,7 @@ _Mark = tuple[str, int, int]
 
 
 class BudgetEnforcer:
-    """Keeps budgets."""
+    """Enforces budgets."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class BudgetEnforcer:
         self._budget_admission = budget_admission
 
     def tick(self, now_ns: int) -> int | None:
-        """Look at all budgets, stop who has to, and say what is reached; return when to look again."""
+        """Look at all budgets, announce thresholds and stop runs; return when to look again."""
         now = self._budget_admission.as_of()
         since_ns = first_day_of(now.wall_ns) * DAY_NS
 

@@ -48,7 +48,7 @@ class BudgetIndex:
 
 
 class BudgetsLeft:
-    """What budgets have left, counted down while those that wait are looked at (`concurrency_limits.BudgetRooms`)."""
+    """What budgets have left, counted down along the queue (`concurrency_limits.BudgetRooms`)."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class BudgetsLeft:
         self._index, self._standings, self._hold = index, standings, holds
 
     def take(self, candidate: WaitingRun) -> str:
-        """Take what the first minute of a run needs; return why that is not there, or "" where it was taken."""
+        """Take what the first minute of a run needs; return why there is no room, or "" if it was taken."""
         names = self._index.names_of_waiting(candidate.subject)
         if not names:
             return ""
@@ -71,7 +71,7 @@ class BudgetsLeft:
         return ""
 
     def keep(self, candidate: WaitingRun) -> None:
-        """Take it for a run that is about to be placed, whether it is there or not."""
+        """Take the same for a run that is about to be placed, also without room."""
         self._count(self._index.names_of_waiting(candidate.subject), self._hold(candidate))
 
     def _count(self, names: Iterable[str], hold: BudgetUse) -> None:
@@ -80,7 +80,7 @@ class BudgetsLeft:
 
 
 def subject_of(owner: str, spec: RunSpec, *, team: str, pool: str, member_of: tuple[str, ...]) -> Subject:
-    """Return what of a run that waits, or is asked for, decides which budgets it counts for."""
+    """Return the properties of a run that decide which budgets count it."""
     is_cpu = spec.resources.gpu_type == CPU
     return Subject(
         owner=owner,
@@ -94,10 +94,10 @@ def subject_of(owner: str, spec: RunSpec, *, team: str, pool: str, member_of: tu
 
 
 def subject_of_run(run: StoredRun) -> Subject:
-    """Return the same of a run that is stored."""
+    """Return the same for a stored run."""
     return subject_of(run.owner, run.spec, team=run.team, pool=run.pool, member_of=run.member_of)
 
 
 def with_hold(standing: Standing, hold: BudgetUse) -> Standing:
-    """Return a standing with what one more holds."""
+    """Return a standing with one more hold."""
     return msgspec.structs.replace(standing, held=standing.held + hold, ahead=standing.ahead + hold)

@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 
 class NoticeWebhook:
-    """Posts notices."""
+    """Posts notices to the webhook."""
 
     def __init__(self, *, settings: Settings, clock: Clock, database: Transactions, measures: ServerMetrics) -> None:
         self._settings = settings

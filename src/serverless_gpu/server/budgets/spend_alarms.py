@@ -51,7 +51,7 @@ _Hours = dict[int, tuple[int, int]]
 
 
 class SpendAlarms:
-    """Looks at who spends more than usual."""
+    """Detects runs and teams that spend more than usual."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class SpendAlarms:
         self._seen: set[tuple[str, int]] = set()
 
     def tick(self, now_ns: int) -> int:
-        """Say what is unusual of what goes on, as budgets were looked at last; return when to look again."""
+        """Announce unusual spending of attempts that go on; return when to look again."""
         going = self._spending.going_on()
         there = [one for one in going if not one.spender.is_over and one.spender.started_ns is not None]
         self._database.read(self._read)
@@ -85,7 +85,7 @@ class SpendAlarms:
     # --- runs ---------------------------------------------------------------------------------------------------------
 
     def _look_at_runs(self, going: Sequence[OngoingAttempt]) -> None:
-        """Hold each attempt once against earlier ones: what it pays in an hour does not change."""
+        """Compare each attempt once with earlier ones: its costs per hour do not change."""
         gangs = {(one.spender.run_id, one.spender.fence) for one in going}
         self._seen &= gangs
         new = [one for one in going if one.name and (one.spender.run_id, one.spender.fence) not in self._seen]

@@ -94,7 +94,7 @@ class _Cut:
 
 
 def use_until(line: LedgerLine, use: BudgetUse, at_ns: int) -> BudgetUse:
-    """Return what of the use of a line lies before a moment."""
+    """Return the part of a line's use before a moment."""
     micros, gpu_ms, unpriced_ms = (
         part_until(amount, line.gpu_ms, line.gpus, line.start_ns, line.end_ns, at_ns)
         for amount in (use.micros, use.gpu_ms, use.unpriced_ms)
@@ -128,7 +128,7 @@ class LedgerSums:
         return NOTHING if cut is None else cut.uses.get(name, NOTHING)
 
     def account(self, number: int) -> tuple[Subject, tuple[str, ...], bool]:
-        """Return whose an account is, which budgets count it, and whether it is in another currency."""
+        """Return the subject of an account, the budgets that count it, and whether its currency is another one."""
         return self._accounts.get(number, (Subject(owner=""), (), False))
 
     def read(
@@ -238,7 +238,7 @@ class _Known(msgspec.Struct):
 
 
 class Spending:
-    """How every budget stands."""
+    """The standing of every budget."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -356,7 +356,7 @@ class Spending:
             )
 
     def warning(self, subject: Subject, *, currency: str) -> str:
-        """Return that a budget which a run counts for is nearly used up, or ""."""
+        """Return a warning if a budget that counts the run is nearly used up, else ""."""
         with self._lock:
             for name in self._index.names(subject):
                 standing = self._standings.get(name)

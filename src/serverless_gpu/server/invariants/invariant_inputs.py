@@ -70,7 +70,7 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecordedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """One run, and all that is written about it."""
+    """One run with all of its rows."""
 
     run: StoredRun
     attempts: tuple[StoredAttempt, ...] = ()  # in the order of their fences
@@ -108,7 +108,7 @@ def load(connection: sa.Connection, *, after: str = "", limit: int = PAGE_RUNS) 
 
 
 def of_runs(connection: sa.Connection, run_ids: Sequence[str]) -> RecordedRuns:
-    """Return some runs; those that are not there are `absent`."""
+    """Return named runs; missing ones are in `absent`."""
     found = {run.id: run for run in run_rows.find_many(connection, run_ids)}
     ids = sorted(found)
     skipped = [f"events of run {run_id}" for run_id in ids if found[run_id].events > EVENTS_MAX]
@@ -274,5 +274,5 @@ class Violation(msgspec.Struct, frozen=True, kw_only=True, order=True):
 
 
 def violation_of(recorded: RecordedRun, invariant: str, sentence: str) -> Violation:
-    """Return what is wrong with a run."""
+    """Return a violation of an invariant by a run."""
     return Violation(invariant=invariant, subject=f"run {recorded.run.id}", sentence=sentence)

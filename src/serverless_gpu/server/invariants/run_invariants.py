@@ -414,7 +414,7 @@ def lent_once(page: RecordedRuns) -> Iterator[Violation]:
 
 
 def crew_name(gang: str, number: int) -> str:
-    """Return how a crew is called among those that have devices: two of one gang never have the same one."""
+    """Return the name of a crew among holders of devices."""
     return f"{gang} (crew {number})" if number else gang
 
 

@@ -87,7 +87,7 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SelfCheck:
-    """Looks at some runs at a time, for as long as the server works."""
+    """Checks some runs at a time, while the server works."""
 
     def __init__(
         self,
@@ -215,7 +215,7 @@ def check(read: Read, *, history: History | None = None, limit: int = PAGE_RUNS)
 
 
 def _since(before: dict[str, int], now: Collection[str], now_ns: int) -> dict[str, int]:
-    """Return since when each has been so without a break."""
+    """Return since when each has been in the set without a break."""
     return {run_id: before.get(run_id, now_ns) for run_id in now}
 
 
@@ -240,7 +240,7 @@ class MissedRunCheck:
         self._roster = roster
 
     def forgotten(self) -> list[str]:
-        """Return the runs that could be placed now and are not, by no rule."""
+        """Return the runs that could be placed now and that no rule keeps back."""
         now_ns = self._clock.wall_ns()
         reading = self._database.read(lambda connection: self._roster.read(connection, now_ns=now_ns, afresh=False))
         if not reading.waiting:

@@ -211,7 +211,7 @@ class AgentService:
         return [order for order in found if isinstance(order, Stop) or deliveries.send(order.run_id, order.fence)]
 
     def looks(self, who: Caller, node_id: str) -> list[ReportNow]:
-        """Return which crews on a node are to report now, with what each is to hear at once.
+        """Return the crews on a node that are to report now, with news for each.
 
         A node that does not know of crews gets none.
         """
@@ -250,7 +250,7 @@ class AgentService:
     def _written(
         self, connection: sa.Connection, who: Caller, said: AgentHello, *, new_id: str, at_ns: int
     ) -> tuple[StoredNode, StoredNode | None]:
-        """Write a node down as it is now; return it, and what it was before."""
+        """Store a node as it is now; return it, and its earlier row."""
         before = nodes.named(connection, said.name)
         answer = node_admission.check(connection, who, said)
         pool = _pool(connection, before, said, at_ns=at_ns)
@@ -408,7 +408,7 @@ def _own(connection: sa.Connection, who: Caller, node_id: str, instance: str = "
 
 
 def _note(connection: sa.Connection, who: Caller, node_id: str, said: Heartbeat, *, at_ns: int) -> None:
-    """Write a heartbeat down, on the node as it is by now: since the look it may have been moved, or forgotten."""
+    """Store a heartbeat on the current row of the node, which may have been moved or forgotten meanwhile."""
     node = _own(connection, who, node_id, said.instance, said.process)
     nodes.heard(connection, node, hello=_beaten(node.hello, said), seen_ns=at_ns)
 

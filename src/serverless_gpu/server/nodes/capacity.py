@@ -28,7 +28,7 @@ STATES = UP, DRAINING, DEGRADED, SILENT, GONE = "UP", "DRAINING", "DEGRADED", "S
 
 
 class CapacitySnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that has joined, at one moment of the database."""
+    """Nodes, pools and running attempts at one moment of the database."""
 
     nodes: tuple[StoredNode, ...]
     pools: tuple[StoredPool, ...]
@@ -72,7 +72,7 @@ def now(settings: Settings, clock: Clock) -> Times:
 
 
 def load(connection: sa.Connection, leases: Leases) -> CapacitySnapshot:
-    """Return what there is."""
+    """Read the capacity."""
     freed = leases.freed()  # before the query: a run that is not active any more does no harm
     return CapacitySnapshot(
         nodes=tuple(nodes.every(connection)),
@@ -83,7 +83,7 @@ def load(connection: sa.Connection, leases: Leases) -> CapacitySnapshot:
 
 
 def title(run: ActiveRun | StoredRun) -> str:
-    """Return what others read of a run: owner and name."""
+    """Return the title of a run for others: owner and name."""
     return f"{run.owner}/{run.name or run.id}"
 
 
@@ -133,7 +133,7 @@ def view_pools(
 
 
 def last_seen_ns(node: StoredNode, presence: Presence, times: Times) -> int:
-    """Return when a node was heard of last, nanoseconds since 1970: what is remembered, else what was written."""
+    """Return the last sign of life of a node, nanoseconds since 1970: from memory, else from its row."""
     last_ns = presence.last_ns(node.id)
     return node.seen_ns if last_ns is None else times.wall_ns - (times.boottime_ns - last_ns)
 

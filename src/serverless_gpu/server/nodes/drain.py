@@ -42,7 +42,7 @@ class Drain(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find(connection: sa.Connection) -> Drain | None:
-    """Return why nothing is started, or None when things are."""
+    """Return the drain of the server, or None."""
     row = connection.execute(sa.select(drains).where(drains.c.name == _NAME)).one_or_none()
     return None if row is None else Drain(principal=row.principal, since_ns=row.since_ns, note=row.note)
 
