@@ -93,7 +93,7 @@ class FakeGpus:
             os.close(fd)
 
     def hangs(self, hanging: bool = True) -> None:
-        """Have the driver hang: whoever asks it about a declared GPU gets no answer, until that is over.
+        """Have the driver hang: questions about a declared GPU get no answer, until that is over.
 
         Args:
             hanging: whether it does from now on.

@@ -1,4 +1,4 @@
-"""What every engine has to do, as tests: for ours, and for whoever writes another.
+"""What every engine has to do, as tests: for ours, and for engines of others.
 
     class TestMine(EngineConformance):
         @pytest.fixture
@@ -13,7 +13,7 @@ overrides more fixtures:
 
     full       shares that fit alone and leave no room for themselves again: it counts devices
     too_many   shares that will never fit, on a node that is there
-    spread     shares on two nodes, each of which takes more than half of its node: it has several
+    spread     shares on two nodes; each takes more than half of its node: it has several
     losing     a node that the test may have it lose, and bring back
 
 Nothing here sleeps: what takes a while is waited for, up to `LIMIT_S`.

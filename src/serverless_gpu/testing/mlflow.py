@@ -1,9 +1,9 @@
-"""A fake MLflow server for tests: it remembers what it was told, and misbehaves as it is asked to.
+"""A fake MLflow server for tests: it remembers what it received, and misbehaves as it is asked to.
 
     with FakeMlflow() as mlflow:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow.uri)
         ...
-        mlflow.behave("hangs")          # from here on, until it is told otherwise
+        mlflow.behave("hangs")          # from here on, until the next call
         mlflow.behave("answers")
         assert mlflow.run_of(run_id).series("loss") == [(0, 0.7), (1, 0.5)]
 
@@ -15,7 +15,7 @@ a parameter only with the value it has.
 What `behave` can ask for:
 
     answers   as MLflow does
-    refuses   nobody listens on the port, which stays taken
+    refuses   no process listens on the port, which stays taken
     hangs     requests are taken and not answered; done, as a real server does, once it behaves otherwise
     loses     requests are done, and the connection is closed before the answer
     fails     500 to everything
@@ -347,7 +347,7 @@ class FakeMlflow:
 
     Attributes:
         uri: what ``MLFLOW_TRACKING_URI`` is set to.
-        store: what it was told.
+        store: what it received.
         requests: method and path of every request that came in, in order; "hangs" and the like count.
         authorizations: what the ``Authorization`` headers of these said.
     """
@@ -400,7 +400,7 @@ class FakeMlflow:
         """Return the one run that is tagged as ours.
 
         Raises:
-            AssertionError: there is none, or more than one.
+            AssertionError: no such run, or more than one.
         """
         found = [run for run in self.runs if run.tags.get("sgpu.run_id") == run_id]
         if len(found) != 1:
@@ -492,7 +492,7 @@ class FakeMlflow:
         server.shutdown()
         server.server_close()
         server.hang_up()
-        # Bound and not listening: whoever connects is refused, and nobody else gets the port.
+        # Bound and not listening: clients are refused, and no other process gets the port.
         self._placeholder = socket.socket()
         self._placeholder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._placeholder.bind(("127.0.0.1", self._port))
@@ -528,7 +528,7 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing: whoever asked has gone."""
+        """Say nothing: the client has gone."""
 
     def hang_up(self) -> None:
         """Close connections that are kept open for the next request."""

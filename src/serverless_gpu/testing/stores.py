@@ -1,4 +1,4 @@
-"""What every store of environments has to do, as tests: for ours, and for whoever writes another.
+"""What every store of environments has to do, as tests: for ours, and for stores of others.
 
     class TestMine(StoreConformance):
         @pytest.fixture
@@ -106,7 +106,7 @@ class StoreConformance:
         assert len(list(store.list("packs"))) == 152
 
     def test_present_answers_for_many_at_once(self, store: Store) -> None:
-        """Only what is there is said to be, and nothing asked is nothing answered."""
+        """Only existing keys are present, and no keys have no answer."""
         there = [pack_key(b"%d" % number) for number in range(40)]
         for number, key in enumerate(there):
             store.put({key: b"%d" % number})

@@ -30,7 +30,7 @@ from serverless_gpu.wire.access import SecretValue
 from serverless_gpu.wire.base import Answer, Request
 
 CLOCK_OFF_S = 0.5
-"""A node's clock that is further off than this, and than the measurement may be wrong, is said to be off."""
+"""A node's clock that is further off than this, and than the measurement may be wrong, is reported as off."""
 
 
 class AttemptSeen(Request, frozen=True, kw_only=True):

@@ -24,7 +24,7 @@ from serverless_gpu.model.spec import BlobReference
 from serverless_gpu.wire.base import Answer, Json, Request
 
 NOT_SENT = "results do not get to the server: "
-"""How a sentence begins that says so, and why: whoever waits for the run reads it."""
+"""How a sentence begins that says so, and why: clients that wait for the run show it."""
 
 
 class LogPiece(Request, frozen=True, kw_only=True):

@@ -5,7 +5,7 @@
 
 A blob is sent as parts and named by the list of them (`BlobReference`), so an upload that breaks off goes on with the
 parts that are missing. No route gives a part by its digest: payloads are read through their attempt, outputs through
-their run. But a run that names parts as its payload gets their bytes, so the server shows digests to nobody.
+their run. But a run that names parts as its payload gets their bytes, so the server shows no digests.
 
     GET    /environments/objects/{key}?start&length          → bytes
     PUT    /environments/objects/{key}                       bytes → 204

@@ -1,8 +1,8 @@
 """The connection of clients and nodes to a server: bodies in, bodies out, problems as our own exceptions.
 
     ask     one request, one answer            tried again while the server is away, for as long as `patience_s` says
-    put     bytes of a part or an object       likewise
-    get     bytes, or a range of them          likewise
+    put     bytes of a part or an object       tried again, too
+    get     bytes, or a range of them          tried again, too
     stream  server-sent events, one by one     not tried again: only the reader knows where to go on
 
 Failure cases: those of `http_client.py`; a stream that is silent for longer than the server ever is →

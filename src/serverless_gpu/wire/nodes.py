@@ -29,7 +29,7 @@ from serverless_gpu.wire.agents import ClockReading
 from serverless_gpu.wire.base import Answer, Request
 
 INVITED_S = 86_400.0
-"""How long a join token is good where nothing else is said."""
+"""How long a join token is good by default."""
 
 
 class NodeDrain(Answer, frozen=True, kw_only=True):
