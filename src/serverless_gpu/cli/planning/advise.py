@@ -137,9 +137,9 @@ def _report(
     rates, why_not = _rates(options, book, gpu_type, kind.billed)
     advice = None if rates is None else advise(curve, rates, gpu_type=gpu_type, now=options["have"])
     waiting = None if options["waiting"] is None else micros("--waiting", options["waiting"], most=_PRICE_MAX)
-    mean = -(-curve.used_ns // curve.span_ns)
     found: tuple[QueueOutcome, ...] = ()
     if advice is not None:  # pools to replay: the advised one, the current one, and around the mean demand
+        mean = -(-curve.used_ns // curve.span_ns)
         sizes = {advice.best.slots, advice.now.slots, mean, (mean + curve.peak) // 2}
         found = queues(kind.uses, advice.rates, sizes, waiting=waiting)
     prices = book.any_pool()
