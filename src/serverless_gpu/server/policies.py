@@ -221,14 +221,14 @@ def _find_somebody(connection: sa.Connection, holder: PolicySubject) -> None:
 
 
 def _view(policy: StoredPolicy, holders: tuple[PolicySubject, ...], who: Caller) -> PolicyView:
-    """Return a policy with those it is attached to; who may not decide that sees themselves and their teams."""
+    """Return a policy and its holders; callers that may not change it see themselves and their teams only."""
     if reach(who.role, Resource.POLICIES.value, write=True) is not AccessReach.ALL:
         holders = tuple(one for one in holders if one.name in (who.teams if one.kind == "team" else (who.name,)))
     return view_of(policy.name, policy.policy, holders)
 
 
 def _check(policy: UsagePolicy) -> None:
-    """Refuse what no policy can say, whatever else there is."""
+    """Refuse an impossible policy, regardless of the database."""
     for what, names in (("pools", policy.pools), ("GPU types", policy.gpu_types), ("classes", policy.priorities)):
         if len(names) > NAMED_MAX:
             raise InvalidValue(f"{len(names)} {what} are over the limit of {NAMED_MAX} in a policy")
@@ -325,7 +325,7 @@ class PolicyAdmission:
     def allow(
         self, connection: sa.Connection, spec: RunSpec, who: Caller, brought: PolicyInputs | None = None
     ) -> AdmittedRun:
-        """Return a run as it is under its policies.
+        """Return a run with the defaults and limits of its policies, or refuse it.
 
         Raises `PackagesNotLoaded` where its environment is to be compared and was not read.
         """
@@ -358,7 +358,7 @@ class PolicyAdmission:
 
 
 def _choose(connection: sa.Connection, spec: RunSpec, who: Caller) -> tuple[NamedPolicy, ...]:
-    """Return what a run is under: the policy that it names or has, then the mandatory ones by name."""
+    """Return the policies of a run: the one that it names or has, then the mandatory ones by name."""
     attached, team = policies.attached(connection, who.name, who.teams), spec.team or ""
     there = [NamedPolicy(name, _find_named(connection, name)) for name in attached.of(team)]
     mandatory = {each.name: each for each in there if each.policy.mandatory}

@@ -77,7 +77,7 @@ class PoolService:
         return next(pool for pool in self._nodes.view_pools() if pool.name == name)
 
     def put_share(self, who: Caller, kind: str, name: str, weight: float) -> ShareView:
-        """Set how much a team, or a user within their team, gets while others want devices, too."""
+        """Set the share of a team, or of a user within their team."""
         if not WEIGHT_MIN <= weight <= WEIGHT_MAX:  # NaN is neither
             raise InvalidValue(f"a share cannot be {weight}", hint=f"a number from {WEIGHT_MIN} to {WEIGHT_MAX:.0f}")
         known = _kind(kind)
@@ -97,7 +97,7 @@ class PoolService:
         return ShareView(kind=known, name=name, weight=weight)
 
     def remove_share(self, who: Caller, kind: str, name: str) -> ShareView:
-        """Take a share away: it is 1 again."""
+        """Reset a share to 1."""
         known = _kind(kind)
         at_ns = self._clock.wall_ns()
 

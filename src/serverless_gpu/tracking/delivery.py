@@ -2,7 +2,7 @@
 
     begin or find ─▶ parameters ─▶ files ─▶ points, as they come ─▶ failures, tags, status ─▶ receipt ─▶ over
          │                                    ▲ logs/<node rank>.telemetry, from a cursor on
-         └─▶ Listener.tracked / untracked     tracking-<node rank>.state: cursor and steps, for the next process
+         └─▶ DeliveryListener.tracked        tracking-<node rank>.state: cursor and steps, for the next process
 
 The first node of an attempt makes the MLflow run, unless a tag says that it is there: made for an attempt before, by a
 process before, or by a request whose answer did not come. Every other node waits until it is. Each step may be done

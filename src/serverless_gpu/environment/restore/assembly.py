@@ -6,7 +6,7 @@
     <tree>/roots/<n>/...                          the same for a library root
     <tree>/code/<n>                               code root n
 
-An `Assembly` is a list of parts: a place below the tree, the units that lie there one over the other, and generated
+An assembly is a list of parts: a place below the tree, the units that lie there one over the other, and generated
 files over them all. With overlays each part is a mount, with links each is a directory filled from its units.
 
 `moved` translates a path of the original environment to this layout.

@@ -104,7 +104,7 @@ def list_code(place: CodeDirectory, *, ask: bool = False) -> CodeListing:
     walk.add_wanted()
     leave_out_misfits(walk.listing, frozenset(place.wanted))
     _check_size(walk.listing)
-    if ask and (said := walk.staying.sentence(place.directory, walk.problem)):
+    if ask and (said := walk.ignored.sentence(place.directory, walk.problem)):
         walk.listing.odd = {"": said} | walk.listing.odd
     inner = (f"{directory.path}/{name}" for directory in walk.listing.directories.values() for name in (GIT, OURS))
     return CodeListing(
@@ -130,7 +130,7 @@ class _CodeWalk:
         self._imported_from = {path.rpartition("/")[0] for path in (*place.wanted, *place.unwanted)}
         self._packages: dict[str, bool] = {}
         self.listing = Listing(top=place.directory, files={}, directories={}, odd={})
-        self.staying = IgnoredFiles()
+        self.ignored = IgnoredFiles()
         self.problem = ""
         self.place = place
         if ask:
@@ -209,7 +209,7 @@ class _CodeWalk:
         ignored = self._ignoring.by_git(path) if ours is None or self._ignoring.all else False
         if not ignored or (path.endswith(_IMPORTABLE) and not self._ignoring.all and self._is_imported_from(above)):
             return False
-        self.staying.add(path)
+        self.ignored.add(path)
         return True
 
     def _is_imported_from(self, above: str) -> bool:

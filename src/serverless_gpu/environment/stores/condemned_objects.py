@@ -6,7 +6,7 @@
 A capture asks once about each object, and takes a condemned one for absent: it puts it again. A capture that asked
 before an object came on the list ends before the object may be deleted (the grace), so its snapshot is seen. One that
 asked after puts the object again, and a collection sees that it was put since. Only when the two happen at the same
-moment does a capture have to wait for the collection and look again (`Blobs.write_snapshot`).
+moment does a capture have to wait for the collection and look again (`StoreBlobs.write_snapshot`).
 
 The list has keys of objects of every user, and a key is all it takes to read an object. So a server shows it to
 operators only, and answers captures about the keys that they name (`base.CollectionGuard`).

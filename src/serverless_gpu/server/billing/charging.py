@@ -195,7 +195,7 @@ class ChargeableCrew(msgspec.Struct, frozen=True, kw_only=True):
         return bool(last) and last[0].wall_ns // DAY_NS >= at_ns // DAY_NS
 
     def is_final(self, before_ns: int) -> bool:
-        """Return whether its facts are complete: devices are free, all facts of its receipt came, or it ended long ago."""
+        """Return whether its facts are complete: devices are free, the receipt's facts came, or it ended long ago."""
         if not self.facts or self.facts[-1].kind is FactKind.FREED:
             return True
         told = self.seen.facts if self.seen is not None else None

@@ -58,7 +58,7 @@ NAME_MAX = 128
 
 
 def identity_of(said: AgentHello) -> NodeIdentity:
-    """Return what a node says it is."""
+    """Return the identity in a hello."""
     return NodeIdentity(name=said.name, machine=said.machine, instance=said.instance)
 
 
@@ -99,7 +99,7 @@ class NodeAdmission:
         return self._database.write(work)
 
     def note_refusal(self, who: Caller, said: AgentHello, error: NotAllowed) -> None:
-        """Write into the audit that a node was refused, once for each that says the same."""
+        """Write a refusal of a node to the audit, once for equal hellos."""
         node = identity_of(said)
         if not self._presence.is_new_refusal((who.token_id, node.name, node.machine, node.instance)):
             return
@@ -124,7 +124,7 @@ class NodeAdmission:
         return [_view(one) for one in found]
 
     def approve(self, who: Caller, request: ApproveRequest) -> NodeView:
-        """Let in a node that waits."""
+        """Approve a node that waits."""
         at_ns = self._clock.wall_ns()
 
         def work(connection: sa.Connection) -> StoredBinding:
@@ -189,7 +189,7 @@ class NodeAdmission:
 
 
 def settle(connection: sa.Connection, who: Caller, said: AgentHello, answer: HelloDecision, *, at_ns: int) -> None:
-    """Write down what a hello that is let in changes about its token."""
+    """Store what an admitted hello changes about its token."""
     if answer is HelloDecision.ADMITTED:
         return
     found, node = nodes.find(connection, who.token_id), identity_of(said)
@@ -235,7 +235,7 @@ class JoinService:
         self._find_pool = ray_pool
 
     def join(self, who: Caller, request: JoinRequest) -> JoinAnswer:
-        """Let a machine join."""
+        """Exchange a join token for an agent's token and the address of the Ray cluster."""
         if Resource.JOINING not in who.scopes:
             raise NotAllowed("a machine joins with a join token, not with a node's own", hint=_INVITE)
         pool = self._ray_pool() if request.ray else None

@@ -78,7 +78,7 @@ def sharing(rules: NodeRules, at_ns: int) -> SharingState:
 
 
 def leaves(rules: NodeRules, *, node: str, owner: str, at_ns: int) -> LeaveRequest | None:
-    """Return whether a run has to leave its node, or will in a moment."""
+    """Return the request that a run leaves its node, now or at the next turn; None if it may stay."""
     if rules.drain is not None and rules.drain.stop:
         return LeaveRequest(at_ns=None, because=f"{rules.drain.by} drains {node}{_noted(rules.drain)}")
     if not may_concern(rules, at_ns) or owner == rules.calendar.owner:
@@ -90,7 +90,7 @@ def leaves(rules: NodeRules, *, node: str, owner: str, at_ns: int) -> LeaveReque
 
 
 def may_concern(rules: NodeRules, at_ns: int) -> bool:
-    """Return whether anybody may have to leave a node, now or in a moment."""
+    """Return whether runs may have to leave a node, now or within the notice."""
     if rules.drain is not None and rules.drain.stop:
         return True
     found = sharing(rules, at_ns)
@@ -106,14 +106,14 @@ def drained(rules: NodeRules) -> str:
 
 
 def left_out(rules: NodeRules) -> str:
-    """Return which devices people have left out of a node, and why; a few of them, and "" for none."""
+    """Return the quarantined devices and why, a few of them; "" without any."""
     named = [f"{one.uuid[:_SHOWN]}{f' ({one.note})' if one.note else ''}" for one in rules.quarantined]
     by = ", ".join(sorted({one.by for one in rules.quarantined}))
     return f"{by} left out: {', '.join(wait_messages.first_few(named))}" if by else ""
 
 
 def check_calendar(asked: NodeCalendar) -> None:
-    """Return if a calendar can be read."""
+    """Refuse a calendar that cannot be read."""
     if asked.owner_first and not asked.owner:
         raise InvalidValue("nobody can be first on a node that is nobody's", hint="name its owner, too")
     calendars.parse_calendar(asked.shared, _zone(asked.zone))
@@ -154,7 +154,7 @@ class Evacuation:
         self._announcer = announcer
 
     def look(self) -> None:
-        """Tell runs that they have to leave their node soon, and ask those to stop whose time has come."""
+        """Send notices to runs that have to leave their node soon, and stop those whose time has come."""
         at_ns = self._clock.wall_ns()
         freed = self._leases.freed()
         due: list[_Due] = []
@@ -171,7 +171,7 @@ class Evacuation:
                 self._announcer.announce(told)
 
     def _look_at(self, node: RuledNode, run: StoredRun, crew: StoredCrew, at_ns: int) -> str | None:
-        """Tell a run's owner that it has to leave, or return why it is to stop now."""
+        """Send the notice to a run's owner, or return why the run has to stop now."""
         leave = leaves(node.rules, node=node.name, owner=run.owner, at_ns=at_ns)
         if leave is None:
             return None

@@ -157,7 +157,7 @@ class NodeRuleService:
         self._nodes = nodes
 
     def drain(self, asked: NodeCommand, said: NodeDrainRequest) -> NodeView:
-        """Give a node nothing new, or end that; what is so already stays, and `stop` can be said later."""
+        """Drain a node, or resume it; `stop` can be added to a drain later."""
         _check_note(said.note)
         at_ns = self._clock.wall_ns()
 
@@ -179,7 +179,7 @@ class NodeRuleService:
         return self._decided(asked, decide, at_ns=at_ns)
 
     def put_calendar(self, asked: NodeCommand, said: CalendarRequest) -> NodeView:
-        """Say whose a node is and when others may use it, in place of what was said before."""
+        """Replace the calendar of a node: its owner, and when others may use it."""
         calendar = NodeCalendar(**msgspec.structs.asdict(said))
         if len(calendar.owner) > NAME_CHARACTERS_MAX or len(calendar.zone) > NAME_CHARACTERS_MAX:
             raise InvalidValue(f"an owner and a zone have {NAME_CHARACTERS_MAX} characters at most")
@@ -196,7 +196,7 @@ class NodeRuleService:
         return self._decided(asked, decide, at_ns=self._clock.wall_ns())
 
     def quarantine(self, asked: NodeCommand, said: QuarantineRequest) -> NodeView:
-        """Leave a device out of what runs of the server get, or take that back; what has it goes on."""
+        """Quarantine a device, or release it; a run that has it goes on."""
         _check_note(said.note)
         at_ns = self._clock.wall_ns()
 
@@ -218,7 +218,7 @@ class NodeRuleService:
     def _decided(
         self, asked: NodeCommand, decide: Callable[[sa.Connection, StoredNode], _Change], *, at_ns: int
     ) -> NodeView:
-        """Write what was decided, have everybody look at it, and return the node."""
+        """Store a change of rules, wake scheduler and reconciler, and return the node."""
 
         def work(connection: sa.Connection) -> tuple[str, list[str]]:
             node = find_node(connection, asked.node)

@@ -70,7 +70,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FinishedBackup(msgspec.Struct, frozen=True, kw_only=True):
-    """A backup that was made."""
+    """A finished backup."""
 
     path: Path
     manifest: Manifest
@@ -93,7 +93,7 @@ def back_up(settings: Settings, directory: Path, *, clock: Clock) -> FinishedBac
 
 
 def verify(backup: Path) -> Manifest:
-    """Read a backup again, all of it; return what is in it."""
+    """Verify every file of a backup; return its manifest."""
     manifest = read_manifest(backup)
     for name, entry in manifest.files.items():
         check(backup / name, entry)
@@ -103,7 +103,7 @@ def verify(backup: Path) -> Manifest:
 
 
 def read_manifest(backup: Path) -> Manifest:
-    """Return what is in a backup."""
+    """Return the manifest of a backup."""
     try:
         manifest = from_json((backup / MANIFEST).read_bytes(), Manifest)
     except (OSError, msgspec.MsgspecError) as error:
@@ -117,7 +117,7 @@ def read_manifest(backup: Path) -> Manifest:
 
 
 def check(path: Path, entry: BackupFile) -> None:
-    """Refuse a file that is not what was written down."""
+    """Refuse a file that does not match its entry in the manifest."""
     try:
         with path.open("rb") as file:
             digest = blake3()
@@ -130,7 +130,7 @@ def check(path: Path, entry: BackupFile) -> None:
 
 
 def copy(source: Path, target: Path) -> BackupFile:
-    """Copy a file as it is now, with its mode and time; return what it is."""
+    """Copy a file as it is now, with its mode and time; return its entry."""
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     digest, size = blake3(), 0
     with source.open("rb") as reading, target.open("xb") as writing:
@@ -154,7 +154,7 @@ def file_of(settings: Settings) -> Path | None:
 
 
 def name_of(wall_ns: int) -> str:
-    """Return what a backup of this moment is called."""
+    """Return the name of a backup of this moment."""
     return datetime.fromtimestamp(wall_ns / 1e9, UTC).strftime("%Y-%m-%dT%H-%M-%SZ")
 
 
@@ -251,7 +251,7 @@ def _latest(directory: Path) -> tuple[Path, Manifest] | None:
 
 
 def _link(source: Path, target: Path, name: str, before: tuple[Path, Manifest] | None) -> BackupFile | None:
-    """Link a file that is as it was in the backup before; return what it is, or None when it has to be copied."""
+    """Link a file that is unchanged since the backup before; return its entry, or None if it has to be copied."""
     entry = before[1].files.get(name) if before is not None else None
     if before is None or entry is None:
         return None

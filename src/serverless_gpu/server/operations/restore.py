@@ -78,7 +78,7 @@ class RestoreMark(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def restore(home: Home, backup: Path, *, nothing_ran_since: bool) -> Manifest:
-    """Make a home's server out of a backup; the home must have none."""
+    """Restore a backup into a home without a server."""
     manifest = read_manifest(backup)
     directory = home.root / "server"
     with lock_home(directory, hint="stop it first: Ctrl-C where `sgpu up` runs, or its service"):
@@ -124,7 +124,7 @@ def settle(database: Transactions, directory: Path, *, measures: ServerMetrics, 
 
 
 def _bring(home: Home, backup: Path, manifest: Manifest, *, nothing_ran_since: bool) -> None:
-    """Copy everything beside, check it, and give it its names."""
+    """Copy everything to a partial directory, check it, and move it into place."""
     partial = home.root / ".server-restoring"
     shutil.rmtree(partial, ignore_errors=True)
     (partial / "server").mkdir(mode=0o700, parents=True)
@@ -140,7 +140,7 @@ def _bring(home: Home, backup: Path, manifest: Manifest, *, nothing_ran_since: b
 
 
 def _place(home: Home, partial: Path, manifest: Manifest, *, nothing_ran_since: bool) -> None:
-    """Give everything its name; the server's directory last."""
+    """Move everything into place; the server's directory last."""
     configuration = home.root / "server.toml"
     if (partial / "server.toml").exists() and not configuration.exists():
         (partial / "server.toml").rename(configuration)
@@ -198,7 +198,7 @@ def mark_path(settings: Settings) -> Path | None:
 
 
 def place_of(settings: Settings) -> str:
-    """Return what a mark remembers a database's place by, where the mark does not lie beside it."""
+    """Return the key of a database's place in a mark, where the mark does not lie beside it."""
     url = sa.make_url(settings.database)
     if url.get_backend_name() == "sqlite":
         return ""
@@ -207,7 +207,7 @@ def place_of(settings: Settings) -> str:
 
 
 def rollback_sentence(settings: Settings, read: Read) -> str:
-    """Return how the database was rolled back, or "" where it was not as far as anyone can know."""
+    """Return how the database was rolled back, or "" without a sign of it."""
     path = mark_path(settings)
     if path is None or (settings.directory / FILE).exists():  # a restore goes back on purpose
         return ""
@@ -245,7 +245,7 @@ def refuse_rollback(settings: Settings, read: Read, *, now_ns: int, other: str =
 
 
 def rollback_evidence(settings: Settings, read: Read) -> tuple[str, ...]:
-    """Return everything that says that a database lost what it had."""
+    """Return the signs that a database lost data."""
     why = rollback_sentence(settings, read)
     unknown = storage.orphan_runs(settings.directory, read)
     return (

@@ -48,7 +48,7 @@ _TOKEN_FILES = ("token", "node.token", "join.token")
 
 
 class RotationMark(msgspec.Struct, frozen=True, kw_only=True):
-    """A rotation that was begun."""
+    """Contents of the mark: a rotation that was begun."""
 
     old_key: str  # digest of the key that is replaced
     are_revoked: bool = False  # whether every token of before is revoked; those that are good now are new

@@ -82,7 +82,7 @@ class _Rows(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StateMetrics(MetricsSource):
-    """The sample that the registry gives out."""
+    """Counts runs, nodes and devices for the registry of metrics."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class StateMetrics(MetricsSource):
         self._probe = Probe("sample", self._look, clock=clock, fresh_s=FRESH_S, bound_s=BOUND_S)
 
     async def refresh(self) -> None:
-        """Look again, unless that was just done; returns after the bound whatever happens."""
+        """Take a new sample unless the last one is fresh; return within the bound."""
         await self._probe.answer()
 
     def collect(self) -> Iterator[Metric]:
@@ -170,7 +170,7 @@ class StateMetrics(MetricsSource):
 
 
 def _load(connection: sa.Connection) -> _Rows:
-    """Return the rows that are counted; everything here is found by the index of runs by state."""
+    """Read the rows to count, all of them by the index of runs by state."""
     alive = [state.value for state in LIVE]
     active = [state.value for state in ACTIVE]
     by_state = sa.select(runs.c.state, sa.func.count()).where(runs.c.state.in_(alive)).group_by(runs.c.state)
@@ -197,7 +197,7 @@ def _load(connection: sa.Connection) -> _Rows:
 
 
 def few_types(counted: Counter[tuple[str, str]]) -> dict[tuple[str, str], int]:
-    """Return counts with few types: a node may call its devices what it likes."""
+    """Return counts with a bounded number of types: a node may give its devices any name."""
     totals = Counter[str]()
     for (name, _), number in counted.items():
         totals[name] += number

@@ -72,7 +72,7 @@ _log = logging.getLogger(__name__)
 
 
 def refuse_ray(settings: Settings) -> None:
-    """Refuse to start what could not work."""
+    """Refuse to start a Ray that could not work."""
     if settings.ray is None:
         return
     ray_machine.check_ray()
@@ -108,7 +108,7 @@ def node_address(settings: Settings, ray: RaySettings) -> str:
 
 
 class RaySidecar:
-    """The Ray of this machine."""
+    """The Ray of this machine, kept running."""
 
     def __init__(self, settings: Settings, *, url: str, node_token: str) -> None:
         assert settings.ray is not None
@@ -132,7 +132,7 @@ class RaySidecar:
 
     @property
     def key(self) -> str:
-        """Return what tells this server's gangs from those of another one in the same cluster."""
+        """Return the key that tells this server's gangs from those of another server in the cluster."""
         return sha256(f"{machine()}:{self._settings.directory}")[:12]
 
     def pool(self) -> RayPool:
@@ -147,7 +147,7 @@ class RaySidecar:
         )
 
     def tick(self, now_ns: int) -> int:
-        """Have the keeper running; return when to look again."""
+        """Start the keeper unless it runs; return when to look again."""
         self._ensure()
         return now_ns + round(EVERY_S * 1e9)
 
@@ -183,7 +183,7 @@ class RaySidecar:
 
 
 def offer_joining(settings: Settings, *, url: str, port: int, certified: Sequence[str] = ()) -> list[str]:
-    """Write the join file; return what a person is to be told: nothing where there is no Ray.
+    """Write the join file; return lines for the operator, none without Ray.
 
     This machine reaches the server under `url`, others under `port` and by the names in `certified`.
     """
@@ -266,7 +266,7 @@ def _directory(settings: Settings) -> Path:
 
 @contextlib.contextmanager
 def mlflow_sidecar(settings: Settings) -> Iterator[Settings]:
-    """Have an MLflow server for as long as the server runs; yield the settings with its address."""
+    """Run an MLflow server beside the server; yield the settings with its address."""
     if not settings.mlflow:
         yield settings
         return
@@ -283,7 +283,7 @@ def mlflow_sidecar(settings: Settings) -> Iterator[Settings]:
 
 
 def mlflow_checks(settings: Settings) -> tuple[Callable[[], str], ...]:
-    """Return what says why MLflow's server beside this one does not answer: one check, or none."""
+    """Return the health check of the MLflow server: one, or none without it."""
     if not settings.mlflow:
         return ()
     place = _mlflow_files(settings)
@@ -334,7 +334,7 @@ class _MlflowKeeper:
         return uri
 
     def close(self) -> None:
-        """Have the keeper end."""
+        """End the keeper."""
         self._closing.set()
         os.close(self._ours)
         stop_server(self._place)

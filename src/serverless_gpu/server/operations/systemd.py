@@ -35,7 +35,7 @@ ENDING_S = 30
 
 
 def notify(place: str, *lines: str) -> None:
-    """Tell systemd something, if it listens.
+    """Send lines to systemd, if it listens.
 
     `place` is what systemd set as `NOTIFY_SOCKET`; nothing is sent where it is "".
     """
@@ -47,7 +47,7 @@ def notify(place: str, *lines: str) -> None:
 
 
 class Installation(msgspec.Struct, frozen=True, kw_only=True):
-    """Where what a unit names lies."""
+    """Paths and options of a unit."""
 
     command: Sequence[str]  # what starts the server
     user: str  # whom it runs as, and with it every run of its machine

@@ -60,7 +60,7 @@ class EstimateService:
         self._policy_admission = policy_admission
 
     def make(self, who: Caller, request: EstimateRequest) -> EstimateView:
-        """Return when a run would start if it were asked for now, and what it would cost; nothing of it is kept."""
+        """Return when a run would start if it were submitted now, and what it would cost."""
         submission.check_spec(request.spec, who)
         submission.check_target(request.target)
         match request.spec.payload:
@@ -118,7 +118,7 @@ class EstimateService:
 
 
 def _limit(allowed: AdmittedRun) -> str:
-    """Return what it is that limits how long the run takes at a time."""
+    """Return the name of the limit on a run's time."""
     if not allowed.spec.is_capped:
         return "timeout"
     by = [each.name for each in allowed.policies if each.policy.max_run_s == allowed.spec.max_run_s]
@@ -126,7 +126,7 @@ def _limit(allowed: AdmittedRun) -> str:
 
 
 def _imagined(who: Caller, request: EstimateRequest, allowed: AdmittedRun, now_ns: int) -> StoredRun:
-    """Return the run as it would be written down."""
+    """Return the run as it would be stored."""
     new = NewRun(
         id=new_run_id(),
         owner=who.name,

@@ -82,7 +82,7 @@ class QueueViews:
         return QueueView(entries=tuple(entries), waiting=waiting)
 
     def view_shares(self, who: Caller, reach: str) -> ShareList:
-        """Return shares and use: of everybody, or of one's teams and one's own."""
+        """Return shares and use: all, or those of the caller and their teams."""
         found = share_views(self._database.read(every_share), self._sentences.usage())
         mine = {("team", team) for team in who.teams} | {("user", who.name)}
         seen = [each for each in found if reach == AccessReach.ALL or (each.kind, each.name) in mine]
@@ -90,7 +90,7 @@ class QueueViews:
 
 
 def share_views(there: Sequence[StoredShare], usage: Mapping[str, TeamUse]) -> list[ShareView]:
-    """Return who has how much of all, and how much they have used, those with most to come by their share first.
+    """Return shares and use, those with most left of their share first.
 
     `usage` is by team, and by "~name" for users without one.
     """
@@ -120,7 +120,7 @@ def share_views(there: Sequence[StoredShare], usage: Mapping[str, TeamUse]) -> l
 
 
 def _entry(run: StoredRun, reserved: Reservation | None, told: WaitNotice | None) -> QueueEntry:
-    """Return a run that waits; `told` is None for one that is not to be seen."""
+    """Return the entry of a waiting run; `told` is None where the caller may not see the run."""
     resources = run.spec.resources
     entry = QueueEntry(
         run="",

@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 
 
 class Retention:
-    """Removes what ended long ago."""
+    """Removes runs and output that ended long ago."""
 
     def __init__(
         self, *, settings: Settings, clock: Clock, database: Transactions, logs: Logs, secrets: SecretService

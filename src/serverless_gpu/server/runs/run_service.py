@@ -36,7 +36,7 @@ ASKED_BY_PEOPLE = (StopReason.CANCEL, StopReason.PREEMPT, StopReason.DRAIN)
 
 
 class RunQueries:
-    """Reads runs, and streams what happens to them."""
+    """Reads and streams runs."""
 
     def __init__(
         self,

@@ -89,7 +89,7 @@ class RunSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Position(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a reader is."""
+    """Position of a reader in a stream."""
 
     after: int = 0  # `seq` of the last event it has
     offsets: dict[Place, int] = msgspec.field(default_factory=dict)  # the next byte of each stream it has something of
@@ -97,7 +97,7 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunStream:
-    """One reader.
+    """The stream of a run to one reader.
 
     `look` reads what is new after an event, and is called in a thread.
     """
@@ -135,7 +135,7 @@ class RunStream:
             silent = await hub.changed(key, seen, pause_s) == seen and not self._output.flooded
 
     def next(self) -> list[StreamMessage]:
-        """Return what is new, in order and not too much of it; blocks for the database and the files."""
+        """Return the next messages, in order and bounded; blocks for the database and the files."""
         look = self._kept or self._look(self._after)
         found = self._said(look)
         self._soon = look.may_be_early
@@ -202,7 +202,7 @@ class _Output:
         """It left output because a bucket is empty."""
 
     def more(self, fence: int, shown: Sequence[int] | None, *, over: bool) -> list[StreamMessage]:
-        """Return what is new of an attempt, and not too much of it.
+        """Return new output of an attempt, bounded.
 
         `shown` are the ranks that the run shows live, None for all. Once it is `over`, floods are cut short.
         """
@@ -227,7 +227,7 @@ class _Output:
         return [(fence, rank, stream) for rank, stream in there[:LIVE_STREAMS_MAX]]
 
     def _of(self, place: Place, left: int, over: bool) -> tuple[list[StreamMessage], int]:
-        """Return what is new of one stream, at most `left` bytes of it, and how many bytes that is."""
+        """Return new output of one stream, at most `left` bytes of it, and its size."""
         fence, rank, stream = place
         at = self._offsets.get(place, 0)
         size = self._files.size(self._run_id, fence, rank=rank, stream=stream)
@@ -259,7 +259,7 @@ class _Output:
         return found, taken
 
     def _skipped(self, place: Place, at: int, size: int) -> list[StreamMessage]:
-        """Return that a flood is left out, and its last lines."""
+        """Return the gap of a flood, and its last lines."""
         fence, rank, stream = place
         start = max(at, size - _LAST_LINES_BYTES)
         tail = self._read(place, start, size - start)

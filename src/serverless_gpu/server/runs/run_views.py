@@ -64,7 +64,7 @@ def in_reach(run: StoredRun, *, who: Caller, reach: str) -> bool:
 
 
 def run_view(run: StoredRun, *, told: WaitNotice = NOTHING, deduplicated: bool = False, reader: str = "") -> RunView:
-    """Return a run as everybody who may see it sees it.
+    """Return the view of a run.
 
     Only the owner is shown the snapshot's address, by which its code can be read.
     """
@@ -97,7 +97,7 @@ def run_view(run: StoredRun, *, told: WaitNotice = NOTHING, deduplicated: bool =
 
 
 def crew_views(attempt: StoredAttempt) -> tuple[CrewView, ...]:
-    """Return what an attempt on several nodes has on each; nothing of one on one node."""
+    """Return the crews of an attempt on several nodes; none of an attempt on one node."""
     if attempt.num_nodes == 1:
         return ()
     return tuple(
@@ -136,7 +136,7 @@ def sentence(run: StoredRun, *, waits_for: str = "") -> str:
 
 
 def _meets(run: StoredRun) -> str:
-    """Return that a run's nodes are still to meet, or ""."""
+    """Return a sentence while a run's nodes have not met, else ""."""
     attempt = run.attempt
     if attempt is None or attempt.num_nodes == 1 or run.state is not State.STARTING or attempt.chosen_json is not None:
         return ""
@@ -144,14 +144,14 @@ def _meets(run: StoredRun) -> str:
 
 
 def _leaves(crew: StoredCrew) -> str:
-    """Return that a crew has to leave its node soon, or ""."""
+    """Return a sentence if a crew has to leave its node soon, else ""."""
     if crew.leave_ns is None:
         return ""
     return f"has to leave {crew.node} at {format_soon_zoned(crew.leave_ns)}, when it ceases to be shared"
 
 
 def attempt_view(attempt: StoredAttempt) -> AttemptView:
-    """Return one try at a run."""
+    """Return the view of an attempt."""
     return AttemptView(
         fence=attempt.fence,
         state=attempt.state,
@@ -172,7 +172,7 @@ def file_views(found: Iterable[StoredFile]) -> tuple[FileView, ...]:
 
 
 def state_message(event: StoredEvent) -> StateMessage:
-    """Return an event as a stream tells it."""
+    """Return the message of an event."""
     return StateMessage(
         seq=event.seq,
         fence=event.fence,
@@ -185,7 +185,7 @@ def state_message(event: StoredEvent) -> StateMessage:
 
 
 def ended_message(run: StoredRun, outcome: CrewOutcome, found: Sequence[StoredFile]) -> EndedMessage:
-    """Return the end of a run as a stream tells it: its last event, what the node said, and what is left behind."""
+    """Return the message of the end of a run: its last event, the node's words, and its files."""
     return EndedMessage(
         seq=run.events,
         fence=run.fence,
@@ -218,7 +218,7 @@ def settled_message(outcome: CrewOutcome) -> SettledMessage:
 def look(
     connection: sa.Connection, run_id: str, after: int, *, told: WaitNotice = NOTHING, quiet: Quiet = lambda crew: None
 ) -> RunSnapshot:
-    """Return what is new of a run for a reader of its stream."""
+    """Return the state of a run, with events that a reader of its stream does not have."""
     run = runs.find(connection, run_id)
     if run is None:
         raise NotFound(f"there is no run {run_id[:40]!r}")

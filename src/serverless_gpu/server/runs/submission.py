@@ -157,7 +157,7 @@ class SubmissionService:
         return run_views.run_view(run, told=self._sentences.told(run.id), deduplicated=True, reader=who.name)
 
     def _written(self, new: NewRun, who: Caller, at_ns: int) -> tuple[StoredRun, bool]:
-        """Write a run down; what its policy wants to know of its environment is read between two tries."""
+        """Store a run; packages that its policy compares are read between two tries."""
         packages: dict[str, Packages | None] = {}
         brought = PolicyInputs(snapshot=new.snapshot, packages=packages)
         while True:  # each time, something that was not known is
@@ -206,7 +206,7 @@ class SubmissionService:
 
 
 class QueueLimits:
-    """Room that is certainly there, by owner. What waits is counted when that is used up, not for every run.
+    """Free places in the queue by owner. Waiting runs are counted when the places are used up, not for every run.
 
     Between two counts runs of an owner only leave the queue, but for those that are counted down here and the few that
     go back into it, so the count is never wrong by more than those.
@@ -225,7 +225,7 @@ class QueueLimits:
             return room > 0
 
     def counted(self, owner: str, free: int) -> None:
-        """Note how many places an owner has, as was counted just now."""
+        """Note the free places of an owner after a count."""
         with self._lock:
             if len(self._room) >= _OWNERS_MAX:
                 self._room.clear()
@@ -233,7 +233,7 @@ class QueueLimits:
 
 
 def check(request: RunRequest, who: Caller) -> None:
-    """Refuse what cannot be, whatever the state of the server."""
+    """Refuse an impossible request, regardless of the server's state."""
     if created_wall_ns(request.id) is None:
         raise InvalidValue(f"{request.id[:40]!r} is no identifier of a run", hint="26 characters, made by the client")
     check_spec(request.spec, who)
@@ -248,7 +248,7 @@ def _names_bytes(request: RunRequest) -> bool:
 
 
 def check_spec(spec: RunSpec, who: Caller) -> None:
-    """Refuse a description of a run that cannot be, whatever it is to call."""
+    """Refuse an impossible spec."""
     if spec.spec_version != SPEC_VERSION:
         raise InvalidValue(
             f"the run is described in version {spec.spec_version}, and this server knows {SPEC_VERSION}",
@@ -307,7 +307,7 @@ def _check_payload(request: RunRequest) -> None:
 
 
 def _check_origin(request: RunRequest) -> None:
-    """Refuse what cannot be of where the run comes from and what it imports."""
+    """Refuse impossible values of a run's origin and imports."""
     target = request.target
     check_target(target)
     check_text("version", request.version, VERSION_CHARACTERS_MAX)
@@ -330,6 +330,6 @@ def _check_origin(request: RunRequest) -> None:
 
 
 def check_target(target: Target) -> None:
-    """Refuse what no node can be like."""
+    """Refuse a target that no node can match."""
     for name in ("python", "platform", "machine", "caller"):
         check_text(name, getattr(target, name), NAME_CHARACTERS_MAX)

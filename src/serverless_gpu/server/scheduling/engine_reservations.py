@@ -44,7 +44,7 @@ class _Asked(msgspec.Struct, frozen=True):
 
 
 class EngineReservations:
-    """Has gangs reserved. For one thread, but for `give_back`.
+    """Reserves gangs with an engine. For one thread, but for `give_back`.
 
     Nodes that the engine does not know have joined by themselves; without an engine, all have.
     """
@@ -69,7 +69,7 @@ class EngineReservations:
         return bool(self._asked)
 
     def ask(self, placement: Placement, fence: int, stored: Mapping[str, StoredNode]) -> None:
-        """Have a gang reserved whose intent was written just now."""
+        """Reserve a gang that was just placed."""
         shares = [
             (share.node_id, Share(node=stored[share.node_id].name, gpu_type=share.gpu_type, count=share.count))
             for share in placement.shares
@@ -116,7 +116,7 @@ class EngineReservations:
         return is_over
 
     def _look_first(self, found: Sequence[ActiveRun]) -> None:
-        """Take over what an earlier process placed and no engine has reserved: it has not left either."""
+        """Take over gangs that an earlier process placed and no engine has reserved: they have not left either."""
         if self._has_looked:
             return
         ids = [run.id for run in found]
@@ -161,7 +161,7 @@ class EngineReservations:
             self._say(asked, answer.sentence)
 
     def _say(self, asked: _Asked, sentence: str) -> None:
-        """Write what a gang waits for, once, for those who wait for it."""
+        """Store the reason for which a gang waits, once."""
         gang = asked.request.gang.id
         if self._said.get(gang, "") == sentence:
             return

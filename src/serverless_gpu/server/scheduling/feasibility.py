@@ -159,7 +159,7 @@ class FeasibilityCache:
 
 
 class UnsatisfiableRuns:
-    """Since when runs wait for what can never be. For one thread."""
+    """Ends runs that wait for devices that no node has. For one thread."""
 
     def __init__(
         self,
@@ -224,7 +224,7 @@ class UnsatisfiableRuns:
         return self._ends_ns[run_id]
 
     def _never(self, waiting: Iterable[QueuedRun]) -> dict[str, str]:
-        """Return why those can never be served for whom that is so; the same for all that want the same."""
+        """Return why runs can never be served, for those that cannot; computed once for equal demands."""
         known: dict[QueuedRun, str] = {}
         found: dict[str, str] = {}
         for run in waiting:

@@ -58,7 +58,7 @@ V = TypeVar("V")
 
 
 class PlannerSync:
-    """A planner that knows what the server knows. For one thread; others ask `WaitReasons`."""
+    """Keeps a planner in step with the database. For one thread; others ask `WaitReasons`."""
 
     def __init__(
         self,
@@ -96,15 +96,15 @@ class PlannerSync:
         self._sentences.close()
 
     def now(self) -> int:
-        """Return what time it is for the planner, nanoseconds since 1970 as far as it is known."""
+        """Return the time of the planner's clock, nanoseconds since 1970."""
         return self._clock.boottime_ns() + self._base_ns
 
     def underway(self) -> list[Placement]:
-        """Return the placements that were decided and are to be written down, in the order of the queue."""
+        """Return placements that were decided and are not stored yet, in the order of the queue."""
         return list(self._underway.values())
 
     def tried(self, placements: Iterable[Placement]) -> None:
-        """Note that placements were written down, or could not be: the next look finds out which."""
+        """Note that placements were tried: the next look finds out which are stored."""
         for placement in placements:
             del self._underway[placement.run_id]
 
@@ -148,7 +148,7 @@ class PlannerSync:
                 self._hub.touch(run_key(change.wanted.run_id))
 
     def decide(self) -> Decision:
-        """Return what is to be done now; it counts as done."""
+        """Return placements and preemptions; they count as done."""
         planner = self._planner
         assert planner is not None
         now_ns = self.now()
@@ -177,7 +177,7 @@ class PlannerSync:
         self._promised = promises
 
     def _runs(self, reading: Reading) -> Iterator[Gone | DevicesTaken | Arrived]:
-        """Return what is different about runs; first who is gone: their devices are free for the others."""
+        """Return the changes of runs; runs that are gone first, because their devices are free."""
         waiting = {run_id: wanted for run_id, wanted in reading.waiting.items() if run_id not in self._underway}
         running = {**reading.running, **{run_id: self._running[run_id] for run_id in self._underway}}
         self._unseen.difference_update(reading.running)

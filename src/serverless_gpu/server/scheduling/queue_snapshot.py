@@ -358,7 +358,7 @@ def _several(run: StoredRun) -> tuple[bool, str]:
 
 
 def begun(asked: QueuedRun, after_s: float) -> QueuedRun:
-    """Return what a run wants whose user code began some time after it got devices: its limit counts from there."""
+    """Return the demand of a run whose user code began a while after it got devices: its limit counts from there."""
     if asked.limit_s is None:
         return asked
     less_s = START_S - max(0.0, after_s)

@@ -38,7 +38,7 @@ SELDOM_S = 60.0
 
 
 class Reconciler:
-    """Looks after what goes on."""
+    """Compares running attempts with the reports of nodes."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Reconciler:
         )
 
     def tick(self, now_ns: int) -> int | None:
-        """Do everything that is due."""
+        """Run every check that is due; return when to look again."""
         self._hear_engine()
         # Asked before the database: what is reserved has its intent there, so what is not there is over.
         reserved = self._engine.recover() if self._engine is not None else ()
@@ -112,13 +112,13 @@ class Reconciler:
         return now_ns + round(EVERY_S * 1e9)
 
     def _is_held_back(self, run: ActiveRun) -> bool:
-        """Return whether a gang is nowhere yet, since the engine has not reserved it."""
+        """Return whether no order of a gang has left, because the engine has not reserved it."""
         deliveries = self._deliveries
         nodes_of_it = [crew.node for crew in run.crews]
         return deliveries.never_left(run.id, run.fence) and deliveries.is_held_back(run.id, run.fence, nodes_of_it)
 
     def _hear_engine(self) -> None:
-        """Note which nodes the engine counts on; a node is what has joined under the engine's name for it."""
+        """Note which nodes the engine counts on; nodes join under the engine's name for them."""
         if self._engine is None:
             return
         heard = self._engine.events()

@@ -112,7 +112,7 @@ class Scheduler:
         self._reserving = reserving
 
     def tick(self, now_ns: int) -> int | None:
-        """Place what can be placed, and say to those who are asked about what they wait for."""
+        """Place runs, and wake streams of runs whose wait reason has changed."""
         reading = self._planning.read()
         self._reserving.look(reading.capacity.active)
         is_done = False
@@ -131,7 +131,7 @@ class Scheduler:
         return min(now_ns + round(after_s * 1e9), wake_ns)
 
     def _plan(self, reading: Reading, now_ns: int) -> int:
-        """Decide, write down what fits into one tick, and return when there is something to decide again, boottime."""
+        """Decide, store what fits into one tick, and return when to decide again, boottime."""
         planning = self._planning
         stored = by_id(reading.capacity.nodes)
         planning.tell(reading)
@@ -152,7 +152,7 @@ class Scheduler:
         return wake_ns
 
     def _place(self, placements: Sequence[Placement], stored: Mapping[str, StoredNode]) -> None:
-        """Write the intents, then do what follows from each; one that cannot be any more does not hinder the others."""
+        """Store the intents, then act on each; one that is not possible any more does not hinder the others."""
         at_ns = self._clock.wall_ns()
 
         def intend(connection: sa.Connection) -> list[int | TransitionResult | None]:
@@ -277,7 +277,7 @@ def _on(placement: Placement, stored: Mapping[str, StoredNode]) -> list[StoredNo
 
 
 def _with_secrets(connection: sa.Connection, sealer: Sealer, run: StoredRun, new: NewAttempt) -> NewAttempt:
-    """Return an attempt with the versions of its secrets that there are now."""
+    """Return an attempt with the current versions of its secrets."""
     if not run.spec.secrets:
         return new
     pinned = stored_secrets.pins(connection, sealer, run.owner, run.team, run.spec.secrets)
@@ -285,7 +285,7 @@ def _with_secrets(connection: sa.Connection, sealer: Sealer, run: StoredRun, new
 
 
 def _end_at_once(connection: sa.Connection, run_id: str, reason: Reason, note: Note) -> TransitionResult:
-    """End an attempt in the transaction that made it: its order is never seen, and nothing will come of it."""
+    """End an attempt in the transaction that made it: its order never leaves."""
     run = runs.find(connection, run_id)
     assert run is not None
     told = transitions.apply(connection, run, AttemptEnded(reason=reason, began=False), note=note)

@@ -68,14 +68,14 @@ class WaitReasons:
                 self._decision += 1
 
     def end_by(self, ends: Callable[[str], int | None]) -> None:
-        """Tell runs that nothing can ever serve when they end.
+        """Set the source of ends for runs that no node can ever serve.
 
         `ends` returns nanoseconds since 1970; None for never.
         """
         self._ends = ends
 
     def forget(self, run_ids: Iterable[str]) -> None:
-        """Note that what was worked out about some runs does not hold any more."""
+        """Drop the kept reasons of some runs."""
         with self._lock:
             for run_id in run_ids:
                 self._told.pop(run_id, None)
@@ -125,7 +125,7 @@ class WaitReasons:
             return self._planner.estimate(wanted, self._now())
 
     def is_waiting(self, run_id: str) -> bool:
-        """Return whether it is known that a run waits, so that it can be told why: far cheaper than to tell it."""
+        """Return whether the planner knows that a run waits: far cheaper than its reason."""
         with self._lock:
             return self._planner is not None and self._planner.is_waiting(run_id)
 
@@ -135,7 +135,7 @@ class WaitReasons:
             return "" if self._planner is None else self._planner.impossible(wanted)
 
     def reservations(self) -> tuple[Reservation, ...]:
-        """Return what is kept for whom."""
+        """Return the reservations of the planner."""
         with self._lock:
             return () if self._planner is None else self._planner.told_reservations(self._now())
 
@@ -183,5 +183,5 @@ class WaitReasons:
         return told
 
     def _kept_ns(self) -> float:
-        """Return for how long what was worked out is good enough, though others were decided about since."""
+        """Return how long a computed reason is kept over decisions about other runs, nanoseconds."""
         return max(0, len(self._asked) - A_SECOND) / A_SECOND * 1e9
