@@ -66,7 +66,7 @@ Mode = Literal["overlay", "links"]
 
 
 class RestoreMethod(msgspec.Struct, frozen=True, kw_only=True):
-    """How a tree is to be made, and why not by mounts: what `mounts.probe` said, for example."""
+    """How a tree is to be made, and why not by mounts: what `namespaces.probe_mounts` said, for example."""
 
     mode: Mode = "overlay"
     why: str = ""

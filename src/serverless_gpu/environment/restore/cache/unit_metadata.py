@@ -3,7 +3,7 @@
     unpacked ─▶ outline: RECORD from rows, entry points, scripts of any Python   no row is read again
     assembled ─▶ units/<aa>/<address>/site/<name>.dist-info/{RECORD,INSTALLER}   as the first environment wanted them
                  units/<aa>/<address>/added                                      path → digest of what was added
-                 layers/<7 characters> → ../units/<aa>/<address>/<area>          the name of a layer, see mounts.py
+                 layers/<7 characters> → ../units/<aa>/<address>/<area>          the name of a layer of a mount
 
     [console_scripts] in entry_points.txt → bin/<name>, the text that pip writes
     #!python in a script of a wheel       → #!<interpreter of this tree>
