@@ -344,7 +344,11 @@ def _loaded(snapshot: Snapshot, cache: UnitCache, tag: str) -> Iterator[tuple[st
     for root, paths in zip(snapshot.roots, snapshot.facts.loaded, strict=False):
         for address, here in _by_unit(root, cache, paths).items():
             unit = str(cache.unit(address))
-            missing = {path for path in here if not os.path.lexists(_bytecode(unit, path, tag))}
+            missing = set()
+            for path in here:
+                folder, _, name = path.rpartition("/")
+                if not os.path.lexists(f"{unit}/{folder}/__pycache__/{name.removesuffix('.py')}.{tag}.pyc"):
+                    missing.add(path)
             if missing:
                 yield address, compile_jobs(cache.unit(address), cache.document(address).rows, tag, missing)
 
@@ -364,8 +368,3 @@ def _by_unit(root: Root, cache: UnitCache, paths: Iterable[str]) -> dict[str, li
         for address in candidates[:1]:
             found.setdefault(address, []).append(path)
     return found
-
-
-def _bytecode(unit: str, path: str, tag: str) -> str:
-    folder, _, name = path.rpartition("/")
-    return f"{unit}/{folder}/__pycache__/{name.removesuffix('.py')}.{tag}.pyc"

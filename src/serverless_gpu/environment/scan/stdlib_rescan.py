@@ -227,12 +227,14 @@ class _Choice:
             for owner in hit:  # another unit claims what they have
                 del reused[owner]
         check_names(spot, by_row)
+        records = [file.file for path, file in by_row.items() if path.endswith(f"{_INFO}/RECORD")]
+        records += [f"{spot.directory}/{one.info}/RECORD" for one in reused.values()]
         return SurveyedRoot(
             spot=spot,
             files=by_row,
             areas=self._seen.listings(),
             distributions=tuple(distributions),
-            watched=self._watched(by_row, reused.values()),
+            watched=(*records, os.path.join(spot.prefix, "pyvenv.cfg")),
             reused=self._reused(reused, kept),
         )
 
@@ -275,12 +277,6 @@ class _Choice:
             for path in _claimed(distribution, spot.site, spot.prefix):
                 area, _, below = path.partition("/")
                 yield f"{spot.directory if area == 'site' else spot.prefix}/{below}"
-
-    def _watched(self, by_row: dict[str, ListedFile], reused: Iterable[KeptDistribution]) -> tuple[str, ...]:
-        spot = self._spot
-        records = [file.file for path, file in by_row.items() if path.endswith(f"{_INFO}/RECORD")]
-        records += [f"{spot.directory}/{one.info}/RECORD" for one in reused]
-        return (*records, os.path.join(spot.prefix, "pyvenv.cfg"))
 
     def _reused(self, reused: dict[int, KeptDistribution], kept: Sequence[tuple[ListedFile, int]]) -> ReusedUnits:
         memory = self._memory

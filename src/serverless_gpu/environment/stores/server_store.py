@@ -174,7 +174,12 @@ class ServedStore(Store, CollectionGuard):
         NotFound and HashMismatch are for the callers above.
         """
         try:
-            return request(self._connection())
+            with self._lock:  # of this process: none survives a fork
+                if self._opened is None or self._opened[0] != os.getpid():
+                    url = self.url.removeprefix(SCHEME)
+                    self._opened = os.getpid(), Connection(url, self._token, patience_s=self._bound_s, ca=self._ca)
+                connection = self._opened[1]
+            return request(connection)
         except (NotFound, HashMismatch, EnvironmentProblem):
             raise
         except ServerStorageFull as error:
@@ -187,14 +192,6 @@ class ServedStore(Store, CollectionGuard):
             ) from None
         except ServerProblem as error:
             raise StoreUnavailable(error.message, hint=error.hint) from None
-
-    def _connection(self) -> Connection:
-        """Return this process's connection: none survives a fork."""
-        with self._lock:
-            if self._opened is None or self._opened[0] != os.getpid():
-                url = self.url.removeprefix(SCHEME)
-                self._opened = os.getpid(), Connection(url, self._token, patience_s=self._bound_s, ca=self._ca)
-            return self._opened[1]
 
     def close(self) -> None:
         """Close the connection; the next call opens another one."""

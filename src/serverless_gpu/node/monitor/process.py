@@ -208,9 +208,9 @@ class Monitor:
         for peer in [peer for peer in self._peers.values() if peer.behind]:
             with contextlib.suppress(OSError):  # it is heard of next
                 peer.flush()
-        look = self._sampler.take()
-        if look is not None:
-            self._show(look)
+        sample = self._sampler.take()
+        if sample is not None:
+            self._show(sample)
         now_ns = self._clock.boottime_ns()
         if now_ns >= self._due_ns and self._is_needed():
             self._due_ns = max(now_ns, self._due_ns + _EVERY_NS) if self._due_ns else now_ns + _EVERY_NS
@@ -236,16 +236,16 @@ class Monitor:
         fakes = next((peer.watch.fakes for peer in self._peers.values() if peer.watch is not None), None)
         return SampleRequest(devices=tuple(devices.values()), ranks=ranks, used_by=used_by, fakes=fakes)
 
-    def _show(self, look: NodeSample) -> None:
+    def _show(self, sample: NodeSample) -> None:
         for recorder in self._recorders.values():
-            recorder.see(look)
+            recorder.record(sample)
         watchers = [peer for peer in self._peers.values() if peer.watch is not None]
         if not watchers:
             return
         live = {key: recorder for key, recorder in self._recorders.items() if recorder.is_observed}
         frame = messages.NodeFrame(
-            devices=look.devices,
-            sample=sample_of(look, look.devices, *live),
+            devices=sample.devices,
+            sample=sample_of(sample, sample.devices, *live),
             attempts=tuple(recorder.watched() for recorder in live.values()),
         )
         for peer in watchers:

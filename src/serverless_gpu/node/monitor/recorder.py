@@ -179,12 +179,12 @@ class Recorder:
             self._recording = TelemetryFile(path, header)
         self._recording.describe(header)
 
-    def see(self, look: NodeSample) -> None:
-        """Take a look at the node: keep what is this attempt's, and tell its supervisor what it adds up to."""
+    def record(self, node: NodeSample) -> None:
+        """Keep what is this attempt's of a sample of the node, and tell its supervisor what it adds up to."""
         recording = self._recording
         if recording is None or not self.is_sampled:
             return
-        sample = sample_of(look, self.devices, self.key)
+        sample = sample_of(node, self.devices, self.key)
         if self._ray is not None:
             sample = msgspec.structs.replace(sample, ray=self._ray.latest(self._clock.boottime_ns()))
         recording.append(sample)
@@ -195,7 +195,7 @@ class Recorder:
                 f"what the devices do cannot be written to {self.directory}: the disk is full, or it is gone"
             )
         if any(device.kind is DeviceKind.GPU for device in self.devices):
-            for problem in look.problems:
+            for problem in node.problems:
                 self._send_once(f"what the GPUs do is not known: {problem}")
 
     def used_by(self) -> dict[str, tuple[str, int]]:
@@ -235,13 +235,13 @@ class Recorder:
             self._recording = None
 
 
-def sample_of(look: NodeSample, devices: tuple[Device, ...], *keys: str) -> Sample:
-    """Return what a look shows of some devices and of the ranks of some attempts."""
+def sample_of(node: NodeSample, devices: tuple[Device, ...], *keys: str) -> Sample:
+    """Return what a sample of the node shows of some devices and of the ranks of some attempts."""
     ranks: list[RankSample] = []
     for key in keys:
-        ranks += look.ranks.get(key, ())
-    gpus = tuple(look.gpus.get(device.uuid, GpuSample()) for device in devices)
-    return Sample(at_ns=look.at_ns, host=look.host, gpus=gpus, ranks=tuple(ranks))
+        ranks += node.ranks.get(key, ())
+    gpus = tuple(node.gpus.get(device.uuid, GpuSample()) for device in devices)
+    return Sample(at_ns=node.at_ns, host=node.host, gpus=gpus, ranks=tuple(ranks))
 
 
 class RayFile:

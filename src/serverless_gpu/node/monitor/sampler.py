@@ -3,12 +3,13 @@
     main thread ──ask(wanted)──▶ SamplerThread ──▶ NodeSample, and the main thread is woken ──take()──▶ main thread
 
     HostSampler ─────┐
-    RankSampler ─────┼─▶ MachineSampler.look(wanted) ─▶ NodeSample ─▶ a sample for each attempt, a frame for `sgpu top`
+    RankSampler ─────┼─▶ MachineSampler.sample(wanted) ─▶ NodeSample ─▶ one for each attempt, a frame for `sgpu top`
     NvmlSampler ─────┤
     fake_gpus.json ──┘
 
 One sample serves all attempts. One question at a time: until it is answered the next ones are left out, so nothing
-piles up. A look waits at most some tens of milliseconds, except for a list of GPUs (`sgpu top`) while the driver hangs.
+piles up. A sample waits at most some tens of milliseconds, except for a list of GPUs (`sgpu top`) while the driver
+hangs.
 
 Failure cases: a figure that cannot be read is None, and `NodeSample.problems` says why, so that it is reported once; a
 failed sample (no descriptors, no memory, a bug of ours) is left out, and a repeated failure is logged once; a process
@@ -72,7 +73,7 @@ class NodeSample(msgspec.Struct, frozen=True, kw_only=True):
 class NodeReader(Protocol):
     """Protocol of a node's sampler."""
 
-    def look(self, wanted: SampleRequest, at_ns: int) -> NodeSample:
+    def sample(self, wanted: SampleRequest, at_ns: int) -> NodeSample:
         """Return what is seen now."""
         ...
 
@@ -85,12 +86,12 @@ class SamplerThread:
         self._clock = clock
         self._wake = wake
         self._asked: queue.SimpleQueue[SampleRequest] = queue.SimpleQueue()
-        self._looks: queue.SimpleQueue[NodeSample | None] = queue.SimpleQueue()
+        self._samples: queue.SimpleQueue[NodeSample | None] = queue.SimpleQueue()
         self._busy = False
         self._thread: threading.Thread | None = None
 
     def ask(self, wanted: SampleRequest) -> bool:
-        """Have the node looked at; return False while the last look is not there yet."""
+        """Have the node sampled; return False while the last sample is not there yet."""
         if self._busy:
             return False
         if self._thread is None:
@@ -101,29 +102,29 @@ class SamplerThread:
         return True
 
     def take(self) -> NodeSample | None:
-        """Return the look that was asked for, once; None where it is not there yet, or has failed."""
+        """Return the sample that was asked for, once; None where it is not there yet, or has failed."""
         try:
-            look = self._looks.get_nowait()
+            sample = self._samples.get_nowait()
         except queue.Empty:
             return None
         self._busy = False
-        return look
+        return sample
 
     def _serve(self) -> None:
         machine: NodeReader | None = None
         logged = ""
         while True:
             wanted = self._asked.get()
-            look = None
+            sample = None
             try:
                 machine = machine or self._make()
-                look = machine.look(wanted, self._clock.wall_ns())
+                sample = machine.sample(wanted, self._clock.wall_ns())
                 logged = ""
-            except Exception as error:  # noqa: BLE001 - the next look may succeed, and no other thread would begin it
+            except Exception as error:  # noqa: BLE001 - the next sample may succeed, and no other thread would begin it
                 if repr(error) != logged:
                     logged = repr(error)
                     traceback.print_exc()
-            self._looks.put(look)
+            self._samples.put(sample)
             self._wake()
 
 
@@ -154,18 +155,18 @@ class MachineSampler:
         self._listed: tuple[str, int, tuple[Device, ...], str] | None = None
         self._sources: tuple[str, tuple[GpuType, ...], tuple[Provider, ...]] | None = None
 
-    def look(self, wanted: SampleRequest, at_ns: int) -> NodeSample:
+    def sample(self, wanted: SampleRequest, at_ns: int) -> NodeSample:
         """Return a sample (nanoseconds since 1970); an unused made-up device is idle."""
         boottime_ns = self._clock.boottime_ns()
         own, problem = ((), "") if wanted.fakes is None else self._list(wanted.fakes, boottime_ns)
         devices = {device.uuid: device for device in (*own, *wanted.devices)}
         real = [uuid for uuid, device in devices.items() if device.kind is DeviceKind.GPU]
         roots = {pid: (key, rank) for key, pids in wanted.ranks.items() for rank, pid in pids.items()}
-        looks = self._processes.look(boottime_ns, roots)
+        usages = self._processes.sample(boottime_ns, roots)
         reading = self._nvml.sample(real) if real else GpuReading({}, None)
         on_gpus = {key for uuid, (key, _) in wanted.used_by.items() if uuid in real}
         ranks = {
-            key: _ranks(key, pids, looks, reading if key in on_gpus else GpuReading({}, None))
+            key: _ranks(key, pids, usages, reading if key in on_gpus else GpuReading({}, None))
             for key, pids in wanted.ranks.items()
         }
         return NodeSample(
@@ -210,17 +211,17 @@ class MachineSampler:
 
 
 def _ranks(
-    key: str, pids: Mapping[int, int], looks: Mapping[RankKey, RankUsage], reading: GpuReading
+    key: str, pids: Mapping[int, int], usages: Mapping[RankKey, RankUsage], reading: GpuReading
 ) -> tuple[RankSample, ...]:
     samples: list[RankSample] = []
     for rank in sorted(pids):
-        look = looks.get((key, rank))
-        if look is None:
+        usage = usages.get((key, rank))
+        if usage is None:
             samples.append(RankSample(rank))
             continue
         used = reading.memory_by_pid
-        memory = None if used is None else sum(used.get(pid, 0) for pid in look.pids)
-        samples.append(RankSample(rank, look.cpu_percent, look.memory_bytes, memory))
+        memory = None if used is None else sum(used.get(pid, 0) for pid in usage.pids)
+        samples.append(RankSample(rank, usage.cpu_percent, usage.memory_bytes, memory))
     return tuple(samples)
 
 
@@ -289,7 +290,7 @@ def _disk(path: Path) -> tuple[int | None, int | None]:
 
 
 class RankUsage(NamedTuple):
-    """One rank with its children at one moment; CPU since the look before, None at the first."""
+    """One rank with its children at one moment; CPU since the sample before, None at the first."""
 
     cpu_percent: float | None
     memory_bytes: int
@@ -318,7 +319,7 @@ class RankSampler:
         self._owners: dict[int, RankKey | None] = {}
         self._before: dict[RankKey, tuple[int, float]] = {}
 
-    def look(self, at_ns: int, roots: Mapping[int, RankKey]) -> dict[RankKey, RankUsage]:
+    def sample(self, at_ns: int, roots: Mapping[int, RankKey]) -> dict[RankKey, RankUsage]:
         """Return the usage of each rank; `at_ns` is of a clock that does not jump, `roots` maps pids to ranks."""
         if roots != self._roots:
             # Ranks were forked before it was known that they would be: their children may belong to another rank yet.
@@ -330,13 +331,13 @@ class RankSampler:
             if owner is not None and stat is not None:
                 cpu_s, memory_bytes, pids = sums[owner]
                 sums[owner] = (cpu_s + stat.cpu_s, memory_bytes + stat.memory_bytes, (*pids, pid))
-        looks = {
+        usages = {
             key: RankUsage(self._cpu_percent(key, at_ns, cpu_s), memory_bytes, pids)
             for key, (cpu_s, memory_bytes, pids) in sums.items()
             if pids
         }
-        self._before = {key: (at_ns, sums[key][0]) for key in looks}
-        return looks
+        self._before = {key: (at_ns, sums[key][0]) for key in usages}
+        return usages
 
     def _find_owners(self) -> None:
         if not self._roots:

@@ -48,7 +48,7 @@ def family() -> Iterator[subprocess.Popen[str]]:
 
 def test_a_rank_is_its_process_and_everything_it_started(family: subprocess.Popen[str]) -> None:
     processes = RankSampler()
-    first = processes.look(1 * SECOND_NS, {family.pid: KEY})[KEY]
+    first = processes.sample(1 * SECOND_NS, {family.pid: KEY})[KEY]
     assert len(first.pids) == 2
     assert first.cpu_percent is None  # there is nothing to compare with
     assert first.memory_bytes > 30_000_000
@@ -57,16 +57,16 @@ def test_a_rank_is_its_process_and_everything_it_started(family: subprocess.Pope
     family.stdin.write("go\n")
     family.stdin.flush()
     assert family.stdout.readline() == "done\n"
-    second = processes.look(2 * SECOND_NS, {family.pid: KEY})[KEY]
+    second = processes.sample(2 * SECOND_NS, {family.pid: KEY})[KEY]
     assert second.cpu_percent is not None
     assert second.cpu_percent > 0
-    assert processes.look(3 * SECOND_NS, {}) == {}
+    assert processes.sample(3 * SECOND_NS, {}) == {}
 
 
 def test_a_child_that_was_there_before_its_rank_was_known_is_found(family: subprocess.Popen[str]) -> None:
     processes = RankSampler()
-    assert set(processes.look(1, {os.getpid(): ("other:1", 0)})) == {("other:1", 0)}
-    looks = processes.look(2, {os.getpid(): ("other:1", 0), family.pid: KEY})
+    assert set(processes.sample(1, {os.getpid(): ("other:1", 0)})) == {("other:1", 0)}
+    looks = processes.sample(2, {os.getpid(): ("other:1", 0), family.pid: KEY})
     assert len(looks[KEY].pids) == 2
     assert not set(looks[KEY].pids) & set(looks["other:1", 0].pids)
 
@@ -74,15 +74,15 @@ def test_a_child_that_was_there_before_its_rank_was_known_is_found(family: subpr
 def test_a_rank_that_is_gone_is_not_there() -> None:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
-    assert RankSampler().look(1, {process.pid: KEY}) == {}
+    assert RankSampler().sample(1, {process.pid: KEY}) == {}
 
 
 def test_a_child_whose_parent_ended_stays_its_ranks(family: subprocess.Popen[str]) -> None:
     processes = RankSampler()
-    (child,) = set(processes.look(1, {family.pid: KEY})[KEY].pids) - {family.pid}
+    (child,) = set(processes.sample(1, {family.pid: KEY})[KEY].pids) - {family.pid}
     os.kill(family.pid, 9)
     wait_for(lambda: psutil.Process(family.pid).status() == psutil.STATUS_ZOMBIE, "the parent to end")
-    assert child in processes.look(2, {family.pid: KEY})[KEY].pids
+    assert child in processes.sample(2, {family.pid: KEY})[KEY].pids
     os.kill(child, 9)
 
 
@@ -98,10 +98,10 @@ def test_processes_of_others_are_asked_once(monkeypatch: pytest.MonkeyPatch) -> 
     process = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
     try:
         processes = RankSampler()
-        processes.look(1, {process.pid: KEY})
+        processes.sample(1, {process.pid: KEY})
         assert os.getpid() in asked
         asked.clear()
-        processes.look(2, {process.pid: KEY})
+        processes.sample(2, {process.pid: KEY})
         assert os.getpid() not in asked
         assert process.pid in asked
     finally:
@@ -122,7 +122,7 @@ def test_gpu_memory_of_a_rank_is_that_of_all_its_processes(
     child = psutil.Process(family.pid).children()[0].pid
     card.compute = [(family.pid, 4 * GIB), (child, 3 * GIB), (1, 9 * GIB), (2, None)]
     attempts = {"run:1": ([real_device("GPU-a")], {5: family.pid}), "cpu:1": (cpu_slots(1), {0: os.getpid()})}
-    look = machine.look(wanted(attempts), 77)
+    look = machine.sample(wanted(attempts), 77)
     assert look.at_ns == 77
     assert look.ranks["cpu:1"][0].gpu_memory_bytes is None
     assert [(rank.rank, rank.gpu_memory_bytes) for rank in look.ranks["run:1"]] == [(5, expected)]
@@ -132,6 +132,6 @@ def test_gpu_memory_of_a_rank_is_that_of_all_its_processes(
 def test_a_rank_that_ended_has_an_entry_without_figures(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
-    look = MachineSampler(tmp_path).look(wanted({"a:1": (cpu_slots(1), {0: process.pid})}), 1)
+    look = MachineSampler(tmp_path).sample(wanted({"a:1": (cpu_slots(1), {0: process.pid})}), 1)
     assert look.ranks["a:1"] == (RankSample(0),)
     assert look.gpus["CPU-0"] == GpuSample()

@@ -188,7 +188,7 @@ def recorded(directory: Path, spec: RunSpec) -> dict[str, list[float]]:
     recorder.join(Peer())  # type: ignore[arg-type]  # a recorder only sends to it
     device = Device(index=0, uuid="CPU-0", type="CPU", kind=DeviceKind.CPU, memory_bytes=0)
     recorder.receive(Ranks(devices=(device,), pids={0: 1}))
-    recorder.see(NodeSample(at_ns=ORIGIN_NS, devices=(device,), host=HostSample(), gpus={}, ranks={}))
+    recorder.record(NodeSample(at_ns=ORIGIN_NS, devices=(device,), host=HostSample(), gpus={}, ranks={}))
     metrics = read_metrics([(directory / "logs" / "2.telemetry").read_bytes()])
     return {name: one.values for name, one in metrics.items() if name.startswith("ray/")}
 

@@ -222,34 +222,34 @@ def test_who_looks_sees_every_device_of_the_node(tmp_path: Path) -> None:
     fakes = parse_fake("H100:4")
     machine = MachineSampler(tmp_path)
     attempts = {"a:1": (fakes[2:3], {0: os.getpid()}), "b:1": (fakes[:2], {})}
-    look = machine.look(wanted(attempts, "H100:4"), 1)
+    look = machine.sample(wanted(attempts, "H100:4"), 1)
     assert look.devices == fakes
     assert (look.gpus[fakes[2].uuid].memory_bytes or 0) > 1_000_000
     assert look.gpus[fakes[3].uuid] == GpuSample(0.0, 0, fakes[3].memory_bytes)
     assert [rank.rank for rank in look.ranks["a:1"]] == [0]
     assert look.ranks["b:1"] == ()
-    unwatched = machine.look(wanted(attempts), 1)
+    unwatched = machine.sample(wanted(attempts), 1)
     assert {device.uuid for device in unwatched.devices} == {device.uuid for device in fakes[:3]}
-    assert machine.look(wanted({}, "A10:1"), 1).devices == parse_fake("A10:1")
+    assert machine.sample(wanted({}, "A10:1"), 1).devices == parse_fake("A10:1")
 
 
 def test_a_node_that_cannot_be_listed_says_why(tmp_path: Path) -> None:
     machine = MachineSampler(tmp_path, clock=(clock := FakeClock()))
-    look = machine.look(wanted({}, "nonsense"), 1)
+    look = machine.sample(wanted({}, "nonsense"), 1)
     assert look.devices == ()
     assert golden("node.machine.serverless-gpu-fake") in look.problems[0]
     (tmp_path / "config.toml").write_text("not toml")
-    assert machine.look(wanted({}, "H100:1"), 1).problems
+    assert machine.sample(wanted({}, "H100:1"), 1).problems
     (tmp_path / "config.toml").unlink()
-    assert machine.look(wanted({}, "H100:1"), 1).problems  # the list is made every half minute
+    assert machine.sample(wanted({}, "H100:1"), 1).problems  # the list is made every half minute
     clock.advance(31)
-    assert machine.look(wanted({}, "H100:1"), 1).problems == ()
+    assert machine.sample(wanted({}, "H100:1"), 1).problems == ()
 
 
 def test_a_node_without_gpus_has_slots_of_its_cpu(tmp_path: Path) -> None:
     if NvmlProvider().devices():
         pytest.skip("this machine has GPUs")
-    assert {device.kind for device in MachineSampler(tmp_path).look(wanted({}, ""), 1).devices} == {DeviceKind.CPU}
+    assert {device.kind for device in MachineSampler(tmp_path).sample(wanted({}, ""), 1).devices} == {DeviceKind.CPU}
 
 
 def test_fakes_do_what_the_file_says_and_else_what_their_rank_does(tmp_path: Path) -> None:
@@ -259,12 +259,12 @@ def test_fakes_do_what_the_file_says_and_else_what_their_rank_does(tmp_path: Pat
     state.set(fakes[1].uuid, memory_used_bytes=7)
     machine = MachineSampler(tmp_path)
     total = fakes[0].memory_bytes
-    gpus = machine.look(wanted({"a:1": (fakes, {})}), 1).gpus
+    gpus = machine.sample(wanted({"a:1": (fakes, {})}), 1).gpus
     assert gpus[fakes[0].uuid] == GpuSample(93, 5, total, 600.5, throttle=4)
     assert isinstance(gpus[fakes[0].uuid].throttle, int)
     assert gpus[fakes[1].uuid] == GpuSample(0.0, 7, total)
     assert gpus[fakes[2].uuid] == GpuSample(0.0, 0, total)
-    gpus = machine.look(wanted({"a:1": (fakes[2:], {0: os.getpid()})}), 1).gpus
+    gpus = machine.sample(wanted({"a:1": (fakes[2:], {0: os.getpid()})}), 1).gpus
     assert (gpus[fakes[2].uuid].memory_bytes or 0) > 1_000_000
     with pytest.raises(InvalidOption, match=re.escape(golden("node.machine.telemetry-figure-busy"))):
         state.shows(fakes[0].uuid, busy=1)
@@ -276,7 +276,7 @@ def test_a_state_file_that_cannot_be_read_and_a_fake_with_a_problem_are_no_error
 
     def seen(state: str) -> GpuSample:
         (tmp_path / FAKE_STATE_FILE).write_text(state)
-        return machine.look(wanted({"a:1": ([fake], {})}), 1).gpus[fake.uuid]
+        return machine.sample(wanted({"a:1": ([fake], {})}), 1).gpus[fake.uuid]
 
     assert seen(json.dumps({fake.uuid: {"problem": "lost", "other": [1]}})) == GpuSample()
     assert seen(json.dumps({fake.uuid: {"sampled": {"throttle": 0.5, "other": 1}}})).throttle is None
@@ -288,12 +288,12 @@ def test_cpu_slots_are_what_their_ranks_use(monkeypatch: pytest.MonkeyPatch, tmp
     machine = MachineSampler(tmp_path)
     looks = {("a:1", 0): RankUsage(250.0, 10, (1,)), ("a:1", 1): RankUsage(30.0, 20, (2,))}
     monkeypatch.setattr(RankSampler, "look", lambda _processes, at_ns, roots: looks)
-    look = machine.look(wanted({"a:1": (slots, {0: 1, 1: 2})}), 1)
+    look = machine.sample(wanted({"a:1": (slots, {0: 1, 1: 2})}), 1)
     assert look.gpus == {"CPU-0": GpuSample(100.0, 10), "CPU-1": GpuSample(30.0, 20)}
     assert look.ranks["a:1"][0] == RankSample(0, 250.0, 10)
     # One process for a node has all of its gpu_sampler.
     looks.pop(("a:1", 1))
-    look = machine.look(wanted({"a:1": (slots, {0: 1})}), 1)
+    look = machine.sample(wanted({"a:1": (slots, {0: 1})}), 1)
     assert look.gpus == dict.fromkeys(("CPU-0", "CPU-1"), GpuSample(100.0, 5))
 
 
@@ -318,7 +318,7 @@ class Failing:
         if Failing.made == 1:
             raise OSError("too many open files")
 
-    def look(self, wanted: SampleRequest, at_ns: int) -> NodeSample:
+    def sample(self, wanted: SampleRequest, at_ns: int) -> NodeSample:
         self.looks += 1
         if self.looks < 3:
             raise MemoryError("none left")
