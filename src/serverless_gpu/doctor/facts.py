@@ -260,7 +260,7 @@ class TrackingServer(msgspec.Struct, frozen=True, kw_only=True):
     version: str = ""
     problem: str = ""
     pid: int | None = None
-    away: str = ""  # why it does not answer, although it is said to
+    away: str = ""  # why it does not answer, although it is reported as ready
 
 
 class TrackingFacts(msgspec.Struct, frozen=True, kw_only=True):

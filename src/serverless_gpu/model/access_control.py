@@ -74,7 +74,7 @@ class Resource(StrEnum):
 
 _NONE, _OWN, _TEAM, _ALL = AccessReach.NONE, AccessReach.OWN, AccessReach.TEAM, AccessReach.ALL
 
-# Role → resource → how far it may read, and write. What is not there is none.
+# Role → resource → how far it may read, and write. A resource that is missing is out of reach.
 POLICY: Mapping[Role, Mapping[Resource, tuple[AccessReach, AccessReach]]] = {
     "admin": dict.fromkeys(Resource, (_ALL, _ALL))
     | {Resource.AUDIT: (_ALL, _NONE), Resource.ORDERS: (_NONE, _NONE), Resource.JOINING: (_NONE, _NONE)}

@@ -4,7 +4,7 @@
     devices, tariff ─┬─ × its time limit ──────────────────────────┐
                      └─ × how long earlier runs of its name took ──┴▶ `CostEstimate`   at most, and about
 
-Each cost is rounded up to a whole micro once, as a charge is. Without a price there is no cost, and the time is said.
+Each cost is rounded up to a whole micro once, as a charge is. Without a price there is no cost, and the time is shown.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self._used(self.gpu_ms)}{money}{'' if self.is_final else ' so far'}"
 
     def rows(self) -> dict[str, str]:
-        """Return what there is to say, by label; what is nothing is left out."""
+        """Return the rows by label, without empty ones."""
         not_billed_ms = self.gpu_ms - self.billed_ms
         spent = [(name.removesuffix("_ms"), getattr(self, name)) for name in SEGMENTS]
         rows = {
@@ -268,7 +268,7 @@ def estimated(devices: Devices, lasting: AttemptDuration, *, advice: str = "") -
 
 
 def _micros(devices: Devices, ms: int) -> int | None:
-    """Return what the devices cost for a while, rounded up once; None without a price, or where nobody could pay it."""
+    """Return what the devices cost for a while, rounded up once; None without a price, or beyond what can be paid."""
     found = pricing.cost_of(
         devices.tariff,
         ms,

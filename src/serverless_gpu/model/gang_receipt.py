@@ -2,7 +2,7 @@
 
     crew 0 ─ receipt, charge ─┐
     crew 1 ─ receipt, charge ─┼─▶ `together`   amounts are sums of charges, each rounded once; times those of the
-    crew 2 ─ no receipt, charge ┘              slowest; what is said of one node has its name
+    crew 2 ─ no receipt, charge ┘              slowest; notes of one node have its name
 
 What was used and costs is the ledger's to say, for each crew by the reason of the whole: a node that was told to end
 does not know whether that is billed. A device is free when the node that has it says so, and of one that says nothing

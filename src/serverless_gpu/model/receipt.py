@@ -205,7 +205,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     nodes: tuple[str, ...] = ()
 
     def rows(self) -> dict[str, str]:
-        """Return what there is to say, by label; what is not known, or nothing worth saying, is left out."""
+        """Return the rows by label, without those that are unknown or say nothing."""
         is_run = self.runs is None
         start = "warm start" if self.warm else "cold start"
         if self.warm_reason:

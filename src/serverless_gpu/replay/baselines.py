@@ -1,4 +1,4 @@
-"""Schedulers to compare with, as papers and other systems have them; each knows only what is said here.
+"""Schedulers to compare with, as papers and other systems have them; each knows only what stands here.
 
     fifo        in the order of arrival; the first that does not fit holds up all others          no job is stopped
     first-fit   in the order of arrival; what does not fit is skipped                             no job is stopped

@@ -28,7 +28,7 @@ _SHAPE = re.compile(r"(\d{1,6})\s*[x×]\s*(\d{1,6})", re.ASCII)
 _BYTES_MAX = 1 << 20
 _NODES_MAX = 100_000
 GANG_GPUS = 8
-"""Jobs of so many GPUs are told apart as gangs, unless the cluster says how many its nodes have."""
+"""Jobs of so many GPUs count as gangs, unless the cluster says how many its nodes have."""
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=_NODES_MAX)]
 Weight = Annotated[float, msgspec.Meta(gt=0)]

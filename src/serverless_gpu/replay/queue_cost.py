@@ -44,7 +44,7 @@ class QueueOutcome(msgspec.Struct, frozen=True, kw_only=True):
 def queues(
     uses: Sequence[GpuUse], rates: GpuRates, sizes: Iterable[int], *, waiting: int | None = None
 ) -> tuple[QueueOutcome, ...]:
-    """Return what comes of pools of some sizes, as far as a run fits into them.
+    """Return the outcome of pools of some sizes, as far as a run fits into them.
 
     `waiting` is micros for one hour of one GPU; None for unpriced. Looks at the `SIZES_MAX` smallest pools.
     """

@@ -46,7 +46,7 @@ Progress = Callable[[int, int], None]
 """Receives, now and then, how many jobs have ended, and of how many."""
 
 Durations = Literal["unknown", "learned", "known"]
-"""What the scheduler is told of how long jobs take."""
+"""The durations that the planner is given."""
 
 _NS = 1_000_000_000
 _ROUNDS_MAX = 100  # decisions at one moment, each of which stops a run

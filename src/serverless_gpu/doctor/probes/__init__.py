@@ -1,4 +1,4 @@
-"""Looking at this machine, thinly and bounded: what comes back are facts, or why there are none.
+"""Probes of this machine, thin and bounded: each returns facts, or the reason why it has no facts.
 
     threads     home · runs · agent, cgroups · server · pool · tracking · kernel · limits · network  (a disk may hang)
     processes   NVML · mounts · what is installed · what importing it does        (these crash and hang by nature)

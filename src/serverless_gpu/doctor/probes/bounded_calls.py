@@ -1,4 +1,4 @@
-"""Bounded calls: several looks at once, in threads or processes, none of which keeps the others from ending.
+"""Bounded calls: several looks at once, in threads or processes; no look keeps the others from ending.
 
 A look in a process of its own may crash, hang or write what it likes, and only that look is lost.
 """

@@ -53,7 +53,7 @@ _FINE = b"fine"
 
 
 def look_at_home(environ: Mapping[str, str]) -> HomeFacts:
-    """Return what there is to say about the home directory."""
+    """Return facts about the home directory."""
     try:
         home = find_home(environ)
     except StorageError as error:

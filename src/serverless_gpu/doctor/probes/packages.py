@@ -124,7 +124,7 @@ def _broken() -> tuple[list[dict[str, str]], str]:
                 there = _version(requirement.name)
                 if there and requirement.specifier.contains(there, prereleases=True):
                     continue
-            except (ValueError, KeyError):  # an invalid requirement or version is somebody else's trouble
+            except (ValueError, KeyError):  # an invalid requirement or version is another check's trouble
                 continue
             wanted = f"{requirement.name}{requirement.specifier}"
             found.append({"package": name, "version": version, "requirement": wanted, "found": there})

@@ -1,6 +1,6 @@
 """Probes of servers: the one that remote calls go to, the Ray of a pool on this machine, and MLflow's.
 
-Failure cases: no server is configured (fine), its file cannot be used, nobody listens, something else answers, the
+Failure cases: no server is configured (fine), its file cannot be used, no process listens, another program answers, the
 token is not taken, the role may not look at nodes; no pool, or its processes are another user's, or end meanwhile. What
 was learned until then is kept. Ray is not asked: everything comes from files of ours and from /proc. Each of MLflow's
 servers has two seconds to answer; nothing is imported or started.
@@ -342,7 +342,7 @@ def _away(uri: str) -> str:
     try:
         with urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=_ANSWER_S):
             return ""
-    except urllib.error.HTTPError as error:  # 401 of a proxy that wants a name: somebody is there
+    except urllib.error.HTTPError as error:  # 401 of a proxy that wants a name: it answers
         error.close()
         return "" if error.code < 500 else f"HTTP {error.code}"
     except (OSError, ValueError) as error:

@@ -301,7 +301,7 @@ class OversizedRuns(msgspec.Struct, frozen=True, kw_only=True):
     slower: float | None = None
 
     def text(self) -> str:
-        """Return what there is to say, in words."""
+        """Return the finding in words."""
         if self.verdict == "cpu":
             return f"this is CPU work: GPUs worked {self.busy_percent:.1f} % of the time"
         assert self.peak_memory_bytes is not None
@@ -397,7 +397,7 @@ def formulas(advice: Advice) -> dict[str, str]:
 
 
 def formulas_of_queues() -> dict[str, str]:
-    """Return the formulas of pools that send nobody on demand."""
+    """Return the formulas of pools without on-demand GPUs."""
     return {
         "GPU time waited": "the sum over all runs of hours waited × GPUs, in a replay of them on so many GPUs: "
         "in the order in which they were asked for, what does not fit is skipped, nobody is stopped",

@@ -57,7 +57,7 @@ LOOK_S = 5.0
 LONGER = 1.25
 """How much longer than the longest of its earlier runs a run may take before it holds as any other."""
 WARN_AT = (80, 95)
-"""Per cent of a limit at which that is said, once in a period."""
+"""Per cent of a limit at which a warning goes out, once in a period."""
 FULL = 100
 CLOSED = 101
 """Mark of a hard budget that has stopped runs since it could not pay for their next minute; its per cent are others."""

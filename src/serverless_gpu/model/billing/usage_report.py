@@ -326,7 +326,7 @@ def unit_for(most_ms: int) -> UsageUnit:
 
 
 def time_in(unit: UsageUnit, ms: int) -> str:
-    """Return milliseconds with two decimals; what is there and less than that does not look like nothing."""
+    """Return milliseconds with two decimals; a smaller amount does not look like 0."""
     if 0 < ms < unit.ms // 200:
         return "<0.01"
     hundredths = (2 * ms + unit.ms // 100) // (2 * (unit.ms // 100))

@@ -92,7 +92,7 @@ class CrewSilent(msgspec.Struct, frozen=True):
 class GangWatch(msgspec.Struct, frozen=True, kw_only=True):
     """The known progress of a gang."""
 
-    # Crews of which nothing was heard for a while, by number; the others are at work.
+    # Crews whose ranks were silent for a while, by number; the others are at work.
     silent: Mapping[int, CrewSilent] = msgspec.field(default_factory=dict)
     watch: RunProgress = RunProgress(since_ns=0, seen_ns=0)  # warnings so far; its looks are the nodes'
     ask: InspectionRequest | None = None  # what crews are to look for

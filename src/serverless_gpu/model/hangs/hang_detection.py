@@ -8,7 +8,7 @@
 What lives here: values and decisions. What must not: clocks, signals, /proc, files; `node/supervisor/hang_watchdog.py`
 takes the looks and carries out what is decided.
 
-Silence is no proof: many programs train for hours without a word. So before anything is said the ranks are looked at,
+Silence is no proof: many programs train for hours without a word. So before any warning the ranks are inspected,
 `_LOOKS` times over a window that ends with the limit. A rank *moves* when it was seen in two places, or when it used
 its CPU. Ranks on several GPUs may wait for each other in a busy loop in C, so there CPU counts only where the main
 thread ran Python code between two looks: a program that waits for its GPU at one line nearly all the time is seen

@@ -144,7 +144,7 @@ class Meaning(msgspec.Struct, frozen=True):
     # Whether another attempt may be made without the user having asked for retries: nothing of theirs ran.
     may_retry: bool
     is_billed: bool  # whether the time counts as use; faults of the platform do not
-    sentence: str  # what a person is told
+    sentence: str  # the message for people
 
 
 MEANINGS: Mapping[Reason, Meaning] = {
@@ -227,7 +227,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     grace_ns: int = 30_000_000_000
     failure_grace_ns: int = 2_000_000_000  # the same when another rank failed
     start_ns: int = 300_000_000_000  # from the placement to the first user byte
-    hang_warning_ns: int | None = 600_000_000_000  # without a sign of progress until that is said, or None for never
+    hang_warning_ns: int | None = 600_000_000_000  # without a sign of progress until a warning, or None for never
     hang_timeout_ns: int | None = None  # without a sign of progress until the run is ended, or None for never
 
     def stop_grace_ns(self) -> int:

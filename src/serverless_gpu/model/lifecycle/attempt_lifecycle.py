@@ -416,7 +416,7 @@ _TEXT_MAX = 200
 class LossEvidence(msgspec.Struct, frozen=True, kw_only=True):
     """Evidence about a supervisor's death that its run could not have written."""
 
-    boot_id: str  # of the boot in which the attempt's facts were written; "" where there are none
+    boot_id: str  # of the boot in which the attempt's facts were written; "" without facts
     boot_id_now: str
     pid: int | None = None  # of the supervisor; None where it is not known
     is_memory_limited: bool = False  # whether the run had a memory limit of its own
@@ -424,7 +424,7 @@ class LossEvidence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def judge_loss(evidence: LossEvidence) -> tuple[Reason, str]:
-    """Return the reason with which the attempt ends, and the evidence in words; "" where there is none."""
+    """Return the reason with which the attempt ends, and the evidence in words, or ""."""
     boots = {evidence.boot_id, evidence.boot_id_now}
     if len(boots) == 2 and not boots & {"", UNKNOWN_BOOT}:
         return Reason.SUPERVISOR_LOST, "the machine has restarted since"

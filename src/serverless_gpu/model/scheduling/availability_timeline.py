@@ -64,7 +64,7 @@ class DeviceTimeline:
         return next((start for start in starts if self._at(start) < count), math.inf)
 
     def take(self, count: int, end: float) -> None:
-        """Note that somebody has devices from now until `end`, infinite where unknown."""
+        """Note that a run has devices from now until `end`, infinite where unknown."""
         self._free -= count
         self._earliest.clear()
         if not math.isinf(end):
@@ -197,7 +197,7 @@ class HeldDevices:
         self._guess_ns = 0.0
 
     def guess(self, now_ns: int, medians: Medians) -> float:
-        """Return when it likely gives them back, by what others of its size did where nobody can say."""
+        """Return when it likely gives them back; where unknown, by what others of its size did."""
         if not math.isinf(self.likely_ns):
             return self.until(now_ns)[0]
         if self._guess_ns <= now_ns:

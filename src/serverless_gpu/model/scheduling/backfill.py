@@ -3,7 +3,7 @@
     promise   it is known when those who are there leave: the node, or nodes, that likely have enough first
               told as a latest time (`is_bound`) ─▶ it stays over passes, wherever the order of the queue has moved:
               `again`; no run of its class or a lower one makes it later. A higher class may: then it is promised again
-    suppose   unknown: the same by a guess; it moves when the guess was wrong, and no time is told
+    suppose   unknown: the same by a guess; it moves when the guess was wrong, and no time is shown
     keep      whatever gets free where it lacks the fewest devices
 
 Everything is entered in books of nodes (`availability_timeline.py`), which last for a pass.
@@ -117,7 +117,7 @@ class ReservationSearch:
         likely, bound = self._together(needs)
         told = math.inf if promised.at_ns is None else promised.at_ns
         if bound > max(told, self._now_ns + OVERDUE_NS) + _SLACK_NS:
-            return None  # somebody of a higher class took some of it
+            return None  # a run of a higher class took some of it
         self._enter(needs, min(likely, bound), bound)
         at_ns = math.ceil(min(told, bound))
         return msgspec.structs.replace(promised, at_ns=at_ns, likely_ns=_learned(likely, at_ns))
@@ -211,7 +211,7 @@ class ReservationSearch:
     def _of_group(
         self, group: NodeGroup, gpu_type: str, count: int | None, *, is_part: bool = False
     ) -> Iterator[PartReady]:
-        """Yield a group's nodes of which nothing is kept, in the order in which so many devices are free.
+        """Yield a group's nodes without kept devices, in the order in which so many devices are free.
 
         `count` None means a whole node, and 0 for a part of a gang all that the node has to give.
         """
@@ -264,7 +264,7 @@ class ReservationSearch:
         return best
 
     def _with_part(self, kind: Kind, needs: list[Need], count: int) -> list[Need]:
-        """Return whole nodes and the part that is had first beside them; nothing where there is none."""
+        """Return whole nodes and the part that is had first beside them; nothing without any."""
         taken = {need[0].node.id for need in needs}
         for likely, bound, _, _, node_id, where in self._merged(kind, count):
             if node_id not in taken:

@@ -167,7 +167,7 @@ class Capacity:
             place.group.index[gpu_type].remove(place, place.free[gpu_type], place.usable(gpu_type))
 
     def change(self) -> None:
-        """Find out anew what is in reach of whom."""
+        """Forget what each shape may reach: it is found again when asked."""
         self._reaches.clear()
         self.is_plain = all(group.is_plain for group in self.groups.values())
 
@@ -398,7 +398,7 @@ class Index:
         self.totals = Counter[int]()
 
     def add(self, place: NodeDevices, free: int, usable: int) -> None:
-        """Enter a node of which so many devices are free, of those that there are to give."""
+        """Enter a node with so many free devices, of those that it can give."""
         if free <= 0:
             return
         self.free += free
@@ -484,14 +484,14 @@ class NodeGroup:
         return order.rows(now_ns)
 
     def first(self, gpu_type: str, count: int, books: Container[tuple[str, str]]) -> NodeDevices | None:
-        """Return the first node by name that is large enough, is there, and of which nothing is promised."""
+        """Return the first node by name that is large enough, is there, and has no promises."""
         for _, node_id, place in self.order:
             if place.node.total[gpu_type] >= count and not place.node.away and (node_id, gpu_type) not in books:
                 return place
         return None
 
     def types(self) -> list[str]:
-        """Return the types of which there is something."""
+        """Return the types that have devices."""
         return sorted(name for name, index in self.index.items() if index.totals)
 
     def rank(self, terms: PoolTerms, wanted: QueuedRun, pool: Pool | None, now_ns: int) -> int | None:
@@ -545,7 +545,7 @@ class NodeDevices:
         )
 
     def guessed(self, gpu_type: str, count: int, now_ns: int, medians: Medians) -> Readiness:
-        """Return when so many devices are free by a guess; at the latest, nobody can say."""
+        """Return when so many devices are free by a guess; the latest time is unknown."""
         missing = count - self.free[gpu_type]
         if missing <= 0:
             return now_ns, math.inf, math.inf
@@ -559,7 +559,7 @@ Readiness = tuple[float, float, float]
 
 
 def _expires(held: Iterable[HeldDevices], ends: Iterable[float], now_ns: int) -> float:
-    """Return when somebody takes longer than was thought: with the time where somebody is over the limit already."""
+    """Return when an estimate expires: at the next moment where a run is over its limit, else at the first end."""
     is_over = any(one.bound_ns <= now_ns for one in held)
     return now_ns + 1 if is_over else min(ends, default=math.inf)
 

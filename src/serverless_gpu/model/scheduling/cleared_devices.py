@@ -122,7 +122,7 @@ class Clearing:
         return True
 
     def take_back(self) -> None:
-        """Have nobody leave whom this pass, which is over, has asked: the next one asks anew, of what there is then.
+        """Withdraw what this pass, which is over, has asked of others: the next one asks again, by what is there then.
 
         All of it, also what was for those who still wait: some of them count on who was asked for others.
         """
@@ -136,7 +136,7 @@ class Clearing:
                 del state.reservations[run_id]
 
     def _is_guest_soon(self, wanted: QueuedRun, ask: TimedShape) -> bool:
-        """Return whether there is room for it as a guest: it has that in the next round, and nobody has to leave."""
+        """Return whether there is room for it as a guest: it gets it in the next round, and no run has to leave."""
         if self._is_last:
             return False
         if self._claims is None:
@@ -192,7 +192,7 @@ class Clearing:
                 yield where, name
 
     def _order(self, group: NodeGroup, gpu_type: str, *, is_whole: bool) -> list[Row]:
-        """Return the nodes of a group where somebody could leave, those that lack the fewest devices first."""
+        """Return the nodes of a group that some run could leave, those that lack the fewest devices first."""
         counts = self._state.capacity.leavers.counts
 
         def look(where: NodeDevices, _now_ns: int) -> tuple[Row | None, float]:
@@ -210,7 +210,7 @@ class Clearing:
         return sorted(several, key=lambda entry: (*entry[0].entry[:2], entry[1]))
 
     def _site(self, where: NodeDevices, gpu_type: str, ask: TimedShape) -> Site | None:
-        """Return a node with those who are there; None where somebody waits for what gets free by itself."""
+        """Return a node with those who are there; None where a run waits for what gets free by itself."""
         capacity, count = self._state.capacity, ask.shape.gpus
         book = capacity.books.get((where.node.id, gpu_type))
         if book is not None and not all(run_id in self._state.clearing for run_id, _ in book.names):
@@ -285,7 +285,7 @@ def _has_room(group: NodeGroup, types: tuple[str, ...], wanted: QueuedRun) -> bo
 
 
 def close_to_guests(state: PlannerState) -> list[NodeGroup]:
-    """Let nobody in who has no right to be on a node; return groups of nodes that may have guests."""
+    """Close nodes to runs without a right to be there; return groups of nodes that may have guests."""
     hosts = [group for group in state.capacity.groups.values() if _has_guests(group, state)]
     for group in hosts:
         group.claim = FULL_CLAIM
@@ -293,7 +293,7 @@ def close_to_guests(state: PlannerState) -> list[NodeGroup]:
 
 
 def open_to_guests(state: PlannerState, hosts: list[NodeGroup]) -> bool:
-    """Let guests in where nobody waits who has more right to be there, and could be there.
+    """Let guests in where no run waits that has more right to be there, and could be there.
 
     Returns whether more guests may come than before, and a waiting run could be one.
     """

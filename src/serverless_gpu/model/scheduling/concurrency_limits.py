@@ -10,7 +10,7 @@ of the queue: the first that does not fit is not passed by those behind it, or a
 want different devices may both be let through where there is room for one; `is_full` is asked once more when one of
 them is placed.
 
-Values only. Which runs there are, and what budgets have left, is said by `server/scheduling/queue_snapshot.py`.
+Values only. `server/scheduling/queue_snapshot.py` gives the runs, and what budgets have left.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def is_full(cap: int | None, used: int, count: int) -> bool:
 
 
 class _Counting:
-    """Devices that are counted for somebody under a policy, while the queue is gone through.
+    """Devices counted for a user under a policy, while the queue is read.
 
     What was let through is counted for those behind it that want the same kind of devices, of the same pool: whoever
     waits for other devices may start long before it. What both together may not have is found when they are placed.

@@ -77,9 +77,9 @@ def over_after_s(elapsed_s: float, *, expected_s: float | None, limit_s: float |
 
 
 class Medians:
-    """How long runs had their devices, by how many they had: what is guessed of one that nobody knows anything about.
+    """How long runs had their devices, by how many they had: the guess for a run without any history.
 
-    Good enough to order what can be had when; nothing that is told to anybody rests on it.
+    Good enough for an order of what gets free when; no time that is shown rests on it.
     """
 
     def __init__(self) -> None:

@@ -95,11 +95,11 @@ class Fairness:
             account.value, account.at_ns = values.get(key, 0.0), at_ns
 
     def begin(self, run_id: str, wanted: QueuedRun, gpus: float, since_ns: int) -> None:
-        """Count devices that somebody has, from when they got them; `settle` does it."""
+        """Count devices that a run has, from when they got them; `settle` does it."""
         self._begun[run_id] = ((team_of(wanted), wanted.owner), gpus, since_ns)
 
     def place(self, run_id: str, wanted: QueuedRun, gpus: float) -> None:
-        """Count devices that somebody gets now, and charge the advance until they give them back."""
+        """Count devices that a run gets now, and charge the advance until they give them back."""
         key = (team_of(wanted), wanted.owner)
         advance = gpus * self._policy.entry_penalty_s
         self._held[run_id] = (key, gpus, self._now_ns, advance)

@@ -491,7 +491,7 @@ class ClassPass:
 
 
 def _as_told(reservation: Reservation) -> Reservation:
-    """Return what is kept over passes: the latest time. What is likely is worked out anew in each."""
+    """Return what is kept over passes: the latest time. Likely times are computed again in each."""
     return msgspec.structs.replace(reservation, likely_ns=None)
 
 

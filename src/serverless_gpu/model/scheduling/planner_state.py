@@ -63,7 +63,7 @@ class PlannerState:
         self.reservations.clear()
 
     def guarded_ns(self, now_ns: int, *, times: int = 1) -> float:
-        """Return since when somebody has to have waited to be next of all, or for several times as long."""
+        """Return since when a run has to have waited to be next of all, or for several times as long."""
         return now_ns - times * self.policy.guard_s * _S
 
     def score(self, ask: TimedShape, queued_ns: int, now_ns: int) -> float:

@@ -120,7 +120,7 @@ def may_use(wanted: QueuedRun, node: Node, terms: PoolTerms, now_ns: int) -> boo
 
 
 def standing(wanted: QueuedRun, node: Node, terms: PoolTerms) -> tuple[bool, bool]:
-    """Return how far a run is from having a right to be on a node: whoever has less pushes out whoever has more.
+    """Return how far a run is from having a right to be on a node: the nearer run pushes out the farther one.
 
     Returns whether it is a guest of the node's owner, and whether it borrows from the pool.
     """
@@ -197,7 +197,7 @@ class _Search:
         return [candidate for level, candidate in self._askable(site) if level >= self.highest]
 
     def _askable(self, site: Site) -> list[tuple[int, _Candidate]]:
-        """Return who may be asked on a site, with their class; whoever leaves by right counts as below all classes."""
+        """Return who may be asked on a site, with their class; those that leave by right count as below all classes."""
         known = self._known.get(id(site))
         if known is not None:
             return known[1]
@@ -285,7 +285,7 @@ class _MultiNodeSearch:
         return _clear(self._search, site)
 
     def _take(self, plan: _Plan) -> set[str]:
-        """Choose a node; return those where somebody who leaves it was, too."""
+        """Choose a node; return those where a run that leaves it was, too."""
         self._chosen.append(plan)
         self._left -= plan.site.need
         del self._rest[plan.site.node.id]

@@ -167,7 +167,7 @@ class Arrived(msgspec.Struct, frozen=True):
 
 
 class DevicesTaken(msgspec.Struct, frozen=True):
-    """A run has devices: what is found at the start, or was placed by somebody else, or is leaving now."""
+    """A run has devices: what is found at the start, or was placed by another planner, or is leaving now."""
 
     running: RunningRun
 
@@ -191,7 +191,7 @@ class NodeGone(msgspec.Struct, frozen=True):
 
 
 class PoolSeen(msgspec.Struct, frozen=True):
-    """A pool is there, as it is now; a pool that nobody spoke of is an on-demand one."""
+    """A pool is there, as it is now; an unknown pool is an on-demand one."""
 
     pool: Pool
 
@@ -244,7 +244,7 @@ class Preemption(msgspec.Struct, frozen=True, kw_only=True):
 
     run_id: str
     for_run: str
-    sentence: str  # what its owner is told
+    sentence: str  # the message to its owner
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):

@@ -137,7 +137,7 @@ def estimate(state: PlannerState, wanted: QueuedRun, now_ns: int) -> StartEstima
 
 
 def _unknown(state: PlannerState, wanted: QueuedRun, ask: TimedShape, ahead: list[tuple[QueuedRun, QueueLine]]) -> str:
-    """Return why nobody can say when devices get free."""
+    """Return why it is unknown when devices get free."""
     if next(iter(gang_placement.usable(state.capacity, wanted, ask, state.now_ns)), None) is None:
         closed = _Explained(state, wanted, ask, state.now_ns).wait(0)
         return closed.words or "no node that would do may be used now"
@@ -228,7 +228,7 @@ class _Order:
         return (wanted.priority, True, *shares, score, queued_ns, wanted.run_id)
 
     def count(self, line: QueueLine, mine: Rank) -> int:
-        """Return how many of a line are before somebody."""
+        """Return how many of a line are ahead of a run."""
         if self.rank(line, 0) >= mine:
             return 0
         if self.rank(line, -1) < mine:

@@ -3,8 +3,8 @@
     needs 8 H100 on one node; 5 free on n3; alice/bert-ft holds 3 until 14:20 at the latest; you are 2nd
     └─ what ───────────────┘  └─ where ──┘  └─ for whom ──────── until when ──────────────┘  └─ place ─┘
 
-"until 14:20 at the latest" is declared (`timeout`), "until about 14:20" is learned from earlier runs; where nobody can
-say, nothing is said. A latest time is rounded up to the minute, so that it holds as it is read. A sentence has a bound:
+"until 14:20 at the latest" is declared (`timeout`), "until about 14:20" is learned from earlier runs; an unknown
+time is left out. A latest time is rounded up to the minute, so that it holds as it is read. A sentence has a bound:
 no more than three are named of anything. Here are also the messages about principals that share one operating-system
 user.
 """

@@ -287,7 +287,7 @@ def test_cpu_slots_are_what_their_ranks_use(monkeypatch: pytest.MonkeyPatch, tmp
     slots = cpu_slots(2)
     machine = MachineSampler(tmp_path)
     looks = {("a:1", 0): RankUsage(250.0, 10, (1,)), ("a:1", 1): RankUsage(30.0, 20, (2,))}
-    monkeypatch.setattr(RankSampler, "look", lambda _processes, at_ns, roots: looks)
+    monkeypatch.setattr(RankSampler, "sample", lambda _processes, at_ns, roots: looks)
     look = machine.sample(wanted({"a:1": (slots, {0: 1, 1: 2})}), 1)
     assert look.gpus == {"CPU-0": GpuSample(100.0, 10), "CPU-1": GpuSample(30.0, 20)}
     assert look.ranks["a:1"][0] == RankSample(0, 250.0, 10)
