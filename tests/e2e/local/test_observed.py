@@ -108,7 +108,7 @@ def test_a_run_is_observed_from_its_launch_to_its_receipt(
         "MLFLOW_DISABLE_TELEMETRY": "true",
     }
     assert [m for m in heard if isinstance(m, protocol.Tracked)] == [protocol.Tracked(run_id="m1", url=TRACKED.url)]
-    assert protocol.Waiting(sentence="12 points dropped") in heard
+    assert protocol.WaitingNote(sentence="12 points dropped") in heard
     receipt = receipt_of(heard)
     assert (receipt.tracked, receipt.notes) == (TRACKED.url, ("12 points dropped",))
     assert [(use.samples, use.uuid) for use in receipt.uses] == [(40, uuid) for uuid in receipt.gpus]

@@ -151,12 +151,12 @@ class Going:
         assert self.run is not None
         return self.first.home.attempt(self.run.id, 1)
 
-    def _greeting(self) -> protocol.Snapshot | None:
+    def _greeting(self) -> protocol.AttemptSnapshot | None:
         assert self.run is not None
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock, contextlib.suppress(OSError):
             sock.connect(str(self.first.home.sockets() / f"{self.run.id}.sock"))
             received = protocol.receive(Channel(sock))
-            if received is not None and isinstance(received[0], protocol.Snapshot):
+            if received is not None and isinstance(received[0], protocol.AttemptSnapshot):
                 return received[0]
         return None
 

@@ -272,7 +272,7 @@ class RemoteRun(RunSource):
 
     def _take_state(self, message: StateMessage) -> None:
         if message.fence > self._fence > 0:
-            self._pending.append(protocol.Waiting(sentence=f"attempt {message.fence} of run {self.run_id}"))
+            self._pending.append(protocol.WaitingNote(sentence=f"attempt {message.fence} of run {self.run_id}"))
         self._turn_to(message.fence, message.node)
         self._tell_tracked(message.tracked)
         if message.state is State.QUEUED and message.at_ns:
@@ -293,13 +293,13 @@ class RemoteRun(RunSource):
         if state is not self._told[0] or not sentence:
             waiting = sentence if state is not State.QUEUED else ""  # the next message has it, and its start
             self._pending.append(
-                protocol.Snapshot(run_id=self.run_id, fence=self._fence, state=state, pid=0, waiting=waiting)
+                protocol.AttemptSnapshot(run_id=self.run_id, fence=self._fence, state=state, pid=0, waiting=waiting)
             )
         if sentence:
             queued_ns = self._queued_ns if state is State.QUEUED else None
             # A sentence that matters to a waiting caller is printed, any other one only shown.
             passing = state not in _SAID_IN and not sentence.startswith(NOT_SENT)
-            self._pending.append(protocol.Waiting(sentence=sentence, passing=passing, queued_ns=queued_ns))
+            self._pending.append(protocol.WaitingNote(sentence=sentence, passing=passing, queued_ns=queued_ns))
         self._told = (state, sentence)
 
     def _take_output(self, message: LogMessage) -> None:

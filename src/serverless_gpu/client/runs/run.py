@@ -478,7 +478,7 @@ class Run(Generic[R]):
         match message:
             case ConnectionNote(sentence=sentence):  # also where nothing else is shown: the caller waits
                 (self._display or TerminalDisplay(quiet=self._spec.quiet)).say(sentence)
-            case protocol.Snapshot(state=state, waiting=waiting, tracked=tracked):
+            case protocol.AttemptSnapshot(state=state, waiting=waiting, tracked=tracked):
                 self._state, self._waiting, self._queued_ns = state, waiting, created_wall_ns(self.id)
                 if tracked is not None:
                     self._take(tracked)
@@ -486,14 +486,14 @@ class Run(Generic[R]):
                 self._tracked = from_link(url, run_id)
                 if self._display is not None:
                     self._display.tracked(url)
-            case protocol.Waiting(sentence=sentence, passing=True):
+            case protocol.WaitingNote(sentence=sentence, passing=True):
                 self._waiting = sentence
                 if self._display is not None:
                     self._display.progress(sentence)
                     self._told = (self._state, sentence)
-            case protocol.Waiting(sentence=sentence, queued_ns=int(queued_ns)) if self._state is State.QUEUED:
+            case protocol.WaitingNote(sentence=sentence, queued_ns=int(queued_ns)) if self._state is State.QUEUED:
                 self._waiting, self._queued_ns = with_session_advice(sentence), queued_ns  # shown as the state is
-            case protocol.Waiting(sentence=sentence):
+            case protocol.WaitingNote(sentence=sentence):
                 self._waiting, self._queued_ns = with_session_advice(sentence), None
                 if self._display is not None and sentence:
                     self._display.say(self._waiting)

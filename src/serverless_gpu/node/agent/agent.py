@@ -244,7 +244,7 @@ class Agent:
         self._queue.append(entry)
         self._selector.register(client, selectors.EVENT_READ, lambda: self._hear_queued(entry))
         with contextlib.suppress(OSError):
-            protocol.send(client, protocol.Waiting(sentence=f"runs of this home ahead of this one: {ahead}"))
+            protocol.send(client, protocol.WaitingNote(sentence=f"runs of this home ahead of this one: {ahead}"))
 
     def _hear_queued(self, entry: tuple[protocol.Launch, Channel]) -> None:
         client = entry[1]

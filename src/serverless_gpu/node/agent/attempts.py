@@ -168,7 +168,7 @@ class Attempts:
             except (OSError, msgspec.MsgspecError):
                 sock.close()  # busy, stopped, or of another version: not ours to look after, but alive
                 continue
-            if received is None or not isinstance(received[0], protocol.Snapshot):
+            if received is None or not isinstance(received[0], protocol.AttemptSnapshot):
                 sock.close()
                 continue
             snapshot = received[0]

@@ -236,7 +236,7 @@ class Accepted(Message, frozen=True, kw_only=True, tag="accepted"):
     pid: int
 
 
-class Waiting(Message, frozen=True, kw_only=True, tag="waiting"):
+class WaitingNote(Message, frozen=True, kw_only=True, tag="waiting"):
     """Reason why the run has not started yet, or does not get on."""
 
     sentence: str
@@ -347,7 +347,7 @@ class GangNews(Message, frozen=True, kw_only=True, tag="gang_news"):
     idle: IdleVerdict | None = None
 
 
-class Snapshot(Message, frozen=True, kw_only=True, tag="snapshot"):
+class AttemptSnapshot(Message, frozen=True, kw_only=True, tag="snapshot"):
     """A supervisor's first message on its own socket; `crew` is that of a gang on several nodes."""
 
     run_id: str
@@ -382,9 +382,9 @@ AnyMessage = (
     | SessionReady
     | Standby
     | Accepted
-    | Snapshot
+    | AttemptSnapshot
     | CrewNews
-    | Waiting
+    | WaitingNote
     | Started
     | Tracked
     | Output

@@ -215,7 +215,7 @@ class BorrowedDevices:
     def _take(self, message: protocol.AnyMessage, fds: tuple[int, ...]) -> None:
         if isinstance(message, protocol.Lent):
             self.devices, self.fds = message.devices, fds
-        elif isinstance(message, protocol.Waiting):
+        elif isinstance(message, protocol.WaitingNote):
             self._sentence = message.sentence
             self._channel.sock.setblocking(False)  # the first answer comes at once, the next when something changes
         elif isinstance(message, protocol.Refused):

@@ -257,7 +257,7 @@ class Outbox:
 
     def put(self, message: protocol.Sendable) -> None:
         """Queue a message that is no output, after every notice about output before it."""
-        if isinstance(message, protocol.Waiting) and len(self._queue) >= WAITING_MAX:
+        if isinstance(message, protocol.WaitingNote) and len(self._queue) >= WAITING_MAX:
             return
         for rank in dict.fromkeys(rank for rank, _ in self._gaps):
             self._own_up(rank)

@@ -245,7 +245,7 @@ def launcher_program(plan_fd: int, channel_fd: int, inside: Path = INSIDE) -> st
 
 
 def load_inside(inside: Path = INSIDE) -> str:
-    """Return the lines of a program that load the runtime of ranks, of which nothing is installed there."""
+    """Return the lines of a program that load the runtime of ranks from its directory."""
     return _LOAD.format(init=str(inside / "__init__.py"), directory=str(inside))
 
 

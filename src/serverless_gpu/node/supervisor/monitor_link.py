@@ -236,17 +236,17 @@ class MonitorLink:
                 self._tell(protocol.Tracked(run_id=word.run_id, url=word.url))
             case messages.Untracked(sentence=sentence, final=final) if self.tracked is None:
                 if final and sentence and (self._untracked is None or not self._untracked.final):
-                    self._tell(protocol.Waiting(sentence=f"{sentence}{_FOR_GOOD}"))
+                    self._tell(protocol.WaitingNote(sentence=f"{sentence}{_FOR_GOOD}"))
                 self._untracked = word
                 if self._patience_ns() == SERVER_NS and not self._told_waiting:
                     self._told_waiting = True
                     who = "the program" if isinstance(self._launch.spec.payload, Command) else "the Ray cluster"
-                    self._tell(protocol.Waiting(sentence=_STARTING.format(who)))
+                    self._tell(protocol.WaitingNote(sentence=_STARTING.format(who)))
             case messages.AttemptSample(uses=uses, busy=busy):
                 self.uses = uses
                 self.on_seen(busy)
             case messages.UserSentence(sentence=sentence, note=note):
-                self._tell(protocol.Waiting(sentence=sentence))
+                self._tell(protocol.WaitingNote(sentence=sentence))
                 if note:
                     self.notes.append(sentence)
             case _:

@@ -141,7 +141,7 @@ class SessionHolder:
             self._audience.tell(protocol.SessionReady(devices=reservation.devices))
         elif sentence != self._waiting:
             self._waiting = sentence
-            self._audience.tell(protocol.Waiting(sentence=sentence))
+            self._audience.tell(protocol.WaitingNote(sentence=sentence))
 
     def _bill(self) -> None:
         """Write down which devices stand idle from now on: the others are in the accounts of runs."""
@@ -181,7 +181,7 @@ class SessionHolder:
             sentence = waiting_text(self._book, asker)
             if self._said.get(asker.run_id) != sentence:
                 self._said[asker.run_id] = sentence
-                self._borrowers[asker.run_id].send(protocol.Waiting(sentence=sentence))
+                self._borrowers[asker.run_id].send(protocol.WaitingNote(sentence=sentence))
 
     def _failed(self, book: SessionState) -> frozenset[str]:
         """Return which idle devices the driver has said something of since they were taken."""
@@ -279,7 +279,7 @@ class SessionHolder:
         if over:
             self._end(sentence)
         elif sentence:
-            self._audience.tell(protocol.Waiting(sentence=sentence))
+            self._audience.tell(protocol.WaitingNote(sentence=sentence))
         elif self._billed:
             self._account.alive(self._billed)
 
@@ -298,8 +298,8 @@ class SessionHolder:
             pauses.append(max(0.0, (wake - self._clock.boottime_ns()) / 1e9))
         return min(pauses)
 
-    def _snapshot(self) -> protocol.Snapshot:
-        return protocol.Snapshot(
+    def _snapshot(self) -> protocol.AttemptSnapshot:
+        return protocol.AttemptSnapshot(
             run_id=self._launch.run_id,
             fence=self._launch.fence,
             state=State.QUEUED if self._book is None else State.RUNNING,
@@ -320,7 +320,7 @@ class SessionHolder:
         self._ending = sentence
         self._leave_by_ns = self._clock.boottime_ns() + int(_LEAVING_S * 1e9)
         if sentence:
-            self._audience.tell(protocol.Waiting(sentence=sentence))
+            self._audience.tell(protocol.WaitingNote(sentence=sentence))
             self._account.notes.append(sentence)
 
     def _conclude(self, failure: Failure | None) -> None:

@@ -172,7 +172,7 @@ class Supervisor:
             self._meet_stem(received[0], received[1])
         elif isinstance(received[0], protocol.PreparingNote):
             self._preparing = received[0].sentence
-            self._audience.tell(protocol.Waiting(sentence=self._preparing, passing=True))
+            self._audience.tell(protocol.WaitingNote(sentence=self._preparing, passing=True))
             self._apply(Preparing())
 
     def _meet_stem(self, message: protocol.Stem, fds: tuple[int, ...]) -> None:
@@ -185,7 +185,7 @@ class Supervisor:
         self._gang = LocalGang(
             self._launch, Channel.adopt(fds[0]), self._account, message.context, checkpoints=self._checkpoints
         )
-        self._gang.on_said = lambda said: self._audience.tell(protocol.Waiting(sentence=said, lasting=True))
+        self._gang.on_said = lambda said: self._audience.tell(protocol.WaitingNote(sentence=said, lasting=True))
         self._watch(fds[0], self._hear_gang)
 
     # --- devices and start ---------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ class Supervisor:
             self._apply(GangPlaced())
         elif sentence != self._waiting:
             self._waiting = sentence
-            self._audience.tell(protocol.Waiting(sentence=sentence, queued_ns=created_wall_ns(self._launch.run_id)))
+            self._audience.tell(protocol.WaitingNote(sentence=sentence, queued_ns=created_wall_ns(self._launch.run_id)))
 
     def _begin(self) -> None:
         """Start the ranks once devices, stem and other nodes are ready, and the environment is right."""
@@ -426,9 +426,9 @@ class Supervisor:
 
     # --- watchers and output -------------------------------------------------------------------------------------
 
-    def _greet(self) -> protocol.Snapshot:
+    def _greet(self) -> protocol.AttemptSnapshot:
         self._watchdogs.idleness.heard()  # a client looks at the run
-        return protocol.Snapshot(
+        return protocol.AttemptSnapshot(
             run_id=self._launch.run_id,
             fence=self._launch.fence,
             state=self._attempt.state,
@@ -471,7 +471,7 @@ class Supervisor:
         self._apply(StopRequested(StopReason.CANCEL))
 
     def _say(self, sentence: str) -> None:
-        self._audience.tell(protocol.Waiting(sentence=sentence))
+        self._audience.tell(protocol.WaitingNote(sentence=sentence))
 
     def _drain(self, fd: int, drain: Callable[[], bool]) -> None:
         self._watchdogs.heard()

@@ -297,7 +297,7 @@ class AttemptController:
         match message:
             case protocol.Output() | protocol.Skipped():
                 self.news.learn(SOON_S)
-            case protocol.Waiting(sentence=sentence, lasting=lasting):
+            case protocol.WaitingNote(sentence=sentence, lasting=lasting):
                 self._of_itself = sentence if lasting else self._of_itself
                 self.news.learn(SOME_TIME_S, sentence=sentence)
             case protocol.Started():
@@ -307,7 +307,7 @@ class AttemptController:
                 self.news.learn(SOON_S, tracked=url)
             case protocol.CrewNews() as crew:
                 self.news.learn(AT_ONCE_S, crew=crew)
-            case protocol.Snapshot(state=state, waiting=waiting, tracked=tracked, crew=crew_news):
+            case protocol.AttemptSnapshot(state=state, waiting=waiting, tracked=tracked, crew=crew_news):
                 for word in (tracked, crew_news):
                     if word is not None:
                         self._understand(word)

@@ -20,7 +20,7 @@ from serverless_gpu.node.output.watchers import WATCHERS_MAX, Watchers
 from tests.support.golden import golden
 from tests.support.node.watchers import read_all
 
-SNAPSHOT = protocol.Snapshot(run_id="01m7", fence=1, state=State.RUNNING, pid=7)
+SNAPSHOT = protocol.AttemptSnapshot(run_id="01m7", fence=1, state=State.RUNNING, pid=7)
 
 
 @pytest.fixture

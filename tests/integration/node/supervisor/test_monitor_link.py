@@ -77,7 +77,7 @@ class Line:
 
     def sentences(self) -> list[str]:
         """Return what was told in words."""
-        return [message.sentence for message in self.told if isinstance(message, protocol.Waiting)]
+        return [message.sentence for message in self.told if isinstance(message, protocol.WaitingNote)]
 
 
 Begin = Callable[[Launch], Line]
@@ -166,8 +166,8 @@ def test_what_the_monitor_says_reaches_watchers_ranks_and_the_receipt(begin: Beg
     assert observation.hold_ns is None
     assert line.told == [
         protocol.Tracked(run_id="m1", url=TRACKED.url),
-        protocol.Waiting(sentence="1,204 points dropped"),
-        protocol.Waiting(sentence="MLflow answers again"),
+        protocol.WaitingNote(sentence="1,204 points dropped"),
+        protocol.WaitingNote(sentence="MLflow answers again"),
     ]
     assert observation.receipt_notes() == ["1,204 points dropped"]
     assert line.seen == [False]

@@ -75,7 +75,7 @@ def test_a_handle_knows_its_run_in_mlflow_from_what_it_hears(tmp_path: Path) -> 
 
 
 def test_a_handle_that_attaches_learns_it_from_the_first_words(tmp_path: Path) -> None:
-    snapshot = protocol.Snapshot(
+    snapshot = protocol.AttemptSnapshot(
         run_id="r1", fence=1, state=State.RUNNING, pid=1, tracked=protocol.Tracked(run_id=RUN, url=LINK)
     )
     run: Run[None] = Run(Heard(tmp_path, snapshot, goes_on=True), RunSpec())

@@ -155,7 +155,7 @@ def test_F49_what_came_before_a_gap_is_not_its_end() -> None:
 def test_reasons_for_waiting_are_bounded() -> None:
     box = Outbox()
     for number in range(watchers.WAITING_MAX + 10):
-        box.put(protocol.Waiting(sentence=str(number)))
+        box.put(protocol.WaitingNote(sentence=str(number)))
     box.put(STARTED)
     messages = take(box)
     assert (len(messages), messages[-1]) == (watchers.WAITING_MAX + 1, STARTED)
