@@ -1,11 +1,11 @@
 """Messages of client, agent and supervisor on one node.
 
     client ──Launch──▶ agent ──Assign + the client's socket + a stem's socket──▶ supervisor
-    client ◀──Waiting · Started · Output · Skipped · Stopped · Finished────────── supervisor
+    client ◀──WaitingNote · Started · Output · Skipped · Stopped · Finished────── supervisor
     client ──Confirm, Cancel──▶ supervisor
     uplink ──Lease──▶ supervisor                          whenever the server has answered; else the run is stopped
     supervisor ──CrewNews──▶ uplink, uplink ──GangNews──▶ supervisor      of a gang on several nodes
-    agent ──Preparing──▶ supervisor                       while the environment is being restored
+    agent ──PreparingNote──▶ supervisor                   while the environment is being restored
     supervisor ──Borrow──▶ session ──Lent + lock descriptors──▶ supervisor ──Returned──▶ session
 
 The agent gives the client's connection away. The supervisor's own socket takes the same messages: `attach`, and a new

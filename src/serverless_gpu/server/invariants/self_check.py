@@ -53,7 +53,7 @@ from serverless_gpu.server.invariants.run_invariants import History, Lendings, L
 from serverless_gpu.server.lifecycle.liveness import Presence
 from serverless_gpu.server.nodes import capacity
 from serverless_gpu.server.records import runs
-from serverless_gpu.server.scheduling.queue_snapshot import QueueSnapshot, Reading
+from serverless_gpu.server.scheduling.queue_snapshot import QueueSnapshot
 from serverless_gpu.server.scheduling.wait_reasons import WaitReasons
 from serverless_gpu.server.storage.blobs import Blobs
 
@@ -246,7 +246,11 @@ class MissedRunCheck:
         if not reading.waiting:
             return []
         planner = Planner(reading.policy)
-        planner.apply(self._everything(reading))
+        nodes = capacity.offers(reading.capacity, self._presence, capacity.now(self._settings, self._clock))
+        changes: list[Change] = [PoolSeen(pool.planned) for pool in reading.capacity.pools]
+        changes += [NodeSeen(node) for node in nodes]
+        changes += [DevicesTaken(running) for running in reading.running.values()]
+        planner.apply(changes)
         fits: dict[QueuedRun, bool] = {}
         found = []
         for run_id, wanted in reading.waiting.items():
@@ -259,13 +263,6 @@ class MissedRunCheck:
             if fits[alike] and _is_forgotten(self._sentences.wait(run_id)):
                 found.append(run_id)
         return found
-
-    def _everything(self, reading: Reading) -> list[Change]:
-        nodes = capacity.offers(reading.capacity, self._presence, capacity.now(self._settings, self._clock))
-        changes: list[Change] = [PoolSeen(pool.planned) for pool in reading.capacity.pools]
-        changes += [NodeSeen(node) for node in nodes]
-        changes += [DevicesTaken(running) for running in reading.running.values()]
-        return changes
 
 
 def _is_forgotten(wait: Wait | None) -> bool:

@@ -242,7 +242,8 @@ class _Output:
             data = self._read(place, at, min(PIECE_BYTES, size - at))
             if not data:
                 break
-            given = self._given(rank, data)
+            cost = len(data) + _LINE_COST_BYTES * data.count(b"\n")
+            given = len(data) * self._bucket(rank).take(cost, self._clock.boottime_ns()) // max(1, cost)
             if given:
                 found.append(LogMessage(fence=fence, rank=rank, stream=stream, offset=at, data=data[:given]))
             at += given
@@ -272,10 +273,6 @@ class _Output:
         if tail:
             found.append(LogMessage(fence=fence, rank=rank, stream=stream, offset=start, data=tail))
         return found
-
-    def _given(self, rank: int, data: bytes) -> int:
-        cost = len(data) + _LINE_COST_BYTES * data.count(b"\n")
-        return len(data) * self._bucket(rank).take(cost, self._clock.boottime_ns()) // max(1, cost)
 
     def _is_open(self, rank: int) -> bool:
         return self._bucket(rank).is_open(self._clock.boottime_ns())

@@ -86,7 +86,11 @@ class Feasibility:
         asked = queued_run(run, Past(second_principal=serves.is_second(run.owner)), now_ns=now_ns)
         is_decided, found = self.decide(connection, asked)
         if found is not None:
-            raise _refusal(run, found)
+            error = NoSuitableNode(f"{found.why}; the run was not queued")
+            resources = run.spec.resources
+            error.gpus, error.gpu_type, error.pool = resources.gpus, resources.gpu_type, run.pool
+            error.choices = tuple(choice.changes() for choice in found.choices)
+            raise error
         return is_decided
 
     def decide(self, connection: sa.Connection, asked: QueuedRun) -> tuple[bool, Shortage | None]:
@@ -111,14 +115,6 @@ class Feasibility:
         if not known or not here.issuperset(self._engine_nodes()):
             return False, None
         return True, found
-
-
-def _refusal(run: StoredRun, found: Shortage) -> NoSuitableNode:
-    error = NoSuitableNode(f"{found.why}; the run was not queued")
-    resources = run.spec.resources
-    error.gpus, error.gpu_type, error.pool = resources.gpus, resources.gpu_type, run.pool
-    error.choices = tuple(choice.changes() for choice in found.choices)
-    return error
 
 
 class FeasibilityCache:

@@ -156,7 +156,8 @@ class QueueSnapshot:
     ) -> None:
         known = self._known
         here = {run_id for run_id, _ in queue}
-        new = [run_id for run_id, fence in queue if not _is_as_known(known.get(run_id), fence)]
+        as_known = {run_id: entry.fence for run_id, entry in known.items() if entry.waits}
+        new = [run_id for run_id, fence in queue if as_known.get(run_id) != fence]
         for run in active:
             here.add(run.id)
             entry = known.get(run.id)
@@ -264,10 +265,6 @@ class QueueSnapshot:
             if entry.running is None or entry.running_key != key:
                 entry.running, entry.running_key = _as_running(run, having, entry.wanted, leaving_ns), key
             yield run.id, entry.running
-
-
-def _is_as_known(entry: _Entry | None, fence: int) -> bool:
-    return entry is not None and entry.waits and entry.fence == fence
 
 
 def _is_same(one: float | None, other: float | None) -> bool:

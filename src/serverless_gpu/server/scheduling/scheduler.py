@@ -215,7 +215,9 @@ class Scheduler:
         new = priced
         reason, problem = None, ""
         try:
-            new = _with_secrets(connection, self._sealer, run, new)
+            if run.spec.secrets:
+                pinned = stored_secrets.pins(connection, self._sealer, run.owner, run.team, run.spec.secrets)
+                new = msgspec.structs.replace(new, secrets_json=msgspec.json.encode(pinned).decode())
         except SecretMissing as error:
             reason, problem = Reason.SECRET_MISSING, error.message
         old = next((node.name for node in on if SECRETS not in node.hello.takes), "")
@@ -274,14 +276,6 @@ class Scheduler:
 def _on(placement: Placement, stored: Mapping[str, StoredNode]) -> list[StoredNode]:
     """Return the nodes of a placement, in its order."""
     return [stored[share.node_id] for share in placement.shares]
-
-
-def _with_secrets(connection: sa.Connection, sealer: Sealer, run: StoredRun, new: NewAttempt) -> NewAttempt:
-    """Return an attempt with the current versions of its secrets."""
-    if not run.spec.secrets:
-        return new
-    pinned = stored_secrets.pins(connection, sealer, run.owner, run.team, run.spec.secrets)
-    return msgspec.structs.replace(new, secrets_json=msgspec.json.encode(pinned).decode())
 
 
 def _end_at_once(connection: sa.Connection, run_id: str, reason: Reason, note: Note) -> TransitionResult:
