@@ -1,7 +1,7 @@
 """A session's process: holds devices between runs, and lends them to the runs of the session.
 
     owner (notebook, script) ──Launch──▶ agent ──▶ this process ◀──Borrow── supervisor of a run
-                             ◀──SessionReady, WaitingNote──┘     ──Lent───▶
+                             ◀── SessionReady, WaitingNote, Finished ──┘   ──Lent───▶
 
 Forked from the nursery like a supervisor, and independent of the agent. One thread runs one loop;
 `model/lifecycle/session.py` decides.
