@@ -51,7 +51,7 @@ class QueueViews:
         self._sentences = sentences
 
     def view(self, who: Caller, reach: str, *, limit: int, mine: bool) -> QueueView:
-        """Return those that wait, in the order in which they are looked at."""
+        """Return the waiting runs, in the order of the queue; own ones only with `mine`."""
         order = () if mine else self._sentences.order(limit)
         owner = who.name if mine else None
 
