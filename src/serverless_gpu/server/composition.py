@@ -292,6 +292,7 @@ def _nodes(r: ServerResources, lifecycle: LifecycleLayer) -> NodeLayer:
         leases=r.leases,
         presence=r.presence,
         announcer=lifecycle.announcer,
+        requeue=lifecycle.requeue,
     )
     return NodeLayer(
         node_admission=node_admission,
