@@ -20,7 +20,6 @@ from serverless_gpu.model.billing.pricing import Tariff
 from serverless_gpu.model.lifecycle.attempt import Fact, FactKind, Reason
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, UserCodeStarted
 from serverless_gpu.server.billing.charging import Charging
-from serverless_gpu.server.composition import make_charging
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.lifecycle import transitions
@@ -109,7 +108,7 @@ def in_database(url: str, quick: bool) -> Row:
         tempfile.TemporaryDirectory(prefix="sg-charges-") as home,
     ):
         database.migrate()
-        charging = make_charging(made_services(database, Path(home), clock=SystemClock()))
+        charging = made_services(database, Path(home), clock=SystemClock()).make(Charging)
         facts = _fill(database, charging, (_FACTS_QUICK if quick else _FACTS) // len(stored_facts("r", 0)))
         ticks: list[float] = []
         cpu_s, began = time.process_time(), time.perf_counter()

@@ -1,30 +1,26 @@
-"""The composition root: builds every service of the server from its resources, lowest first.
+"""The composition root: builds every service of the server from its resources.
 
-    Resources (settings, clock, database, hub, stores, state in memory) ─▶ compose ─▶ Services ─▶ make_scheduler, …
+    ServerResources (settings, clock, database, hub, stores, state in memory) ─▶ compose ─▶ Services ─▶ Services.make
 
-        LifecycleLayer ─▶ AccessLayer ─▶ NodeLayer ─▶ BillingLayer ─▶ RunLayer
-
-A service takes what it needs as keyword arguments. Only the start of the process and tests import this module.
+A service names what it needs as keyword arguments of its constructor, and gets the resource or the service of that
+name. `Services` lists the services in the order in which they are built, so each finds those that it needs. Only the
+start of the process and tests import this module.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import typing
 from collections.abc import Callable, Collection
+from typing import TypeVar
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.engines.base import Engine
-from serverless_gpu.server.audit import AuditChainWriter
-from serverless_gpu.server.billing.charging import Charging
 from serverless_gpu.server.billing.price_service import PriceService
 from serverless_gpu.server.billing.usage_reports import UsageReports
-from serverless_gpu.server.billing.usage_rollup import UsageRollup
 from serverless_gpu.server.budgets.budget_admission import BudgetAdmission
-from serverless_gpu.server.budgets.budget_enforcer import BudgetEnforcer
 from serverless_gpu.server.budgets.budget_service import BudgetService
-from serverless_gpu.server.budgets.notice_webhook import NoticeWebhook
-from serverless_gpu.server.budgets.spend_alarms import SpendAlarms
 from serverless_gpu.server.budgets.spending import Spending
 from serverless_gpu.server.core.health import ServerHealth
 from serverless_gpu.server.core.hub import Hub
@@ -32,8 +28,6 @@ from serverless_gpu.server.core.server_key import Keys, Sealer
 from serverless_gpu.server.core.server_metrics import ServerMetrics
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.environments import GarbageCollector
-from serverless_gpu.server.identity.bootstrap import FileTokens
 from serverless_gpu.server.identity.principal_service import PrincipalService
 from serverless_gpu.server.invariants.self_check import MissedRunCheck, SelfCheck
 from serverless_gpu.server.lifecycle.attempt_tokens import AttemptTokens
@@ -50,19 +44,16 @@ from serverless_gpu.server.nodes.drain import DrainService
 from serverless_gpu.server.nodes.node_admission import JoinService, NodeAdmission
 from serverless_gpu.server.nodes.node_rules import Evacuation
 from serverless_gpu.server.nodes.node_service import NodeRuleService, NodeService
-from serverless_gpu.server.operations.server_status import StateMetrics
 from serverless_gpu.server.policies import PolicyAdmission, PolicyService
 from serverless_gpu.server.pools import PoolService
 from serverless_gpu.server.runs.estimates import EstimateService
 from serverless_gpu.server.runs.queue_views import QueueViews
-from serverless_gpu.server.runs.retention import Retention
 from serverless_gpu.server.runs.run_service import RunQueries, StopService
 from serverless_gpu.server.runs.submission import QueueLimits, SubmissionService
 from serverless_gpu.server.scheduling.engine_reservations import EngineReservations
 from serverless_gpu.server.scheduling.feasibility import Feasibility, FeasibilityCache, UnsatisfiableRuns
 from serverless_gpu.server.scheduling.planner_state import PlannerSync
 from serverless_gpu.server.scheduling.queue_snapshot import QueueSnapshot
-from serverless_gpu.server.scheduling.reconciler import Reconciler
 from serverless_gpu.server.scheduling.scheduler import Preemptor, Scheduler
 from serverless_gpu.server.scheduling.wait_reasons import WaitReasons
 from serverless_gpu.server.secrets import SecretService
@@ -71,6 +62,8 @@ from serverless_gpu.server.storage.environment_store import EnvironmentStore
 from serverless_gpu.server.storage.logs import Logs
 from serverless_gpu.server.storage.upload_spool import UploadSpool
 from serverless_gpu.wire.nodes import RayPool
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,9 +119,10 @@ class ServerResources:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LifecycleLayer:
-    """Services of the lifecycle of runs: transitions, gangs, reports."""
+class Services(ServerResources):
+    """The services that handlers, loops and tests share, in the order in which they are built; and the resources."""
 
+    # The lifecycle of runs
     announcer: Announcer
     requeue: Requeue
     gang_hangs: GangHangs
@@ -137,20 +131,12 @@ class LifecycleLayer:
     attempt_tokens: AttemptTokens
     reports: ReportService
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AccessLayer:
-    """Services of principals and their secrets."""
-
+    # Principals and their secrets
     principals: PrincipalService
     owner_suspension: OwnerSuspension
     secrets: SecretService
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class NodeLayer:
-    """Services of nodes and pools."""
-
+    # Nodes and pools
     node_admission: NodeAdmission
     nodes: NodeService
     node_rules: NodeRuleService
@@ -160,11 +146,7 @@ class NodeLayer:
     agents: AgentService
     pools: PoolService
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BillingLayer:
-    """Services of usage policies, prices, usage and budgets."""
-
+    # Usage policies, prices, usage and budgets
     policy_admission: PolicyAdmission
     policies: PolicyService
     prices: PriceService
@@ -172,11 +154,7 @@ class BillingLayer:
     budget_admission: BudgetAdmission
     budgets: BudgetService
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunLayer:
-    """Services of runs: submission, scheduling, views."""
-
+    # Runs
     preemptor: Preemptor
     feasibility: Feasibility
     submissions: SubmissionService
@@ -185,399 +163,53 @@ class RunLayer:
     queue_views: QueueViews
     run_queries: RunQueries
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Services(RunLayer, BillingLayer, NodeLayer, AccessLayer, LifecycleLayer, ServerResources):
-    """Every service of the server, and the resources they share."""
+    def make(self, kind: Callable[..., T], **own: object) -> T:
+        """Build a part that is not shared: a loop, a check. `own` are the arguments that no field has."""
+        return _build(kind, vars(self), **own)
 
     @property
     def by_type(self) -> dict[type, object]:
         """Return services and resources by their class, as handlers of routes name them."""
-        hints = typing.get_type_hints(type(self))
-        return {
-            hints[each.name]: getattr(self, each.name)
-            for each in dataclasses.fields(self)
-            if isinstance(hints[each.name], type)
-        }
+        return {kind: getattr(self, name) for name, kind in kinds(type(self)).items()}
 
 
 def compose(resources: ServerResources) -> Services:
-    """Build the graph of services: each layer takes the resources and the layers below it."""
-    lifecycle = _lifecycle(resources)
-    access = _access(resources, lifecycle)
-    nodes = _nodes(resources, lifecycle)
-    billing = _billing(resources)
-    runs = _runs(resources, lifecycle, billing)
-    return Services(**vars(resources), **vars(lifecycle), **vars(access), **vars(nodes), **vars(billing), **vars(runs))
+    """Build the services, each from the resources and the services before it."""
+    parts = dict(vars(resources))
+    for name, kind in kinds(Services).items():
+        if name not in parts:
+            # The budgets stand above the principals, so what tells them of a change is passed in.
+            own = {"budgets_changed": resources.spending.change} if kind is PrincipalService else {}
+            parts[name] = _build(kind, parts, **own)
+    return Services(**parts)
 
 
-def _lifecycle(r: ServerResources) -> LifecycleLayer:
-    announcer = Announcer(hub=r.hub, looks=r.looks, measures=r.measures)
-    gang_hangs = GangHangs(
-        settings=r.settings,
-        clock=r.clock,
-        database=r.database,
-        hub=r.hub,
-        looks=r.looks,
-        gang_progress=r.gang_progress,
-        announcer=announcer,
-    )
-    rendezvous = RendezvousService(
-        settings=r.settings,
-        clock=r.clock,
-        database=r.database,
-        hub=r.hub,
-        leases=r.leases,
-        looks=r.looks,
-        presence=r.presence,
-        meetings=r.meetings,
-        announcer=announcer,
-    )
-    attempt_tokens = AttemptTokens(settings=r.settings, clock=r.clock, keys=r.keys)
-    return LifecycleLayer(
-        announcer=announcer,
-        requeue=Requeue(clock=r.clock, database=r.database, deliveries=r.deliveries, announcer=announcer),
-        gang_hangs=gang_hangs,
-        gang_reconciler=GangReconciler(clock=r.clock, database=r.database, announcer=announcer),
-        rendezvous=rendezvous,
-        attempt_tokens=attempt_tokens,
-        reports=ReportService(
-            settings=r.settings,
-            clock=r.clock,
-            database=r.database,
-            hub=r.hub,
-            logs=r.logs,
-            blobs=r.blobs,
-            leases=r.leases,
-            looks=r.looks,
-            presence=r.presence,
-            measures=r.measures,
-            announcer=announcer,
-            attempt_tokens=attempt_tokens,
-            gang_hangs=gang_hangs,
-            rendezvous=rendezvous,
-        ),
-    )
+def kinds(of: type[ServerResources]) -> dict[str, type]:
+    """Return the classes of fields, by their names, in their order; without fields that are functions."""
+    hints = typing.get_type_hints(of)
+    return {each.name: hints[each.name] for each in dataclasses.fields(of) if isinstance(hints[each.name], type)}
 
 
-def _access(r: ServerResources, lifecycle: LifecycleLayer) -> AccessLayer:
-    return AccessLayer(
-        principals=PrincipalService(
-            settings=r.settings, clock=r.clock, database=r.database, hub=r.hub, budgets_changed=r.spending.change
-        ),
-        owner_suspension=OwnerSuspension(clock=r.clock, database=r.database, announcer=lifecycle.announcer),
-        secrets=SecretService(clock=r.clock, database=r.database, sealer=r.sealer),
-    )
-
-
-def _nodes(r: ServerResources, lifecycle: LifecycleLayer) -> NodeLayer:
-    node_admission = NodeAdmission(clock=r.clock, database=r.database, presence=r.presence)
-    nodes = NodeService(
-        settings=r.settings,
-        clock=r.clock,
-        database=r.database,
-        hub=r.hub,
-        leases=r.leases,
-        presence=r.presence,
-        announcer=lifecycle.announcer,
-    )
-    return NodeLayer(
-        node_admission=node_admission,
-        nodes=nodes,
-        node_rules=NodeRuleService(clock=r.clock, database=r.database, hub=r.hub, nodes=nodes),
-        joins=JoinService(clock=r.clock, database=r.database, presence=r.presence, ray_pool=r.ray_pool),
-        drain=DrainService(clock=r.clock, database=r.database, hub=r.hub),
-        evacuation=Evacuation(
-            clock=r.clock, database=r.database, hub=r.hub, leases=r.leases, announcer=lifecycle.announcer
-        ),
-        agents=AgentService(
-            settings=r.settings,
-            clock=r.clock,
-            database=r.database,
-            hub=r.hub,
-            sealer=r.sealer,
-            looks=r.looks,
-            presence=r.presence,
-            deliveries=r.deliveries,
-            announcer=lifecycle.announcer,
-            attempt_tokens=lifecycle.attempt_tokens,
-            node_admission=node_admission,
-            reports=lifecycle.reports,
-            requeue=lifecycle.requeue,
-        ),
-        pools=PoolService(clock=r.clock, database=r.database, hub=r.hub, nodes=nodes),
-    )
-
-
-def _billing(r: ServerResources) -> BillingLayer:
-    budget_admission = BudgetAdmission(settings=r.settings, clock=r.clock, leases=r.leases, spending=r.spending)
-    return BillingLayer(
-        policy_admission=PolicyAdmission(settings=r.settings, sealer=r.sealer, environments=r.environments),
-        policies=PolicyService(clock=r.clock, database=r.database, hub=r.hub, environments=r.environments),
-        prices=PriceService(settings=r.settings, clock=r.clock, database=r.database),
-        usage_reports=UsageReports(settings=r.settings, clock=r.clock, database=r.database, leases=r.leases),
-        budget_admission=budget_admission,
-        budgets=BudgetService(
-            settings=r.settings,
-            clock=r.clock,
-            database=r.database,
-            hub=r.hub,
-            spending=r.spending,
-            budget_admission=budget_admission,
-        ),
-    )
-
-
-def _runs(r: ServerResources, lifecycle: LifecycleLayer, billing: BillingLayer) -> RunLayer:
-    feasibility = Feasibility(
-        settings=r.settings, clock=r.clock, presence=r.presence, feasible=r.feasible, engine_nodes=r.engine_nodes
-    )
-    return RunLayer(
-        preemptor=Preemptor(clock=r.clock, database=r.database, measures=r.measures, announcer=lifecycle.announcer),
-        feasibility=feasibility,
-        submissions=SubmissionService(
-            settings=r.settings,
-            clock=r.clock,
-            database=r.database,
-            hub=r.hub,
-            keys=r.keys,
-            sealer=r.sealer,
-            blobs=r.blobs,
-            environments=r.environments,
-            sentences=r.sentences,
-            waiting_room=r.waiting_room,
-            measures=r.measures,
-            feasible=r.feasible,
-            low=r.low,
-            budget_admission=billing.budget_admission,
-            feasibility=feasibility,
-            policy_admission=billing.policy_admission,
-        ),
-        stops=StopService(clock=r.clock, database=r.database, sentences=r.sentences, announcer=lifecycle.announcer),
-        estimates=EstimateService(
-            settings=r.settings,
-            clock=r.clock,
-            database=r.database,
-            leases=r.leases,
-            sentences=r.sentences,
-            budget_admission=billing.budget_admission,
-            policy_admission=billing.policy_admission,
-        ),
-        queue_views=QueueViews(settings=r.settings, clock=r.clock, database=r.database, sentences=r.sentences),
-        run_queries=RunQueries(
-            clock=r.clock,
-            database=r.database,
-            hub=r.hub,
-            logs=r.logs,
-            sentences=r.sentences,
-            unwritable=r.unwritable,
-            reports=lifecycle.reports,
-        ),
-    )
-
-
-def make_alarms(services: Services) -> SpendAlarms:
-    """Build the loop that reports unusual spending."""
-    return SpendAlarms(
-        settings=services.settings,
-        clock=services.clock,
-        database=services.database,
-        hub=services.hub,
-        measures=services.measures,
-        spending=services.spending,
-    )
-
-
-def make_chainer(services: Services) -> AuditChainWriter:
-    """Build the loop that chains entries of the audit."""
-    return AuditChainWriter(database=services.database)
-
-
-def make_charging(services: Services) -> Charging:
-    """Build the loop that charges attempts."""
-    return Charging(
-        settings=services.settings,
-        clock=services.clock,
-        database=services.database,
-        hub=services.hub,
-        measures=services.measures,
-    )
-
-
-def make_collector(services: Services) -> GarbageCollector:
-    """Build the loop that collects garbage in stores."""
-    return GarbageCollector(
-        clock=services.clock, database=services.database, blobs=services.blobs, environments=services.environments
-    )
-
-
-def make_file_tokens(services: Services, *, login: str, renewed: Callable[[], None]) -> FileTokens:
-    """Build the loop that renews tokens in files."""
-    return FileTokens(
-        settings=services.settings, clock=services.clock, database=services.database, login=login, renewed=renewed
-    )
-
-
-def make_keeper(services: Services) -> BudgetEnforcer:
-    """Build the loop that enforces budgets."""
-    return BudgetEnforcer(
-        settings=services.settings,
-        clock=services.clock,
-        database=services.database,
-        hub=services.hub,
-        measures=services.measures,
-        spending=services.spending,
-        announcer=services.announcer,
-        budget_admission=services.budget_admission,
-    )
-
-
-def make_notifier(services: Services) -> NoticeWebhook:
-    """Build the loop that posts notices to the webhook."""
-    return NoticeWebhook(
-        settings=services.settings, clock=services.clock, database=services.database, measures=services.measures
+def make_scheduler(services: Services, *, engine: Engine | None = None) -> Scheduler:
+    """Build the scheduler; without an engine, nodes join by themselves."""
+    return services.make(
+        Scheduler,
+        impossible=services.make(UnsatisfiableRuns),
+        planning=make_planning(services),
+        reserving=services.make(EngineReservations, engine=engine),
     )
 
 
 def make_planning(services: Services) -> PlannerSync:
     """Build the planner state of a scheduler."""
-    return PlannerSync(
-        settings=services.settings,
-        clock=services.clock,
-        database=services.database,
-        hub=services.hub,
-        presence=services.presence,
-        sentences=services.sentences,
-        roster=make_roster(services),
-    )
-
-
-def make_reconciler(services: Services, *, scheduler: Scheduler, engine: Engine | None = None) -> Reconciler:
-    """Build the reconciler; it returns orders through the scheduler."""
-    return Reconciler(
-        settings=services.settings,
-        clock=services.clock,
-        database=services.database,
-        hub=services.hub,
-        leases=services.leases,
-        looks=services.looks,
-        presence=services.presence,
-        deliveries=services.deliveries,
-        gang_progress=services.gang_progress,
-        announcer=services.announcer,
-        evacuation=services.evacuation,
-        gang_reconciler=services.gang_reconciler,
-        owner_suspension=services.owner_suspension,
-        rendezvous=services.rendezvous,
-        scheduler=scheduler,
-        engine=engine,
-    )
-
-
-def make_reserving(services: Services, engine: Engine | None) -> EngineReservations:
-    """Build the reservations of a scheduler with its engine."""
-    return EngineReservations(
-        database=services.database,
-        hub=services.hub,
-        deliveries=services.deliveries,
-        requeue=services.requeue,
-        engine=engine,
-    )
-
-
-def make_retention(services: Services) -> Retention:
-    """Build the loop that removes old runs and logs."""
-    return Retention(
-        settings=services.settings,
-        clock=services.clock,
-        database=services.database,
-        logs=services.logs,
-        secrets=services.secrets,
-    )
-
-
-def make_roster(services: Services) -> QueueSnapshot:
-    """Build a queue snapshot."""
-    return QueueSnapshot(
-        settings=services.settings,
-        leases=services.leases,
-        spending=services.spending,
-        budget_admission=services.budget_admission,
-    )
-
-
-def make_sampling(services: Services) -> StateMetrics:
-    """Build the source of state metrics."""
-    return StateMetrics(
-        settings=services.settings,
-        clock=services.clock,
-        database=services.database,
-        leases=services.leases,
-        presence=services.presence,
-        health=services.health,
-    )
-
-
-def make_scheduler(services: Services, *, engine: Engine | None = None) -> Scheduler:
-    """Build the scheduler; without an engine, nodes join by themselves."""
-    return Scheduler(
-        settings=services.settings,
-        clock=services.clock,
-        database=services.database,
-        hub=services.hub,
-        keys=services.keys,
-        sealer=services.sealer,
-        leases=services.leases,
-        deliveries=services.deliveries,
-        sentences=services.sentences,
-        measures=services.measures,
-        spending=services.spending,
-        announcer=services.announcer,
-        impossible=make_impossible(services),
-        planning=make_planning(services),
-        preemptor=services.preemptor,
-        reserving=make_reserving(services, engine),
-    )
-
-
-def make_second_look(services: Services) -> MissedRunCheck:
-    """Build the check for runs that the scheduler missed."""
-    return MissedRunCheck(
-        settings=services.settings,
-        clock=services.clock,
-        database=services.database,
-        presence=services.presence,
-        sentences=services.sentences,
-        roster=make_roster(services),
-    )
+    return services.make(PlannerSync, roster=services.make(QueueSnapshot))
 
 
 def make_self_check(services: Services) -> SelfCheck:
     """Build the loop that checks invariants."""
-    return SelfCheck(
-        database=services.database,
-        hub=services.hub,
-        blobs=services.blobs,
-        sentences=services.sentences,
-        measures=services.measures,
-        spending=services.spending,
-        second_look=make_second_look(services),
-    )
+    return services.make(SelfCheck, second_look=services.make(MissedRunCheck, roster=services.make(QueueSnapshot)))
 
 
-def make_impossible(services: Services) -> UnsatisfiableRuns:
-    """Build the check for runs that no node can serve."""
-    return UnsatisfiableRuns(
-        settings=services.settings,
-        clock=services.clock,
-        database=services.database,
-        sentences=services.sentences,
-        feasible=services.feasible,
-        announcer=services.announcer,
-        feasibility=services.feasibility,
-    )
-
-
-def make_folding(services: Services) -> UsageRollup:
-    """Build the loop that rolls usage up."""
-    return UsageRollup(database=services.database)
+def _build(kind: Callable[..., T], parts: dict[str, object], **own: object) -> T:
+    named = inspect.signature(kind).parameters
+    return kind(**{name: parts[name] for name in named if name not in own}, **own)

@@ -37,21 +37,16 @@ from serverless_gpu.model.access_control import NodeIdentity
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink.presence import instance_of
 from serverless_gpu.node.uplink.server import UplinkProfile
+from serverless_gpu.server.audit import AuditChainWriter
+from serverless_gpu.server.billing.charging import Charging
+from serverless_gpu.server.billing.usage_rollup import UsageRollup
+from serverless_gpu.server.budgets.budget_enforcer import BudgetEnforcer
+from serverless_gpu.server.budgets.notice_webhook import NoticeWebhook
+from serverless_gpu.server.budgets.spend_alarms import SpendAlarms
 from serverless_gpu.server.composition import (
     ServerResources,
     Services,
     compose,
-    make_alarms,
-    make_chainer,
-    make_charging,
-    make_collector,
-    make_file_tokens,
-    make_folding,
-    make_keeper,
-    make_notifier,
-    make_reconciler,
-    make_retention,
-    make_sampling,
     make_scheduler,
     make_self_check,
 )
@@ -79,13 +74,17 @@ from serverless_gpu.server.db import disk_reserve, leader_lock
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.db.high_water_mark_file import SYNC_S, Checkpoints, MarkFile
 from serverless_gpu.server.db.leader_lock import LOOK_S, LeaderLock
+from serverless_gpu.server.environments import GarbageCollector
 from serverless_gpu.server.http.auth_middleware import Authenticator
 from serverless_gpu.server.identity import uid_sharing
-from serverless_gpu.server.identity.bootstrap import FirstTokens, first_tokens, join_token
+from serverless_gpu.server.identity.bootstrap import FileTokens, FirstTokens, first_tokens, join_token
 from serverless_gpu.server.operations import restore, rotation
+from serverless_gpu.server.operations.server_status import StateMetrics
 from serverless_gpu.server.operations.sidecars import RaySidecar, mlflow_checks
 from serverless_gpu.server.records import audit, runs, stored_secrets
 from serverless_gpu.server.records.audit import SERVER, Action
+from serverless_gpu.server.runs.retention import Retention
+from serverless_gpu.server.scheduling.reconciler import Reconciler
 from serverless_gpu.server.storage.storage import LOOK_MAX, DiskLimits, open_storage, orphan_runs, orphan_sentence
 
 START_S = 60.0
@@ -209,7 +208,7 @@ def assembled(
             )
         )
         _look_after_health(services, database)
-        measures.watch(make_sampling(services))
+        measures.watch(services.make(StateMetrics))
         ProcessCollector(registry=measures.registry)
         engine: Engine | None = None
         if beside is not None:
@@ -311,7 +310,7 @@ def _looking_after(
 ) -> Iterator[None]:
     """Run the loops; the hub rings them."""
     scheduler = make_scheduler(services, engine=engine)
-    reconciler = make_reconciler(services, scheduler=scheduler, engine=engine)
+    reconciler = services.make(Reconciler, scheduler=scheduler, engine=engine)
 
     def alone(tick: Tick) -> Tick:
         def tick_alone(now_ns: int) -> int | None:
@@ -345,15 +344,15 @@ def _looking_after(
         "reserve": loop("reserve", alone(tend)),
         SCHEDULER: loop("scheduler", alone(scheduler.tick)),
         RECONCILER: loop("reconciler", alone(reconciler.tick)),
-        COLLECTOR: loop("collector", alone(make_collector(services).tick), late_s=SLOW_S),
-        RETENTION: loop("retention", alone(make_retention(services).tick), late_s=SLOW_S),
-        BUDGETS: loop("budgets", alone(make_keeper(services).tick)),
-        ALARMS: loop("alarms", alone(make_alarms(services).tick), late_s=SLOW_S),
-        NOTICES: loop("notices", alone(make_notifier(services).tick)),
-        AUDIT: loop("audit", alone(make_chainer(services).tick)),
-        LEDGER: loop("ledger", alone(make_charging(services).tick)),
-        USAGE: loop("usage", alone(make_folding(services).tick), late_s=SLOW_S),
-        "tokens": loop("tokens", alone(make_file_tokens(services, login=login(), renewed=renewed).tick)),
+        COLLECTOR: loop("collector", alone(services.make(GarbageCollector).tick), late_s=SLOW_S),
+        RETENTION: loop("retention", alone(services.make(Retention).tick), late_s=SLOW_S),
+        BUDGETS: loop("budgets", alone(services.make(BudgetEnforcer).tick)),
+        ALARMS: loop("alarms", alone(services.make(SpendAlarms).tick), late_s=SLOW_S),
+        NOTICES: loop("notices", alone(services.make(NoticeWebhook).tick)),
+        AUDIT: loop("audit", alone(services.make(AuditChainWriter).tick)),
+        LEDGER: loop("ledger", alone(services.make(Charging).tick)),
+        USAGE: loop("usage", alone(services.make(UsageRollup).tick), late_s=SLOW_S),
+        "tokens": loop("tokens", alone(services.make(FileTokens, login=login(), renewed=renewed).tick)),
         SELF_CHECK: loop("self-check", make_self_check(services).tick, late_s=SLOW_S),
     }
     if beside is not None:

@@ -279,7 +279,8 @@ def test_after_all_that_nothing_is_left(own: Path, going: Going) -> None:
     keeper = supervisor(own, going.run.id)
     processes = [keeper, agent(own), zygote(own), Process(going.stem_pid), *going.ranks]
     for process in processes:
-        process.send(signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it has died of the one before
+            process.send(signal.SIGKILL)
     for process in processes:
         process.wait_gone()
     wait_for(lambda: processes_of(own) == [] and held_locks(own) == [], "all is gone")

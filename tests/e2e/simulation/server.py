@@ -8,16 +8,13 @@ from typing import Any, TypeVar
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.engines.simulated_engine import SimulatedEngine
+from serverless_gpu.server.audit import AuditChainWriter
+from serverless_gpu.server.billing.charging import Charging
+from serverless_gpu.server.billing.usage_rollup import UsageRollup
+from serverless_gpu.server.budgets.budget_enforcer import BudgetEnforcer
+from serverless_gpu.server.budgets.spend_alarms import SpendAlarms
 from serverless_gpu.server.composition import (
     Services,
-    make_alarms,
-    make_chainer,
-    make_charging,
-    make_collector,
-    make_folding,
-    make_keeper,
-    make_reconciler,
-    make_retention,
     make_scheduler,
     make_self_check,
 )
@@ -34,6 +31,9 @@ from serverless_gpu.server.core.hub import (
     USAGE,
 )
 from serverless_gpu.server.core.loops import Loop, Tick
+from serverless_gpu.server.environments import GarbageCollector
+from serverless_gpu.server.runs.retention import Retention
+from serverless_gpu.server.scheduling.reconciler import Reconciler
 from tests.e2e.simulation.storage import Disk, Killed, Storage
 from tests.e2e.simulation.timeline import Timeline
 from tests.support.server.made import made_services
@@ -59,17 +59,17 @@ class Process:
         storage = Storage(disk, lambda: self.lives)
         self.services: Services = made_services(storage, home, clock=clock, **settings)
         scheduler = make_scheduler(self.services, engine=engine)
-        reconciler = make_reconciler(self.services, scheduler=scheduler, engine=engine)
+        reconciler = self.services.make(Reconciler, scheduler=scheduler, engine=engine)
         ticks: dict[str, Tick] = {
             SCHEDULER: scheduler.tick,
             RECONCILER: reconciler.tick,
-            COLLECTOR: make_collector(self.services).tick,
-            RETENTION: make_retention(self.services).tick,
-            BUDGETS: make_keeper(self.services).tick,
-            ALARMS: make_alarms(self.services).tick,
-            AUDIT: make_chainer(self.services).tick,
-            LEDGER: make_charging(self.services).tick,
-            USAGE: make_folding(self.services).tick,
+            COLLECTOR: self.services.make(GarbageCollector).tick,
+            RETENTION: self.services.make(Retention).tick,
+            BUDGETS: self.services.make(BudgetEnforcer).tick,
+            ALARMS: self.services.make(SpendAlarms).tick,
+            AUDIT: self.services.make(AuditChainWriter).tick,
+            LEDGER: self.services.make(Charging).tick,
+            USAGE: self.services.make(UsageRollup).tick,
             SELF_CHECK: make_self_check(self.services).tick,
         }
         for key, tick in ticks.items():

@@ -25,7 +25,7 @@ from serverless_gpu.model.hardware import parse_fake
 from serverless_gpu.model.lifecycle.attempt import StopReason
 from serverless_gpu.model.lifecycle.run_lifecycle import StopAsked
 from serverless_gpu.model.spec import Resources
-from serverless_gpu.server.composition import Services, make_reconciler, make_scheduler
+from serverless_gpu.server.composition import Services, make_scheduler
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import RECONCILER, SCHEDULER, node_key
 from serverless_gpu.server.core.loops import Tick
@@ -35,6 +35,7 @@ from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.lifecycle.transitions import Note, TransitionResult
 from serverless_gpu.server.records import events, runs
 from serverless_gpu.server.records.runs import StoredRun
+from serverless_gpu.server.scheduling.reconciler import Reconciler
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import AgentHello, AgentWelcome, Heartbeat, HeartbeatAnswer, Order, OrdersTaken, Start
 from serverless_gpu.wire.attempts import Report, ReportAnswer
@@ -115,7 +116,7 @@ class World:
         self.services = made_services(self.database, self._home, clock=self.clock, **{**self._settings, **settings})
         self.engine: Engine = SimulatedEngine(self._engine_nodes, self._reservations)
         self.scheduler = make_scheduler(self.services, engine=self.engine)
-        self.reconciler = make_reconciler(self.services, scheduler=self.scheduler, engine=self.engine)
+        self.reconciler = self.services.make(Reconciler, scheduler=self.scheduler, engine=self.engine)
         self._due: dict[str, tuple[int, int]] = {}
 
     def kill_server(self) -> None:

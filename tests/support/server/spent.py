@@ -8,7 +8,10 @@ from serverless_gpu.model.billing.budget import Period, ScopeKind
 from serverless_gpu.model.billing.pricing import Price
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Fact, FactKind, Reason, State
 from serverless_gpu.model.spec import Command, Resources
-from serverless_gpu.server.composition import Services, make_alarms, make_charging, make_keeper, make_scheduler
+from serverless_gpu.server.billing.charging import Charging
+from serverless_gpu.server.budgets.budget_enforcer import BudgetEnforcer
+from serverless_gpu.server.budgets.spend_alarms import SpendAlarms
+from serverless_gpu.server.composition import Services, make_scheduler
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.lifecycle import transitions
@@ -48,10 +51,10 @@ class Spent:
         self.agents.hello(NODE, self._hello())
         self.scheduler, self.keeper, self.charging = (
             make_scheduler(services),
-            make_keeper(services),
-            make_charging(services),
+            services.make(BudgetEnforcer),
+            services.make(Charging),
         )
-        self.alarms = make_alarms(services)
+        self.alarms = services.make(SpendAlarms)
 
     def _hello(self) -> AgentHello:
         return hello()

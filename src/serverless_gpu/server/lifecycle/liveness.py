@@ -243,10 +243,12 @@ class LivenessMonitor:
     def _look(self, run: ActiveRun, crew: ActiveCrew, now_ns: int) -> None:
         heard_ns = self._leases.last_ns(crew.id, now_ns=now_ns)
         silent_s = (now_ns - heard_ns) / 1e9
+        if silent_s > self._soft_s and self._take_back(run, crew, now_ns):
+            return
         if silent_s > crew.grace_s + self._margin_s:
             detail = f"nothing was heard of it for {silent_s:.0f} s"
             self._tell(crew, GivenUp(reason=Reason.NODE_GONE), heard_ns=heard_ns, detail=detail)
-        elif silent_s > self._soft_s and not self._take_back(run, crew, now_ns) and crew.state is not State.UNREACHABLE:
+        elif silent_s > self._soft_s and crew.state is not State.UNREACHABLE:
             self._tell(crew, Silent(), heard_ns=heard_ns)
 
     def _take_back(self, run: ActiveRun, crew: ActiveCrew, now_ns: int) -> bool:

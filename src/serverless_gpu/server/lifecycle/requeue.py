@@ -22,7 +22,7 @@ from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.lifecycle.transitions import Announcer, Note, TransitionResult
-from serverless_gpu.server.records import runs
+from serverless_gpu.server.records import crews, runs
 
 _log = logging.getLogger(__name__)
 
@@ -109,6 +109,13 @@ class Requeue:
         self._database = database
         self._deliveries = deliveries
         self._announcer = announcer
+
+    def give_back_on(self, node_id: str, why: str, *, boot_id: str | None = None) -> None:
+        """End every attempt on a node whose order has not left this process; `boot_id` limits it to that boot's."""
+        there = self._database.read(lambda connection: crews.open_on(connection, node_id))
+        for crew in there:
+            if boot_id in (None, crew.boot_id):
+                self.give_back(crew.run_id, crew.fence, why)
 
     def give_back(self, run_id: str, fence: int, why: str) -> bool:
         """End an attempt whose order has not left this process, and now never will: the run waits again.

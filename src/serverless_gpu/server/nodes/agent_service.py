@@ -129,6 +129,9 @@ class AgentService:
     def _joined(self, who: Caller, said: AgentHello) -> AgentWelcome:
         at_ns = self._clock.wall_ns()
         new_id = ambient.new_run_id()
+        before = self._database.read(lambda connection: nodes.named(connection, said.name))
+        if before is not None and _is_rebooted(said, before):
+            self._requeue.give_back_on(before.id, f"{said.name} restarted before it was told", boot_id=before.boot_id)
 
         def work(connection: sa.Connection) -> tuple[StoredNode, tuple[str, ...], list[TransitionResult], list[Gang]]:
             node, before = self._written(connection, who, said, new_id=new_id, at_ns=at_ns)
@@ -426,12 +429,16 @@ def _beaten(hello: AgentHello, said: Heartbeat) -> AgentHello:
     )
 
 
+def _is_rebooted(now: AgentHello | StoredNode, before: StoredNode) -> bool:
+    return before.machine == now.machine and before.boot_id != now.boot_id
+
+
 def _rebooted(connection: sa.Connection, node: StoredNode, before: StoredNode, *, at_ns: int) -> list[TransitionResult]:
     """Give up the crews of the boot that a machine had before this one: they are certainly over.
 
     Of another machine under the same name nothing follows: the first may be cut off, and its runs go on.
     """
-    if before.machine != node.machine or before.boot_id == node.boot_id:
+    if not _is_rebooted(node, before):
         return []
     note = Note(at_ns=at_ns, detail=f"{node.name} says it has")
     told: list[TransitionResult] = []

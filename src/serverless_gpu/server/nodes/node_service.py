@@ -24,6 +24,7 @@ from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.lifecycle.liveness import Leases, Presence
+from serverless_gpu.server.lifecycle.requeue import Requeue
 from serverless_gpu.server.lifecycle.transitions import Announcer, Note, TransitionResult
 from serverless_gpu.server.nodes import capacity, node_rules
 from serverless_gpu.server.nodes.capacity import GONE, CapacitySnapshot
@@ -60,6 +61,7 @@ class NodeService:
         leases: Leases,
         presence: Presence,
         announcer: Announcer,
+        requeue: Requeue,
     ) -> None:
         self._settings = settings
         self._clock = clock
@@ -68,6 +70,7 @@ class NodeService:
         self._leases = leases
         self._presence = presence
         self._announcer = announcer
+        self._requeue = requeue
 
     def view_nodes(self) -> list[NodeView]:
         """Return all nodes as people see them."""
@@ -91,6 +94,8 @@ class NodeService:
                 hint="say i_know_it_is_dead once somebody has looked",
             )
         at_ns = self._clock.wall_ns()
+        dead = self._database.read(lambda connection: find_node(connection, name))
+        self._requeue.give_back_on(dead.id, f"{dead.name} is dead, and was not told")
 
         def work(connection: sa.Connection) -> tuple[StoredNode, list[TransitionResult]]:
             node = find_node(connection, name)

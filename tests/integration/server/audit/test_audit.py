@@ -14,7 +14,7 @@ from serverless_gpu.cli.access import audit as cli_audit
 from serverless_gpu.errors import AuditBroken
 from serverless_gpu.model.audit_chain import ChainedEntry, ChainHead, follow
 from serverless_gpu.server.audit import AT_ONCE, BACK_S, EVERY_S, AuditChainWriter
-from serverless_gpu.server.composition import Services, make_chainer
+from serverless_gpu.server.composition import Services
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.records import audit
@@ -31,7 +31,7 @@ def write(database: Database, *subjects: str, action: Action = Action.TEAM_CREAT
 
 
 def chain_all(services: Services, clock: FakeClock) -> AuditChainWriter:
-    chainer = make_chainer(services)
+    chainer = services.make(AuditChainWriter)
     while chainer.tick(clock.boottime_ns()) == clock.boottime_ns():
         pass
     return chainer
@@ -116,7 +116,7 @@ def test_many_rows_are_chained_in_several_transactions_and_by_the_next_server(
     services: Services, database: Database, clock: FakeClock
 ) -> None:
     write(database, *(f"s{number}" for number in range(AT_ONCE + 20)))
-    chainer = make_chainer(services)
+    chainer = services.make(AuditChainWriter)
     assert chainer.tick(7) == 7
     assert database.read(audit.head).number == AT_ONCE
     chain_all(services, clock)  # another server goes on

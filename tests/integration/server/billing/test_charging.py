@@ -18,14 +18,15 @@ from serverless_gpu.model.calendars import DAY_NS
 from serverless_gpu.model.lifecycle.attempt import FactKind, Reason
 from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp
 from serverless_gpu.server.billing import charging
-from serverless_gpu.server.composition import Services, make_charging, make_retention
+from serverless_gpu.server.billing.charging import Charging
+from serverless_gpu.server.composition import Services
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.invariants.self_check import check
 from serverless_gpu.server.lifecycle import metering
 from serverless_gpu.server.records import attempts, charges, facts
 from serverless_gpu.server.records.charges import Account
-from serverless_gpu.server.runs.retention import EVERY_S
+from serverless_gpu.server.runs.retention import EVERY_S, Retention
 from serverless_gpu.testing import FakeClock
 from tests.support.golden import golden
 from tests.support.server.charged import charge_all
@@ -111,7 +112,7 @@ def test_what_is_provisional_is_made_final_before_its_run_is_removed(
     write_facts(database, run_id, used(run_id, seconds=600, until=FactKind.ALIVE))
     tell(database, run_id, GivenUp(reason=Reason.NODE_GONE), at_ns=T0 + HOUR_S * S)
     charge_all(services)
-    looking = make_retention(services)
+    looking = services.make(Retention)
     clock.advance(services.settings.retention_s + 2 * HOUR_S)
     looking.tick(clock.boottime_ns())
     assert len(rows(database, tables.runs)) == 1
@@ -128,7 +129,7 @@ def test_days_that_are_over_are_charged_while_the_attempt_goes_on(
 ) -> None:
     clock.advance((MIDNIGHT - 600 * S - T0) / S)
     run_id = begun(database, at_ns=MIDNIGHT - 600 * S)
-    loop = make_charging(services)
+    loop = services.make(Charging)
     write_facts(database, run_id, used(run_id, seconds=599, at_ns=MIDNIGHT - 600 * S, until=FactKind.ALIVE))
     charge_all(services, loop)
     clock.advance(660)
@@ -213,7 +214,7 @@ def test_where_more_cannot_be_charged_than_are_left_aside_it_is_not_tried_withou
     services: Services, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(charging, "ASIDE_MAX", 1)
-    loop, now_ns = make_charging(services), services.clock.boottime_ns()
+    loop, now_ns = services.make(Charging), services.clock.boottime_ns()
     for run_id in (begun(database), begun(database)):
         write_facts(database, run_id, used(run_id, seconds=500 * 86_400))
         end(database, run_id, at_ns=T0 + 60 * S)

@@ -13,7 +13,8 @@ from serverless_gpu.model.billing.usage_report import Amounts, DayRange
 from serverless_gpu.model.calendars import DAY_NS
 from serverless_gpu.model.lifecycle.attempt import FactKind
 from serverless_gpu.server.billing import usage_reports
-from serverless_gpu.server.composition import Services, make_charging
+from serverless_gpu.server.billing.charging import Charging
+from serverless_gpu.server.composition import Services
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.lifecycle.metering import Now
@@ -97,7 +98,7 @@ def test_days_that_are_charged_count_once_while_their_attempt_goes_on(
     run_id = begun(database, at_ns=start_ns)
     write_facts(database, run_id, used(run_id, seconds=2 * HOUR_S, at_ns=start_ns, until=FactKind.ALIVE))
     before = whole(services)
-    charging = make_charging(services)
+    charging = services.make(Charging)
     charge_all(services, charging)
     clock.advance(MIDNIGHT / 1e9 - T0 / 1e9 + 2 * HOUR_S)
     charge_all(services, charging)

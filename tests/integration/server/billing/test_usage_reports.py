@@ -18,8 +18,8 @@ from serverless_gpu.model.billing.pricing import Price
 from serverless_gpu.model.billing.usage_report import Amounts, DayRange, ReportRow
 from serverless_gpu.model.calendars import DAY_NS
 from serverless_gpu.server.billing import usage_reports
-from serverless_gpu.server.billing.usage_rollup import fold
-from serverless_gpu.server.composition import Services, make_folding
+from serverless_gpu.server.billing.usage_rollup import UsageRollup, fold
+from serverless_gpu.server.composition import Services
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
@@ -166,7 +166,7 @@ def test_charges_are_added_up_once_however_often_the_loop_is_killed(services: Se
         is_more = services.database.write(partial(fold, limit=limit))
         assert {total.currency: total.amounts for total in report(services).totals} == before
         limit += 9
-    loop = make_folding(services)
+    loop = services.make(UsageRollup)
     assert loop.tick(0) == 60 * 10**9
     services.database.write(lambda connection: ledgered.charge(connection, "new", 1, day=DAY))
     assert loop.tick(0) == 60 * 10**9 and loop.tick(0) == 60 * 10**9

@@ -14,8 +14,8 @@ from serverless_gpu.model.billing.budget import Period
 from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.spec import Command
+from serverless_gpu.server.budgets.budget_enforcer import BudgetEnforcer
 from serverless_gpu.server.budgets.spending import Spending
-from serverless_gpu.server.composition import make_keeper
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
@@ -173,7 +173,7 @@ def test_the_marks_are_said_once_whoever_looks_and_anew_when_the_budget_is_anoth
     run_id = spent.submit()
     spent.start(run_id)
     spent.go_on(85, run_id)
-    fresh = make_keeper(spent.services)  # after a start
+    fresh = spent.services.make(BudgetEnforcer)  # after a start
     fresh.tick(spent.clock.boottime_ns())
     spent.set(limit_micros=100 * UNIT)  # the same again
     fresh.tick(spent.clock.boottime_ns())

@@ -18,7 +18,7 @@ from serverless_gpu.model.billing.pricing import Price
 from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.spec import Command, Resources
 from serverless_gpu.server.budgets.notice_webhook import FIRST_PAUSE_S, OLD_S, TRIES_MAX, NoticeWebhook
-from serverless_gpu.server.composition import make_alarms, make_notifier
+from serverless_gpu.server.budgets.spend_alarms import SpendAlarms
 from serverless_gpu.server.core.settings import read_settings
 from serverless_gpu.server.core.validation import check_name
 from serverless_gpu.server.db.database import Database
@@ -71,7 +71,7 @@ def test_a_run_that_costs_far_more_than_others_of_its_name_is_told_of_once(spent
     said = f"run {run_id} uses 14,400.00 USD (usual: 3,600.00 USD) in an hour: the median of 5 earlier runs named 'fit'"
     assert alarms(spent) == [said]
     spent.go_on(61, run_id)
-    make_alarms(spent.services).tick(spent.clock.boottime_ns())  # after a start
+    spent.services.make(SpendAlarms).tick(spent.clock.boottime_ns())  # after a start
     assert alarms(spent) == [said] == alarms(spent, ALICE, "team")
     assert alarms(spent, BOB, "team") == []
     assert [sentence for _, sentence in spent.told(run_id)].count(said) == 1
@@ -169,7 +169,7 @@ def told(spent: Spent, url: str) -> NoticeWebhook:
     document = {"budget": "llm", "percent": 80, "sentence": "budget 'llm' is at 80 %"}
     at_ns = spent.clock.wall_ns()
     spent.database.write(lambda connection: budgets.add_notice(connection, NoticeKind.WARNING, document, at_ns=at_ns))
-    return make_notifier(services)
+    return services.make(NoticeWebhook)
 
 
 def test_F48_the_webhook_is_told_once_it_takes_it(spent: Spent, hook: Any) -> None:

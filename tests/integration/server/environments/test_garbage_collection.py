@@ -21,8 +21,9 @@ from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, UserCodeStarted
 from serverless_gpu.model.spec import BlobReference, Function
 from serverless_gpu.server import environments
-from serverless_gpu.server.composition import Services, make_collector
+from serverless_gpu.server.composition import Services
 from serverless_gpu.server.db.database import Database
+from serverless_gpu.server.environments import GarbageCollector
 from serverless_gpu.server.records import files, runs
 from serverless_gpu.server.records.files import StoredFile
 from serverless_gpu.server.storage import blobs
@@ -103,7 +104,7 @@ def test_parts_and_environments_that_nothing_refers_to_go(
     documents = Documents(store, clock=clock)
     used, idle = capture(documents, b"used"), capture(documents, b"idle")
     part, output = put(kept, b"idle"), put(kept, b"output")
-    collector = make_collector(kept)
+    collector = kept.make(GarbageCollector)
     days = (KEEP_S + 3 * GRACE_S) // DAY_S + 2
     add_finished(database, clock.wall_ns() + days * DAY_S * 10**9, snapshot=used.address, parts=(part, output))
     for _ in range(days):
@@ -117,7 +118,7 @@ def test_parts_and_environments_that_nothing_refers_to_go(
 
 
 def test_nothing_is_looked_at_before_it_is_time(kept: Services, clock: FakeClock) -> None:
-    collector = make_collector(dataclasses.replace(kept, database=None))  # type: ignore[arg-type]  # it is not asked
+    collector = dataclasses.replace(kept, database=None).make(GarbageCollector)  # type: ignore[arg-type]  # it is not asked
     due_ns = collector.tick(clock.boottime_ns())
     assert due_ns == clock.boottime_ns() + round(environments.FIRST_S * 1e9)
     clock.advance(environments.FIRST_S - 1)
@@ -132,7 +133,7 @@ def test_F43_a_store_that_does_not_answer_costs_one_collection_and_a_line(
             raise StoreUnavailable("no answer for 5 minutes")
 
     away = blobs.Blobs(Away(), clock=clock)
-    collector = make_collector(dataclasses.replace(kept, blobs=away))
+    collector = dataclasses.replace(kept, blobs=away).make(GarbageCollector)
     clock.advance(environments.FIRST_S)
     with caplog.at_level(logging.INFO, logger="serverless_gpu.server.environments"):
         assert collector.tick(clock.boottime_ns()) is not None

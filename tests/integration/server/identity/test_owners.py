@@ -10,11 +10,12 @@ import pytest
 
 from serverless_gpu.errors import NotAuthenticated
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
-from serverless_gpu.server.composition import Services, make_reconciler, make_scheduler
+from serverless_gpu.server.composition import Services, make_scheduler
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.http import routing
 from serverless_gpu.server.invariants import self_check
 from serverless_gpu.server.records import audit
+from serverless_gpu.server.scheduling.reconciler import Reconciler
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.access import PrincipalChange, PrincipalRequest, PrincipalView, TokenMade
 from serverless_gpu.wire.runs import RunView, StreamMessage
@@ -44,7 +45,7 @@ def api(services: Services, database: Database, clock: FakeClock) -> Iterator[Ap
 def look(services: Services) -> None:
     """Let scheduler and reconciler have a look."""
     scheduler = make_scheduler(services)
-    make_reconciler(services, scheduler=scheduler).tick(services.clock.boottime_ns())
+    services.make(Reconciler, scheduler=scheduler).tick(services.clock.boottime_ns())
     scheduler.tick(services.clock.boottime_ns())
 
 

@@ -8,11 +8,11 @@ import pytest
 import sqlalchemy as sa
 
 from serverless_gpu.errors import NotAuthenticated
-from serverless_gpu.server.composition import Services, make_file_tokens
+from serverless_gpu.server.composition import Services
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database, Transactions
-from serverless_gpu.server.identity.bootstrap import NODE, first_tokens, join_token
+from serverless_gpu.server.identity.bootstrap import NODE, FileTokens, first_tokens, join_token
 from serverless_gpu.server.records import principals
 from serverless_gpu.server.records.principals import RENEWED_BELOW_S, TOKEN_EXPIRY_S, NewToken
 from serverless_gpu.testing import FakeClock
@@ -112,7 +112,7 @@ def test_22A12_the_administrators_file_has_another_token_before_the_one_in_it_en
     services = made_services(database, tmp_path, clock=clock)
     said: list[str] = []
     path = services.settings.directory / "token"
-    tokens = make_file_tokens(services, login="root", renewed=lambda: said.append(path.read_text().strip()))
+    tokens = services.make(FileTokens, login="root", renewed=lambda: said.append(path.read_text().strip()))
     before = path.read_text().strip()
     assert tokens.tick(0) > 0 and said == []
     clock.advance(61 * 86_400)

@@ -12,10 +12,11 @@ import pytest
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.lifecycle.gang_lifecycle import Halt
 from serverless_gpu.model.lifecycle.run_lifecycle import Silent, StopAsked
-from serverless_gpu.server.composition import Services, make_reconciler, make_scheduler
+from serverless_gpu.server.composition import Services, make_scheduler
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.lifecycle.gang_reconciler import GangReconciler
+from serverless_gpu.server.scheduling.reconciler import Reconciler
 from serverless_gpu.testing import FakeClock
 from tests.support.golden import golden
 from tests.support.server.ganged import began, happened, place_met, say
@@ -50,7 +51,7 @@ def tick(services: Services, caplog: pytest.LogCaptureFixture) -> list[str]:
     """Return what a tick of the reconciler says of mended runs."""
     caplog.clear()
     with caplog.at_level(logging.ERROR, "serverless_gpu.server.lifecycle.gang_reconciler"):
-        make_reconciler(services, scheduler=make_scheduler(services)).tick(services.clock.boottime_ns())
+        services.make(Reconciler, scheduler=make_scheduler(services)).tick(services.clock.boottime_ns())
     return [record.getMessage() for record in caplog.records]
 
 
@@ -125,7 +126,7 @@ def test_it_is_found_whichever_crews_go_on(services: Services, run_id: str, monk
     """Each tick looks at gangs of which a crew goes on; at all of them every minute."""
     looked: list[object] = []
     monkeypatch.setattr(GangReconciler, "reconcile", lambda _reconciler, ids=None: looked.append(ids))
-    again = make_reconciler(services, scheduler=make_scheduler(services))
+    again = services.make(Reconciler, scheduler=make_scheduler(services))
     now_ns = services.clock.boottime_ns()
     for after_s in (0, 2, 62):
         again.tick(now_ns + after_s * S)

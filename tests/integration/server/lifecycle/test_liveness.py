@@ -9,8 +9,9 @@ import pytest
 from serverless_gpu.errors import ServerStorageFull, ServerUnavailable
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp
-from serverless_gpu.server.composition import Services, make_reconciler, make_scheduler
+from serverless_gpu.server.composition import Services, make_scheduler
 from serverless_gpu.server.db.database import Database
+from serverless_gpu.server.scheduling.reconciler import Reconciler
 from serverless_gpu.testing import FakeClock
 from tests.support.server.late import before_next_write
 from tests.support.server.reporting import clock, fact, run_id, say, services
@@ -42,7 +43,7 @@ def test_F18_an_attempt_that_reports_in_the_last_moment_is_not_given_up(
         services.leases.renew((run_id, 1, 0), now_ns=clock.boottime_ns())  # as a report does, before it reads
         return write(work)
 
-    reconciler = make_reconciler(services, scheduler=make_scheduler(services))
+    reconciler = services.make(Reconciler, scheduler=make_scheduler(services))
     with monkeypatch.context() as patched:
         patched.setattr(database, "write", write_late)
         reconciler.tick(clock.boottime_ns())

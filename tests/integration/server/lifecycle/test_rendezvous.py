@@ -17,13 +17,14 @@ from serverless_gpu.model.lifecycle.gang_lifecycle import Cause, Halt
 from serverless_gpu.model.lifecycle.rendezvous import Address, CrewReach, Tried
 from serverless_gpu.model.lifecycle.run_lifecycle import StopAsked
 from serverless_gpu.model.spec import RayCluster
-from serverless_gpu.server.composition import Services, make_roster
+from serverless_gpu.server.composition import Services
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.lifecycle import rendezvous
 from serverless_gpu.server.lifecycle.rendezvous import RendezvousStates
 from serverless_gpu.server.records import attempts, runs
 from serverless_gpu.server.records.attempts import StoredAttempt
+from serverless_gpu.server.scheduling.queue_snapshot import QueueSnapshot
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import Ending
 from tests.support.golden import golden
@@ -154,7 +155,9 @@ def test_nodes_that_do_not_reach_each_other_are_apart(
     assert database.read(lambda connection: attempts.failed_nodes(connection, [run_id])) == {}
     text = msgspec.json.encode(hello("n1")).decode()
     database.write(lambda connection: connection.execute(tables.nodes.update().values(hello_json=text)))
-    reading = database.read(lambda connection: make_roster(services).read(connection, now_ns=T0 + 20 * S, afresh=False))
+    reading = database.read(
+        lambda connection: services.make(QueueSnapshot).read(connection, now_ns=T0 + 20 * S, afresh=False)
+    )
     (one,) = reading.waiting.values()
     assert (one.apart, one.avoid) == (frozenset({("node-2", "node-1")}), frozenset())
 

@@ -12,7 +12,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
-from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, StopAsked
+from serverless_gpu.model.lifecycle.run_lifecycle import INFRA_RETRIES_MAX, AttemptEnded, StopAsked
 from serverless_gpu.server.composition import Services
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import node_key
@@ -137,6 +137,7 @@ def test_nobody_takes_the_name_of_a_node_whose_runs_may_be_going_on(
 ) -> None:
     node_id = agents.hello(NODE, hello(instance="one")).node
     run_id = placed(services)
+    agents.waiting(NODE, node_id)  # its order leaves the server
     clock.advance(60)
     with pytest.raises(NotAllowed, match=re.escape(golden("server.agents.runs-may-going"))) as caught:
         agents.hello(NODE, other)
@@ -150,8 +151,9 @@ def test_nobody_takes_the_name_of_a_node_whose_runs_may_be_going_on(
 def test_a_home_that_was_made_anew_in_a_reboot_or_moved_to_another_container_is_the_same_node(
     services: Services, agents: AgentService, clock: FakeClock
 ) -> None:
-    agents.hello(NODE, hello(instance="one"))
+    node_id = agents.hello(NODE, hello(instance="one")).node
     run_id = placed(services)
+    agents.waiting(NODE, node_id)  # its order leaves the server
     clock.advance(60)
     agents.hello(NODE, hello(machine="m2", instance="one"))
     assert find(services, run_id).state is State.STARTING
@@ -332,13 +334,34 @@ def test_F32_an_attempt_that_a_node_has_was_taken_whether_or_not_its_word_arrive
 
 
 def test_F21_another_boot_of_the_machine_ends_its_attempts_at_once(services: Services, agents: AgentService) -> None:
-    agents.hello(NODE, hello())
+    node_id = agents.hello(NODE, hello()).node
     run_id = placed(services)
+    agents.waiting(NODE, node_id)  # its order leaves the server
     seen = AttemptSeen(run_id=run_id, fence=1, state=State.RUNNING)
     welcome = agents.hello(NODE, hello(boot="b2", attempts=(seen,)))
     run = find(services, run_id)
     assert (run.state, run.reason) == (State.FAILED, Reason.NODE_REBOOTED)
     assert welcome.stale == (f"{run_id}:1",)
+
+
+def test_F21_a_run_whose_order_never_left_waits_again_when_its_node_restarts(
+    services: Services, agents: AgentService
+) -> None:
+    agents.hello(NODE, hello())
+    run_id = placed(services)
+    node_id = agents.hello(NODE, hello(boot="b2")).node
+    run = find(services, run_id)
+    assert (run.state, run.life.infra_left) == (State.QUEUED, INFRA_RETRIES_MAX - 1)
+    assert agents.waiting(NODE, node_id) == []
+
+
+def test_F22_a_run_whose_order_never_left_waits_again_when_its_node_is_given_up(
+    services: Services, agents: AgentService
+) -> None:
+    agents.hello(NODE, hello())
+    run_id = placed(services)
+    services.nodes.forget(NODE, "n1", known_dead=True)
+    assert find(services, run_id).state is State.QUEUED
 
 
 def test_another_machine_under_a_name_proves_nothing_about_the_first(

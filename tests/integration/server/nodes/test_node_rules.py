@@ -14,13 +14,14 @@ from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, StopAsked
 from serverless_gpu.model.spec import Resources
-from serverless_gpu.server.composition import Services, make_reconciler, make_scheduler
+from serverless_gpu.server.composition import Services, make_scheduler
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.nodes import node_rules, node_service
 from serverless_gpu.server.nodes.node_service import NodeCommand
 from serverless_gpu.server.records import active_runs, audit, events, runs
 from serverless_gpu.server.records.runs import StoredRun
 from serverless_gpu.server.runs import run_views
+from serverless_gpu.server.scheduling.reconciler import Reconciler
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import Heartbeat, Start
 from serverless_gpu.wire.nodes import CalendarRequest, LeftOut, NodeDrainRequest, NodeRules, NodeView, QuarantineRequest
@@ -78,7 +79,7 @@ def tick(services: Services) -> None:
     for run in services.database.read(active_runs.active_briefly):
         services.leases.renew((run.id, run.fence, 0), now_ns=services.clock.boottime_ns())
     scheduler = make_scheduler(services)
-    make_reconciler(services, scheduler=scheduler).tick(services.clock.boottime_ns())
+    services.make(Reconciler, scheduler=scheduler).tick(services.clock.boottime_ns())
     scheduler.tick(services.clock.boottime_ns())
 
 

@@ -11,7 +11,7 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.engines.simulated_agents import SimulatedWork
 from serverless_gpu.errors import NotAuthenticated
 from serverless_gpu.model.lifecycle.attempt import Reason, State
-from serverless_gpu.server.composition import Services, make_retention
+from serverless_gpu.server.composition import Services
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.jump_tolerant_clock import SETTLING_S, JumpTolerantClock
 from serverless_gpu.server.db.database import Database
@@ -19,7 +19,7 @@ from serverless_gpu.server.http.auth_middleware import Authenticator
 from serverless_gpu.server.lifecycle import endings
 from serverless_gpu.server.records import attempts, principals
 from serverless_gpu.server.records.principals import NewToken
-from serverless_gpu.server.runs.retention import FIRST_S
+from serverless_gpu.server.runs.retention import FIRST_S, Retention
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import Report
 from tests.support.server import simulation
@@ -111,7 +111,7 @@ def test_F39_tokens_are_judged_and_runs_kept_as_if_the_clock_had_not_jumped(worl
     assert admission.authenticate(good).name == "alice"
     with pytest.raises(NotAuthenticated):
         admission.authenticate(ended)
-    retention = make_retention(services)
+    retention = services.make(Retention)
     world.clock.advance(FIRST_S)
     retention.tick(services.clock.boottime_ns())
     assert world.run(run_id).finished

@@ -12,7 +12,7 @@ import httpx2
 import pytest
 
 from serverless_gpu.model.lifecycle.attempt import State
-from serverless_gpu.server.composition import Services, make_sampling
+from serverless_gpu.server.composition import Services
 from serverless_gpu.server.core.server_metrics import LABEL_VALUES_MAX, OTHER, ServerMetrics
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.operations import server_status
@@ -83,7 +83,7 @@ def test_what_happens_is_in_the_figures_and_who_did_it_is_not(server: Served) ->
 
 @pytest.fixture
 def watched(services: Services) -> Iterator[Services]:
-    services.measures.watch(make_sampling(services))
+    services.measures.watch(services.make(StateMetrics))
     yield services
 
 
@@ -142,7 +142,7 @@ def test_a_database_that_hangs_costs_a_scrape_its_bound_and_no_more(
     measures = ServerMetrics()
     monkeypatch.setattr(server_status, "BOUND_S", 0.05)
     monkeypatch.setattr(StateMetrics, "look", lambda _sampling: go.wait(60))
-    measures.watch(make_sampling(watched))
+    measures.watch(watched.make(StateMetrics))
     asyncio.run(measures.refresh())
     assert b"sgpu_build_info" in measures.text() and b"sgpu_runs{" not in measures.text()
     go.set()

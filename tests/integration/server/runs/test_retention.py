@@ -8,7 +8,7 @@ import pytest
 
 from serverless_gpu.model.lifecycle.attempt import Fact, FactKind, Reason
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, UserCodeStarted
-from serverless_gpu.server.composition import Services, make_retention
+from serverless_gpu.server.composition import Services
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.lifecycle import transitions
@@ -40,7 +40,7 @@ def services(database: Database, tmp_path: Path, clock: FakeClock) -> Services:
 @pytest.fixture
 def looking(services: Services, clock: FakeClock) -> Retention:
     """Return a retention whose first look is due."""
-    made = make_retention(services)
+    made = services.make(Retention)
     clock.advance(FIRST_S)
     return made
 
@@ -142,7 +142,7 @@ def test_a_tick_does_so_much_and_the_next_one_goes_on(
 
 
 def test_nothing_is_removed_before_it_is_time(services: Services, database: Database, clock: FakeClock) -> None:
-    made = make_retention(services)
+    made = services.make(Retention)
     run_id = add_ended(services, database, days_ago=31)
     due_ns = made.tick(clock.boottime_ns())
     assert due_ns == clock.boottime_ns() + round(FIRST_S * 1e9)

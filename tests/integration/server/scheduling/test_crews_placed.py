@@ -79,6 +79,7 @@ def test_a_restart_of_one_node_is_the_end_of_its_crew(services: Services, there:
     first, second = there
     attempt = placed(services, share(first, 1), share(second, 2))
     assert attempt is not None
+    services.agents.waiting(NODE, first)  # its order leaves the server
     services.agents.hello(NODE, hello("n2", machine="n2", boot="b2", takes=("crews",)))
     now = find(services, attempt.run_id).attempt
     assert now is not None and [crew.node for crew in now.open_crews] == ["n1"]

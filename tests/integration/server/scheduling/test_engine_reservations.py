@@ -14,11 +14,12 @@ from serverless_gpu.model.hardware import parse_fake
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, StopAsked
 from serverless_gpu.model.spec import Resources
-from serverless_gpu.server.composition import Services, make_reconciler, make_scheduler
+from serverless_gpu.server.composition import Services, make_scheduler
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.records import events
 from serverless_gpu.server.records.runs import StoredRun
 from serverless_gpu.server.runs import run_views
+from serverless_gpu.server.scheduling.reconciler import Reconciler
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import AttemptSeen, Order, Start, Stop
 from tests.support.golden import golden
@@ -56,7 +57,7 @@ class Pool:
         self.services = services
         self.engine = SimulatedEngine(self._nodes, self.reservations)
         self.scheduler = make_scheduler(services, engine=self.engine)
-        self.reconciler = make_reconciler(services, scheduler=self.scheduler, engine=self.engine)
+        self.reconciler = services.make(Reconciler, scheduler=self.scheduler, engine=self.engine)
 
     def restart(self, *answers: Waiting | Impossible) -> None:
         """Have another server on the same database, which has not ticked yet."""

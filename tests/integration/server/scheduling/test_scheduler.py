@@ -18,7 +18,7 @@ from serverless_gpu.errors import ServerUnavailable
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.lifecycle.run_lifecycle import INFRA_PAUSES_S, AttemptEnded, StopAsked
 from serverless_gpu.model.spec import Command, Function, Priority, Resources
-from serverless_gpu.server.composition import Services, make_reconciler, make_scheduler
+from serverless_gpu.server.composition import Services, make_scheduler
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import node_key, run_key
 from serverless_gpu.server.db import tables
@@ -28,6 +28,7 @@ from serverless_gpu.server.records import active_runs, orders, runs
 from serverless_gpu.server.scheduling.engine_reservations import EngineReservations
 from serverless_gpu.server.scheduling.planner_state import PlannerSync
 from serverless_gpu.server.scheduling.queue_snapshot import Reading
+from serverless_gpu.server.scheduling.reconciler import Reconciler
 from serverless_gpu.server.scheduling.scheduler import AT_ONCE, Scheduler
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import Heartbeat
@@ -212,7 +213,7 @@ def test_the_reconciler_forgets_no_order_that_was_made_while_it_read(
     run_id = submit(services)
     scheduler = make_scheduler(services, engine=cluster)
     active, hold = active_runs.active_briefly, services.deliveries.hold
-    reconciler = make_reconciler(services, scheduler=scheduler)
+    reconciler = services.make(Reconciler, scheduler=scheduler)
     sent: list[bool] = []
 
     def held_and_reconciled(*gang: Any) -> bool:
