@@ -86,8 +86,8 @@ def test_one_that_is_not_there_says_nothing() -> None:
 @contextlib.contextmanager
 def running(port: int, path: Path) -> Iterator[subprocess.Popen[bytes]]:
     program = (
-        "import sys; from serverless_gpu.node.inside.raycluster import monitor; "
-        "monitor.run('127.0.0.1', int(sys.argv[1]), sys.argv[2], every_s=0.02)"
+        "import sys; from serverless_gpu.node.inside.raycluster import metrics; "
+        "metrics.run('127.0.0.1', int(sys.argv[1]), sys.argv[2], every_s=0.02)"
     )
     reading, writing = os.pipe()
     process = subprocess.Popen([sys.executable, "-c", program, str(port), str(path)], pass_fds=[writing])
