@@ -36,7 +36,7 @@ from serverless_gpu.node.base.home import Home, storage_error
 from serverless_gpu.server.core.server_log import KEPT
 from serverless_gpu.units import format_bytes, format_duration_ms
 from serverless_gpu.version import __version__
-from serverless_gpu.wire.state import DrainRequest, DrainView
+from serverless_gpu.wire.server_status import DrainRequest, DrainView
 
 if TYPE_CHECKING:
     from serverless_gpu.server.core.settings import Settings

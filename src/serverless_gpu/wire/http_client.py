@@ -42,7 +42,7 @@ from serverless_gpu.lazy_import import load
 from serverless_gpu.units import format_duration_ms
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.base import API, PROTOCOL, Problem, Request
-from serverless_gpu.wire.state import Health
+from serverless_gpu.wire.server_status import Health
 
 T = TypeVar("T")
 CONNECT_S = 5.0

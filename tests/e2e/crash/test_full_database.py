@@ -21,7 +21,7 @@ from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.http.routing import problem_response
 from serverless_gpu.wire.access import PrincipalRequest, TokenMade
 from serverless_gpu.wire.nodes import NodeList
-from serverless_gpu.wire.state import Health
+from serverless_gpu.wire.server_status import Health
 from tests.support.crash.machine import FAKES, WAIT_S, Machine
 from tests.support.crash.scenarios import LARGE_BYTES, executions, submitted, work
 from tests.support.golden import golden

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from serverless_gpu.server.http.auth_middleware import HEADERS_MAX, PATH_BYTES_MAX, TOKEN_CHARACTERS_MAX
 from serverless_gpu.server.http.listener import HEAD_BYTES_MAX
 from serverless_gpu.wire.base import API
-from serverless_gpu.wire.state import Health
+from serverless_gpu.wire.server_status import Health
 from tests.support.server.served import Served, served
 
 ANSWER_S = 10.0

@@ -68,7 +68,7 @@ ASK = LIST | {
     ".wire.http_client",
     ".wire.queue",
     ".wire.runs",
-    ".wire.state",
+    ".wire.server_status",
 }
 """Those that `sgpu runs` loads beside, where it asks a server."""
 _PROGRAM = """

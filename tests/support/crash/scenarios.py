@@ -28,7 +28,7 @@ from serverless_gpu.server.records import audit
 from serverless_gpu.wire.access import SecretRequest, SecretView
 from serverless_gpu.wire.blobs import DigestList
 from serverless_gpu.wire.runs import RunView
-from serverless_gpu.wire.state import DrainRequest, DrainView
+from serverless_gpu.wire.server_status import DrainRequest, DrainView
 from tests.support.crash.machine import WAIT_S, Machine
 from tests.support.local.observe import wait_for
 

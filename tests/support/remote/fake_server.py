@@ -48,7 +48,7 @@ from serverless_gpu.wire.runs import (
     StopRequest,
     Target,
 )
-from serverless_gpu.wire.state import Version
+from serverless_gpu.wire.server_status import Version
 
 TOKEN = "sgpu_test_secret"
 _PIECE = 20_000

@@ -34,7 +34,7 @@ from serverless_gpu.wire.access import (
     TokenView,
 )
 from serverless_gpu.wire.nodes import PoolList
-from serverless_gpu.wire.state import Version
+from serverless_gpu.wire.server_status import Version
 
 _ROLES = click.Choice(get_args(Role))
 _TOKEN_BYTES_MAX = 1_000

@@ -171,7 +171,7 @@ def server_status(home: Path) -> ServerState | None:
         return None if is_lacking else ServerState(url=url, ok=False, problem=error.message)
     except ServerlessGpuError as error:
         return ServerState(url=url, ok=False, problem=error.message)
-    state, runs = load("serverless_gpu.wire.state"), load("serverless_gpu.wire.runs")
+    state, runs = load("serverless_gpu.wire.server_status"), load("serverless_gpu.wire.runs")
     access, fleet = load("serverless_gpu.wire.access"), load("serverless_gpu.wire.nodes")
     try:
         health = connection.health()

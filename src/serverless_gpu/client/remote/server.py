@@ -32,7 +32,7 @@ from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.estimates import EstimateRequest, EstimateView
 from serverless_gpu.wire.nodes import PoolList, PoolView
 from serverless_gpu.wire.runs import AttemptList, AttemptView, CostView, RunRequest, RunView, StopRequest
-from serverless_gpu.wire.state import Version
+from serverless_gpu.wire.server_status import Version
 
 T = TypeVar("T")
 _LOG_PIECE_BYTES = 4 << 20

@@ -77,7 +77,7 @@ def look_at_server(environ: Mapping[str, str]) -> ServerFacts:
 
 def _asked(facts: ServerFacts, profile: ServerProfile) -> ServerFacts:
     """Ask one thing after the other, until it is clear what is wrong."""
-    state, base = load("serverless_gpu.wire.state"), load("serverless_gpu.wire.base")
+    state, base = load("serverless_gpu.wire.server_status"), load("serverless_gpu.wire.base")
     access, fleet = load("serverless_gpu.wire.access"), load("serverless_gpu.wire.nodes")
     connection = load("serverless_gpu.wire.connection").Connection(profile.url, profile.token, ca=profile.ca)
     replace = msgspec.structs.replace

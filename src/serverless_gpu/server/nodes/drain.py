@@ -22,7 +22,7 @@ from serverless_gpu.server.http.routing import Call, Routes, reading, writing
 from serverless_gpu.server.records import audit, runs
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX
-from serverless_gpu.wire.state import DrainRequest, DrainView
+from serverless_gpu.wire.server_status import DrainRequest, DrainView
 
 _NAME = "server"
 

@@ -43,7 +43,7 @@ from serverless_gpu.server.records.crews import CrewId
 from serverless_gpu.server.records.nodes import StoredNode
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.base import PROTOCOL, PROTOCOLS
-from serverless_gpu.wire.state import Health, HealthCheck, Version
+from serverless_gpu.wire.server_status import Health, HealthCheck, Version
 
 FRESH_S = 2.0
 BOUND_S = 3.0

@@ -25,7 +25,7 @@ from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.db.tables import teams
 from serverless_gpu.server.operations.systemd import TAKEN_OVER
 from serverless_gpu.testing import FakeClock
-from serverless_gpu.wire.state import Health, Version
+from serverless_gpu.wire.server_status import Health, Version
 from tests.support.golden import golden
 from tests.support.server.postgres import Cluster
 from tests.support.server.served import Served, served

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from serverless_gpu.server.http import listener
-from serverless_gpu.wire.state import Health
+from serverless_gpu.wire.server_status import Health
 from tests.support.local.observe import wait_for
 from tests.support.server.served import Served
 

@@ -15,7 +15,7 @@ from serverless_gpu.server.records import audit
 from serverless_gpu.server.scheduling.scheduler import Scheduler
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.access import PrincipalRequest, TokenMade
-from serverless_gpu.wire.state import DrainRequest, DrainView
+from serverless_gpu.wire.server_status import DrainRequest, DrainView
 from tests.support.golden import golden
 from tests.support.server.agents import NODE, find, hello, submit
 from tests.support.server.late import before_next_write

@@ -20,8 +20,8 @@ from serverless_gpu.server.scheduling.scheduler import Scheduler
 from serverless_gpu.server.storage.blobs import Blobs
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.base import API
-from serverless_gpu.wire.state import Health as Said
-from serverless_gpu.wire.state import Version
+from serverless_gpu.wire.server_status import Health as Said
+from serverless_gpu.wire.server_status import Version
 from tests.support.golden import golden
 from tests.support.server.served import Served, served
 

@@ -13,7 +13,7 @@ from serverless_gpu.errors import ServerUnavailable
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.runs import AcceptedMessage, RunView, StreamMessage
-from serverless_gpu.wire.state import Health
+from serverless_gpu.wire.server_status import Health
 from tests.support.golden import golden
 from tests.support.local.observe import wait_for
 from tests.support.server.runs_api import Reader, request

@@ -27,7 +27,7 @@ from serverless_gpu.version import __version__
 from serverless_gpu.wire.access import PrincipalView, SecretList, SecretRequest, SecretView
 from serverless_gpu.wire.blobs import DigestList
 from serverless_gpu.wire.runs import RunView, StopRequest
-from serverless_gpu.wire.state import Health, Version
+from serverless_gpu.wire.server_status import Health, Version
 from tests.support.golden import golden
 from tests.support.server.runs_api import submit
 from tests.support.server.served import Served, served

@@ -33,7 +33,7 @@ from serverless_gpu.server.http.tls import Certificate
 from serverless_gpu.wire.access import PrincipalView, SecretRequest, SecretView
 from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.runs import RunView
-from serverless_gpu.wire.state import Version
+from serverless_gpu.wire.server_status import Version
 from tests.support.golden import golden
 from tests.support.server.agents import NODE, hello, submit, tell
 from tests.support.server.certificates import Authority

@@ -16,7 +16,7 @@ from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.records import runs
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.runs import RunRequest, RunView, Target
-from serverless_gpu.wire.state import DrainRequest
+from serverless_gpu.wire.server_status import DrainRequest
 from tests.support.golden import golden
 from tests.support.server.agents import NODE, find, hello
 from tests.support.server.made import recomposed

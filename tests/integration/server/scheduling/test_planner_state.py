@@ -37,7 +37,7 @@ from serverless_gpu.server.scheduling.queue_snapshot import FOREVER_NS
 from serverless_gpu.server.scheduling.scheduler import AT_ONCE, Scheduler
 from serverless_gpu.server.scheduling.wait_reasons import ASKED_S
 from serverless_gpu.testing import FakeClock
-from serverless_gpu.wire.state import DrainRequest
+from serverless_gpu.wire.server_status import DrainRequest
 from tests.support.golden import golden
 from tests.support.server.agents import NODE, find, hello, submit, tell
 from tests.support.server.measures import value

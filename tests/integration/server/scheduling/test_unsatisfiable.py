@@ -12,7 +12,7 @@ from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import run_key
 from serverless_gpu.server.scheduling.scheduler import Scheduler
 from serverless_gpu.testing import FakeClock
-from serverless_gpu.wire.state import DrainRequest
+from serverless_gpu.wire.server_status import DrainRequest
 from tests.support.server.agents import NODE, OTHER, find, hello, submit
 from tests.support.server.made import recomposed
 from tests.support.server.stored import add_people
