@@ -212,4 +212,4 @@ def make_self_check(services: Services) -> SelfCheck:
 
 def _build(kind: Callable[..., T], parts: dict[str, object], **own: object) -> T:
     named = inspect.signature(kind).parameters
-    return kind(**{name: parts[name] for name in named if name not in own}, **own)
+    return kind(**{name: parts[name] for name in named if name in parts and name not in own}, **own)
