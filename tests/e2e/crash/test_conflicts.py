@@ -12,7 +12,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.errors import ServerUnavailable
-from serverless_gpu.server.db import database as database_room
+from serverless_gpu.server.db import database as database_module
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.db.tables import teams
 from serverless_gpu.server.http.routing import problem_response
@@ -85,7 +85,7 @@ def test_F37_after_that_it_is_a_503_to_be_asked_again_and_nothing_is_written(dat
     work, begun = changed_while_at_work(url, 100)
     with pytest.raises(ServerUnavailable, match=re.escape(golden("crash.conflicts.others-change-same"))) as raised:
         database.write(work)
-    assert len(begun) == database_room.TRIES == 6
+    assert len(begun) == database_module.TRIES == 6
     assert database.read(count)["one"] == before + 6 * 1000
     answer = problem_response(raised.value)
     assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")

@@ -11,8 +11,7 @@ import pytest
 
 from serverless_gpu.model import calendars
 from serverless_gpu.model.billing import advice, pricing
-from serverless_gpu.model.billing.advice import GpuRates
-from serverless_gpu.model.billing.advice import GpuUse as Slice
+from serverless_gpu.model.billing.advice import GpuRates, GpuUse
 from serverless_gpu.model.billing.budget import Budget, BudgetUse, Period, Scope, Spender, judge
 from serverless_gpu.model.billing.ledger import LedgerEntry, LedgerLine, charge, lines, post
 from serverless_gpu.model.billing.pricing import Price, Tariff
@@ -193,7 +192,9 @@ def test_how_many_gpus_pay() -> None:
     def hours_ns(text: str) -> int:
         return int(text.partition(":")[0]) * calendars.HOUR_NS
 
-    uses = [Slice(start_ns=hours_ns(row["from"]), end_ns=hours_ns(row["until"]), gpus=int(row["GPUs"])) for row in _DAY]
+    uses = [
+        GpuUse(start_ns=hours_ns(row["from"]), end_ns=hours_ns(row["until"]), gpus=int(row["GPUs"])) for row in _DAY
+    ]
     curve = advice.curve_of(uses, 0, 24 * calendars.HOUR_NS)
     found = advice.advise(curve, GpuRates(reserved=1_800_000, on_demand=2_990_000))
     assert f"1.80 ÷ 2.99 = {found.duty_percent:.1f} %" in _EXAMPLE

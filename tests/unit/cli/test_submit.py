@@ -9,7 +9,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from serverless_gpu.cli import submit as submitting
+from serverless_gpu.cli import submit as submit_module
 from serverless_gpu.cli.submit import command_of
 from serverless_gpu.client.caller.mlflow_context import Program, submitted_program
 from serverless_gpu.model.spec import Command, RunSpec
@@ -36,12 +36,12 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[RunSpec]:
         asked.append(spec)
         return type("Handle", (), {"id": "run"})
 
-    monkeypatch.setattr(submitting, "launch_command", launch)
+    monkeypatch.setattr(submit_module, "launch_command", launch)
     return asked
 
 
 def submit(*words: str) -> tuple[int, str]:
-    result = CliRunner().invoke(submitting.submit, words)
+    result = CliRunner().invoke(submit_module.submit, words)
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result.exit_code, result.output
 

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from serverless_gpu.cli.planning import pictures
-from serverless_gpu.cli.planning import simulate as room
+from serverless_gpu.cli.planning import simulate as simulate_module
 from serverless_gpu.cli.program import sgpu
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, StorageError
 from serverless_gpu.replay import generate
@@ -112,7 +112,7 @@ def test_ctrl_c(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(room, "simulate", interrupted)
+    monkeypatch.setattr(simulate_module, "simulate", interrupted)
     result = ran(trace, "--policy", "fifo")
     assert result.exit_code == 130
     assert golden("replay.simulate_command.stopped-while-fifo") in result.output
@@ -152,13 +152,15 @@ def test_runs_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
         times = {"created": "2027-01-15T14:00:00Z", "started": "2027-01-15T14:01:00Z", "ended": ended}
         return {"id": run, "gpus": 2, "owner": "alice", "team": "search", **times}
 
-    monkeypatch.setattr(room, "find_profile", lambda *_: None)
-    monkeypatch.setattr(room, "connect", lambda _: SimpleNamespace(ask=ask, close=lambda: closed.append(True)))
+    monkeypatch.setattr(simulate_module, "find_profile", lambda *_: None)
+    monkeypatch.setattr(
+        simulate_module, "connect", lambda _: SimpleNamespace(ask=ask, close=lambda: closed.append(True))
+    )
     modules = {
         "serverless_gpu.wire.runs": SimpleNamespace(RunPage=object),
         "serverless_gpu.cli.runs.server_runs": SimpleNamespace(as_json=as_json),
     }
-    monkeypatch.setattr(room, "load", modules.__getitem__)
+    monkeypatch.setattr(simulate_module, "load", modules.__getitem__)
     lines = ran("--history", "--cluster", "1x2", "--policy", "fifo").output.splitlines()
     assert lines[:2] == [
         golden("replay.simulate_command.jobs-server-runs"),

@@ -15,7 +15,7 @@ from serverless_gpu.cli.money import usage_files
 from serverless_gpu.cli.output import columns, print_json, say
 from serverless_gpu.cli.server_connection import server
 from serverless_gpu.model import calendars
-from serverless_gpu.model.billing import usage_report as model
+from serverless_gpu.model.billing import usage_report
 from serverless_gpu.model.billing.usage_report import Amounts, DayRange, ReportRow, UsageUnit
 from serverless_gpu.model.hardware import time_unit
 from serverless_gpu.units import format_gpu_ms, format_micros, is_any_below_cent
@@ -85,9 +85,13 @@ def usage(as_json: bool, as_csv: bool, parquet: Path | None, **asked: Any) -> No
             else:
                 usage_files.put_records(records, parquet)
         return
-    by = ("team", "user") if asked["chargeback"] else model.parse_by("user" if asked["by"] is None else asked["by"])
+    by = (
+        ("team", "user")
+        if asked["chargeback"]
+        else usage_report.parse_by("user" if asked["by"] is None else asked["by"])
+    )
     query = {
-        "by": model.write_by(by),
+        "by": usage_report.write_by(by),
         "from_day": str(window.from_day),
         "until_day": str(window.until_day),
         "where": msgspec.json.encode(where).decode() if where else "",
@@ -96,7 +100,7 @@ def usage(as_json: bool, as_csv: bool, parquet: Path | None, **asked: Any) -> No
     with server() as connection:
         found = connection.ask("GET", "/usage", answer=UsageView, query=query)
     if asked["chargeback"]:
-        table = usage_files.chargeback(found, model.chargeback(found.groups))
+        table = usage_files.chargeback(found, usage_report.chargeback(found.groups))
     else:
         table = usage_files.report(found)
     if as_json:
@@ -120,18 +124,18 @@ def _window(asked: dict[str, Any]) -> DayRange:
     if len(ways) > 1:
         raise click.UsageError("which days? one of --last, --month, or --from and --to")
     if asked["in_month"] or asked["chargeback"]:
-        return model.month(asked["in_month"] or asked["chargeback"])
+        return usage_report.month(asked["in_month"] or asked["chargeback"])
     today = SystemClock().wall_ns() // calendars.DAY_NS
-    until = model.day_of(asked["last"]) + 1 if asked["last"] else today + 1
+    until = usage_report.day_of(asked["last"]) + 1 if asked["last"] else today + 1
     if asked["first"]:
-        return model.checked(DayRange(model.day_of(asked["first"]), until))
+        return usage_report.checked(DayRange(usage_report.day_of(asked["first"]), until))
     length = _DAYS
     if asked["lately"]:
         seconds = duration_s("--last", asked["lately"])
         if seconds < 86_400 or seconds % 86_400:
             raise click.BadParameter("the ledger is by whole days: 1d, 30d, 4w", param_hint="--last")
         length = round(seconds / 86_400)
-    return model.checked(DayRange(max(0, until - length), until))
+    return usage_report.checked(DayRange(max(0, until - length), until))
 
 
 def _parse_filters(texts: Sequence[str]) -> dict[str, str]:
@@ -143,7 +147,7 @@ def _parse_filters(texts: Sequence[str]) -> dict[str, str]:
             raise click.BadParameter(f"{text!r} has no field and value: team=search", param_hint="--where")
         if field in where:
             raise click.BadParameter(f"{field} is there twice", param_hint="--where")
-        model.refuse_unknown(field)
+        usage_report.refuse_unknown(field)
         where[field] = value
     return where
 
@@ -184,9 +188,9 @@ def _lines(view: UsageView) -> list[str]:
     for group in shown:
         amounts = group.amounts
         row = [*(_cell(part) for part in group.key or ("all",)), f"{amounts.runs:,}"]
-        row += [model.time_in(unit, getattr(amounts, name)) for _, name in segments]
-        row += [model.time_in(unit, amounts.unpriced_ms)] if has["unpriced_ms"] else []
-        row += [_cost(group, exact=exact), *([model.decimal(amounts.dbu_micros)] if has["dbu_micros"] else [])]
+        row += [usage_report.time_in(unit, getattr(amounts, name)) for _, name in segments]
+        row += [usage_report.time_in(unit, amounts.unpriced_ms)] if has["unpriced_ms"] else []
+        row += [_cost(group, exact=exact), *([usage_report.decimal(amounts.dbu_micros)] if has["dbu_micros"] else [])]
         rows.append([*row, _percent(amounts.busy), _percent(amounts.idle)])
     dates = f"{calendars.format_day(view.from_day)} to {calendars.format_day(view.until_day - 1)}, UTC"
     waiting = f"QUEUED: {unit.name} of waiting, else " if has["queued_ms"] else ""
@@ -195,7 +199,7 @@ def _lines(view: UsageView) -> list[str]:
 
 
 def _chargeback_lines(view: UsageView) -> list[str]:
-    shares = model.chargeback(view.groups)
+    shares = usage_report.chargeback(view.groups)
     if not shares:
         return ["nothing was used in this month, as far as you may see"]
     unit = _unit(view, _OF_SHARES)
@@ -203,14 +207,14 @@ def _chargeback_lines(view: UsageView) -> list[str]:
     exact = is_any_below_cent(group.amounts.micros for group in (*(share.group for share in shares), *view.totals))
     for share in shares:
         amounts = share.group.amounts
-        used = [model.time_in(unit, getattr(amounts, name)) for name in _OF_SHARES]
+        used = [usage_report.time_in(unit, getattr(amounts, name)) for name in _OF_SHARES]
         who = "team" if share.is_team else "user"
         cost = _cost(share.group, exact=exact)
         part = "-" if share.part is None else f"{share.part // 100}.{share.part % 100:02d} %"
         rows.append([_cell(share.name), who, f"{amounts.runs:,}", *used, cost, part])
     for total in view.totals:
         amounts = total.amounts
-        used = [model.time_in(unit, getattr(amounts, name)) for name in _OF_SHARES]
+        used = [usage_report.time_in(unit, getattr(amounts, name)) for name in _OF_SHARES]
         cost = _cost(total, exact=exact)
         rows.append(["all", "", f"{amounts.runs:,}", *used, cost, "100.00 %" if amounts.micros else "-"])
     first, last = calendars.format_day(view.from_day), calendars.format_day(view.until_day - 1)
@@ -222,7 +226,7 @@ def _remarks(view: UsageView) -> list[str]:
     """Return remarks on cut rows, missing prices, provisional amounts and rows not in the ledger yet."""
     found = []
     word = _device_unit(view)
-    shown = {total.currency: total.amounts for total in model.totals(view.groups)}
+    shown = {total.currency: total.amounts for total in usage_report.totals(view.groups)}
     for total in view.totals if view.is_cut else ():
         part = shown.get(total.currency, Amounts())
         rest_ms = total.amounts.gpu_ms - part.gpu_ms
@@ -264,7 +268,9 @@ def _report_json(view: UsageView) -> dict[str, object]:
 
 
 def _unit(view: UsageView, names: Sequence[str]) -> UsageUnit:
-    return model.unit_for(max((getattr(total.amounts, name) for total in view.totals for name in names), default=0))
+    return usage_report.unit_for(
+        max((getattr(total.amounts, name) for total in view.totals for name in names), default=0)
+    )
 
 
 def _cost(group: ReportRow, *, exact: bool) -> str:

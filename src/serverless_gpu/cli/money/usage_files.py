@@ -21,7 +21,7 @@ from serverless_gpu.cli.output import say
 from serverless_gpu.client.runs.atomic_files import replacing_file
 from serverless_gpu.errors import ServerlessGpuError, StorageError
 from serverless_gpu.model import calendars
-from serverless_gpu.model.billing import usage_report as model
+from serverless_gpu.model.billing import usage_report
 from serverless_gpu.model.billing.billing_rows import BillingRow, ListPrice
 from serverless_gpu.model.billing.usage_report import Amounts, CostShare, ReportRow
 from serverless_gpu.units import MS_PER_HOUR
@@ -60,10 +60,12 @@ def chargeback(view: UsageView, shares: Iterable[CostShare]) -> UsageTable:
             for share in kept
         ),
     )
-    replacing_file = {total.currency: total.amounts.micros for total in model.totals(share.group for share in kept)}
+    micros_by_currency = {
+        total.currency: total.amounts.micros for total in usage_report.totals(share.group for share in kept)
+    }
     parts: list[float | None] = []
     for share in kept:
-        micros, total = share.group.amounts.micros, replacing_file[share.group.currency]
+        micros, total = share.group.amounts.micros, micros_by_currency[share.group.currency]
         parts.append(micros / total if micros is not None and total else None)
     return UsageTable(
         names=(*made.names, "part_of_cost"),
@@ -78,8 +80,8 @@ def amounts_of(group: ReportRow) -> dict[str, Any]:
     return {
         "currency": group.currency,
         "device_hours": round(amounts.gpu_ms / MS_PER_HOUR, 6),
-        "cost": None if amounts.micros is None else Decimal(model.decimal(amounts.micros)),
-        "dbu": Decimal(model.decimal(amounts.dbu_micros)),
+        "cost": None if amounts.micros is None else Decimal(usage_report.decimal(amounts.micros)),
+        "dbu": Decimal(usage_report.decimal(amounts.dbu_micros)),
         **msgspec.structs.asdict(amounts),
         **{name: getattr(amounts, name) for name in _PARTS},
     }

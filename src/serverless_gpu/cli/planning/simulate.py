@@ -19,7 +19,7 @@ from serverless_gpu.cli.runs.run_location import this_home
 from serverless_gpu.cli.server_connection import connect
 from serverless_gpu.client.remote.profile import find_profile
 from serverless_gpu.lazy_import import load
-from serverless_gpu.model.scheduling.values import QueuePolicy as Scheduling
+from serverless_gpu.model.scheduling.values import QueuePolicy
 from serverless_gpu.replay import (
     POLICIES,
     Cluster,
@@ -148,7 +148,7 @@ def _history() -> Iterator[dict[str, Any]]:
         connection.close()
 
 
-def _scheduling(options: Mapping[str, Any]) -> Scheduling:
+def _scheduling(options: Mapping[str, Any]) -> QueuePolicy:
     told: dict[str, Any] = {}
     if options["half_life"]:
         told["half_life_s"] = duration_s("--half-life", options["half_life"])
@@ -164,7 +164,7 @@ def _scheduling(options: Mapping[str, Any]) -> Scheduling:
             raise click.BadParameter(f"{text!r} is not a number", param_hint="--share") from None
         if not 0 < shares[team] < 1e9:
             raise click.BadParameter(f"{text} is no weight: it is more than 0", param_hint="--share")
-    return msgspec.structs.replace(Scheduling(), team_weights=shares, **told)
+    return msgspec.structs.replace(QueuePolicy(), team_weights=shares, **told)
 
 
 def _pairs(option: str, texts: Sequence[str]) -> dict[str, str]:

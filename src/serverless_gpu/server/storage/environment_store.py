@@ -43,7 +43,7 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.environment.documents import Snapshot, Unit
 from serverless_gpu.environment.packages import Packages, packages_of
 from serverless_gpu.environment.stores.base import Store, Stored, check_key
-from serverless_gpu.environment.stores.blobs import StoreBlobs as Documents
+from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.codec import AlteredObject, pack_of, snapshot_of, unit_of
 from serverless_gpu.environment.stores.collection import CollectionResult, collect
 from serverless_gpu.environment.stores.condemned_objects import read_condemned
@@ -193,7 +193,7 @@ class EnvironmentStore:
 
     def condemned(self, keys: Collection[str]) -> tuple[frozenset[str], bool]:
         """Return which of these objects are condemned, and whether a collection may be deleting at this moment."""
-        documents = Documents(self._store, clock=self._clock)
+        documents = StoreBlobs(self._store, clock=self._clock)
         return documents.condemned(keys) if keys else frozenset(), documents.is_collecting()
 
     def list(self, prefix: str) -> Iterator[Stored]:
@@ -221,7 +221,7 @@ class EnvironmentStore:
             for key in map(check_key, keys)
             if now_ns - self._whole.get(key, -(REPAIRED_S * 10**9)) >= REPAIRED_S * 10**9
         ]
-        documents = Documents(self._store, clock=self._clock)
+        documents = StoreBlobs(self._store, clock=self._clock)
         if not self._repairs.acquire(timeout=REPAIR_WAIT_S):
             raise StoreUnavailable("the server checks other units of its store", hint="ask again in a moment")
         try:
@@ -267,7 +267,7 @@ class EnvironmentStore:
         if known is None:
             self.need(snapshot)
             with self._checks:  # a large one takes some hundred MB while it is decoded
-                known = packages_of(Documents(self._store, clock=self._clock).read_snapshot(snapshot))
+                known = packages_of(StoreBlobs(self._store, clock=self._clock).read_snapshot(snapshot))
             if len(self._packages) >= _PACKAGES_MAX:
                 self._packages.clear()
             self._packages[snapshot] = known
@@ -275,7 +275,7 @@ class EnvironmentStore:
 
     def collect(self, in_use: Collection[str]) -> CollectionResult:
         """Condemn what no snapshot needs, and delete what was condemned long enough ago."""
-        done = collect(Documents(self._store, clock=self._clock), in_use=in_use)
+        done = collect(StoreBlobs(self._store, clock=self._clock), in_use=in_use)
         self._seen.clear()
         if self._nearby is not None:
             self._nearby.forget_documents()
@@ -371,7 +371,7 @@ class EnvironmentStore:
         """Compare the sizes of a snapshot of version 1 with its units: its address does not cover them."""
         if snapshot.version > 1:
             return
-        documents = Documents(self._store, clock=self._clock)
+        documents = StoreBlobs(self._store, clock=self._clock)
         for member in (member for root in snapshot.roots for member in root.members):
             content = [row.size for row in documents.read_unit(member.address).rows if row.has_content]
             if (member.size, member.files) != (sum(content), len(content)):
@@ -472,7 +472,7 @@ class ContentChecks:
             turns.release()
 
 
-def _is_snapshot(documents: Documents, key: str) -> bool:
+def _is_snapshot(documents: StoreBlobs, key: str) -> bool:
     try:
         documents.read_snapshot(key.partition("/")[2])
     except EnvironmentCorrupt:

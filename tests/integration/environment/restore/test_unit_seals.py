@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from serverless_gpu.environment.documents import Snapshot, SnapshotOrigin
-from serverless_gpu.environment.restore.cache import unit_cache as caching
+from serverless_gpu.environment.restore.cache import unit_cache as unit_cache_module
 from serverless_gpu.environment.restore.cache.cache_directory import read_document, write_document
 from serverless_gpu.environment.restore.cache.unit_cache import UnitCache
 from serverless_gpu.environment.restore.cache.unit_integrity import BYTECODE, LOOK_S, sweep_unit
@@ -155,7 +155,7 @@ def test_22A7_units_are_looked_at_once_in_a_while_and_not_at_each_start(
 
     snapshot = node.snapshot()
     node.restore(snapshot)
-    monkeypatch.setattr(caching, "sweep_unit", counted)
+    monkeypatch.setattr(unit_cache_module, "sweep_unit", counted)
     for _ in range(3):
         node.restore(snapshot)
     node.clock.advance(LOOK_S - 1)
@@ -188,7 +188,7 @@ def test_22A7_a_unit_of_an_earlier_version_is_read_once_and_is_no_alarm(
     assert (restored.mended, restored.units_fetched) == ("", 0)
     later(node)
     with monkeypatch.context() as nothing_is_read:
-        nothing_is_read.setattr(caching, "damage", None)
+        nothing_is_read.setattr(unit_cache_module, "damage", None)
         assert node.restore(snapshot).mended == ""
     address = snapshot.roots[0].members[0].address
     note = node.cache.note(address)

@@ -16,7 +16,7 @@ import pytest
 
 from serverless_gpu.environment.progress import ignore_progress
 from serverless_gpu.environment.scan import recognition
-from serverless_gpu.environment.scan import scan as scanning
+from serverless_gpu.environment.scan import scan as scan_module
 from serverless_gpu.environment.scan.changes import Change
 from serverless_gpu.environment.scan.description import Description
 from serverless_gpu.environment.scan.index import UNKNOWN, known_mtime
@@ -288,7 +288,7 @@ def test_a_capture_beside_a_gate_is_not_mixed_with_what_the_gate_saw(
             captured.append(Place.capture(place))
         return found
 
-    monkeypatch.setattr(scanning, "recognise", recognise_slowly)
+    monkeypatch.setattr(scan_module, "recognise", recognise_slowly)
     slow = Recogniser(place.index)
     assert slow.gate(place.description) is not None
 

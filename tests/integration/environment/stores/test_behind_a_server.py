@@ -13,12 +13,12 @@ from blake3 import blake3
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.environment.stores.base import Store
-from serverless_gpu.environment.stores.blobs import StoreBlobs as Documents
+from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.server_store import ServedStore
 from serverless_gpu.environment.stores.store_urls import open_store
 from serverless_gpu.errors import StoreUnavailable
 from serverless_gpu.model.spec import BlobReference
-from serverless_gpu.server.storage import storage as rooms
+from serverless_gpu.server.storage import storage as storage_module
 from serverless_gpu.server.storage.storage import Storage, open_storage
 from serverless_gpu.testing.stores import StoreConformance
 from serverless_gpu.wire.connection import Connection
@@ -53,7 +53,7 @@ def test_blobs_and_environments_lie_in_the_bucket_beside_each_other(server: str,
     storage.blobs.put(DIGEST, DATA)
     with listening(app_of(storage)) as url:
         served = ServedStore(f"sgpu+{url}", "member")
-        snapshot = capture(Documents(served), b"one")
+        snapshot = capture(StoreBlobs(served), b"one")
         served.close()
     again = storage_at(server, prefix, tmp_path)
     assert b"".join(again.blobs.read(BlobReference(size=len(DATA), parts=(DIGEST,)))) == DATA
@@ -83,7 +83,7 @@ def test_F43_what_was_just_put_and_is_said_to_be_absent_is_asked_for_again(tmp_p
 def test_F43_a_bucket_that_does_not_answer_is_a_503_while_everything_else_is_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rooms, "STORE_S", 4.0)
+    monkeypatch.setattr(storage_module, "STORE_S", 4.0)
     with Scripted(Reply(hold=True)) as bucket, listening(app_of(storage_at(bucket.url, "p", tmp_path))) as url:
         failed: list[BaseException] = []
 

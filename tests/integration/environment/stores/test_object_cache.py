@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.environment.stores.blobs import StoreBlobs as Documents
+from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.codec import encode
 from serverless_gpu.environment.stores.server_store import ServedStore
 from serverless_gpu.environment.stores.store_urls import open_store
@@ -226,9 +226,9 @@ def test_F42_a_node_is_told_which_object_of_the_bucket_is_altered(tmp_path: Path
         with listening(app_of(storage)) as url:
             served = ServedStore(f"sgpu+{url}", "agent", bound_s=10.0)
             with pytest.raises(EnvironmentCorrupt, match=golden("environment.nearby.pack-store-s3", KEY=KEY[6:18])):
-                Documents(served).read_pack(KEY[6:])
+                StoreBlobs(served).read_pack(KEY[6:])
             bucket.objects[f"/b/p/{KEY}"] = PACK
-            assert Documents(served).read_pack(KEY[6:]) == PACK
+            assert StoreBlobs(served).read_pack(KEY[6:]) == PACK
             served.close()
         assert bucket.reads("packs") == {KEY[6:]: 3}
 

@@ -13,7 +13,7 @@ from serverless_gpu.model.lifecycle.attempt import StopReason
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.attempt.server_attempt import ServerAttempt
 from serverless_gpu.node.base.protocol import GangNews
-from serverless_gpu.node.uplink import server as server_room
+from serverless_gpu.node.uplink import server as server_module
 from serverless_gpu.node.uplink.reporter import AT_ONCE_S, PendingReport, Reporter
 from serverless_gpu.node.uplink.server import Credential, UplinkServer
 from serverless_gpu.testing import FakeClock
@@ -98,7 +98,7 @@ class Reported:
 @pytest.fixture
 def reported(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reported]:
     """Yield an attempt whose first report was answered."""
-    monkeypatch.setattr(server_room, "PAUSE_S_MAX", 0.05)
+    monkeypatch.setattr(server_module, "PAUSE_S_MAX", 0.05)
     with AgentServer(home) as server:
         reported = Reported(server, tmp_path)
         wait_for(lambda: reported.attended.deadlines, "the first report is answered")

@@ -22,7 +22,7 @@ from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli import program
 from serverless_gpu.cli.money.usage import FORMULAS
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, StorageError
-from serverless_gpu.model.billing import usage_report as model
+from serverless_gpu.model.billing import usage_report
 from serverless_gpu.model.billing.billing_rows import BillingRow, ListPrice
 from serverless_gpu.model.calendars import DAY_NS
 from serverless_gpu.server.db import tables
@@ -33,7 +33,7 @@ from tests.support.server.ledgered import HOUR_MS
 from tests.support.server.served import Served, served
 
 Said = Callable[..., str]
-MONTH, DAY = "2026-10", model.day_of("2026-10-05")
+MONTH, DAY = "2026-10", usage_report.day_of("2026-10-05")
 BACK = {"gpu_ms": -HOUR_MS, "billed_ms": -HOUR_MS, "run_ms": -HOUR_MS}
 
 

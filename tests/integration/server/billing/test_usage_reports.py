@@ -13,7 +13,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.access_control import AccessReach
-from serverless_gpu.model.billing import usage_report as model
+from serverless_gpu.model.billing import usage_report
 from serverless_gpu.model.billing.pricing import Price
 from serverless_gpu.model.billing.usage_report import Amounts, DayRange, ReportRow
 from serverless_gpu.model.calendars import DAY_NS
@@ -31,7 +31,7 @@ from tests.support.server.ledgered import HOUR_MS
 
 ROOT = Caller(name="root", role="admin", token_id="t")
 ALICE = Caller(name="alice", role="member", teams=("search",), token_id="t")
-DAY = model.day_of("2026-11-20")
+DAY = usage_report.day_of("2026-11-20")
 ODD_KEY = 'a"b\\c.d[0] \u00fc%_'
 BY: tuple[tuple[str, ...], ...] = (
     (),
@@ -123,9 +123,9 @@ def reckoned(services: Services, by: tuple[str, ...]) -> dict[tuple[tuple[str, .
             provisional_ms=line.gpu_ms if row.posted.entry.provisional else 0,
             **{name: getattr(line, name) for name in line.__struct_fields__ if name in Amounts.__struct_fields__},
         )
-        key = model.key_of(by, row.account, run_id=row.posted.run_id, day=line.day)
+        key = usage_report.key_of(by, row.account, run_id=row.posted.run_id, day=line.day)
         groups.append(ReportRow(key=key, currency=row.account.currency, amounts=amounts))
-    return {(each.key, each.currency): each.amounts for each in model.together(groups)}
+    return {(each.key, each.currency): each.amounts for each in usage_report.together(groups)}
 
 
 def unseen(amounts: Amounts) -> Amounts:
@@ -147,7 +147,7 @@ def test_any_grouping_adds_up_to_the_same(services: Services, folded: str, monke
         found = {(group.key, group.currency): unseen(group.amounts) for group in view.groups}
         assert found == reckoned(services, by), by
         assert {total.currency: total.amounts for total in view.totals} == whole, by
-        assert {total.currency: total.amounts for total in model.totals(view.groups)} == whole, by
+        assert {total.currency: total.amounts for total in usage_report.totals(view.groups)} == whole, by
         assert not view.is_cut
 
 
@@ -341,7 +341,7 @@ def test_a_tag_that_postgresql_cannot_hold_breaks_nobodys_report(services: Servi
         with pytest.raises(InvalidValue):
             usage_reports.where_of(text)
     with pytest.raises(InvalidValue):
-        model.parse_by("tag:a\0")
+        usage_report.parse_by("tag:a\0")
 
 
 def test_a_ledger_with_nothing_in_it_is_a_report_with_nothing_in_it(database: Database, services: Services) -> None:

@@ -14,7 +14,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.errors import InvalidValue, ServerProblem, ServerUnavailable
-from serverless_gpu.server.db import database as database_room
+from serverless_gpu.server.db import database as database_module
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.db.tables import audit, members, teams
 from tests.support.golden import golden
@@ -181,7 +181,7 @@ def test_another_kind_of_database_is_refused_with_what_would_do(url: str) -> Non
 
 
 def test_a_database_program_that_is_too_old_is_named(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(database_room.OLDEST, database.kind, (99,))
+    monkeypatch.setitem(database_module.OLDEST, database.kind, (99,))
     with pytest.raises(ServerProblem, match=f"{database.kind} [0-9.]+") as caught:
         database.migrate()
     assert "99 or newer" in caught.value.hint
@@ -279,7 +279,7 @@ def test_F35_a_restart_within_a_transaction_leaves_nothing_of_it(postgres: Clust
 def test_a_lock_that_somebody_forgot_is_not_waited_for_for_ever(
     postgres: Cluster, postgres_template: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(database_room, "WAIT_S", 1)
+    monkeypatch.setattr(database_module, "WAIT_S", 1)
     name = postgres.new_database(postgres_template)
     database = Database(postgres.url(name), clock=SystemClock())
     with psycopg.connect(postgres.url(name)) as forgotten:

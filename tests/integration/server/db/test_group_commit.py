@@ -17,7 +17,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.errors import ServerStorageFull, ServerUnavailable
-from serverless_gpu.server.db import database as database_room
+from serverless_gpu.server.db import database as database_module
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.db.tables import audit, teams
 
@@ -108,7 +108,7 @@ def test_a_transaction_that_sqlite_gave_up_is_done_again_one_by_one(sqlite: Data
 def test_another_process_that_has_the_lock_is_waited_for_and_then_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(database_room, "WAIT_S", 0.05)
+    monkeypatch.setattr(database_module, "WAIT_S", 0.05)
     database = Database(f"sqlite:///{tmp_path}/server.db", clock=SystemClock())
     database.migrate()
     other = sqlite3.connect(tmp_path / "server.db", isolation_level=None)

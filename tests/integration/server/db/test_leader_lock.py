@@ -19,7 +19,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.errors import ServerProblem, ServerUnavailable
-from serverless_gpu.server.db import leader_lock as claim_room
+from serverless_gpu.server.db import leader_lock as leader_lock_module
 from serverless_gpu.server.db import migrations
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.db.tables import teams
@@ -76,7 +76,7 @@ def postgres_url(postgres: Cluster, postgres_template: str) -> Iterator[str]:
 def test_a_database_has_one_server_and_the_next_one_gets_it_when_that_ends(
     database: Database, open_again: Callable[[], Database], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claim_room, "WAIT_S", 1)
+    monkeypatch.setattr(leader_lock_module, "WAIT_S", 1)
     database.acquire()
     database.write(add("first"))
     second = open_again()
@@ -91,7 +91,7 @@ def test_a_database_has_one_server_and_the_next_one_gets_it_when_that_ends(
 def test_a_server_of_another_home_does_not_start_on_the_same_database(
     tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claim_room, "WAIT_S", 1)
+    monkeypatch.setattr(leader_lock_module, "WAIT_S", 1)
     with served(tmp_path / "one", database=database_url) as first:
         with pytest.raises(ServerProblem, match="another server"), served(tmp_path / "two", database=database_url):
             pass
@@ -122,7 +122,7 @@ def test_who_lost_the_database_to_another_server_writes_nothing_more_and_ends(po
         with pytest.raises(ServerUnavailable):
             database.write(add("two at once"))
         assert not told
-        clock.advance(claim_room.REFUSED_S)
+        clock.advance(leader_lock_module.REFUSED_S)
         assert not database.leader_lock.look()
     assert not database.leader_lock.look()
     with pytest.raises(ServerUnavailable):
@@ -234,7 +234,7 @@ def test_22B7_a_server_that_stood_still_looks_before_it_reads(postgres_url: str)
     first = numbered(postgres_url, clock)
     end_session(postgres_url)
     second = numbered(postgres_url)
-    clock.advance(claim_room.STALE_S + 1)
+    clock.advance(leader_lock_module.STALE_S + 1)
     with pytest.raises(ServerUnavailable):
         first.read(names)
     assert first.leader_lock.is_gone
@@ -247,12 +247,12 @@ def test_sessions_that_cannot_be_ended_leave_the_database_unclaimed(
 ) -> None:
     """Another server's session that goes on in the middle of a transaction, as behind a network that broke."""
 
-    def stay(_claim: claim_room.LeaderLock, _session: sa.Connection) -> None:
+    def stay(_claim: leader_lock_module.LeaderLock, _session: sa.Connection) -> None:
         raise ServerProblem("sessions of another server of this database did not end within 10 s")
 
     database = Database(postgres_url, clock=SystemClock())
     database.acquire()
-    monkeypatch.setattr(claim_room.LeaderLock, "end_others", stay)
+    monkeypatch.setattr(leader_lock_module.LeaderLock, "end_others", stay)
     end_session(postgres_url)
     assert not database.leader_lock.look() and not database.leader_lock.is_held
     with pytest.raises(ServerUnavailable):
@@ -267,7 +267,7 @@ def test_sessions_that_cannot_be_ended_leave_the_database_unclaimed(
 def test_a_server_whose_database_was_taken_over_stops(
     tmp_path: Path, postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claim_room, "REFUSED_S", 0.0)
+    monkeypatch.setattr(leader_lock_module, "REFUSED_S", 0.0)
     with (
         contextlib.ExitStack() as other,
         pytest.raises(ServerProblem, match=re.escape(golden("server.claim.taken-database-over"))),

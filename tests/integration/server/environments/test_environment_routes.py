@@ -14,7 +14,7 @@ from blake3 import blake3
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.stores.base import Store
-from serverless_gpu.environment.stores.blobs import StoreBlobs as Documents
+from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.codec import encode
 from serverless_gpu.environment.stores.collection import collect
 from serverless_gpu.environment.stores.condemned_objects import COLLECTOR, CONDEMNED, read_condemned
@@ -32,7 +32,7 @@ from serverless_gpu.errors import (
     StorageError,
     StoreUnavailable,
 )
-from serverless_gpu.server.storage import environment_store as rooms
+from serverless_gpu.server.storage import environment_store as environment_store_module
 from serverless_gpu.server.storage.storage import DiskLimits, Storage, open_storage
 from serverless_gpu.testing.stores import StoreConformance, empty_unit, pack_key
 from serverless_gpu.wire.blobs import DigestList
@@ -98,8 +98,8 @@ def test_it_is_opened_by_its_name(server: str) -> None:
 
 
 def test_a_capture_and_a_restore_pass_through_it(server: str) -> None:
-    snapshot = capture(Documents(served(server, "member")), b"one", b"two")
-    documents = Documents(served(server, "agent"))
+    snapshot = capture(StoreBlobs(served(server, "member")), b"one", b"two")
+    documents = StoreBlobs(served(server, "agent"))
     assert documents.read_snapshot(snapshot.address) == snapshot
     for address in snapshot.addresses():
         unit = documents.read_unit(address)
@@ -139,8 +139,8 @@ def served_directory(storage: Storage) -> Store:
 def stored_and_condemned(storage: Storage) -> Snapshot:
     """Put a member's environment, and have all of it condemned."""
     store = served_directory(storage)
-    secret = capture(Documents(store), CONTENT)
-    assert collect(Documents(store), keep_s=0, grace_s=0).condemned.snapshots == 1
+    secret = capture(StoreBlobs(store), CONTENT)
+    assert collect(StoreBlobs(store), keep_s=0, grace_s=0).condemned.snapshots == 1
     return secret
 
 
@@ -178,17 +178,17 @@ def test_22A4_a_capture_is_told_about_the_keys_that_it_names(storage: Storage, s
     assert member.is_collecting()
     with pytest.raises(EnvironmentRejected):
         member.condemned(["gc"])
-    assert Documents(member).missing_units([unit]) == (unit,), "a capture puts it again"
+    assert StoreBlobs(member).missing_units([unit]) == (unit,), "a capture puts it again"
 
 
 def test_22A4_a_capture_through_a_server_rescues_what_was_condemned(storage: Storage, server: str) -> None:
     secret = stored_and_condemned(storage)
-    again = capture(Documents(served(server, "member")), CONTENT)
+    again = capture(StoreBlobs(served(server, "member")), CONTENT)
     assert again == secret
     store = served_directory(storage)
     for _ in range(2):
-        collect(Documents(store), grace_s=0)
-    assert Documents(store).read_snapshot(secret.address) == secret
+        collect(StoreBlobs(store), grace_s=0)
+    assert StoreBlobs(store).read_snapshot(secret.address) == secret
 
 
 def test_an_attempt_reads_no_environment(server: str) -> None:
@@ -253,7 +253,7 @@ def test_a_unit_that_is_whole_is_not_replaced_by_one_that_points_elsewhere(stora
 
 
 def test_a_snapshot_that_was_removed_is_missed_before_the_run_waits(storage: Storage, server: str) -> None:
-    snapshot = capture(Documents(served(server)), b"one").address
+    snapshot = capture(StoreBlobs(served(server)), b"one").address
     storage.environments.need(snapshot)
     storage.environments.need(snapshot)
     storage.environments.delete([f"snapshots/{snapshot}"])
@@ -262,7 +262,7 @@ def test_a_snapshot_that_was_removed_is_missed_before_the_run_waits(storage: Sto
 
 
 def test_objects_are_read_in_pieces(storage: Storage, server: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rooms, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(environment_store_module, "PIECE_BYTES", 1000)
     monkeypatch.setattr("serverless_gpu.server.environments.PIECE_BYTES", 1000)
     data = random.Random(3).randbytes(4_500)
     store = served(server)
@@ -297,9 +297,9 @@ def test_F42_a_line_that_alters_everything_is_named_and_nothing_is_there(server:
 @pytest.mark.parametrize("harm", [cut, flip])
 def test_F42_what_was_cut_or_flipped_on_its_way_down_is_read_again(server: str, harm: object) -> None:
     data = random.Random(6).randbytes(500_000)
-    Documents(served(server)).write_pack(data)
+    StoreBlobs(served(server)).write_pack(data)
     with Line(server, down=harm) as line:  # type: ignore[arg-type]  # as above
-        assert Documents(served(line.url)).read_pack(blake3(data).hexdigest()) == data
+        assert StoreBlobs(served(line.url)).read_pack(blake3(data).hexdigest()) == data
         assert line.harmed == 1
 
 

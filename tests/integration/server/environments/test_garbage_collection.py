@@ -12,7 +12,7 @@ import pytest
 from blake3 import blake3
 
 from serverless_gpu.environment.stores.base import Stored
-from serverless_gpu.environment.stores.blobs import StoreBlobs as Documents
+from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.collection import GRACE_S, KEEP_S
 from serverless_gpu.environment.stores.directory_store import DirectoryStore
 from serverless_gpu.environment.stores.memory_store import MemoryStore
@@ -101,7 +101,7 @@ def test_a_snapshot_is_in_use_until_its_last_run_ended_long_ago(database: Databa
 def test_parts_and_environments_that_nothing_refers_to_go(
     kept: Services, database: Database, store: DirectoryStore, clock: FakeClock
 ) -> None:
-    documents = Documents(store, clock=clock)
+    documents = StoreBlobs(store, clock=clock)
     used, idle = capture(documents, b"used"), capture(documents, b"idle")
     part, output = put(kept, b"idle"), put(kept, b"output")
     collector = kept.make(GarbageCollector)
@@ -114,7 +114,7 @@ def test_parts_and_environments_that_nothing_refers_to_go(
     kept.environments.need(used.address)
     with pytest.raises(EnvironmentMissing):
         kept.environments.need(idle.address)
-    assert Documents(store).read_unit(*used.addresses()).address in used.addresses()
+    assert StoreBlobs(store).read_unit(*used.addresses()).address in used.addresses()
 
 
 def test_nothing_is_looked_at_before_it_is_time(kept: Services, clock: FakeClock) -> None:

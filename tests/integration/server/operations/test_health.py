@@ -20,8 +20,7 @@ from serverless_gpu.server.scheduling.scheduler import Scheduler
 from serverless_gpu.server.storage.blobs import Blobs
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.base import API
-from serverless_gpu.wire.server_status import Health as Said
-from serverless_gpu.wire.server_status import Version
+from serverless_gpu.wire.server_status import Health, Version
 from tests.support.golden import golden
 from tests.support.server.served import Served, served
 
@@ -74,7 +73,7 @@ def test_a_store_that_hangs_does_not_hang_health_and_nothing_else(
     with served(tmp_path) as server, httpx2.Client(base_url=server.url + API, timeout=20) as client:
         for _ in range(60):  # more than the server has threads for requests
             answer = client.get("/health")
-            problem = msgspec.json.decode(answer.content, type=Said).problems
+            problem = msgspec.json.decode(answer.content, type=Health).problems
             assert answer.status_code == 503 and len(problem) == 1
             assert problem[0].startswith("the store has not answered for ")
         assert sum(thread.name == "probe-store" for thread in threading.enumerate()) == 1
@@ -205,7 +204,7 @@ def test_a_server_whose_store_is_gone_is_unwell_says_so_and_goes_on(tmp_path: Pa
             blobs.rename(tmp_path / "away")
         blobs.write_text("no directory")
         answer = client.get("/health")
-        said = msgspec.json.decode(answer.content, type=Said)
+        said = msgspec.json.decode(answer.content, type=Health)
         assert (answer.status_code, answer.headers["Retry-After"], said.ok) == (503, "5", False)
         assert len(said.problems) == 1 and said.problems[0].startswith("the store ")
         assert str(tmp_path) not in answer.text

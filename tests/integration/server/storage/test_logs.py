@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.server.storage import logs as rooms
+from serverless_gpu.server.storage import logs as logs_module
 from serverless_gpu.server.storage.logs import Logs
 
 RUN = "01hzx0000000000000000000ab"
@@ -181,7 +181,7 @@ def test_sync_makes_durable_what_was_written_since_and_first_everything(
         fsync(fd)
 
     monkeypatch.setattr(os, "fsync", noted)
-    monkeypatch.setattr(rooms, "TOGETHER_MIN", together_min)
+    monkeypatch.setattr(logs_module, "TOGETHER_MIN", together_min)
     logs.sync(RUN, 1)
     files = [] if together_min == 1 else ["0.stdout", "3.stdout"]
     assert sorted(synced) == sorted([*files, "1", RUN, "logs", tmp_path.name])

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu import distributed
-from serverless_gpu import ray as door
+from serverless_gpu import ray as ray_module
 from serverless_gpu.client.decorator import DistributedFunction
 from serverless_gpu.client.launch.preflight import RayInstallation, check_ray, find_ray, pack, ray_reference_reducer
 from serverless_gpu.client.ray_launch import VALID, read_options
@@ -354,6 +354,6 @@ def test_without_ray_the_line_that_helps_is_said(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_door_has_its_names() -> None:
-    assert set(door.__all__) <= set(dir(door))
+    assert set(ray_module.__all__) <= set(dir(ray_module))
     with pytest.raises(AttributeError, match=golden("client.ray_launch.module-serverless-gpu")):
-        _ = door.launch
+        _ = ray_module.launch

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from serverless_gpu.client.display.run_display import Display, TerminalDisplay
-from serverless_gpu.client.runs import run as run_room
+from serverless_gpu.client.runs import run as run_module
 from serverless_gpu.client.runs.run import Run
 from serverless_gpu.client.runs.run_source import LocalRun
 from serverless_gpu.client.tracked import TrackedRun, from_directory, from_link
@@ -114,7 +114,7 @@ class Shown(Display):
 @pytest.mark.parametrize("before", [True, False], ids=["known before it is followed", "comes while it is"])
 def test_whoever_follows_a_run_is_shown_the_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: bool) -> None:
     shown = Shown()
-    monkeypatch.setattr(run_room, "make_display", lambda **_: shown)
+    monkeypatch.setattr(run_module, "make_display", lambda **_: shown)
     told = (protocol.Tracked(run_id=RUN, url=LINK),)
     run: Run[None] = Run(Heard(tmp_path, *told, STOPPED, protocol.Finished(receipt=FULL)), RunSpec())
     if before:

@@ -12,7 +12,7 @@ import pytest
 from serverless_gpu.model.spec import RunSpec, Tracking
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.mlflow_server.server import Serving
-from serverless_gpu.node.monitor import delivery as delivering
+from serverless_gpu.node.monitor import delivery as delivery_module
 from serverless_gpu.node.monitor.backlog import Backlog, BacklogAttempt
 from serverless_gpu.node.monitor.messages import Observe, Untracked
 from serverless_gpu.node.monitor.process import MlflowDeliveries
@@ -70,14 +70,14 @@ def test_ranks_wait_for_a_home_server_that_starts_and_not_for_one_that_could_not
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int, state: str
 ) -> None:
     monkeypatch.setattr(
-        delivering, "ensure_server", lambda *_, **__: Serving("http://127.0.0.1:1", False, failures=failures)
+        delivery_module, "ensure_server", lambda *_, **__: Serving("http://127.0.0.1:1", False, failures=failures)
     )
     observe = msgspec.structs.replace(observed(tmp_path), spec=RunSpec(tracker=Tracking()))
-    heard = delivering.AttemptDelivery(
+    heard = delivery_module.AttemptDelivery(
         Home(tmp_path), BacklogAttempt(observe=observe, origin_ns=1), {}, None, lambda: None
     )
     with pytest.raises(TrackerAway) as caught:
-        delivering.address_of(Home(tmp_path), observe, {})
+        delivery_module.address_of(Home(tmp_path), observe, {})
     heard.untracked(str(caught.value), final=False)
     assert msgspec.json.decode((Path(observe.directory) / "tracking.json").read_bytes())["state"] == state
     assert isinstance(heard.status, Untracked) and heard.status.is_starting is (failures == 0)

@@ -17,7 +17,7 @@ from starlette.websockets import WebSocketDisconnect
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.errors import NotAuthenticated, ServerProblem
-from serverless_gpu.server import application as application_room
+from serverless_gpu.server import application as application_module
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.http import auth_middleware
 from serverless_gpu.server.http.auth_middleware import PUBLIC_ROUTES, AuthMiddleware
@@ -86,13 +86,13 @@ def broken(call: Call) -> TeamView:
 
 
 def everything() -> list[Route]:
-    return [*application_room.all_routes(), *extra.all]
+    return [*application_module.all_routes(), *extra.all]
 
 
 def closed(routes: list[Route], *, ask: Callable[[str], Caller] = authenticate) -> AuthMiddleware:
     services = made_services(NoDatabase(), Path("/nonexistent"), clock=SystemClock())
     routes = [route.bound(services.by_type) for route in routes]
-    inner = application_room.application(routes)
+    inner = application_module.application(routes)
     return AuthMiddleware(
         inner,
         clock=services.clock,
@@ -161,7 +161,7 @@ def test_a_token_of_a_low_role_gets_403_where_the_role_has_no_reach(client: Test
 
 def test_there_are_no_mounts_no_websockets_and_no_route_that_was_not_declared(client: TestClient) -> None:
     routes = everything()
-    served = application_room.application(routes).routes
+    served = application_module.application(routes).routes
     assert all(isinstance(route, PlainRoute) for route in served)
     declared = {(route.method, API + route.path) for route in routes}
     assert {(m, route.path) for route in served for m in route.methods} == declared  # type: ignore[attr-defined] # plain routes, as said above
@@ -255,7 +255,7 @@ def test_a_bug_in_a_route_says_nothing_to_the_outside(client: TestClient, caplog
 
 
 def test_a_route_that_is_reached_without_the_gate_serves_nothing() -> None:
-    inner = application_room.application(everything())
+    inner = application_module.application(everything())
     with TestClient(inner, raise_server_exceptions=False) as client:
         assert client.get(f"{API}/me").status_code == 500
         assert client.get(f"{API}/health").status_code == 500

@@ -10,14 +10,14 @@ import pytest
 
 from scripts import openapi
 from serverless_gpu.server.application import all_routes
-from serverless_gpu.server.http import openapi as description
+from serverless_gpu.server.http import openapi as openapi_module
 from serverless_gpu.server.http.auth_middleware import PUBLIC_ROUTES
 from serverless_gpu.wire.base import API
 
 
 @pytest.fixture(scope="module")
 def document() -> dict[str, Any]:
-    return description.document(all_routes())
+    return openapi_module.document(all_routes())
 
 
 def test_the_page_is_what_the_routes_say() -> None:

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from serverless_gpu.server.core import hub as hubs
+from serverless_gpu.server.core import hub as hub_module
 from serverless_gpu.server.core.hub import Hub
 
 
@@ -60,7 +60,7 @@ def test_a_closed_hub_keeps_nobody() -> None:
 
 
 def test_a_forgotten_key_ends_a_wait_and_is_not_mistaken_for_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hubs, "KEYS_MAX", 2)
+    monkeypatch.setattr(hub_module, "KEYS_MAX", 2)
 
     async def story() -> None:
         hub = Hub()
@@ -76,8 +76,8 @@ def test_a_forgotten_key_ends_a_wait_and_is_not_mistaken_for_unchanged(monkeypat
 
 def test_listeners_hear_every_touch_of_their_key() -> None:
     hub, heard = Hub(), []
-    hub.listen(hubs.SCHEDULER, lambda: heard.append(1))
-    hub.touch(hubs.SCHEDULER)
+    hub.listen(hub_module.SCHEDULER, lambda: heard.append(1))
+    hub.touch(hub_module.SCHEDULER)
     hub.touch("run:a")
-    hub.touch(hubs.SCHEDULER)
+    hub.touch(hub_module.SCHEDULER)
     assert len(heard) == 2

@@ -15,7 +15,7 @@ from serverless_gpu.environment.stores.directory_store import DirectoryStore
 from serverless_gpu.environment.stores.memory_store import MemoryStore
 from serverless_gpu.errors import HashMismatch, InvalidValue, NotFound, ServerStorageFull
 from serverless_gpu.model.spec import BLOB_PART_BYTES, BlobReference
-from serverless_gpu.server.storage import blobs as rooms
+from serverless_gpu.server.storage import blobs as blobs_module
 from serverless_gpu.server.storage.blobs import Blobs, check_reference
 from serverless_gpu.testing import FakeClock
 from tests.support.golden import golden
@@ -100,7 +100,7 @@ def test_a_part_that_is_not_there_is_not_found(blobs: Blobs) -> None:
 
 
 def test_a_blob_is_read_whole_or_in_ranges(blobs: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rooms, "BLOB_PART_BYTES", 10)
+    monkeypatch.setattr(blobs_module, "BLOB_PART_BYTES", 10)
     data = bytes(range(35))
     parts = tuple(put(blobs, data[first : first + 10]) for first in range(0, 35, 10))
     reference = BlobReference(size=35, parts=parts)
@@ -127,7 +127,7 @@ def test_a_reference_has_the_parts_of_its_size() -> None:
         check_reference(BlobReference(size=size, parts=(digest,) * count))
         with pytest.raises(InvalidValue):
             check_reference(BlobReference(size=size, parts=(digest,) * (count + 1)))
-    for size in (-1, rooms.SIZE_MAX + 1):
+    for size in (-1, blobs_module.SIZE_MAX + 1):
         with pytest.raises(InvalidValue):
             check_reference(BlobReference(size=size, parts=()))
 
@@ -163,18 +163,18 @@ def test_F40_a_store_that_gets_full_meanwhile_is_told_as_one(clock: FakeClock) -
 def test_what_nothing_refers_to_goes_a_grace_after_it_was_condemned(blobs: Blobs, clock: FakeClock) -> None:
     needed, idle = put(blobs, b"needed"), put(blobs, b"idle")
 
-    def collect() -> rooms.BlobCollection:
+    def collect() -> blobs_module.BlobCollection:
         return blobs.collect(lambda: [needed], grace_s=GRACE_S)
 
-    assert collect() == rooms.BlobCollection(kept=2, condemned=0, deleted=0, deleted_bytes=0)
+    assert collect() == blobs_module.BlobCollection(kept=2, condemned=0, deleted=0, deleted_bytes=0)
     clock.advance(GRACE_S)
-    assert collect() == rooms.BlobCollection(kept=1, condemned=1, deleted=0, deleted_bytes=0)
+    assert collect() == blobs_module.BlobCollection(kept=1, condemned=1, deleted=0, deleted_bytes=0)
     clock.advance(GRACE_S - 1)
     assert collect().deleted == 0
     clock.advance(1)
-    assert collect() == rooms.BlobCollection(kept=1, condemned=0, deleted=1, deleted_bytes=4)
+    assert collect() == blobs_module.BlobCollection(kept=1, condemned=0, deleted=1, deleted_bytes=4)
     assert blobs.missing([needed, idle]) == (idle,)
-    assert collect() == rooms.BlobCollection(kept=1, condemned=0, deleted=0, deleted_bytes=0)
+    assert collect() == blobs_module.BlobCollection(kept=1, condemned=0, deleted=0, deleted_bytes=0)
 
 
 @pytest.mark.parametrize("ask", [True, False])
