@@ -38,7 +38,6 @@ from serverless_gpu.errors import (
     error_class,
 )
 from serverless_gpu.json_codec import from_json
-from serverless_gpu.lazy_import import load
 from serverless_gpu.units import format_duration_ms
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.base import API, PROTOCOL, Problem, Request
@@ -272,8 +271,7 @@ class BriefConnection(HttpClient):
             raise InvalidValue(f"{self.url} is not an address: {error}") from None
         if parts.scheme != "https":
             return http.client.HTTPConnection(host, port, timeout=CONNECT_S)
-        context = load("serverless_gpu.wire.http_client").trust(self._ca)
-        return http.client.HTTPSConnection(host, port, timeout=CONNECT_S, context=context)
+        return http.client.HTTPSConnection(host, port, timeout=CONNECT_S, context=trust(self._ca))
 
 
 def proxy_variable(url: str, environ: Mapping[str, str]) -> str:

@@ -130,7 +130,7 @@ class AgentService:
         at_ns = self._clock.wall_ns()
         new_id = ambient.new_run_id()
         before = self._database.read(lambda connection: nodes.named(connection, said.name))
-        if before is not None and _is_rebooted(said, before):
+        if before is not None and before.principal == who.name and _is_rebooted(said, before):
             self._requeue.give_back_on(before.id, f"{said.name} restarted before it was told", boot_id=before.boot_id)
 
         def work(connection: sa.Connection) -> tuple[StoredNode, tuple[str, ...], list[TransitionResult], list[Gang]]:

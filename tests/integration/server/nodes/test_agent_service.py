@@ -355,6 +355,14 @@ def test_F21_a_run_whose_order_never_left_waits_again_when_its_node_restarts(
     assert agents.waiting(NODE, node_id) == []
 
 
+def test_F21_the_restart_of_somebody_elses_node_takes_nothing_back(services: Services, agents: AgentService) -> None:
+    agents.hello(NODE, hello())
+    run_id = placed(services)
+    with pytest.raises(NotAllowed):
+        agents.hello(OTHER, hello(boot="b2"))
+    assert find(services, run_id).state is State.STARTING
+
+
 def test_F22_a_run_whose_order_never_left_waits_again_when_its_node_is_given_up(
     services: Services, agents: AgentService
 ) -> None:
