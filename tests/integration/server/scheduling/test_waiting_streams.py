@@ -26,18 +26,14 @@ def submit(connection: Connection, gpus: int, *, name: str, timeout_s: float | N
     return connection.ask("POST", "/runs", asked(gpus, name=name, timeout_s=timeout_s), answer=RunView)
 
 
-def waits(reader: Reader, count: int) -> list[WaitView]:
-    """Return the different parts of sentences that a reader has, once there are so many."""
-
-    def there() -> list[WaitView]:
-        messages = [each for each in reader.messages if isinstance(each, StateMessage)]
-        return [each.waiting for each in messages if each.waiting is not None]
-
+def wait_of(reader: Reader, reason: str, place: int) -> WaitView:
+    """Return the wait of a reason and a place that a reader is told; others may come before it."""
     for number in range(1, 50):
-        if len(there()) >= count:
-            break
-        reader.until(StateMessage, number)
-    return there()
+        told = [each.waiting for each in reader.until(StateMessage, number) if isinstance(each, StateMessage)]
+        for wait in told:
+            if wait is not None and (wait.reason, wait.place) == (reason, place):
+                return wait
+    raise AssertionError(f"no wait for {reason} at place {place}: {reader.messages}")
 
 
 def test_a_stream_tells_what_is_waited_for_and_when_that_changes(server: Served) -> None:
@@ -47,16 +43,15 @@ def test_a_stream_tells_what_is_waited_for_and_when_that_changes(server: Served)
     assert node.order().run_id == first.id
     second, third = submit(connection, 4, name="second"), submit(connection, 4, name="third")
     reader = Reader(connection.stream("GET", f"/runs/{third.id}/events", answer=StreamMessage))
-    told = waits(reader, 1)[-1]
-    assert (told.reason, told.count, told.gpu_type, told.node, told.free) == ("reserved", 4, "CPU", "played", 1)
+    told = wait_of(reader, "reserved", 2)
+    assert (told.count, told.gpu_type, told.node, told.free) == (4, "CPU", "played", 1)
     assert told.ahead.endswith("/second")
     (holder,) = told.holders
     assert holder.title.endswith("/bert-ft") and holder.count == 3 and holder.is_bound
     assert holder.until_ns is not None and holder.until_ns > first.created_ns + 600 * 10**9
-    assert told.place == 2
     connection.ask("POST", f"/runs/{second.id}/stop", StopRequest(), answer=RunView)
-    told = waits(reader, 2)[-1]
-    assert (told.reason, told.place, told.ahead) == ("capacity", 1, "")
+    told = wait_of(reader, "capacity", 1)
+    assert told.ahead == ""
     views = {run.id: run for run in connection.ask("GET", "/runs", answer=RunPage).runs}
     assert views[first.id].waiting is None and views[second.id].waiting is None
     assert views[third.id].waiting is not None and "holds 3 until" in views[third.id].sentence
