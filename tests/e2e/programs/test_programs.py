@@ -110,7 +110,7 @@ class Program(NamedTuple):
 PLAIN = (
     Program("process_pools"),
     Program(
-        "tqdm_bar", r"\[rank 0\] step 0\n.*step 2\ndone\n", r"\[rank 0\] training: 100%\|█+\| 3/3 .*loss=0\.333\]\n"
+        "tqdm_bar", r"\[rank 0\] step 0\n.*step 2\ndone\n", r"\[rank 0\] training: 100%\|█+\| 3/3 .*loss=0\.333\] *\n"
     ),
     Program("logging_config", r"INFO trainer: before\n(\[rank 0\] .*\n){2}INFO trainer: after\ndone\n"),
     Program("captured_config"),
