@@ -8,7 +8,7 @@ import click
 
 from serverless_gpu.ambient import SystemClock, format_utc
 from serverless_gpu.cli.amounts import micros, moment_ns
-from serverless_gpu.cli.money import usage_files
+from serverless_gpu.cli.money import usage
 from serverless_gpu.cli.output import columns, print_json, say
 from serverless_gpu.cli.server_connection import server
 from serverless_gpu.model.billing.pricing import MICROS_MAX
@@ -31,7 +31,7 @@ def list_prices(past: bool, as_json: bool, records: bool) -> None:
     """List the price book: what is in force, and what is planned. Times are of UTC."""
     if records:
         with server() as connection:
-            usage_files.put_prices(connection.ask("GET", "/usage/prices", answer=ListPrices), as_json=as_json)
+            usage.put_prices(connection.ask("GET", "/usage/prices", answer=ListPrices), as_json=as_json)
         return
     with server() as connection:
         found = connection.ask("GET", "/prices", answer=PriceList, query={"all": f"{past}".lower()})

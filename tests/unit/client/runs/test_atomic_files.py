@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.cli import audit
-from serverless_gpu.cli.money import usage_files
+from serverless_gpu.cli.money import usage
 from serverless_gpu.cli.planning.pictures import load_drawing
 from serverless_gpu.cli.runs.results import Result, write_result
 from serverless_gpu.client.runs.atomic_files import replacing_file
@@ -22,7 +22,7 @@ from tests.support.golden import golden
 
 
 def _report(path: Path) -> None:
-    usage_files.put(usage_files.UsageTable(names=("user",), kinds=("text",), lines=(("ada",),)), path)
+    usage.put(usage.UsageTable(names=("user",), kinds=("text",), lines=(("ada",),)), path)
 
 
 def _audit(path: Path) -> None:
