@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from serverless_gpu.cli.machine.top_picture import Around, DeviceOwner
+from serverless_gpu.cli.top_table import Around, DeviceOwner
 from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.telemetry import GpuSample, HostSample, RankSample, Sample

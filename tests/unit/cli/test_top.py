@@ -7,7 +7,7 @@ import json
 import msgspec
 import pytest
 
-from serverless_gpu.cli.machine.top_picture import Around, DeviceOwner, Style, TopTable, as_json, draw, tabulate
+from serverless_gpu.cli.top_table import Around, DeviceOwner, Style, TopTable, as_json, draw, tabulate
 from serverless_gpu.model.telemetry import RankSample
 from serverless_gpu.node.monitor.messages import NodeFrame
 from tests.support.cli.framed import FIRST, NOW_NS, SECOND, S, around, frame, slots
