@@ -9,8 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from serverless_gpu.ambient import format_soon
-from serverless_gpu.cli import program
-from serverless_gpu.cli.nodes import pools
+from serverless_gpu.cli import pools, program
 from serverless_gpu.errors import InvalidValue, NotAllowed
 from serverless_gpu.model.scheduling.values import Wait, WaitReason
 from serverless_gpu.model.spec import Priority
