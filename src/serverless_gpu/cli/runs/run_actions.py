@@ -7,8 +7,7 @@ from typing import NoReturn
 
 import click
 
-from serverless_gpu.cli.exit_codes import exit_code
-from serverless_gpu.cli.output import columns, say, say_failure
+from serverless_gpu.cli.output import columns, exit_code, say, say_failure
 from serverless_gpu.cli.runs import server_runs as remote
 from serverless_gpu.cli.runs.run_details import show
 from serverless_gpu.cli.runs.run_location import PAGE, locate, own_runs, server_runs, this_home
