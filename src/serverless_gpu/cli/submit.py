@@ -32,8 +32,7 @@ import click
 import msgspec
 
 from serverless_gpu.ambient import format_utc
-from serverless_gpu.cli.amounts import Seconds
-from serverless_gpu.cli.output import exit_code, print_json, say, say_failure
+from serverless_gpu.cli.output import Seconds, exit_code, print_json, say, say_failure
 from serverless_gpu.client.caller.caller_context import variables_elsewhere
 from serverless_gpu.client.caller.interrupts import terminable
 from serverless_gpu.client.decorator import parse_options

@@ -16,8 +16,7 @@ import click
 import msgspec
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.cli.amounts import duration_s
-from serverless_gpu.cli.output import columns, print_json, say
+from serverless_gpu.cli.output import columns, duration_s, print_json, say
 from serverless_gpu.cli.server_connection import server
 from serverless_gpu.client.runs.atomic_files import replacing_file
 from serverless_gpu.errors import ServerlessGpuError, StorageError

@@ -11,8 +11,7 @@ import click
 from msgspec.structs import replace
 
 from serverless_gpu.ambient import SystemClock, format_moment
-from serverless_gpu.cli.amounts import age_s, size_bytes
-from serverless_gpu.cli.output import columns, say
+from serverless_gpu.cli.output import age_s, columns, say, size_bytes
 from serverless_gpu.cli.runs.run_location import choose, queued_runs, this_home
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.calendars import HOUR_NS
