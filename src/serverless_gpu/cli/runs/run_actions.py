@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import sys
-from typing import NoReturn
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple, NoReturn
 
 import click
+from msgspec.structs import replace
 
-from serverless_gpu.cli.output import columns, exit_code, say, say_failure
+from serverless_gpu.ambient import SystemClock, format_moment
+from serverless_gpu.cli.output import age_s, columns, exit_code, say, say_failure, size_bytes
 from serverless_gpu.cli.runs import server_runs as remote
 from serverless_gpu.cli.runs.run_details import show
-from serverless_gpu.cli.runs.run_location import PAGE, locate, own_runs, server_runs, this_home
+from serverless_gpu.cli.runs.run_location import PAGE, choose, locate, own_runs, queued_runs, server_runs, this_home
 from serverless_gpu.cli.runs.run_table import row
 from serverless_gpu.client.runs.attachment import attach as attach_to
 from serverless_gpu.client.runs.run import Run
-from serverless_gpu.errors import AlreadyFinished, ServerlessGpuError, ServerProblem
+from serverless_gpu.errors import AlreadyFinished, InvalidValue, ServerlessGpuError, ServerProblem
+from serverless_gpu.model.calendars import HOUR_NS
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, State
-from serverless_gpu.node.attempt.history import FUNCTION, read_run, run_ids
+from serverless_gpu.model.lifecycle.retention import Policy, RunDirectory, to_delete
+from serverless_gpu.node.attempt.history import FUNCTION, read_run, run_ids, size_on_disk
+from serverless_gpu.node.attempt.retention import CleanupResult, cleaned_text, delete_all, empty_trash, scan
+from serverless_gpu.node.base.configuration import read_configuration
 from serverless_gpu.node.base.home import Home
+from serverless_gpu.units import format_bytes, format_duration_ms
 
 
 @click.command()
@@ -115,3 +124,121 @@ def describe_gate(handle: Run[object]) -> str:
 
 run_group.add_command(show)
 run_group.add_command(cancel)
+
+
+@click.command()
+@click.argument("run", nargs=-1)
+@click.option("--older-than", metavar="AGE", help="Delete what ended longer ago: 12h, 7d, 2w.")
+@click.option("--keep", metavar="SIZE", help="Delete the oldest until the rest takes at most this: 20GiB.")
+@click.option("--dry-run", is_flag=True, help="Only say what would be deleted.")
+def clean(run: tuple[str, ...], older_than: str | None, keep: str | None, dry_run: bool) -> None:
+    """Delete directories of ended runs, with their results and logs, and copies of results of a server's runs.
+
+    Without RUN and options: what the configuration keeps no longer, which the agent deletes by itself every hour. What
+    ended less than an hour ago stays unless it is named, or AGE is shorter. A running run is never deleted.
+    """
+    home = this_home()
+    if run and (older_than or keep):
+        raise click.UsageError("name runs, or give --older-than and --keep; not both")
+    chosen, spared = (_find_named(home, run), "") if run else _find_expired(home, older_than, keep)
+    if dry_run:
+        rows = []
+        for place, entry in chosen:
+            ended = "" if entry.ended_ns is None else format_moment(entry.ended_ns)
+            copies = "copies of results" if place == home.remote else ""
+            rows.append([entry.run_id, ended, format_bytes(entry.size_bytes), copies])
+        for line in columns(rows):
+            say(line)
+        total = sum(each.entry.size_bytes for each in chosen)
+        say(f"would delete {_count(_runs_of(chosen))}, {format_bytes(total)}{spared}")
+        return
+    done = []
+    for place in _places(home):
+        empty_trash(place)
+        done.append(delete_all(place, [each.entry for each in chosen if each.place == place]))
+    deleted = {run_id for each in done for run_id in each.deleted}
+    problems = tuple(problem for each in done for problem in each.problems)
+    cleaned = CleanupResult(tuple(deleted), sum(each.freed_bytes for each in done), problems)
+    stay = {run_id for place in _places(home) for run_id in run_ids(place)}
+    said = cleaned_text(cleaned) if chosen else f"nothing to delete; {_count(len(stay))} stay"
+    say(said + spared)
+    for problem in problems:
+        say(f"sgpu: {problem}", err=True)
+    if problems:
+        sys.exit(1)
+
+
+class _Directory(NamedTuple):
+    """A directory of a run, and in which place it lies."""
+
+    place: Path
+    entry: RunDirectory
+
+
+def _places(home: Home) -> tuple[Path, Path]:
+    """Return the directories of runs: own ones, and copies of results from a server."""
+    return home.runs, home.remote
+
+
+def _find_named(home: Home, runs: tuple[str, ...]) -> list[_Directory]:
+    queued = queued_runs(home)
+    own, copied = (run_ids(place) for place in _places(home))
+    ids = sorted({*own, *copied}, reverse=True)
+    chosen = []
+    for run_id in dict.fromkeys(choose(home, run, ids) for run in runs):
+        if run_id in own:
+            record = read_run(home.runs, run_id, queued)
+            if record.live and record.stopped is not None:
+                why = f"run {run_id} is {record.state}, and is not over: it is giving its devices back"
+                raise InvalidValue(why, hint="it can be deleted once it has")
+            if record.live or record.ended_ns is None:
+                raise InvalidValue(f"run {run_id} is {record.state}", hint=f"`sgpu cancel {run_id}` stops it")
+            chosen.append(_entry(home.runs, run_id, record.ended_ns))
+        if run_id in copied:  # the server has what they are copies of
+            chosen.append(_entry(home.remote, run_id, read_run(home.remote, run_id, ()).ended_ns))
+    return chosen
+
+
+def _entry(place: Path, run_id: str, ended_ns: int | None) -> _Directory:
+    return _Directory(place, RunDirectory(run_id=run_id, ended_ns=ended_ns, size_bytes=size_on_disk(place / run_id)))
+
+
+def _find_expired(home: Home, older_than: str | None, keep: str | None) -> tuple[list[_Directory], str]:
+    """Return the directories that the rules delete, and in words those spared as just ended."""
+    policy, now_ns, queued = _policy(home, older_than, keep), SystemClock().wall_ns(), queued_runs(home)
+    scanned = [[_Directory(place, entry) for entry in scan(place, queued, now_ns)] for place in _places(home)]
+    # The configuration holds for each place; a size from the command line is for both together.
+    groups = scanned if keep is None else [[*scanned[0], *scanned[1]]]
+    chosen = [each for group in groups for each in _deletable(group, policy, now_ns)]
+    old = [each for group in groups for each in _deletable(group, replace(policy, spared_ns=0), now_ns)]
+    young = _runs_of(old) - _runs_of(chosen)
+    if not young:
+        return chosen, ""
+    age = "an hour" if policy.spared_ns == HOUR_NS else format_duration_ms(policy.spared_ns // 1_000_000)
+    more = f"; {_count(young)} that ended less than {age} ago {'is' if young == 1 else 'are'} kept by that rule"
+    return chosen, f"{more}: name {'it' if young == 1 else 'them'} to delete {'it' if young == 1 else 'them'} now"
+
+
+def _deletable(group: list[_Directory], policy: Policy, now_ns: int) -> list[_Directory]:
+    lost = {id(entry) for entry in to_delete([each.entry for each in group], policy, now_ns)}
+    return [each for each in group if id(each.entry) in lost]
+
+
+def _runs_of(chosen: Iterable[_Directory]) -> int:
+    return len({each.entry.run_id for each in chosen})
+
+
+def _policy(home: Home, older_than: str | None, keep: str | None) -> Policy:
+    if older_than is None and keep is None:
+        return read_configuration(home).retention
+    policy = Policy(age_ns=None, size_bytes_max=None)
+    if older_than is not None:
+        age_ns = age_s("--older-than", older_than) * 1_000_000_000
+        policy = replace(policy, age_ns=age_ns, spared_ns=min(HOUR_NS, age_ns))
+    if keep is not None:
+        policy = replace(policy, size_bytes_max=size_bytes("--keep", keep))
+    return policy
+
+
+def _count(runs: int) -> str:
+    return f"{runs} run{'' if runs == 1 else 's'}"
