@@ -17,13 +17,16 @@ place, a process or a device of the caller's machine do not travel; the node has
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import itertools
 import os
 import resource
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 
 from serverless_gpu.errors import StorageError, UsageError
 from serverless_gpu.node.base import protocol
@@ -196,3 +199,48 @@ def variables_elsewhere(environ: Mapping[str, str]) -> dict[str, str]:
 def variables_here(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables for ranks on the caller's own machine: all but the token."""
     return {name: value for name, value in environ.items() if name != TOKEN}
+
+
+_LOOPS = ("asyncio", "ipykernel", "IPython", "tornado")
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Let Ctrl-C raise `KeyboardInterrupt` in this block also where an event loop has taken it."""
+    handler: object = signal.getsignal(signal.SIGINT)
+    while isinstance(handler, functools.partial):
+        handler = handler.func
+    is_of_loop = str(getattr(handler, "__module__", "")).partition(".")[0] in _LOOPS
+    if threading.current_thread() is not threading.main_thread() or not is_of_loop:
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """Let SIGTERM raise `KeyboardInterrupt` in this block, then end the process; user handlers stay."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    received: list[int] = []
+
+    def receive(number: int, _frame: object) -> None:
+        received.append(number)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, receive)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if received:
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(Exception):  # closed, or replaced by the user
+                    stream.flush()
+            os.kill(os.getpid(), signal.SIGTERM)
