@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar, Unpack, cast, ove
 
 import msgspec
 
-from serverless_gpu.client.caller.caller_context import terminable
+from serverless_gpu.client.caller_context import terminable
 from serverless_gpu.client.launch.launch import launch, prewarm, should_prewarm
 from serverless_gpu.client.launch.preflight import check_function
 from serverless_gpu.client.launch.snapshot_environment import shared_environment

@@ -11,7 +11,7 @@ import pytest
 from serverless_gpu import distributed
 from serverless_gpu import runtime as rt
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.client.caller.caller_context import caller_context
+from serverless_gpu.client.caller_context import caller_context
 from serverless_gpu.client.launch.launch import launch_command
 from serverless_gpu.client.runs.run import Run
 from serverless_gpu.errors import RunCancelled, RunTimedOut

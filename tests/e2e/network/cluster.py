@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from serverless_gpu.ambient import machine, new_run_id
-from serverless_gpu.client.caller.caller_context import caller_context
+from serverless_gpu.client.caller_context import caller_context
 from serverless_gpu.client.launch.preflight import pack
 from serverless_gpu.model.lifecycle.attempt import Fact
 from serverless_gpu.model.spec import Resources, RunSpec

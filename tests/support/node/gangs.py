@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from serverless_gpu.ambient import SystemClock, new_run_id
-from serverless_gpu.client.caller.caller_context import caller_context
+from serverless_gpu.client.caller_context import caller_context
 from serverless_gpu.client.launch.preflight import pack
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.lifecycle.gang_lifecycle import Cause, Crew, Fold, Halt, Over, fold, must_stop

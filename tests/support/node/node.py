@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from serverless_gpu.client.caller.caller_context import caller_context
+from serverless_gpu.client.caller_context import caller_context
 from serverless_gpu.client.launch.preflight import pack
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.attempt.server_attempt import read_remote

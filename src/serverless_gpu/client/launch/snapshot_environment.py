@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.client.caller.caller_context import interruptible
+from serverless_gpu.client.caller_context import interruptible
 from serverless_gpu.client.display.run_display import Display, make_display
 from serverless_gpu.environment import service_messages
 from serverless_gpu.environment.progress import ProgressPoint

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar, cast
 import msgspec
 
 from serverless_gpu.ambient import SystemClock, created_wall_ns
-from serverless_gpu.client.caller.caller_context import interruptible
+from serverless_gpu.client.caller_context import interruptible
 from serverless_gpu.client.display.run_display import Display, TerminalDisplay, make_display, second_interrupt_text
 from serverless_gpu.client.runs.outcome import checked_rank, load_result, make_exception, untold_tails
 from serverless_gpu.client.runs.rank_failures import in_notebooks

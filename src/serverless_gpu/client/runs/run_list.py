@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Literal, TypeVar, cast, overload
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.client.caller.caller_context import interruptible
+from serverless_gpu.client.caller_context import interruptible
 from serverless_gpu.client.display.run_display import TerminalDisplay
 from serverless_gpu.client.runs.run import Run
 from serverless_gpu.errors import InvalidOption

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from serverless_gpu import distributed
-from serverless_gpu.client.caller.caller_context import caller_context
+from serverless_gpu.client.caller_context import caller_context
 from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.testing import agent_status

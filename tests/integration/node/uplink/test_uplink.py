@@ -14,7 +14,7 @@ from blake3 import blake3
 
 from serverless_gpu import distributed
 from serverless_gpu.ambient import machine
-from serverless_gpu.client.caller.caller_context import caller_context
+from serverless_gpu.client.caller_context import caller_context
 from serverless_gpu.client.launch.preflight import pack
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.spec import BlobReference, Command, Function, RunSpec

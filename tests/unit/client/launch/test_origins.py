@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.client.caller.caller_context import origins
+from serverless_gpu.client.caller_context import origins
 
 LIBRARY = os.path.dirname(os.__file__)
 

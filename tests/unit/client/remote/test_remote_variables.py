@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serverless_gpu.client.caller.caller_context import variables_elsewhere, variables_here
+from serverless_gpu.client.caller_context import variables_elsewhere, variables_here
 
 MINE = {
     "HF_TOKEN": "hf",
