@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.heavy, pytest.mark.slow]
 RESOLVE = """
 import os, sys
 import msgspec
-from serverless_gpu.client.caller.mlflow_context import resolve
+from serverless_gpu.client.mlflow_context import resolve
 from serverless_gpu.model.spec import RunSpec
 
 def told(**more):

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from serverless_gpu.cli import submit as submit_module
 from serverless_gpu.cli.submit import command_of
-from serverless_gpu.client.caller.mlflow_context import Program, submitted_program
+from serverless_gpu.client.mlflow_context import Program, submitted_program
 from serverless_gpu.model.spec import Command, RunSpec
 from tests.support.golden import golden
 

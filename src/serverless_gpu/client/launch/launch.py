@@ -26,11 +26,11 @@ from typing import NamedTuple, TypeVar, cast
 import msgspec
 
 from serverless_gpu.ambient import SystemClock, new_run_id
-from serverless_gpu.client.caller.mlflow_context import resolve, with_tracking
 from serverless_gpu.client.caller_context import caller_context
 from serverless_gpu.client.launch import snapshot_environment
 from serverless_gpu.client.launch.local_secrets import with_secrets
 from serverless_gpu.client.launch.preflight import bind_arguments, check_function, check_ray, pack, refusing_reducer
+from serverless_gpu.client.mlflow_context import resolve, with_tracking
 from serverless_gpu.client.runs.run import Run
 from serverless_gpu.client.runs.run_source import LocalRun
 from serverless_gpu.errors import AgentUnavailable, HardwareError, InvalidValue, UsageError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.client.caller.mlflow_context import Commit, commit_of
+from serverless_gpu.client.mlflow_context import Commit, commit_of
 
 
 def git(directory: Path, *arguments: str) -> str:

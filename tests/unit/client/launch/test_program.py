@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.client.caller.mlflow_context import (
+from serverless_gpu.client.mlflow_context import (
     Commit,
     Program,
     calling_program,

@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serverless_gpu.client.caller import mlflow_context
-from serverless_gpu.client.caller.mlflow_context import (
+from serverless_gpu.client import mlflow_context
+from serverless_gpu.client.mlflow_context import (
     RemoteTracking,
     TrackingResolution,
     TrackingStore,
