@@ -22,8 +22,8 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from serverless_gpu.client.plots import timeline
-from serverless_gpu.client.plots.timeline import Curve, CurveMark, Lane
+from serverless_gpu.client.runs import timeline
+from serverless_gpu.client.runs.timeline import Curve, CurveMark, Lane
 from serverless_gpu.units import format_duration_ms
 
 ROWS_MAX = 8  # more devices than that are shown as heat maps

@@ -32,13 +32,13 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.ambient import SystemClock, format_soon
-from serverless_gpu.client.plots.timeline import AttemptTimes
 from serverless_gpu.client.remote.event_stream import EventStream, Heard, ServerAway
 from serverless_gpu.client.remote.profile import is_configured
 from serverless_gpu.client.remote.server import RemoteServer, server_of
 from serverless_gpu.client.runs.outcome import Origin
 from serverless_gpu.client.runs.run import Run
 from serverless_gpu.client.runs.run_source import ConnectionNote, RunSource
+from serverless_gpu.client.runs.timeline import AttemptTimes
 from serverless_gpu.errors import AlreadyFinished, HardwareError, NotFound, ServerlessGpuError, ServerProblem
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.cost import Cost

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.ambient import Clock, created_wall_ns
-from serverless_gpu.client.plots.timeline import attempt_directories
+from serverless_gpu.client.runs.timeline import attempt_directories
 from serverless_gpu.model.billing.ledger import LedgerLine, priced
 from serverless_gpu.model.billing.pricing import UNPRICED
 from serverless_gpu.model.cost import AttemptUse, Cost, together

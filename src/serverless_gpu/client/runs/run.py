@@ -321,7 +321,7 @@ class Run(Generic[R]):
             ServerlessGpuError: there is no Matplotlib here, or the file cannot be written.
         """
         self._refuse_session()
-        figure: Figure = load("serverless_gpu.client.plots.timeline").plot(
+        figure: Figure = load("serverless_gpu.client.runs.timeline").plot(
             self._source, self._spec.name, self.status(), path
         )
         return figure

@@ -30,11 +30,11 @@ from serverless_gpu.node.base.home import remove_at_once
 from serverless_gpu.node.inside.channel import Channel
 
 if TYPE_CHECKING:
-    from serverless_gpu.client.plots.timeline import AttemptTimes
+    from serverless_gpu.client.runs.timeline import AttemptTimes
     from serverless_gpu.model.cost import Cost
 
 _LAUNCH_TRIES = 3
-_TIMELINE = "serverless_gpu.client.plots.timeline"  # loaded when it is asked for: a call has no use for it
+_TIMELINE = "serverless_gpu.client.runs.timeline"  # loaded when it is asked for: a call has no use for it
 _LOSS = "serverless_gpu.node.attempt.supervisor_loss"
 
 Reconnect = Callable[[], Channel]

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from serverless_gpu.client.plots import timeline
-from serverless_gpu.client.plots.timeline import AttemptTimes, CurveMark, marks
+from serverless_gpu.client.runs import timeline
+from serverless_gpu.client.runs.timeline import AttemptTimes, CurveMark, marks
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 
 GPU = "system/node_0/gpu_3_"
