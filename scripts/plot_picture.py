@@ -13,8 +13,7 @@ from pathlib import Path
 from PIL import Image
 
 from serverless_gpu.client.metrics import Series
-from serverless_gpu.client.plots import run_figure
-from serverless_gpu.client.runs import timeline
+from serverless_gpu.client.runs import run_figure, timeline
 from serverless_gpu.client.runs.timeline import CurveMark
 
 TARGET = Path(__file__).parents[1] / "docs" / "images" / "plot.png"

@@ -306,7 +306,7 @@ def _read_word(path: Path) -> str:
 def plot(source: RunSource, name: str, state: str, path: str | os.PathLike[str] | None) -> Figure:
     """Return a run's picture, and write it if a path is given; errors are ServerlessGpuError."""
     try:
-        figures = load("serverless_gpu.client.plots.run_figure")
+        figures = load("serverless_gpu.client.runs.run_figure")
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
