@@ -35,7 +35,7 @@ from serverless_gpu.ambient import format_utc
 from serverless_gpu.cli.output import Seconds, exit_code, print_json, say, say_failure
 from serverless_gpu.client.caller_context import terminable, variables_elsewhere
 from serverless_gpu.client.decorator import parse_options
-from serverless_gpu.client.estimating import Estimate, estimate_run
+from serverless_gpu.client.estimates import Estimate, estimate_run
 from serverless_gpu.client.launch import snapshot_environment
 from serverless_gpu.client.launch.launch import launch_command
 from serverless_gpu.client.launch.preflight import explain, no_server
