@@ -14,7 +14,7 @@ import msgspec
 from serverless_gpu.cli.output import CANCELLED, columns, duration_s, load_drawing, print_json, say, write_picture
 from serverless_gpu.cli.runs.run_location import this_home
 from serverless_gpu.cli.server_connection import connect
-from serverless_gpu.client.remote.profile import find_profile
+from serverless_gpu.client.remote.server import find_profile
 from serverless_gpu.lazy_import import load
 from serverless_gpu.model.scheduling.values import QueuePolicy
 from serverless_gpu.replay import (
