@@ -18,13 +18,13 @@ import msgspec
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli.output import columns, duration_s, print_json, say
 from serverless_gpu.cli.server_connection import server
-from serverless_gpu.client.runs.atomic_files import replacing_file
 from serverless_gpu.errors import ServerlessGpuError, StorageError
 from serverless_gpu.model import calendars
 from serverless_gpu.model.billing import usage_report
 from serverless_gpu.model.billing.billing_rows import BillingRow, ListPrice
 from serverless_gpu.model.billing.usage_report import Amounts, CostShare, DayRange, ReportRow, UsageUnit
 from serverless_gpu.model.hardware import time_unit
+from serverless_gpu.node.base.private_files import replacing_file
 from serverless_gpu.units import MS_PER_HOUR, format_gpu_ms, format_micros, is_any_below_cent
 from serverless_gpu.wire.billing import GROUPS_DEFAULT, GROUPS_MAX, ListPrices, RecordPage, UsageView
 

@@ -17,12 +17,12 @@ import click
 from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.cli.runs.run_location import locate, queued_runs, this_home
 from serverless_gpu.cli.server_connection import patient_server
-from serverless_gpu.client.runs.atomic_files import replacing_file
 from serverless_gpu.errors import InvalidValue, StorageError
 from serverless_gpu.lazy_import import load
 from serverless_gpu.model.lifecycle.attempt import TERMINAL
 from serverless_gpu.node.attempt.history import read_run
 from serverless_gpu.node.base.home import Home, storage_error
+from serverless_gpu.node.base.private_files import replacing_file
 from serverless_gpu.units import format_bytes
 
 if TYPE_CHECKING:

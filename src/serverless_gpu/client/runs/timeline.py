@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import msgspec
 
 from serverless_gpu.client.metrics import read_metrics
-from serverless_gpu.client.runs.atomic_files import refuse_irregular
 from serverless_gpu.client.runs.run_source import RunSource
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, StorageError
 from serverless_gpu.lazy_import import load
@@ -31,6 +30,7 @@ from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, FactKind, Reason, State
 from serverless_gpu.model.telemetry import Header, Sample, decode
 from serverless_gpu.node.attempt.history import first_facts, read_ending
+from serverless_gpu.node.base.private_files import refuse_irregular
 from serverless_gpu.node.supervisor.rank_environment import STOP_FILE
 from serverless_gpu.units import format_duration_ms
 

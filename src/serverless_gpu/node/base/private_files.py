@@ -9,14 +9,17 @@ a dot and ends with 16 digits, and the one of the right name as it was.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
 import secrets
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 from serverless_gpu import faults
+from serverless_gpu.errors import InvalidValue
 
 NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 """Errors of a file system without hard links."""
@@ -73,3 +76,24 @@ def readers(path: Path) -> str:
         return f"it belongs to another user (uid {status.st_uid})"
     mode = stat.S_IMODE(status.st_mode)
     return f"its mode is {mode:04o}, so others can read it" if mode & 0o077 else ""
+
+
+def refuse_irregular(path: Path) -> None:
+    """Raise InvalidValue if a path exists and is no regular file."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        hint = "give the path of a file, or one at which there is nothing yet"
+        raise InvalidValue(f"{path} is there and is no file: it is left as it is", hint=hint)
+
+
+@contextlib.contextmanager
+def replacing_file(path: Path, *, mode: int = 0o666) -> Iterator[Path]:
+    """Yield a new, empty file that replaces `path` after a complete write; `mode` is subject to the umask."""
+    refuse_irregular(path)
+    place = path.resolve()
+    beside = place.with_name(f".part-{secrets.token_hex(8)}")
+    os.close(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode))
+    try:
+        yield beside
+        beside.replace(place)
+    finally:
+        beside.unlink(missing_ok=True)
