@@ -11,7 +11,7 @@ import shlex
 
 from serverless_gpu.doctor.facts import MachineFacts, PoolFacts, ServerFacts, TrackingFacts, TrackingServer
 from serverless_gpu.doctor.findings import Check, CheckGroup, Finding, about, failed, ok, unknown, warning
-from serverless_gpu.engines.ray.start_arguments import OLDEST
+from serverless_gpu.engines.ray.ray_machine import OLDEST
 from serverless_gpu.model.scheduling.wait_messages import REMEDY, REVOKE
 from serverless_gpu.node.inside.raycluster.ray_installation import release
 from serverless_gpu.node.mlflow_server.server import NO_DATABASE, OTHER_VERSION

@@ -30,7 +30,7 @@ from serverless_gpu.ambient import SystemClock
 from serverless_gpu.client.mlflow_context import SWITCH
 from serverless_gpu.client.remote.server import SERVER, ServerProfile, find_profile
 from serverless_gpu.doctor.facts import ListeningPort, PoolFacts, ServerFacts, ServerNode, TrackingFacts, TrackingServer
-from serverless_gpu.engines.ray import ray_machine, start_arguments
+from serverless_gpu.engines.ray import ray_machine
 from serverless_gpu.engines.ray.ray_keeper import marked_pids
 from serverless_gpu.errors import NotAllowed, NotAuthenticated, ServerlessGpuError, ServerNotConfigured
 from serverless_gpu.json_codec import from_json
@@ -199,7 +199,7 @@ def look_at_pool(environ: Mapping[str, str]) -> PoolFacts:
     directory = found[0]
     roots = marked_pids(ray_machine.directory_of(directory))
     pids = sorted({*roots, *(each for pid in roots for each in descendants(pid))})
-    with_token = f"RAY_AUTH_MODE={start_arguments.variables('')['RAY_AUTH_MODE']}".encode()
+    with_token = f"RAY_AUTH_MODE={ray_machine.variables('')['RAY_AUTH_MODE']}".encode()
     return PoolFacts(
         directory=str(directory),
         address=_address(roots),

@@ -15,15 +15,17 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import ipaddress
+import json
 import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
-from serverless_gpu.engines.ray import start_arguments
 from serverless_gpu.engines.ray.node_launcher import NodeFile, write_node_file
 from serverless_gpu.engines.ray.ray_keeper import KeeperPlan, clean, log_path
 from serverless_gpu.errors import InvalidValue, ServerProblem
@@ -67,8 +69,8 @@ def check_ray() -> str:
             f"Ray is not installed for {sys.executable}",
             hint="pip install 'ray>=2.55', the same version on every machine",
         )
-    if ray_installation.release(found) < start_arguments.OLDEST:
-        oldest = ".".join(map(str, start_arguments.OLDEST))
+    if ray_installation.release(found) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
         raise ServerProblem(f"Ray {found} is too old for several machines", hint=f"pip install 'ray>={oldest}'")
     return found
 
@@ -103,7 +105,7 @@ def own_address(towards: str = "") -> str:
             f"no way leads to {towards} ({error.strerror})" if towards else "it cannot be told which address others see"
         )
         raise InvalidValue(what, hint="say which of this machine's addresses it is: --node-address 10.0.0.6") from None
-    return start_arguments.check_node_address(found)
+    return check_node_address(found)
 
 
 def check_own(address: str) -> None:
@@ -121,7 +123,7 @@ def check_own(address: str) -> None:
 def taken_port(base: int, address: str) -> int | None:
     """Return a port that is needed and taken, or None."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    for port in start_arguments.ports(base):
+    for port in ports(base):
         for kind, host in ((family, address), (socket.AF_INET, "127.0.0.1")):
             with socket.socket(kind) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -152,12 +154,10 @@ def offer_text(devices: Sequence[Device]) -> str:
     return ", ".join(f"{types.count(name)} {name}" for name in dict.fromkeys(types)) or "no devices"
 
 
-def node_of(
-    name: str, address: str, port: int, files: RayMachineFiles, devices: Sequence[Device]
-) -> start_arguments.MachineShare:
+def node_of(name: str, address: str, port: int, files: RayMachineFiles, devices: Sequence[Device]) -> MachineShare:
     """Return what a machine gives to the cluster."""
     ordered = sorted(devices, key=lambda device: device.kind is DeviceKind.CPU)
-    return start_arguments.MachineShare(
+    return MachineShare(
         name=name,
         address=address,
         port=port,
@@ -171,7 +171,7 @@ def node_of(
 
 
 def prepare_machine(
-    node: start_arguments.MachineShare,
+    node: MachineShare,
     files: RayMachineFiles,
     token: str,
     environ: Mapping[str, str],
@@ -194,14 +194,10 @@ def prepare_machine(
             environ={**clean_variables(environ), **passed},
         )
         write_node_file(files.node, file)
-    command = (
-        start_arguments.join_command(sys.executable, node, head)
-        if head
-        else start_arguments.head_command(sys.executable, node)
-    )
+    command = join_command(sys.executable, node, head) if head else head_command(sys.executable, node)
     return KeeperPlan(
         command=tuple(command),
-        environ=start_arguments.environment(node, clean(clean_variables(environ))),
+        environ=environment(node, clean(clean_variables(environ))),
         directory=node.directory,
         log=str(log_path(files.directory)),
         head=head,
@@ -214,3 +210,200 @@ def _write_changed(path: Path, text: str) -> None:
         if path.read_text(encoding="ascii") == text:
             return
     write_private(path, text.encode("ascii"))
+
+
+PORT = 7900
+"""The default base of ports."""
+PORTS = 100
+PORT_MIN, PORT_MAX = 1024, 65_536 - PORTS
+WORKERS_FROM = 20
+RESOURCE = "sgpu_node:"
+"""What the resource begins with that names a machine; it has 1 of it."""
+DEVICES = "sgpu_gpus:"
+"""What resources begin with that count a machine's devices of a type."""
+NODE_FILE = "SERVERLESS_GPU_RAY_NODE"
+"""Variable of every raylet of ours, and so of its workers: where the file of the machine lies (`node_launcher.py`)."""
+STORE_BYTES = 80_000_000
+"""Nothing of ours goes through Ray's object store; Ray takes no less."""
+START_S = 120
+"""How long a raylet may take to start: Ray's own 30 s are short for a first import from a slow disk."""
+OLDEST = (2, 55)
+"""The first version whose machines each have a directory of their own; tokens are older."""
+
+# A machine that is gone is known to be after 10 s at most; Ray's own settings take a minute.
+_HEALTH = {
+    "health_check_initial_delay_ms": 2_000,
+    "health_check_period_ms": 1_000,
+    "health_check_timeout_ms": 1_000,
+    "health_check_failure_threshold": 5,
+}
+_CPU = "CPU"
+
+
+class ClusterAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """How a process on one of its machines reaches a Ray cluster."""
+
+    address: str  # for example ``10.0.0.5:7900``
+    token_file: str
+    node_address: str
+
+
+class MachineShare(msgspec.Struct, frozen=True, kw_only=True):
+    """What one machine gives to the cluster."""
+
+    name: str  # of the node, as the server knows it
+    address: str  # at which the other machines reach it
+    port: int = PORT  # the first of its ports
+    directory: str  # of Ray's files, with a short path
+    token_file: str
+    node_file: str = ""  # "" for a machine that is no node: the head of a server without one
+    gpus: tuple[str, ...] = ()  # UUIDs
+    types: tuple[str, ...] = ()  # of its devices, one for each: GPUs first, then CPU slots
+    client: bool = False  # whether this Ray can serve ``ray://``: then it does, and wants a port for it
+
+
+class MachinePorts(NamedTuple):
+    """The ports of one machine, but for those of workers."""
+
+    gcs: int
+    node_manager: int
+    object_manager: int
+    runtime_env_agent: int
+    agent_grpc: int
+    agent_http: int
+    metrics: int
+    client_server: int
+    dashboard: int
+    autoscaler_metrics: int
+    dashboard_metrics: int
+
+
+def ports(base: int) -> MachinePorts:
+    """Return the ports that follow from the first; InvalidValue when there is no room for them."""
+    if not PORT_MIN <= base <= PORT_MAX:
+        raise InvalidValue(
+            f"Ray's ports cannot begin with {base}", hint=f"the first of {PORTS} in a row: {PORT_MIN} to {PORT_MAX}"
+        )
+    return MachinePorts(*range(base, base + len(MachinePorts._fields)))
+
+
+def port_range(base: int) -> str:
+    """Return the ports of a machine, for its firewall."""
+    return f"{base}-{base + PORTS - 1}"
+
+
+def check_node_address(text: str) -> str:
+    """Return the address of a machine as Ray can have it; InvalidValue when no other machine reaches it."""
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        raise InvalidValue(
+            f"{text!r} is not an address", hint="a number that the other machines reach: --node-address 10.0.0.5"
+        ) from None
+    if address in (ipaddress.ip_address("127.0.0.1"), ipaddress.ip_address("::1")):
+        raise InvalidValue(
+            f"a machine cannot have the address {text}: Ray would take another one of its addresses instead, unasked",
+            hint="--node-address with one that the other machines reach; to try things out on one machine: 127.0.0.2",
+        )
+    if address.is_unspecified or address.is_multicast:
+        raise InvalidValue(f"{text} is not the address of one machine", hint="such as --node-address 10.0.0.5")
+    return str(address)
+
+
+def joined(host: str, port: int) -> str:
+    """Return ``host:port``, with brackets where an address needs them."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def check_token(text: str) -> str:
+    """Return a token of a Ray cluster; InvalidValue when Ray would not take it."""
+    token = text.strip()
+    if not token or not token.isascii() or any(letter.isspace() or not letter.isprintable() for letter in token):
+        raise InvalidValue("that is not a token of Ray's", hint="one word, such as 64 characters of 0-9 and a-f")
+    return token
+
+
+def variables(token_file: str) -> dict[str, str]:
+    """Return what every process has in its environment that is Ray's, or speaks with it."""
+    return {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": token_file,
+        "RAY_USAGE_STATS_ENABLED": "0",  # they are on by default, and would call out
+        # No user code runs in a worker of ours, so Pythons need not be alike to the last digit.
+        "RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL": "minor",
+    }
+
+
+def environment(node: MachineShare, clean: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables with which Ray is started on a machine; its workers inherit them."""
+    all_ports = ports(node.port)
+    return {
+        **{name: value for name, value in clean.items() if not name.startswith("RAY_")},
+        **variables(node.token_file),
+        "RAY_worker_niceness": "0",  # what a worker starts would be as nice: runs
+        "RAY_prestart_worker_first_driver": "0",  # one for each CPU, all unused
+        "RAY_raylet_start_wait_time_s": str(START_S),
+        "AUTOSCALER_METRIC_PORT": str(all_ports.autoscaler_metrics),
+        "DASHBOARD_METRIC_PORT": str(all_ports.dashboard_metrics),
+        "CUDA_VISIBLE_DEVICES": ",".join(node.gpus),
+        **({NODE_FILE: node.node_file} if node.node_file else {}),
+    }
+
+
+def head_command(python: str, node: MachineShare) -> list[str]:
+    """Return the command that starts the head; InvalidValue when an address or a port cannot be."""
+    all_ports = ports(node.port)
+    return [
+        *_start(python),
+        "--head",
+        f"--port={all_ports.gcs}",
+        *_common(node, all_ports),
+        *([f"--ray-client-server-port={all_ports.client_server}"] if node.client else []),
+        "--include-dashboard=false",
+        f"--dashboard-port={all_ports.dashboard}",
+        "--no-monitor",  # it makes machines of clouds
+        f"--system-config={json.dumps(_HEALTH)}",
+    ]
+
+
+def join_command(python: str, node: MachineShare, address: str) -> list[str]:
+    """Return the command that starts Ray on a machine that joins; InvalidValue when an address or a port cannot be."""
+    return [*_start(python), f"--address={address}", *_common(node, ports(node.port))]
+
+
+def _start(python: str) -> Sequence[str]:
+    return (python, "-m", "ray.scripts.scripts", "start", "--block")
+
+
+def _common(node: MachineShare, all_ports: MachinePorts) -> list[str]:
+    return [
+        f"--node-ip-address={check_node_address(node.address)}",
+        f"--node-manager-port={all_ports.node_manager}",
+        f"--object-manager-port={all_ports.object_manager}",
+        f"--runtime-env-agent-port={all_ports.runtime_env_agent}",
+        f"--dashboard-agent-grpc-port={all_ports.agent_grpc}",
+        f"--dashboard-agent-listen-port={all_ports.agent_http}",
+        f"--metrics-export-port={all_ports.metrics}",
+        f"--min-worker-port={node.port + WORKERS_FROM}",
+        f"--max-worker-port={node.port + PORTS - 1}",
+        f"--num-gpus={len(node.gpus)}",
+        f"--num-cpus={node.types.count(_CPU)}",
+        f"--resources={json.dumps(_resources(node))}",
+        f"--object-store-memory={STORE_BYTES}",
+        f"--temp-dir={node.directory}",
+        "--include-log-monitor=false",
+        "--disable-usage-stats",
+        "--log-style=record",
+        "--log-color=false",
+    ]
+
+
+def _resources(node: MachineShare) -> dict[str, float]:
+    if not node.node_file:
+        return {}
+    types = dict.fromkeys(node.types)
+    return {
+        f"{RESOURCE}{node.name}": 1,
+        **{f"{DEVICES}{name}": node.types.count(name) for name in types},
+        **{f"accelerator_type:{name}": 1 for name in types if name != _CPU},
+    }
