@@ -18,7 +18,7 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.environment.packages import Packages, are_same, difference
+from serverless_gpu.environment.documents import Packages, are_same, difference
 from serverless_gpu.errors import EnvironmentMissing, InvalidValue, NotFound, PolicyViolation, UnknownGpuType
 from serverless_gpu.model import hardware
 from serverless_gpu.model.access_control import AccessReach, Resource, reach

@@ -7,8 +7,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from serverless_gpu.environment.documents import Root, Snapshot, SnapshotMember, SnapshotOrigin, make_snapshot
-from serverless_gpu.environment.packages import Packages, are_same, difference, packages_of
+from serverless_gpu.environment.documents import (
+    Packages,
+    Root,
+    Snapshot,
+    SnapshotMember,
+    SnapshotOrigin,
+    are_same,
+    difference,
+    make_snapshot,
+    packages_of,
+)
 from tests.support.environment.environments_in_stores import PYTHON
 
 

@@ -20,7 +20,7 @@ import sqlalchemy as sa
 
 from serverless_gpu import faults
 from serverless_gpu.ambient import Clock, created_wall_ns
-from serverless_gpu.environment.packages import Packages
+from serverless_gpu.environment.documents import Packages
 from serverless_gpu.errors import IdempotencyConflict, InvalidValue, NotFound, ServerStorageFull, TooLarge
 from serverless_gpu.model import secrets
 from serverless_gpu.model.lifecycle.attempt import State

@@ -40,8 +40,7 @@ from typing import NoReturn
 from blake3 import blake3
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.environment.documents import Snapshot, Unit
-from serverless_gpu.environment.packages import Packages, packages_of
+from serverless_gpu.environment.documents import Packages, Snapshot, Unit, packages_of
 from serverless_gpu.environment.stores.base import Store, Stored, check_key
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.codec import AlteredObject, pack_of, snapshot_of, unit_of
