@@ -10,13 +10,13 @@ import threading
 
 import pytest
 
-from serverless_gpu.environment.restore.fork_pool import divide
+from serverless_gpu.environment.restore.link_tree import divide
 from tests.support.golden import golden
 
 # A program of its own: the process of the tests may have threads, and then nothing is forked.
 PROGRAM = """
 import os, signal, sys
-from serverless_gpu.environment.restore.fork_pool import divide
+from serverless_gpu.environment.restore.link_tree import divide
 from serverless_gpu.errors import EnvironmentRejected
 os.sched_getaffinity = lambda pid: {{0, 1}}
 us = os.getpid()
