@@ -14,8 +14,7 @@ from typing import Literal
 import pytest
 
 from serverless_gpu.environment.progress import ProgressPoint
-from serverless_gpu.environment.restore.cache.fetch import UnitFetch
-from serverless_gpu.environment.restore.cache.unit_cache import UnitCache
+from serverless_gpu.environment.restore.cache.unit_cache import UnitCache, UnitFetch
 from serverless_gpu.environment.restore.cache.unpack import MTIME_S
 from serverless_gpu.environment.restore.restore import RestoreMethod, restore
 from serverless_gpu.environment.stores.blobs import StoreBlobs
