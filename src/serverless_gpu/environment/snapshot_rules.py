@@ -11,13 +11,23 @@ Failure: `EnvironmentRejected` naming the snapshot, the path, and the rule it br
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import re
-from collections.abc import Iterable, Mapping
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NoReturn
 
 from serverless_gpu.environment.documents import (
+    BLOCK_BYTES,
+    PACK_BYTES,
     SNAPSHOT_VERSION,
+    VERSION,
+    ContentPlace,
+    FileRow,
     Generated,
     Interpreter,
+    PackBlock,
     Root,
     Snapshot,
     SnapshotMember,
@@ -25,24 +35,9 @@ from serverless_gpu.environment.documents import (
     Unit,
     in_order,
     snapshot_address,
+    unit_address,
 )
-from serverless_gpu.environment.unit_rules import (
-    CONTENT_BYTES_MAX,
-    FACT_BYTES_MAX,
-    FACTS_MAX,
-    MEMBERS_MAX,
-    NAME_BYTES_MAX,
-    NOTE_BYTES_MAX,
-    NOTE_NAMES,
-    ROOTS_MAX,
-    ROWS_MAX,
-    TEXT_BYTES_MAX,
-    TEXTS_MAX,
-    RowTree,
-    check_path,
-    is_digest,
-    refuse,
-)
+from serverless_gpu.errors import EnvironmentRejected
 
 _VERSION = re.compile(r"\d{1,2}\.\d{1,3}(\.\d{1,3})?[a-z0-9.+]{0,16}", re.ASCII)
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", re.ASCII)
@@ -195,3 +190,334 @@ def _bytes(text: str, what: str) -> int:
         return len(text.encode())
     except UnicodeEncodeError:
         refuse(what, "a text", "it is not UTF-8")
+
+
+ROWS_MAX = 1_000_000
+"""Rows of a unit, and files of a snapshot."""
+CONTENT_BYTES_MAX = 15 * 10**9
+"""Content bytes of an environment, and so of a unit."""
+PATH_BYTES_MAX = 1024
+NAME_BYTES_MAX = 255
+DEPTH_MAX = 64
+"""Names in a path, its area included."""
+LINK_HOPS_MAX = 8
+"""Links that may point to one another in a row."""
+
+PACK_BYTES_MAX = 2 * PACK_BYTES
+"""A pack is closed when it is full, so it is longer than `PACK_BYTES` by the block that filled it."""
+PACKS_MAX = 100_000
+BLOCKS_MAX = 1_000_000
+RATIO_MAX = 200
+"""Content bytes of a unit for each compressed byte …"""
+FREE_RATIO_BYTES = 256 * 1024 * 1024
+"""… after these."""
+
+ROOTS_MAX = 64
+MEMBERS_MAX = 10_000
+TEXT_BYTES_MAX = 64 * 1024
+"""A generated file; they are scripts and `.pth` files."""
+TEXTS_MAX = 10_000
+NOTE_NAMES = frozenset({"INSTALLER", "REQUESTED", "direct_url.json", "uv_cache.json", "uv_build.json"})
+NOTE_BYTES_MAX = 64 * 1024
+FACTS_MAX = 200_000
+"""Entries of any list of facts."""
+FACT_BYTES_MAX = 8 * 1024
+"""One sentence or path among the facts."""
+
+
+def refuse(what: str, path: str, rule: str) -> NoReturn:
+    """Raise that something breaks a rule."""
+    shown = path if len(path) <= 200 else f"{path[:100]}…{path[-60:]}"
+    raise EnvironmentRejected(f"{what}: {shown!r}: {rule}" if path else f"{what}: {rule}")
+
+
+AREAS = ("site", "prefix")
+EMPTY_SHA256 = hashlib.sha256().digest()
+# Control characters, and halves of surrogate pairs (they stand for bytes that are not UTF-8).
+_DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
+_KINDS = ("f", "x", "l", "d")
+_DIRECTORY = "directory"
+
+
+def check_unit(unit: Unit) -> None:
+    """Check everything a unit says: its address, its rows, and where their bytes lie.
+
+    It is as decoded; nothing of it is believed.
+    """
+    if not is_digest(unit.address):
+        refuse("a unit", unit.address, "an address is 64 hexadecimal digits")
+    what = f"unit {unit.address[:12]}"
+    if unit.version != VERSION:
+        refuse(what, "", f"its format is {unit.version!r}, and this program reads {VERSION}")
+    for pack in unit.packs:
+        if not is_digest(pack):
+            refuse(what, pack, "the name of a pack is 64 hexadecimal digits")
+    check_rows(unit.rows, what)
+    if unit_address(unit.rows) != unit.address:
+        refuse(what, "", "its address is not that of its rows")
+    check_blocks(unit, what)
+
+
+def check_path(path: str, what: str = "a path") -> None:
+    """Check one path of a row: area, names, lengths, depth."""
+    _check_text(path, what)
+    if path.startswith("/"):
+        refuse(what, path, "a path is not absolute")
+    area, _, rest = path.partition("/")
+    if area not in AREAS or not rest:
+        refuse(what, path, "a path starts with site/ or prefix/ and goes on")
+    names = path.split("/")
+    if len(names) > DEPTH_MAX:
+        refuse(what, path, f"a path has at most {DEPTH_MAX} names")
+    for name in names:
+        _check_name(name, path, what)
+
+
+def check_rows(rows: Sequence[FileRow], what: str = "a unit") -> None:
+    """Check all rows of a unit: each by itself, and the tree they make."""
+    if len(rows) > ROWS_MAX:
+        refuse(what, "", f"it has {len(rows)} rows, and at most {ROWS_MAX} are allowed")
+    tree = RowTree(what)
+    before, size = "", 0
+    for row in rows:
+        _check_row(row, what)
+        tree.add(row.path, row.kind)
+        if row.path < before:
+            refuse(what, row.path, "rows are in order of their paths")
+        before = row.path
+        size += row.size
+    if size > CONTENT_BYTES_MAX:
+        refuse(what, "", f"it holds {size} bytes, and at most {CONTENT_BYTES_MAX} are allowed")
+    for row in rows:
+        if row.kind == "l":
+            tree.targets[row.path] = row.target
+    for path in tree.targets:
+        tree.check_link(path)
+
+
+class RowTree:
+    """The tree that rows make, as it grows."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._kinds: dict[str, str] = dict.fromkeys(AREAS, _DIRECTORY)
+        self._folded: dict[str, str] = {area: area for area in AREAS}  # path → its form that must be unique
+        self._taken: dict[str, str] = {area: area for area in AREAS}  # and back
+        self._clear = set(AREAS)  # directories of units that `meet` has found free
+        self.targets: dict[str, str] = {}
+
+    def add(self, path: str, kind: str) -> None:
+        """Add a row."""
+        _check_text(path, self._what)
+        directory, _, name = path.rpartition("/")
+        if not directory or path.count("/") >= DEPTH_MAX:
+            check_path(path, self._what)  # says which rule
+        self._enter(directory, path)
+        _check_name(name, path, self._what)
+        self._put(path, directory, name, kind)
+
+    def meet(self, path: str, kind: str) -> None:
+        """Check that a row of a unit leaves alone what is there: not the same path, not above or below it."""
+        there = self._taken.get(_fold_path(path))
+        # An empty directory is nothing but a directory that others may share.
+        if there is not None and (kind != "d" or self._kinds[there] != _DIRECTORY):
+            refuse(self._what, there, f"a file is generated where a unit has {path!r}, or below it")
+        directory = path.rpartition("/")[0]
+        while directory not in self._clear:
+            there = self._taken.get(_fold_path(directory))
+            if there is not None and self._kinds[there] != _DIRECTORY:
+                refuse(self._what, there, f"a file is generated where a unit has the directory {directory!r}")
+            self._clear.add(directory)
+            directory = directory.rpartition("/")[0]
+
+    def check_link(self, path: str) -> None:
+        """Check where a link leads, through at most a few others."""
+        at = path
+        for _ in range(LINK_HOPS_MAX):
+            at = self._follow(at, path)
+            if self._kinds[at] != "l":
+                return
+        refuse(self._what, path, f"a link leads in a circle, or through more than {LINK_HOPS_MAX} others")
+
+    def _follow(self, link: str, path: str) -> str:
+        target = self.targets[link]
+        if not target or target.startswith("/"):
+            refuse(self._what, path, f"a link's target is relative, not {target!r}")
+        at = link.rpartition("/")[0]
+        names = target.split("/")
+        for index, name in enumerate(names):
+            if name == "..":
+                at = at.rpartition("/")[0]
+                if not at:
+                    refuse(self._what, path, f"a link stays in its tree, and {target!r} leads out of it")
+            elif name != ".":
+                at = f"{at}/{name}"
+            kind = self._kinds.get(at)
+            if kind is None or not name:
+                refuse(self._what, path, f"a link leads to something in its unit, and {target!r} is not there")
+            if index < len(names) - 1 and kind not in (_DIRECTORY, "d"):
+                refuse(self._what, path, f"a link does not lead through another link or a file, as {target!r} does")
+        return at
+
+    def _enter(self, directory: str, path: str) -> None:
+        kind = self._kinds.get(directory)
+        if kind == _DIRECTORY:
+            return
+        if kind is not None:
+            below = "an empty directory" if kind == "d" else "a file or link"
+            refuse(self._what, path, f"it lies below {below}")
+        above, _, name = directory.rpartition("/")
+        if not above:
+            check_path(path, self._what)
+        self._enter(above, path)
+        _check_name(name, path, self._what)
+        self._put(directory, above, name, _DIRECTORY)
+
+    def _put(self, path: str, directory: str, name: str, kind: str) -> None:
+        if path in self._kinds:
+            twice = "the path is there twice" if self._kinds[path] != _DIRECTORY else "it is a directory, too"
+            refuse(self._what, path, twice)
+        folded = f"{self._folded[directory]}/{fold_name(name)}"
+        other = self._taken.setdefault(folded, path)
+        if other != path:
+            refuse(self._what, path, f"it is the same file as {other!r} where case or Unicode forms do not count")
+        self._kinds[path] = kind
+        if kind == _DIRECTORY:
+            self._folded[path] = folded
+
+
+def _check_row(row: FileRow, what: str) -> None:
+    if row.kind not in _KINDS:
+        refuse(what, row.path, f"{row.kind!r} is no kind of row")
+    if not row.has_content:
+        if row.size or row.sha256:
+            refuse(what, row.path, "only files have a size and a digest")
+        if row.kind == "l":
+            _check_text(row.target, what)
+        elif row.target:
+            refuse(what, row.path, "only links have a target")
+        return
+    if row.target:
+        refuse(what, row.path, "only links have a target")
+    if not 0 <= row.size <= CONTENT_BYTES_MAX:
+        refuse(what, row.path, f"a size is between 0 and {CONTENT_BYTES_MAX}, not {row.size}")
+    if len(row.sha256) != 32 or (row.size == 0 and row.sha256 != EMPTY_SHA256):
+        refuse(what, row.path, "a digest is the 32 bytes of SHA-256 of the content")
+    if row.path.endswith(".pyc") and row.path.rpartition("/")[0].endswith("/__pycache__"):
+        # It would be run in place of the source beside it, which is what people read.
+        refuse(what, row.path, "bytecode is made on the node, never sent")
+
+
+def _check_text(text: str, what: str) -> None:
+    if _CONTROL.search(text):
+        refuse(what, text, "it has a control character, or bytes that are not UTF-8")
+    if len(text) * 4 > PATH_BYTES_MAX and len(text.encode()) > PATH_BYTES_MAX:
+        refuse(what, text, f"a path has at most {PATH_BYTES_MAX} bytes")
+
+
+def _check_name(name: str, path: str, what: str) -> None:
+    if not name:
+        refuse(what, path, "a name is not empty")
+    if name == "." or name == "..":
+        refuse(what, path, "a name is not '.' or '..'")
+    if len(name) * 4 > NAME_BYTES_MAX and len(name.encode()) > NAME_BYTES_MAX:
+        refuse(what, path, f"a name has at most {NAME_BYTES_MAX} bytes")
+
+
+def is_digest(text: str) -> bool:
+    """Return whether this is a BLAKE3 digest as we write it: 64 hexadecimal digits, lower case."""
+    return _DIGEST.fullmatch(text) is not None
+
+
+def fold_name(name: str) -> str:
+    """Return what two names have in common that are one where case or Unicode forms do not count."""
+    if name.isascii():
+        return name.lower()
+    # Folding case can bring back what normalising took away, so it is done around it.
+    return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold())
+
+
+def _fold_path(path: str) -> str:
+    return path.lower() if path.isascii() else "/".join(fold_name(name) for name in path.split("/"))
+
+
+def check_blocks(unit: Unit, what: str) -> None:
+    """Check where the bytes of a unit lie."""
+    if len(unit.packs) > PACKS_MAX or len(unit.blocks) > BLOCKS_MAX:
+        refuse(what, "", f"it has at most {PACKS_MAX} packs and {BLOCKS_MAX} blocks")
+    for index, block in enumerate(unit.blocks):
+        _check_block(index, block, len(unit.packs), what)
+    _check_overlap(unit.blocks, what)
+    filled = [row for row in unit.rows if row.has_content and row.size]
+    if len(filled) != len(unit.places):
+        refuse(what, "", f"it has {len(unit.places)} places for {len(filled)} files that are not empty")
+    _check_places(filled, unit.places, unit.blocks, what)
+    _check_ratio(unit, sum(row.size for row in filled), what)
+
+
+def _check_ratio(unit: Unit, content_bytes: int, what: str) -> None:
+    """Check that a few bytes do not become very many."""
+    # Two packs of the same bytes are one in the store (a file may repeat itself): counted once.
+    first = {digest: index for index, digest in reversed(list(enumerate(unit.packs)))}
+    once = set(first.values())
+    sent = sum(block.length for block in unit.blocks if block.pack in once)
+    made = sum(block.size for block in unit.blocks)
+    if made > RATIO_MAX * sent + FREE_RATIO_BYTES:
+        rule = f"{sent} bytes would become {made}; {RATIO_MAX} for each, and {FREE_RATIO_BYTES} more, are allowed"
+        refuse(what, "", rule)
+    # What is decompressed and thrown away costs time, too. An edited unit may leave half of its old packs unused.
+    if made > 4 * content_bytes + FREE_RATIO_BYTES:
+        refuse(what, "", f"its blocks hold {made} bytes, far more than the {content_bytes} of its files")
+
+
+def _check_block(index: int, block: PackBlock, packs: int, what: str) -> None:
+    name = f"block {index}"
+    if not 0 <= block.pack < packs:
+        refuse(what, name, f"it lies in pack {block.pack} of {packs}")
+    if not 0 < block.size <= BLOCK_BYTES:
+        refuse(what, name, f"a block holds 1 to {BLOCK_BYTES} bytes, not {block.size}")
+    if block.offset < 0 or block.length < 1 or block.offset + block.length > PACK_BYTES_MAX:
+        refuse(what, name, f"it lies outside its pack, at {block.offset} with {block.length} bytes")
+
+
+def _check_overlap(blocks: Sequence[PackBlock], what: str) -> None:
+    pack, end = -1, 0
+    for index in sorted(range(len(blocks)), key=lambda index: (blocks[index].pack, blocks[index].offset)):
+        block = blocks[index]
+        if block.pack == pack and block.offset < end:
+            refuse(what, f"block {index}", "two blocks share bytes of a pack")
+        pack, end = block.pack, block.offset + block.length
+
+
+def _check_places(
+    filled: Sequence[FileRow], places: Sequence[ContentPlace], blocks: Sequence[PackBlock], what: str
+) -> None:
+    parts: list[tuple[int, int, int, str]] = []  # block, start, end, path: what each file takes
+    for row, place in zip(filled, places, strict=True):
+        if not 0 <= place.block < len(blocks) or place.start < 0:
+            refuse(what, row.path, f"its place is block {place.block} of {len(blocks)}, byte {place.start}")
+        block = blocks[place.block]
+        if place.start + row.size <= block.size:
+            parts.append((place.block, place.start, place.start + row.size, row.path))
+            continue
+        if place.start:
+            refuse(what, row.path, "a file that ends outside its block starts at the block's first byte")
+        parts += _run(row, place.block, blocks, what)
+    parts.sort()
+    for before, part in itertools.pairwise(parts):
+        if before[0] == part[0] and before[2] > part[1]:
+            refuse(what, part[3], f"it shares bytes with {before[3]!r}")
+
+
+def _run(row: FileRow, first: int, blocks: Sequence[PackBlock], what: str) -> list[tuple[int, int, int, str]]:
+    """Return the blocks that a large file fills."""
+    parts, left, index = [], row.size, first
+    while left:
+        if index >= len(blocks):
+            refuse(what, row.path, "it goes on after the last block")
+        size = blocks[index].size
+        if size > left:
+            refuse(what, row.path, "the blocks of a large file hold nothing else")
+        parts.append((index, 0, size, row.path))
+        left, index = left - size, index + 1
+    return parts

@@ -12,8 +12,7 @@ from serverless_gpu.environment.documents import FileRow, Snapshot
 from serverless_gpu.environment.progress import ignore_progress
 from serverless_gpu.environment.scan.index import UNKNOWN, known_mtime
 from serverless_gpu.environment.scan.scan import Recogniser, Scan
-from serverless_gpu.environment.snapshot_rules import check_snapshot
-from serverless_gpu.environment.unit_rules import check_rows
+from serverless_gpu.environment.snapshot_rules import check_rows, check_snapshot
 from tests.support.environment.wheels import Venv
 
 

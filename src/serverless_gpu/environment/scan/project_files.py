@@ -50,7 +50,7 @@ from serverless_gpu.environment.scan.gitignore import (
     outer_ignoring,
     tracked_files,
 )
-from serverless_gpu.environment.unit_rules import DEPTH_MAX, PATH_BYTES_MAX, fold_name
+from serverless_gpu.environment.snapshot_rules import DEPTH_MAX, PATH_BYTES_MAX, fold_name
 from serverless_gpu.errors import EnvironmentTooLarge
 
 MARK = " that git ignores ("

@@ -31,7 +31,7 @@ from serverless_gpu.environment.scan.distributions import (
     row_path,
 )
 from serverless_gpu.environment.scan.roots import FINDER, ImportRoot, SurveyedRoot
-from serverless_gpu.environment.unit_rules import LINK_HOPS_MAX, TEXT_BYTES_MAX
+from serverless_gpu.environment.snapshot_rules import LINK_HOPS_MAX, TEXT_BYTES_MAX
 from serverless_gpu.errors import EnvironmentUnsupported
 
 # Made by venv, virtualenv and uv for the environment itself; `𝜋thon` is Python 3.14's joke.

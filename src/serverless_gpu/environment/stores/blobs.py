@@ -35,10 +35,9 @@ from serverless_gpu.environment.documents import (
     snapshot_address,
     unit_address,
 )
-from serverless_gpu.environment.snapshot_rules import check_snapshot
+from serverless_gpu.environment.snapshot_rules import check_snapshot, check_unit
 from serverless_gpu.environment.stores.base import CollectionGuard, Store, check_key
 from serverless_gpu.environment.stores.collection import LEASE_S, LIST_NAME, CondemnedEntry, collectors, read_condemned
-from serverless_gpu.environment.unit_rules import check_unit
 from serverless_gpu.errors import (
     EnvironmentCorrupt,
     EnvironmentMissing,
