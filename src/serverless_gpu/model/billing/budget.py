@@ -38,15 +38,16 @@ is UTC. Messages to readers who may not see the amounts leave them out.
 from __future__ import annotations
 
 import datetime
+import statistics
 import zoneinfo
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Literal, get_args
 
 import msgspec
 
 from serverless_gpu import units
-from serverless_gpu.model.calendars import DAY_NS, bounds_ns, format_day, local_day
+from serverless_gpu.model.calendars import DAY_NS, HOUR_NS, bounds_ns, format_day, local_day
 
 AHEAD_S = 60.0
 """How much of its time a run holds ahead, in seconds, where its grace is not longer."""
@@ -571,3 +572,75 @@ def next_day_text(standing: Standing) -> str:
     """Return the day on which the next period begins, with its time zone: ``2026-12-01 (UTC)``."""
     budget = standing.budget
     return f"{format_day(local_day(standing.window.end_ns, budget.zone))} ({budget.time_zone or 'UTC'})"
+
+
+FORECAST_DAYS = 7
+"""How many days before today a forecast looks at."""
+FACTOR = 3
+"""How many times the usual is an alarm."""
+RUNS_MIN = 5
+RUNS_MAX = 50
+"""How many earlier runs of a name say what is usual, at least and at most."""
+HOURS_MIN = 24
+HOURS = 28 * 24
+"""How many hours say what is usual for a team, at least, and how far back they go."""
+
+
+class Forecast(msgspec.Struct, frozen=True, kw_only=True):
+    """The expected use at the end of a period."""
+
+    amount: int  # what will be used at its end, in the unit of the limit
+    per_day: int  # the rate that this rests on
+    reached_ns: int | None  # when the limit is used up at that rate, nanoseconds since 1970; None: not in this period
+    basis: str  # what it rests on, in words
+
+
+class Alarm(msgspec.Struct, frozen=True, kw_only=True):
+    """A spend rate far above the usual one."""
+
+    rate: int  # in an hour, now
+    usual: int  # in an hour, the median
+    count: int  # how many runs, or hours, that is the median of
+
+
+def forecast(standing: Standing, by_day: Mapping[int, int], now_ns: int) -> Forecast:
+    """Return where a budget's period ends."""
+    budget, within = standing.budget, standing.window
+    today = now_ns // DAY_NS
+    there = [day for day, amount in by_day.items() if today - FORECAST_DAYS <= day <= today and amount]
+    first = min(there, default=today)
+    looked_ns = max(1, now_ns - first * DAY_NS)
+    amount = sum(by_day[day] for day in there)
+    spent = budget.counts(standing.used)
+    left_ns = max(0, within.end_ns - now_ns)
+    at_end = spent + amount * left_ns // looked_ns
+    reached_ns = None
+    if spent >= budget.limit:
+        reached_ns = now_ns
+    elif amount and at_end >= budget.limit:
+        reached_ns = now_ns + (budget.limit - spent) * looked_ns // amount
+    days = today - first
+    basis = "used so far + use per day since " + (f"{days} days ago" if days else "midnight") + " × days left"
+    return Forecast(amount=at_end, per_day=amount * DAY_NS // looked_ns, reached_ns=reached_ns, basis=basis)
+
+
+def unusual(rate: int, earlier: Sequence[int], *, least: int) -> Alarm | None:
+    """Return an alarm when a rate is far above the median of earlier ones, where there are enough of them."""
+    past = [one for one in earlier if one > 0]
+    if len(past) < max(1, least):
+        return None
+    usual = statistics.median_low(past)
+    return Alarm(rate=rate, usual=usual, count=len(past)) if rate > FACTOR * usual else None
+
+
+def spread(amount: int, start_ns: int, end_ns: int) -> dict[int, int]:
+    """Divide an amount evenly over the hours since 1970 between start and end, at most a day apart."""
+    first, last = start_ns // HOUR_NS, max(start_ns, end_ns - 1) // HOUR_NS
+    length = max(1, end_ns - start_ns)
+    found: dict[int, int] = {}
+    given = 0
+    for hour in range(first, last + 1):
+        until = length if hour == last else (hour + 1) * HOUR_NS - start_ns
+        upto = amount * until // length
+        found[hour], given = upto - given, upto
+    return found

@@ -14,8 +14,15 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, NotFound, TooLarge
 from serverless_gpu.model import access_control
 from serverless_gpu.model.access_control import AccessReach
-from serverless_gpu.model.billing import spend_forecast
-from serverless_gpu.model.billing.budget import Budget, Scope, Standing, next_day_text, renewal_text, used_text
+from serverless_gpu.model.billing.budget import (
+    Budget,
+    Scope,
+    Standing,
+    forecast,
+    next_day_text,
+    renewal_text,
+    used_text,
+)
 from serverless_gpu.model.calendars import DAY_NS
 from serverless_gpu.model.hardware import time_unit
 from serverless_gpu.model.spec import TAG_CHARACTERS_MAX
@@ -202,7 +209,7 @@ class BudgetService:
         going = self._spending.going_on()
         for name, standing in sorted(standings.items()):
             budget = standing.budget
-            ahead = spend_forecast.forecast(standing, self._spending.by_day(name), now_ns)
+            ahead = forecast(standing, self._spending.by_day(name), now_ns)
             yield BudgetView(
                 name=name,
                 kind=budget.scope.kind,

@@ -21,9 +21,18 @@ import sqlalchemy as sa
 
 from serverless_gpu import units
 from serverless_gpu.ambient import Clock
-from serverless_gpu.model.billing import spend_forecast
-from serverless_gpu.model.billing.budget import NOTHING, BudgetUse, BudgetWindow, used
-from serverless_gpu.model.billing.spend_forecast import HOURS, HOURS_MIN, RUNS_MAX, RUNS_MIN, Alarm
+from serverless_gpu.model.billing import budget
+from serverless_gpu.model.billing.budget import (
+    HOURS,
+    HOURS_MIN,
+    NOTHING,
+    RUNS_MAX,
+    RUNS_MIN,
+    Alarm,
+    BudgetUse,
+    BudgetWindow,
+    used,
+)
 from serverless_gpu.model.calendars import DAY_NS, HOUR_NS
 from serverless_gpu.model.hardware import time_unit
 from serverless_gpu.model.spec import RunSpec
@@ -102,7 +111,7 @@ class SpendAlarms:
             else:
                 unit, rate = TIME, spender.gpus * units.MS_PER_HOUR
                 past = [each.world_size * units.MS_PER_HOUR for each in earlier]
-            found = spend_forecast.unusual(rate, past, least=RUNS_MIN)
+            found = budget.unusual(rate, past, least=RUNS_MIN)
             if found is not None:
                 usual = f"the median of {found.count} earlier runs named {one.name!r}"
                 sentence = f"run {spender.run_id} uses {self._words(found, unit)} in an hour: {usual}"
@@ -124,8 +133,8 @@ class SpendAlarms:
                 teams, line = known[one.account_id].subject.teams, one.entry.line
                 if not teams or line.end_ns // HOUR_NS < oldest:
                     continue
-                money = spend_forecast.spread(line.micros or 0, line.start_ns, line.end_ns)
-                time = spend_forecast.spread(line.billed_ms, line.start_ns, line.end_ns)
+                money = budget.spread(line.micros or 0, line.start_ns, line.end_ns)
+                time = budget.spread(line.billed_ms, line.start_ns, line.end_ns)
                 for hours in (self._teams.setdefault(team, {}) for team in teams):
                     for hour in time:
                         before = hours.get(hour, (0, 0))
@@ -149,7 +158,7 @@ class SpendAlarms:
             which = 0 if use.micros else 1
             rate = (use.micros if which == 0 else use.gpu_ms) + ahead[which] + before[which] * part_ns // HOUR_NS
             past = [amounts[which] for hour, amounts in hours.items() if hour < this - 1]
-            found = spend_forecast.unusual(rate, past, least=HOURS_MIN)
+            found = budget.unusual(rate, past, least=HOURS_MIN)
             if found is not None:
                 usual = f"the median of its {found.count} hours in four weeks"
                 sentence = f"team {team} used {self._words(found, (MONEY, TIME)[which])} in the last hour: {usual}"

@@ -38,6 +38,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.errors import BudgetExhausted
 from serverless_gpu.model.billing.budget import (
+    FORECAST_DAYS,
     NOTHING,
     Budget,
     BudgetUse,
@@ -62,7 +63,6 @@ from serverless_gpu.model.billing.budget import (
 )
 from serverless_gpu.model.billing.ledger import LedgerLine
 from serverless_gpu.model.billing.pricing import Tariff, rate
-from serverless_gpu.model.billing.spend_forecast import FORECAST_DAYS
 from serverless_gpu.model.calendars import DAY_NS
 from serverless_gpu.model.lifecycle.attempt import MEANINGS
 from serverless_gpu.model.scheduling.concurrency_limits import WaitingRun

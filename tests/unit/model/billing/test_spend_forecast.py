@@ -6,20 +6,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serverless_gpu.model.billing import spend_forecast
+from serverless_gpu.model.billing import budget
 from serverless_gpu.model.billing.budget import (
+    Alarm,
     Budget,
     BudgetUse,
     Period,
     Scope,
     Standing,
+    forecast,
     no_room_text,
+    spread,
     stopped_text,
+    unusual,
     used_text,
     warning_text,
     window,
 )
-from serverless_gpu.model.billing.spend_forecast import Alarm, forecast, spread, unusual
 from serverless_gpu.model.calendars import DAY_NS, HOUR_NS
 from tests.support.golden import golden
 
@@ -51,7 +54,7 @@ def test_a_forecast_goes_on_at_the_rate_of_the_last_days() -> None:
 
 
 def test_a_forecast_of_nothing_is_nothing_and_of_one_day_is_of_today() -> None:
-    assert forecast(standing(100, 0), {}, NOON) == spend_forecast.Forecast(
+    assert forecast(standing(100, 0), {}, NOON) == budget.Forecast(
         amount=0, per_day=0, reached_ns=None, basis="used so far + use per day since midnight × days left"
     )
     found = forecast(standing(100, 30, period=Period.DAY), {DAY: 30}, NOON)
