@@ -32,7 +32,7 @@ from enum import StrEnum
 
 import msgspec
 
-from serverless_gpu.model.hangs.stacks import (
+from serverless_gpu.model.hangs.hang_report import (
     Stack,
     StackFrame,
     at_socket,
