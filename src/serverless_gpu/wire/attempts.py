@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from serverless_gpu.model.hangs.gang_hang_detection import CrewObservation, InspectionRequest, Judgement, Silence
+from serverless_gpu.model.hangs.hang_detection import CrewObservation, InspectionRequest, Judgement, Silence
 from serverless_gpu.model.hangs.idleness import IdleVerdict
 from serverless_gpu.model.lifecycle.attempt import Fact, Reason, State, StopReason
 from serverless_gpu.model.lifecycle.gang_lifecycle import Halt
