@@ -477,3 +477,53 @@ def _safe_repr(value: object) -> str:
         return repr(value)[:_REPR_CHARACTERS_MAX]
     except BaseException as error:  # noqa: BLE001 - the user's __repr__
         return f"<repr raised {type(error).__name__}>"
+
+
+AGREED = "SGPU_RESUME_FENCE"
+
+
+def newest_before(directory: str, agreed: str | None = None) -> str | None:
+    """Return the directory of the newest earlier attempt that saved something, or None.
+
+    `agreed` is the attempt that all nodes of a gang go on from ("0": none), or None on one node.
+    """
+    run = os.path.dirname(os.path.normpath(directory))
+    for fence in saved_before(directory):
+        if agreed in (None, str(fence)):
+            return os.path.join(run, str(fence))
+    return None
+
+
+def saved_before(directory: str) -> list[int]:
+    """Return the numbers of the earlier attempts that saved something, the newest first."""
+    run, own = os.path.split(os.path.normpath(directory))
+    earlier = [fence for name in _names(run) if 0 < (fence := _number(name)) < _number(own)]
+    return [
+        fence for fence in sorted(earlier, reverse=True) if any(map(_is_whole, _names(os.path.join(run, str(fence)))))
+    ]
+
+
+def newest_up_to(directory: str) -> int:
+    """Return the number of the newest attempt that saved something, including this one; 0 for none."""
+    if any(map(_is_whole, _names(directory))):
+        return _number(os.path.basename(os.path.normpath(directory)))
+    return max(saved_before(directory), default=0)
+
+
+def _number(name: str) -> int:
+    return int(name) if name.isascii() and name.isdigit() else 0
+
+
+def _is_whole(name: str) -> bool:
+    return not name.startswith(".") and not name.endswith(".tmp")
+
+
+def _names(directory: str) -> list[str]:
+    try:
+        return os.listdir(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+if __name__ == "__main__":  # asked by the node's uplink, in a process that may hang with the file system
+    sys.stdout.write(str(newest_up_to(sys.argv[1])))

@@ -25,7 +25,7 @@ from serverless_gpu.model.lifecycle.gang_lifecycle import Halt
 from serverless_gpu.model.lifecycle.rendezvous import SAVED_MAX, Chosen, variables
 from serverless_gpu.node.base import protocol
 from serverless_gpu.node.base.network import NoPort, reserve_port
-from serverless_gpu.node.inside.checkpoints import saved_before
+from serverless_gpu.node.inside.rank import saved_before
 from serverless_gpu.node.supervisor.rank_environment import Network
 from serverless_gpu.node.supervisor.rendezvous import Rendezvous
 
