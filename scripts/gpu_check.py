@@ -28,7 +28,7 @@ from serverless_gpu import Receipt, Run, distributed
 from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.placement import restrict
 from serverless_gpu.node.devices.inventory import NvmlProvider
-from serverless_gpu.node.monitor.gpu_sampler import NvmlSampler
+from serverless_gpu.node.monitor.sampler import NvmlSampler
 from serverless_gpu.testing import agent_status, stop_agent
 from serverless_gpu.version import __version__
 

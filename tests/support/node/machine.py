@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 
 from serverless_gpu.model.hardware import Device
-from serverless_gpu.node.monitor.gpu_sampler import NvmlSampler
-from serverless_gpu.node.monitor.sampler import SampleRequest
+from serverless_gpu.node.monitor.sampler import NvmlSampler, SampleRequest
 from serverless_gpu.testing import FakeClock
 from tests.support.node.gpus import Card, FakeNvml, FakeNvmlError
 

@@ -17,12 +17,20 @@ from serverless_gpu.errors import InvalidOption
 from serverless_gpu.model.hardware import DeviceKind, cpu_slots, parse_fake
 from serverless_gpu.model.telemetry import SECOND_NS, THROTTLED, GpuSample, HostSample, RankSample
 from serverless_gpu.node.devices.inventory import FAKE_STATE_FILE, NvmlProvider
-from serverless_gpu.node.monitor import gpu_sampler
-from serverless_gpu.node.monitor.gpu_sampler import NvmlSampler
 from serverless_gpu.node.monitor.sampler import (
+    CLOCK_MEMORY,
+    CLOCK_SM,
+    NVLINK_RECEIVE,
+    NVLINK_TRANSMIT,
+    PCIE_RECEIVE,
+    PCIE_TRANSMIT,
+    SINCE_DRIVER_LOADED,
+    TEMPERATURE_GPU,
+    UNCORRECTED,
     HostSampler,
     MachineSampler,
     NodeSample,
+    NvmlSampler,
     RankSampler,
     RankUsage,
     SampleRequest,
@@ -197,15 +205,15 @@ def test_the_real_binding_has_every_name_and_number_that_is_used() -> None:
     used = [name for name in vars(SampledNvml) if name.startswith("nvml")]
     assert [name for name in (*used, "nvmlDeviceGetTotalEccErrors") if not hasattr(pynvml, name)] == []
     numbers = {
-        "NVML_TEMPERATURE_GPU": gpu_sampler.TEMPERATURE_GPU,
-        "NVML_CLOCK_SM": gpu_sampler.CLOCK_SM,
-        "NVML_CLOCK_MEM": gpu_sampler.CLOCK_MEMORY,
-        "NVML_PCIE_UTIL_TX_BYTES": gpu_sampler.PCIE_TRANSMIT,
-        "NVML_PCIE_UTIL_RX_BYTES": gpu_sampler.PCIE_RECEIVE,
-        "NVML_MEMORY_ERROR_TYPE_UNCORRECTED": gpu_sampler.UNCORRECTED,
-        "NVML_VOLATILE_ECC": gpu_sampler.SINCE_DRIVER_LOADED,
-        "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX": gpu_sampler.NVLINK_TRANSMIT,
-        "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX": gpu_sampler.NVLINK_RECEIVE,
+        "NVML_TEMPERATURE_GPU": TEMPERATURE_GPU,
+        "NVML_CLOCK_SM": CLOCK_SM,
+        "NVML_CLOCK_MEM": CLOCK_MEMORY,
+        "NVML_PCIE_UTIL_TX_BYTES": PCIE_TRANSMIT,
+        "NVML_PCIE_UTIL_RX_BYTES": PCIE_RECEIVE,
+        "NVML_MEMORY_ERROR_TYPE_UNCORRECTED": UNCORRECTED,
+        "NVML_VOLATILE_ECC": SINCE_DRIVER_LOADED,
+        "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX": NVLINK_TRANSMIT,
+        "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX": NVLINK_RECEIVE,
     }
     assert {name: getattr(pynvml, name) for name in numbers} == numbers
     throttled = ("SwPowerCap", "HwSlowdown", "SwThermalSlowdown", "HwThermalSlowdown", "HwPowerBrakeSlowdown")
