@@ -74,8 +74,7 @@ from serverless_gpu.node.devices.reservation import BorrowedDevices, DeviceReser
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.output.logs import RankLog, cut_output, hidden_tails
 from serverless_gpu.node.output.watchers import Watcher, Watchers
-from serverless_gpu.node.processes.process_tree import ProcessIdentity
-from serverless_gpu.node.processes.shared_memory import AttemptSegments
+from serverless_gpu.node.processes.process_tree import AttemptSegments, ProcessIdentity
 from serverless_gpu.node.supervisor.gang import LocalGang
 from serverless_gpu.node.supervisor.monitor_link import MonitorLink
 from serverless_gpu.node.supervisor.peers import Peers

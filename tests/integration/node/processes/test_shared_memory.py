@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.node.processes.shared_memory import AttemptSegments
+from serverless_gpu.node.processes.process_tree import AttemptSegments
 
 HOLD = """
 import mmap, os, sys
