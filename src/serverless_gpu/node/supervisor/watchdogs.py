@@ -37,7 +37,7 @@ from serverless_gpu.node.base.protocol import GangNews, Launch
 from serverless_gpu.node.supervisor.gang import LocalGang
 from serverless_gpu.node.supervisor.gpu_faults import AttemptFaults
 from serverless_gpu.node.supervisor.hang_watchdog import GangHangReporter, HangWatchdog
-from serverless_gpu.node.supervisor.peers import Peers
+from serverless_gpu.node.supervisor.rendezvous import Peers
 from serverless_gpu.units import format_duration_ms
 
 
