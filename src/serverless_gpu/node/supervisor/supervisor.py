@@ -76,10 +76,10 @@ from serverless_gpu.node.output.logs import RankLog, cut_output, hidden_tails
 from serverless_gpu.node.output.watchers import Watcher, Watchers
 from serverless_gpu.node.processes.process_tree import AttemptSegments, ProcessIdentity
 from serverless_gpu.node.supervisor.gang import LocalGang
+from serverless_gpu.node.supervisor.hang_watchdog import Watchdogs
 from serverless_gpu.node.supervisor.monitor_link import MonitorLink
 from serverless_gpu.node.supervisor.ray_cluster import NoDirectory
 from serverless_gpu.node.supervisor.rendezvous import Peers
-from serverless_gpu.node.supervisor.watchdogs import Watchdogs
 
 _RETRY_S = 0.05  # between two looks at devices that were taken
 _TURN_S = 5.0

@@ -31,9 +31,8 @@ from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.protocol import GangNews
 from serverless_gpu.node.inside.channel import Channel, pair
 from serverless_gpu.node.supervisor.gang import LocalGang
-from serverless_gpu.node.supervisor.hang_watchdog import GangHangReporter, HangWatchdog
+from serverless_gpu.node.supervisor.hang_watchdog import GangHangReporter, HangWatchdog, Watchdogs
 from serverless_gpu.node.supervisor.rendezvous import Peers
-from serverless_gpu.node.supervisor.watchdogs import Watchdogs
 from serverless_gpu.testing import FakeClock
 from tests.support.golden import golden
 from tests.support.node.account import launch

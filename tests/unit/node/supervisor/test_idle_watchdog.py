@@ -8,7 +8,7 @@ import pytest
 from serverless_gpu.model.hangs.idleness import IdleVerdict, of_gang
 from serverless_gpu.model.lifecycle.attempt import Attempt, Limits, State, StopReason, StopRequested
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.node.supervisor.watchdogs import IdleWatchdog
+from serverless_gpu.node.supervisor.hang_watchdog import IdleWatchdog
 from serverless_gpu.testing import FakeClock
 from tests.support.golden import golden
 
