@@ -34,7 +34,7 @@ from serverless_gpu import faults
 from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.server.application import guarded
 from serverless_gpu.server.core import server_log
-from serverless_gpu.server.core.jump_tolerant_clock import JumpTolerantClock
+from serverless_gpu.server.core.loops import JumpTolerantClock
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.leader_lock import TakenOver
 from serverless_gpu.server.http import tls

@@ -1,6 +1,6 @@
 """Values of the scheduler, in and out. All times are nanoseconds of one clock that only goes forward.
 
-The server's clock for this is its wall clock as `server/core/jump_tolerant_clock.py` believes it; a replayed trace's
+The server's clock for this is its wall clock as `server/core/loops.py` believes it; a replayed trace's
 begins at 0.
 """
 

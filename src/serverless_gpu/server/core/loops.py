@@ -15,7 +15,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from serverless_gpu.ambient import Clock
+from serverless_gpu.ambient import Clock, format_utc
 from serverless_gpu.errors import ServerProblem
 from serverless_gpu.server.core import server_log
 from serverless_gpu.server.core.server_metrics import ServerMetrics
@@ -106,3 +106,50 @@ class Loop:
         self._failures += 1
         self._measures.tick_failures.labels(self._name).inc()
         return pause_s
+
+
+SETTLING_S = 600.0
+STEP_S = 120.0
+BELIEVED_S = 3_600.0
+
+
+class JumpTolerantClock:
+    """A clock whose wall time does not follow jumps at once."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._began_ns = clock.boottime_ns()
+        self._base_ns = clock.wall_ns() - self._began_ns
+        self._jumped_ns: int | None = None
+        self._seen_ns = self._base_ns
+
+    def boottime_ns(self) -> int:
+        """Return nanoseconds since boot, suspend included."""
+        return self._clock.boottime_ns()
+
+    def boot_id(self) -> str:
+        """Return the identifier of this boot."""
+        return self._clock.boot_id()
+
+    def wall_ns(self) -> int:
+        """Return nanoseconds since 1970, as far as the machine is believed."""
+        with self._lock:
+            now_ns = self._clock.boottime_ns()
+            base_ns = self._clock.wall_ns() - now_ns
+            is_settling = now_ns - self._began_ns < SETTLING_S * 1e9
+            if is_settling or abs(base_ns - self._base_ns) <= STEP_S * 1e9:
+                self._base_ns, self._jumped_ns = base_ns, None
+            else:
+                self._consider(base_ns, now_ns)
+            return now_ns + self._base_ns
+
+    def _consider(self, base_ns: int, now_ns: int) -> None:
+        """Believe a clock that has jumped once it has stood by that for long enough."""
+        if self._jumped_ns is None or abs(base_ns - self._seen_ns) > STEP_S * 1e9:
+            self._jumped_ns, self._seen_ns = now_ns, base_ns
+            jump_s, minutes = (base_ns - self._base_ns) / 1e9, round(BELIEVED_S / 60)
+            _log.warning("the clock of this machine jumped by %+.0f s; it is believed in %d minutes", jump_s, minutes)
+        elif now_ns - self._jumped_ns >= BELIEVED_S * 1e9:
+            self._base_ns, self._jumped_ns = base_ns, None
+            _log.warning("the clock of this machine is believed again: it is %s", format_utc(now_ns + base_ns))

@@ -8,7 +8,7 @@ import pytest
 
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason, State
 from serverless_gpu.server.budgets.spending import Spending
-from serverless_gpu.server.core.jump_tolerant_clock import BELIEVED_S, SETTLING_S, JumpTolerantClock
+from serverless_gpu.server.core.loops import BELIEVED_S, SETTLING_S, JumpTolerantClock
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import Ending

@@ -13,7 +13,7 @@ from serverless_gpu.errors import NotAuthenticated
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.server.composition import Services
 from serverless_gpu.server.core.caller import Caller
-from serverless_gpu.server.core.jump_tolerant_clock import SETTLING_S, JumpTolerantClock
+from serverless_gpu.server.core.loops import SETTLING_S, JumpTolerantClock
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.http.auth_middleware import Authenticator
 from serverless_gpu.server.lifecycle import endings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from serverless_gpu.server.core.jump_tolerant_clock import BELIEVED_S, SETTLING_S, JumpTolerantClock
+from serverless_gpu.server.core.loops import BELIEVED_S, SETTLING_S, JumpTolerantClock
 from serverless_gpu.testing import FakeClock
 
 DAY_S, HOUR_S = 86_400.0, 3_600.0
