@@ -35,11 +35,10 @@ from serverless_gpu.model.usage_policy import (
     where,
     with_defaults,
 )
-from serverless_gpu.server.core.caller import Caller
+from serverless_gpu.server.core.caller import Caller, check_name, check_range, check_text
 from serverless_gpu.server.core.hub import SCHEDULER, Hub
 from serverless_gpu.server.core.server_key import Sealer
 from serverless_gpu.server.core.settings import Settings
-from serverless_gpu.server.core.validation import check_name, check_range, check_text
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.http.routing import Call, Query, Routes, reading, writing
 from serverless_gpu.server.pools import find_pool, unknown_name

@@ -28,10 +28,9 @@ from serverless_gpu.model.hardware import time_unit
 from serverless_gpu.model.spec import TAG_CHARACTERS_MAX
 from serverless_gpu.server.budgets.budget_admission import BudgetAdmission
 from serverless_gpu.server.budgets.spending import Spending
-from serverless_gpu.server.core.caller import Caller
+from serverless_gpu.server.core.caller import Caller, check_name, check_time_zone
 from serverless_gpu.server.core.hub import BUDGETS, SCHEDULER, Hub
 from serverless_gpu.server.core.settings import Settings
-from serverless_gpu.server.core.validation import check_name, check_time_zone
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.http.routing import Call, Routes, reading, writing
 from serverless_gpu.server.records import audit, budgets, policies, pools, principals

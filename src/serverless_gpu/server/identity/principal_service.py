@@ -13,10 +13,9 @@ import sqlalchemy as sa
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
 from serverless_gpu.model.access_control import AccessReach, covers
-from serverless_gpu.server.core.caller import Caller
+from serverless_gpu.server.core.caller import Caller, check_time_zone
 from serverless_gpu.server.core.hub import BUDGETS, SCHEDULER, Hub
 from serverless_gpu.server.core.settings import Settings
-from serverless_gpu.server.core.validation import check_time_zone
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.http.routing import ANYBODY, Call, Routes, reading, writing
 from serverless_gpu.server.lifecycle import owner_suspension

@@ -38,12 +38,11 @@ from serverless_gpu.model.spec import (
 )
 from serverless_gpu.server.budgets.budget_admission import BudgetAdmission
 from serverless_gpu.server.core import server_log
-from serverless_gpu.server.core.caller import Caller
+from serverless_gpu.server.core.caller import Caller, check_range, check_text
 from serverless_gpu.server.core.hub import SCHEDULER, Hub, run_key
 from serverless_gpu.server.core.server_key import Keys, Sealer
 from serverless_gpu.server.core.server_metrics import ServerMetrics
 from serverless_gpu.server.core.settings import Settings
-from serverless_gpu.server.core.validation import check_range, check_text
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.policies import PackagesNotLoaded, PolicyAdmission, PolicyInputs
 from serverless_gpu.server.records import audit, events, runs

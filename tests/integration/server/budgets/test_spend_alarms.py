@@ -19,8 +19,8 @@ from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.spec import Command, Resources
 from serverless_gpu.server.budgets.notice_webhook import FIRST_PAUSE_S, OLD_S, TRIES_MAX, NoticeWebhook
 from serverless_gpu.server.budgets.spend_alarms import SpendAlarms
+from serverless_gpu.server.core.caller import check_name
 from serverless_gpu.server.core.settings import read_settings
-from serverless_gpu.server.core.validation import check_name
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.records import audit, budgets, prices
 from serverless_gpu.server.records.budgets import NoticeKind
