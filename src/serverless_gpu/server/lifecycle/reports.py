@@ -40,7 +40,8 @@ import sqlalchemy as sa
 from serverless_gpu import faults
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, NotFound, ServerStorageFull, ServerUnavailable, TooLarge
-from serverless_gpu.model.lifecycle.attempt import Fact, Reason, State
+from serverless_gpu.json_codec import from_json
+from serverless_gpu.model.lifecycle.attempt import MEANINGS, Fact, Reason, State
 from serverless_gpu.model.lifecycle.gang_lifecycle import Halt
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, Event, Heard, Stopping, UserCodeStarted
 from serverless_gpu.model.placement import numbered
@@ -51,7 +52,7 @@ from serverless_gpu.server.core.server_metrics import ServerMetrics
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.http.routing import ATTEMPT, Call, Routes
-from serverless_gpu.server.lifecycle import gangs, report_text, transitions
+from serverless_gpu.server.lifecycle import gangs, transitions
 from serverless_gpu.server.lifecycle.attempt_tokens import AttemptTokens
 from serverless_gpu.server.lifecycle.gang_hangs import GangHangs, check_progress
 from serverless_gpu.server.lifecycle.liveness import Leases, Presence
@@ -65,8 +66,8 @@ from serverless_gpu.server.records.files import StoredFile
 from serverless_gpu.server.records.runs import StoredRun
 from serverless_gpu.server.storage.blobs import Blobs, check_reference
 from serverless_gpu.server.storage.logs import STREAMS, Logs
-from serverless_gpu.wire.attempts import File, LogPiece, Report, ReportAnswer
-from serverless_gpu.wire.base import INLINE_BYTES_MAX
+from serverless_gpu.wire.attempts import Ending, File, LogPiece, Report, ReportAnswer
+from serverless_gpu.wire.base import INLINE_BYTES_MAX, Json
 
 routes = Routes("attempts")
 SIGNS_PER_S = 100
@@ -147,7 +148,7 @@ class ReportService:
     def receive(self, who: Caller, *, run_id: str, fence: int, said: Report) -> ReportAnswer:
         """Apply a report; everything of it is durable when this returns."""
         arrived_ns = self._clock.boottime_ns()
-        said = report_text.with_billed_loss(said)
+        said = with_billed_loss(said)
         crew = (run_id, fence, who.attempt[2] if who.attempt is not None else 0)
         found = self._database.read(lambda connection: _find(connection, crew))
         if found is None:
@@ -276,7 +277,7 @@ class ReportService:
             raise InvalidValue(f"attempt {found.attempt.gang} is said to see checkpoints of attempt {said.saved}")
         if said.exec_ns is not None and not 0 < said.exec_ns < 1 << 63:
             raise InvalidValue(f"user code of {found.attempt.gang} is said to have begun at {said.exec_ns}")
-        if report_text.text(said.receipt) is not None and said.ending is None and found.crew.ended_ns is None:
+        if text(said.receipt) is not None and said.ending is None and found.crew.ended_ns is None:
             raise InvalidValue(f"a receipt of attempt {found.attempt.gang} came, and it has not ended")
 
     def _append(self, attempt: StoredAttempt, pieces: tuple[LogPiece, ...]) -> dict[str, int]:
@@ -315,17 +316,17 @@ class ReportService:
 
     def _is_news(self, found: _Found, said: Report) -> bool:
         """Return whether there is anything to write; most reports only say that the attempt is alive."""
-        if said.facts or said.files or said.ending is not None or report_text.text(said.receipt) is not None:
+        if said.facts or said.files or said.ending is not None or text(said.receipt) is not None:
             return True
         if not found.is_current:
             return False
-        if report_text.tracked(said) not in ("", found.run.tracked) or said.saved > found.run.saved:
+        if tracked(said) not in ("", found.run.tracked) or said.saved > found.run.saved:
             return True
         if gangs.with_report(found.crew, returned=_returned(found, said), halt=_halt(found, said)) != found.crew:
             return True
         unwritten_ns = self._clock.wall_ns() - found.crew.lease_ns
         is_due = not 0 <= unwritten_ns < self._settings.lease_written_s * 1e9
-        return is_due or report_text.sentence(said) != found.crew.sentence or bool(_happened(found.crew, said))
+        return is_due or sentence(said) != found.crew.sentence or bool(_happened(found.crew, said))
 
     def _write(self, who: Caller, found: _Found, said: Report) -> _Applied:
         """Write what a report says.
@@ -345,7 +346,7 @@ class ReportService:
     def _announce(self, found: _Found, said: Report, applied: _Applied, *, is_news: bool) -> None:
         if applied.told is not None:
             self._announcer.announce(applied.told)
-        is_said = report_text.sentence(said) != found.crew.sentence or report_text.tracked(said) not in (
+        is_said = sentence(said) != found.crew.sentence or tracked(said) not in (
             "",
             found.run.tracked,
         )
@@ -437,8 +438,8 @@ def _apply(connection: sa.Connection, who: Caller, crew: CrewId, said: Report, *
         for file in said.files
     ]
     # What was acknowledged with the ending stays as it was; the receipt and what comes with it is new then.
-    if report_text.tracked(said) not in ("", found.run.tracked):
-        runs.note_tracked(connection, run_id, report_text.tracked(said))
+    if tracked(said) not in ("", found.run.tracked):
+        runs.note_tracked(connection, run_id, tracked(said))
     if found.is_current and said.saved > found.run.saved:
         runs.note_saved(connection, run_id, said.saved)
         saved = msgspec.structs.replace(found.run, saved=said.saved, unsaved=0)
@@ -453,17 +454,17 @@ def _tell(connection: sa.Connection, found: _Found, said: Report, *, at_ns: int)
     crew = found.crew
     if said.ending is not None:
         _check_results(connection, found, said)
-        stopped = report_text.text(said.ending.stopped)
-        crews.note(connection, crew.id, stopped_json=stopped, lease_ns=at_ns, sentence=report_text.sentence(said))
+        stopped = text(said.ending.stopped)
+        crews.note(connection, crew.id, stopped_json=stopped, lease_ns=at_ns, sentence=sentence(said))
         if not said.ending.proven:  # the node says so, too, with its next sign of life; until then nothing is placed
             nodes.drain(connection, crew.node_id, f"unkillable: a process of run {crew.run_id}")
         if said.ending.reason is Reason.GPU_LOST:  # another attempt must not meet that GPU
             nodes.drain(connection, crew.node_id, f"{Reason.GPU_LOST}: a GPU of run {crew.run_id}")
     else:
-        crews.note(connection, crew.id, lease_ns=at_ns, sentence=report_text.sentence(said))
+        crews.note(connection, crew.id, lease_ns=at_ns, sentence=sentence(said))
     note = Note(
         at_ns=at_ns,
-        detail=report_text.detail(said),
+        detail=detail(said),
         exec_ns=_began_ns(found.attempt, said, at_ns) if crew.started_ns is None else None,
         returned=_returned(found, said),
         halt=_halt(found, said),
@@ -478,7 +479,7 @@ def _returned(found: _Found, said: Report) -> bool:
 
 def _halt(found: _Found, said: Report) -> Halt | None:
     """Return why a crew of several ends before its end; None for a gang of one crew."""
-    return report_text.halt(said, found.ranks) if found.attempt.num_nodes > 1 else None
+    return halt(said, found.ranks) if found.attempt.num_nodes > 1 else None
 
 
 def _began_ns(attempt: StoredAttempt, said: Report, at_ns: int) -> int | None:
@@ -515,8 +516,8 @@ def _keep_facts(connection: sa.Connection, crew: StoredCrew, said: Report) -> No
 
 def _settle(connection: sa.Connection, crew: StoredCrew, said: Report, *, at_ns: int) -> bool:
     """Write the receipt; a crew whose node has nothing to say of its end, its supervisor lost, gets none."""
-    receipt = report_text.text(said.receipt)
-    if receipt is None and (said.ending is None or report_text.text(said.ending.stopped) is not None):
+    receipt = text(said.receipt)
+    if receipt is None and (said.ending is None or text(said.ending.stopped) is not None):
         return False
     return transitions.settle(connection, crew.id, receipt=receipt, at_ns=at_ns)
 
@@ -525,3 +526,99 @@ def _settle(connection: sa.Connection, crew: StoredCrew, said: Report, *, at_ns:
 def report(call: Call, reports: ReportService, run: str, fence: int, body: Report) -> ReportAnswer:
     """Take what is new about an attempt."""
     return reports.receive(call.who, run_id=run, fence=fence, said=body)
+
+
+SENTENCE_CHARACTERS_MAX = 2_000
+DETAIL_CHARACTERS_MAX = 300
+"""Of why a crew ends: people on other nodes read it."""
+_LINK = re.compile(r"https?://[\x21-\x7e]{1,2000}")
+
+
+class _Cause(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of `node.protocol.Stopped.cause` for people."""
+
+    rank: int | None = None
+    peer_lost: bool = False
+    detail: str = ""
+
+
+class _Stopped(msgspec.Struct, frozen=True, kw_only=True):
+    """What is read here of `node.protocol.Stopped`; the rest is for the client."""
+
+    cause: _Cause | None = None
+
+
+def halt(said: Report, ranks: range) -> Halt | None:
+    """Return why a crew ends before its end: what it said of that, or else its ending."""
+    if said.halt is not None:
+        return msgspec.structs.replace(said.halt, detail=_line(said.halt.detail))
+    ending = said.ending
+    if ending is None or MEANINGS[ending.reason].state is State.SUCCEEDED:
+        return None
+    cause = cause_of(ending)
+    if cause is None:
+        return Halt(reason=ending.reason)
+    rank = cause.rank if cause.rank in ranks else None
+    return Halt(reason=ending.reason, rank=rank, peer_lost=cause.peer_lost, detail=_line(cause.detail))
+
+
+def with_billed_loss(said: Report) -> Report:
+    """Return a report that has `SUPERVISOR_LOST`, which costs nothing, only with evidence.
+
+    A node before that distinction sends none; then the run pays, as for `SUPERVISOR_KILLED`.
+    """
+    ending = said.ending
+    if ending is None or ending.reason is not Reason.SUPERVISOR_LOST:
+        return said
+    cause = cause_of(ending)
+    if cause is not None and cause.detail:
+        return said
+    ending = msgspec.structs.replace(ending, reason=Reason.SUPERVISOR_KILLED)
+    return msgspec.structs.replace(said, ending=ending)
+
+
+def text(json: Json) -> str | None:
+    """Return JSON as it came; None where nothing did."""
+    text = bytes(json).decode() if isinstance(json, msgspec.Raw) else ""
+    return None if text in ("", "null") else text
+
+
+def tracked(said: Report) -> str:
+    """Return the link to the run in MLflow, or "": people open it, and a node may say what it likes."""
+    return said.tracked if _LINK.fullmatch(said.tracked) else ""
+
+
+def sentence(said: Report) -> str:
+    """Return what the node says about the attempt."""
+    return storable(said.sentence)
+
+
+def detail(said: Report) -> str:
+    """Return the detail of an ending for people: what the node says, or which rank it was and why."""
+    if said.ending is None or said.sentence or text(said.ending.stopped) is None:
+        return sentence(said) if said.ending is not None else ""
+    cause = cause_of(said.ending)
+    if cause is None or not cause.detail:
+        return ""
+    line = cause.detail.strip().partition("\n")[0]
+    return storable(line if cause.rank is None else f"rank {cause.rank}: {line}")
+
+
+def cause_of(ending: Ending) -> _Cause | None:
+    """Return what failed, as far as the node says so."""
+    stopped = text(ending.stopped)
+    try:
+        return None if stopped is None else from_json(stopped, _Stopped).cause
+    except msgspec.DecodeError:  # of another version; the client may know it
+        return None
+
+
+def storable(text: str) -> str:
+    """Return text as PostgreSQL takes it, and not too much of it."""
+    return text[:SENTENCE_CHARACTERS_MAX].replace("\0", "")
+
+
+def _line(text: str) -> str:
+    """Return the first line of a text, as others may read it on their terminals."""
+    line = text.strip().partition("\n")[0][:DETAIL_CHARACTERS_MAX]
+    return "".join(character if character.isprintable() else " " for character in line)
