@@ -332,7 +332,7 @@ def check(as_json: bool) -> None:
     path = settings.database.partition("sqlite:///")[2]
     if path and not Path(path).exists():
         raise ServerProblem(f"there is no server in this home: {path} is not there", hint="`sgpu up` starts one")
-    rollback = load("serverless_gpu.server.operations.restore")
+    rollback = load("serverless_gpu.server.operations.backup")
     with contextlib.closing(database_module.Database(settings.database, clock=SystemClock())) as database:
         lost = rollback.rollback_evidence(settings, database.read)
         checked = load("serverless_gpu.server.invariants.self_check").check(database.read)
@@ -373,7 +373,7 @@ def restore(backup: Path, nothing_ran_since: bool) -> None:
     """
     refuse_incomplete()
     home = durable_home(_HOME_REASON)
-    manifest = load("serverless_gpu.server.operations.restore").restore(
+    manifest = load("serverless_gpu.server.operations.backup").restore(
         home, backup, nothing_ran_since=nothing_ran_since
     )
     say(f"{home.root / 'server'}: {len(manifest.files)} files, each as it was")

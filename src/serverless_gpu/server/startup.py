@@ -78,7 +78,7 @@ from serverless_gpu.server.environments import GarbageCollector
 from serverless_gpu.server.http.auth_middleware import Authenticator
 from serverless_gpu.server.identity import uid_sharing
 from serverless_gpu.server.identity.bootstrap import FileTokens, FirstTokens, first_tokens, join_token
-from serverless_gpu.server.operations import restore, rotation
+from serverless_gpu.server.operations import backup, rotation
 from serverless_gpu.server.operations.server_status import StateMetrics
 from serverless_gpu.server.operations.sidecars import RaySidecar, mlflow_checks
 from serverless_gpu.server.records import audit, runs, stored_secrets
@@ -158,14 +158,14 @@ def assembled(
         database = stack.enter_context(contextlib.closing(Database(settings.database, clock=clock, measures=measures)))
         operator = operator or Operator()
         acquire_when_started(database, clock=clock, announce=operator.announce)
-        rolled_back = restore.refuse_rollback(settings, database.read, now_ns=clock.wall_ns(), other=other)
+        rolled_back = backup.refuse_rollback(settings, database.read, now_ns=clock.wall_ns(), other=other)
         if rolled_back:
             _log.warning("the operator accepts that the database was rolled back: %s", rolled_back)
         database.migrate()
         warnings = _unknown_files(settings, database)
         mark = stack.enter_context(contextlib.closing(_marked(settings, database, clock)))
         remove_unnamed(settings.directory)
-        restore.settle(database, settings.directory, measures=measures, now_ns=clock.wall_ns())
+        backup.settle(database, settings.directory, measures=measures, now_ns=clock.wall_ns())
         node = None
         if settings.node:
             node = NodeIdentity(name=socket.gethostname(), machine=machine(), instance=instance_of(Home(settings.home)))
@@ -265,7 +265,7 @@ def is_temporary(message: str) -> bool:
 def _marked(settings: Settings, database: Database, clock: Clock) -> MarkFile:
     """Give this server its generation, and have the high-water mark follow what it writes."""
     position = database.number(now_ns=clock.wall_ns())
-    path, place = restore.mark_path(settings), restore.place_of(settings)
+    path, place = backup.mark_path(settings), backup.place_of(settings)
     mark = MarkFile(path, position, now_ns=clock.wall_ns(), place=place)
     database.on_commit(mark.commit)
     return mark

@@ -9,7 +9,7 @@
 A database behind its mark was rolled back: its log was lost, an old copy was put in its place, or a standby took over
 that lacked the last transactions. What the server had acknowledged since is gone.
 
-The mark lags behind the database and never leads it. A start compares both (`operations/restore.py`).
+The mark lags behind the database and never leads it. A start compares both (`operations/backup.py`).
 
 - SQLite: the mark is written before a write returns. It survives the end of the process; a power cut may
   take back its last second (`SYNC_S`).

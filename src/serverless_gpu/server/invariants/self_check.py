@@ -83,7 +83,7 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     violations: tuple[Violation, ...] = ()  # what is wrong, sorted
     skipped: tuple[str, ...] = ()  # what is too much to be looked at
     lost: tuple[str, ...] = ()
-    """How the database was rolled back, and of which runs there are files and no rows (`operations/restore.py`)."""
+    """How the database was rolled back, and of which runs there are files and no rows (`operations/backup.py`)."""
 
 
 class SelfCheck:

@@ -22,7 +22,7 @@ from serverless_gpu.server.core.settings import read_settings
 from serverless_gpu.server.db import high_water_mark_file
 from serverless_gpu.server.db.high_water_mark_file import HighWaterMark, MarkFile, UnreadableMark, read_mark, rollback
 from serverless_gpu.server.db.leader_lock import DatabasePosition
-from serverless_gpu.server.operations import backup, restore
+from serverless_gpu.server.operations import backup
 from serverless_gpu.wire.runs import RunView
 from tests.support.golden import golden
 from tests.support.local.observe import wait_for
@@ -109,7 +109,7 @@ def test_22B3_a_restored_server_starts_and_goes_on_with_a_mark_of_its_own(home: 
     before = read_mark(home / "server" / "server.db.mark")
     shutil.move(home / "server", home / "server.old")
     assert not any(name.endswith(".mark") for name in made.manifest.files)
-    restore.restore(Home(home), made.path, nothing_ran_since=False)
+    backup.restore(Home(home), made.path, nothing_ran_since=False)
     with served(home):
         pass
     after = read_mark(home / "server" / "server.db.mark")

@@ -19,9 +19,15 @@ from serverless_gpu.node.base.home import Home
 from serverless_gpu.server.core.server_metrics import ServerMetrics
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.operations import backup
-from serverless_gpu.server.operations import restore as restore_module
-from serverless_gpu.server.operations.backup import DATABASE, MANIFEST, read_manifest, verify
-from serverless_gpu.server.operations.restore import FILE, RestoreMark, restore
+from serverless_gpu.server.operations.backup import (
+    DATABASE,
+    FILE,
+    MANIFEST,
+    RestoreMark,
+    read_manifest,
+    restore,
+    verify,
+)
 from serverless_gpu.server.records import audit, orders
 from serverless_gpu.wire.attempts import Ending, File, Report
 from serverless_gpu.wire.nodes import PoolRequest, PoolView
@@ -274,13 +280,13 @@ def settled(
     mark = RestoreMark(made_ns=T0, nothing_ran_since=nothing_ran_since)
     (directory / FILE).write_bytes(msgspec.json.encode(mark))
     measures = ServerMetrics()
-    restore_module.settle(database, directory, measures=measures, now_ns=at_ns)
+    backup.settle(database, directory, measures=measures, now_ns=at_ns)
     assert not (directory / FILE).exists()
     return measures
 
 
 def test_what_waits_is_lost_and_counted(people: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restore_module, "AT_ONCE", 2)
+    monkeypatch.setattr(backup, "AT_ONCE", 2)
     waiting = [add_run(people) for _ in range(5)]
     going = [add_run(people, resume=True) for _ in range(3)]
     for run_id in going:
@@ -293,7 +299,7 @@ def test_what_waits_is_lost_and_counted(people: Database, tmp_path: Path, monkey
     assert {stored(people, run_id).state for run_id in going} == {State.STARTING}
     (entry,) = people.read(audit.entries)
     assert (entry.action, entry.detail["waited"], entry.detail["went_on"]) == ("server.restore", 5, 3)
-    restore_module.settle(people, tmp_path, measures=measures, now_ns=T0 + 10 * S)  # of the next start
+    backup.settle(people, tmp_path, measures=measures, now_ns=T0 + 10 * S)  # of the next start
     assert len(people.read(audit.entries)) == 1
 
 

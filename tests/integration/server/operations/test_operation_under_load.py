@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.server.operations.backup import DATABASE, verify
-from serverless_gpu.server.operations.restore import restore
+from serverless_gpu.server.operations.backup import DATABASE, restore, verify
 from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.runs import RunView
 from tests.support.local.observe import wait_for
