@@ -25,7 +25,7 @@ from serverless_gpu.server.identity import principal_service
 from serverless_gpu.server.lifecycle import reports
 from serverless_gpu.server.nodes import drain, node_routes
 from serverless_gpu.server.operations import server_status
-from serverless_gpu.server.runs import estimates, queue_views, run_routes
+from serverless_gpu.server.runs import estimates, queue_views, run_service
 from serverless_gpu.server.storage import blobs
 from serverless_gpu.wire.base import API
 
@@ -44,7 +44,7 @@ ROUTES: tuple[Routes, ...] = (
     price_service.routes,
     principal_service.routes,
     queue_views.routes,
-    run_routes.routes,
+    run_service.routes,
     secrets.routes,
     server_status.routes,
     usage_reports.routes,

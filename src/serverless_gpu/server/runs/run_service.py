@@ -8,28 +8,58 @@ Repeating a request returns its outcome.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Annotated, TypeVar
 
 import msgspec
 import sqlalchemy as sa
+from starlette.responses import Response
 
 from serverless_gpu import faults
 from serverless_gpu.ambient import Clock
-from serverless_gpu.errors import InvalidValue, NotAllowed
+from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
 from serverless_gpu.model import access_control
-from serverless_gpu.model.lifecycle.attempt import State, StopReason
+from serverless_gpu.model.cost import Cost
+from serverless_gpu.model.lifecycle.attempt import TERMINAL, State, StopReason
+from serverless_gpu.model.placement import NODES_MAX
+from serverless_gpu.server.billing import run_costs
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import Hub
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.lifecycle import transitions
+from serverless_gpu.server.http.routing import (
+    EVENTS,
+    Bytes,
+    Call,
+    Query,
+    Routes,
+    Stream,
+    range_response,
+    reading,
+    writing,
+)
+from serverless_gpu.server.lifecycle import endings, metering, transitions
+from serverless_gpu.server.lifecycle.liveness import Leases
 from serverless_gpu.server.lifecycle.reports import ReportService
 from serverless_gpu.server.lifecycle.transitions import Announcer, TransitionResult
-from serverless_gpu.server.records import runs
+from serverless_gpu.server.records import attempts, files, runs
 from serverless_gpu.server.records.runs import StoredRun
 from serverless_gpu.server.runs import run_views
-from serverless_gpu.server.runs.run_stream import Position, RunSnapshot, RunStream
+from serverless_gpu.server.runs.run_stream import Position, RunSnapshot, RunStream, parse_offsets, parse_ranks
+from serverless_gpu.server.runs.submission import SubmissionService
 from serverless_gpu.server.scheduling.wait_reasons import NOTHING, WaitReasons
+from serverless_gpu.server.storage.blobs import Blobs, file_source
 from serverless_gpu.server.storage.logs import Logs
-from serverless_gpu.wire.runs import AcceptedMessage, RunView, StreamMessage
+from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX, PAGE_DEFAULT, PAGE_MAX
+from serverless_gpu.wire.runs import (
+    AcceptedMessage,
+    AttemptList,
+    CostView,
+    FileList,
+    RunPage,
+    RunRequest,
+    RunView,
+    StopRequest,
+    StreamMessage,
+)
 
 ASKED_BY_PEOPLE = (StopReason.CANCEL, StopReason.PREEMPT, StopReason.DRAIN)
 """The other reasons follow from limits, and callers cannot claim them."""
@@ -122,3 +152,228 @@ def _check_reach(connection: sa.Connection, who: Caller, reach: str, run_id: str
         return
     run_views.visible(connection, run_id, who=who, reach=to_see)
     raise NotAllowed(f"{who.name} may see run {run_id}, and not stop it", hint="its owner can, or an operator")
+
+
+T = TypeVar("T")
+routes = Routes("runs")
+LOG_BYTES_MAX = 4 << 20
+Label = Annotated[str, msgspec.Meta(max_length=LABEL_CHARACTERS_MAX)]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+Fence = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+
+
+class RunsQuery(Query, frozen=True, kw_only=True):
+    """Which runs; `state` and `tag` (``key=value``) may name several, with commas; `costs`: with what they cost."""
+
+    state: Label = ""
+    owner: Label = ""
+    team: Label = ""
+    name: Label = ""
+    tag: Annotated[str, msgspec.Meta(max_length=1024)] = ""
+    limit: Annotated[int, msgspec.Meta(ge=1, le=PAGE_MAX)] = PAGE_DEFAULT
+    cursor: Label = ""
+    costs: bool = False
+
+
+class WatchQuery(Query, frozen=True, kw_only=True):
+    """From where on; `ranks`: "all", or numbers with commas, instead of those that the run shows live."""
+
+    after: Count = 0
+    offsets: Annotated[str, msgspec.Meta(max_length=3_500)] = ""
+    ranks: Annotated[str, msgspec.Meta(max_length=3_500)] = ""
+
+
+class LogQuery(Query, frozen=True, kw_only=True):
+    """Which bytes of a log; `fence` 0 for the current attempt."""
+
+    fence: Fence = 0
+    offset: Count = 0
+    limit: Annotated[int, msgspec.Meta(ge=1, le=LOG_BYTES_MAX)] = 1 << 20
+
+
+class FenceQuery(Query, frozen=True, kw_only=True):
+    """Of which attempt; 0 for the current one."""
+
+    fence: Fence = 0
+
+
+class ReceiptQuery(FenceQuery, frozen=True, kw_only=True):
+    """Of which attempt; 0 for the current one. Of which of its nodes, by NODE_RANK; none for all of them together."""
+
+    crew: Annotated[int, msgspec.Meta(ge=0, lt=NODES_MAX)] | None = None
+
+
+@routes.post("/runs", needs=writing("runs"))
+async def create_run(
+    call: Call, submissions: SubmissionService, queries: RunQueries, body: RunRequest
+) -> RunView | Stream[StreamMessage]:
+    """Ask for a run; with `Accept: text/event-stream` the answer is its stream."""
+    view = await call.in_thread(lambda: submissions.submit(call.who, body))
+    if EVENTS not in call.headers.get("accept", ""):
+        return view
+    return _stream(call, queries, view, Position())
+
+
+@routes.get("/runs", needs=reading("runs"))
+def list_runs(
+    call: Call, clock: Clock, leases: Leases, database: Transactions, queries: RunQueries, query: RunsQuery
+) -> RunPage:
+    """List runs, newest first."""
+    wished = runs.RunFilter(
+        states=_states(query.state),
+        owner=query.owner,
+        team=query.team,
+        name=query.name,
+        tags=_tags(query.tag),
+        seen_by=None if call.reach == access_control.AccessReach.ALL else call.who.name,
+        teams=call.who.teams if call.reach == access_control.AccessReach.TEAM else (),
+    )
+    at = metering.now(clock, leases)
+
+    def work(db: sa.Connection) -> tuple[list[StoredRun], str, dict[str, Cost]]:
+        found, cursor = runs.page(db, wished, limit=query.limit, cursor=query.cursor)
+        return found, cursor, run_costs.costs_of(db, found, at) if query.costs else {}
+
+    found, cursor, costs = database.read(work)
+    told = tuple(CostView(id=run_id, cost=cost) for run_id, cost in costs.items())
+    return RunPage(runs=tuple(queries.view(run, call.who) for run in found), cursor=cursor, costs=told)
+
+
+@routes.get("/runs/{run}", needs=reading("runs"))
+def read_run(call: Call, queries: RunQueries, run: str) -> RunView:
+    """Look at a run."""
+    return queries.read(run, call.who, call.reach)
+
+
+@routes.get("/runs/{run}/events", needs=reading("runs"))
+async def watch_run(call: Call, queries: RunQueries, run: str, query: WatchQuery) -> Stream[StreamMessage]:
+    """Watch a run from where the reader is."""
+    position = Position(after=query.after, offsets=parse_offsets(query.offsets), ranks=parse_ranks(query.ranks))
+    view = await call.in_thread(lambda: queries.read(run, call.who, call.reach))
+    return _stream(call, queries, view, position)
+
+
+@routes.post("/runs/{run}/stop", needs=writing("runs"))
+def stop_run(call: Call, stops: StopService, run: str, body: StopRequest) -> RunView:
+    """Ask a run to stop."""
+    return stops.request(call.who, call.reach, run_id=run, why=body.reason)
+
+
+@routes.get("/runs/{run}/attempts", needs=reading("runs"))
+def list_attempts(call: Call, database: Transactions, run: str) -> AttemptList:
+    """List all tries at a run, in order."""
+
+    def work(db: sa.Connection) -> AttemptList:
+        _visible(call, db, run)
+        return AttemptList(attempts=tuple(run_views.attempt_view(attempt) for attempt in attempts.of_run(db, run)))
+
+    return database.read(work)
+
+
+@routes.get("/runs/{run}/cost", needs=reading("runs"))
+def read_cost(call: Call, clock: Clock, leases: Leases, database: Transactions, run: str) -> CostView:
+    """Say what a run used so far, over all of its attempts, and what that costs."""
+    at = metering.now(clock, leases)
+
+    def work(db: sa.Connection) -> Cost:
+        return run_costs.cost_of(db, _visible(call, db, run), at)
+
+    return CostView(id=run, cost=database.read(work))
+
+
+@routes.get("/runs/{run}/logs/{rank}/{stream}", needs=reading("runs"))
+def read_log(
+    call: Call, logs: Logs, database: Transactions, run: str, rank: int, stream: str, query: LogQuery
+) -> Bytes:
+    """Return bytes a rank wrote; `SGPU-Next-Offset` says where to go on, `SGPU-Complete` whether that is the end."""
+    stored = database.read(lambda db: _visible(call, db, run))
+    fence = query.fence or stored.fence
+    # Looked at first: what is written meanwhile is then not missed, and at most read once more.
+    complete = stored.state in TERMINAL or fence < stored.fence
+    data, size = b"", 0
+    if fence:
+        size = logs.size(run, fence, rank=rank, stream=stream)
+        data = logs.read(run, fence, rank=rank, stream=stream, offset=query.offset, limit=query.limit)
+    following = query.offset + len(data)
+    headers = {"SGPU-Next-Offset": str(following), "SGPU-Fence": str(fence), "SGPU-Size": str(size)}
+    return Bytes(data, headers={**headers, "SGPU-Complete": "1" if complete and following >= size else "0"})
+
+
+@routes.get("/runs/{run}/results", needs=reading("runs"))
+def list_results(call: Call, database: Transactions, run: str) -> FileList:
+    """List the results of a run, by rank."""
+    return _files(call, database, run, 0, prefix="results/")
+
+
+@routes.get("/runs/{run}/files", needs=reading("runs"))
+def list_files(call: Call, database: Transactions, run: str, query: FenceQuery) -> FileList:
+    """List what an attempt left behind."""
+    return _files(call, database, run, query.fence)
+
+
+@routes.get("/runs/{run}/files/{name:path}", needs=reading("runs"))
+def read_file(
+    call: Call, blobs: Blobs, database: Transactions, run: str, name: str, query: FenceQuery
+) -> Bytes | Response:
+    """Return a file of an attempt, or the range of it that was asked for."""
+
+    def work(db: sa.Connection) -> files.StoredFile:
+        stored = _visible(call, db, run)
+        files.check_name(name)
+        found = files.find(db, run, query.fence or stored.fence, name)
+        if found is None:
+            raise NotFound(f"run {run} has no file {name!r}", hint="`sgpu run show` lists them")
+        return found
+
+    found = database.read(work)
+    return range_response(file_source(blobs, found), found.size, call.headers.get("range", ""))
+
+
+@routes.get("/runs/{run}/receipt", needs=reading("runs"))
+def read_receipt(call: Call, database: Transactions, run: str, query: ReceiptQuery) -> Response:
+    """Return the receipt of an attempt; of one on several nodes the sum of theirs, or that of one."""
+
+    def work(db: sa.Connection) -> str | None:
+        stored = _visible(call, db, run)
+        attempt = attempts.find(db, run, query.fence or stored.fence)
+        if attempt is None or query.crew is None:
+            return endings.outcome(db, attempt).receipt
+        return endings.receipt_of_crew(db, attempt, query.crew)
+
+    receipt = database.read(work)
+    if receipt is None:
+        raise NotFound(f"run {run} has no receipt yet", hint="it comes once its devices were checked and given back")
+    return Response(receipt, media_type="application/json")
+
+
+def _stream(call: Call, queries: RunQueries, view: RunView, position: Position) -> Stream[StreamMessage]:
+    call.look = lambda: queries.read(view.id, call.who, call.reach)
+    return Stream(queries.messages(view, position, call.in_thread))
+
+
+def _files(call: Call, database: Transactions, run: str, fence: int, *, prefix: str = "") -> FileList:
+    def work(db: sa.Connection) -> FileList:
+        stored = _visible(call, db, run)
+        wanted = fence or stored.fence
+        found = files.of_attempt(db, run, wanted, prefix=prefix)
+        return FileList(fence=wanted, files=run_views.file_views(found))
+
+    return database.read(work)
+
+
+def _visible(call: Call, db: sa.Connection, run: str) -> StoredRun:
+    return run_views.visible(db, run, who=call.who, reach=call.reach)
+
+
+def _states(text: str) -> tuple[State, ...]:
+    try:
+        return tuple(State(word.strip().upper()) for word in text.split(",") if word.strip())
+    except ValueError as error:
+        raise InvalidValue(f"{error}", hint=f"states: {', '.join(State)}") from error
+
+
+def _tags(text: str) -> dict[str, str]:
+    pairs = [item.partition("=") for item in text.split(",") if item]
+    if not all(equals for _, equals, _ in pairs):
+        raise InvalidValue(f"{text[:80]!r} are no tags", hint="write tag=key=value,key=value")
+    return {key: value for key, _, value in pairs}
