@@ -18,8 +18,7 @@ from serverless_gpu.model.billing.budget import NOTHING, BudgetUse, Subject, fir
 from serverless_gpu.model.billing.pricing import Tariff
 from serverless_gpu.model.hardware import CPU, matches
 from serverless_gpu.model.scheduling.concurrency_limits import WaitingRun
-from serverless_gpu.server.budgets.budget_index import BudgetsLeft, subject_of
-from serverless_gpu.server.budgets.spending import LookInputs, Spending, rate_of
+from serverless_gpu.server.budgets.spending import BudgetsLeft, LookInputs, Spending, rate_of, subject_of
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.lifecycle.liveness import Leases

@@ -39,8 +39,7 @@ from serverless_gpu.model.scheduling.duration_estimates import LEAVING_S, START_
 from serverless_gpu.model.scheduling.values import DeviceShare, QueuedRun, QueuePolicy, Reservation, RunningRun, Used
 from serverless_gpu.model.spec import Function, Kernel
 from serverless_gpu.server.budgets.budget_admission import BudgetAdmission
-from serverless_gpu.server.budgets.budget_index import subject_of_run
-from serverless_gpu.server.budgets.spending import LookInputs, Spending
+from serverless_gpu.server.budgets.spending import LookInputs, Spending, subject_of_run
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.identity import uid_sharing
 from serverless_gpu.server.lifecycle import owner_suspension
