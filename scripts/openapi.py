@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from serverless_gpu.server.application import all_routes
+from serverless_gpu.server.composition import all_routes
 from serverless_gpu.server.http.openapi import document
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "openapi.json"

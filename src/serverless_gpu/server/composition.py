@@ -12,13 +12,19 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import typing
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeVar
+
+import starlette.routing
+from starlette.applications import Starlette
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.engines.base import Engine
+from serverless_gpu.server import audit, environments, policies, pools, secrets
+from serverless_gpu.server.billing import price_service, usage_reports
 from serverless_gpu.server.billing.price_service import PriceService
 from serverless_gpu.server.billing.usage_reports import UsageReports
+from serverless_gpu.server.budgets import budget_service
 from serverless_gpu.server.budgets.budget_admission import BudgetAdmission
 from serverless_gpu.server.budgets.budget_service import BudgetService
 from serverless_gpu.server.budgets.spending import Spending
@@ -28,8 +34,14 @@ from serverless_gpu.server.core.server_key import Keys, Sealer
 from serverless_gpu.server.core.server_metrics import ServerMetrics
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
+from serverless_gpu.server.http.access_log import AccessLogMiddleware
+from serverless_gpu.server.http.auth_middleware import Authenticate, AuthMiddleware, Reach
+from serverless_gpu.server.http.proxy_middleware import ProxyMiddleware
+from serverless_gpu.server.http.routing import Route, Routes
+from serverless_gpu.server.identity import principal_service
 from serverless_gpu.server.identity.principal_service import PrincipalService
 from serverless_gpu.server.invariants.self_check import MissedRunCheck, SelfCheck
+from serverless_gpu.server.lifecycle import reports
 from serverless_gpu.server.lifecycle.attempt_tokens import AttemptTokens
 from serverless_gpu.server.lifecycle.gang_reconciler import GangReconciler
 from serverless_gpu.server.lifecycle.gangs import GangHangs, GangProgress
@@ -39,13 +51,16 @@ from serverless_gpu.server.lifecycle.rendezvous import RendezvousService, Rendez
 from serverless_gpu.server.lifecycle.reports import ReportService
 from serverless_gpu.server.lifecycle.requeue import OrderDeliveries, Requeue
 from serverless_gpu.server.lifecycle.transitions import Announcer, ReportRequests
+from serverless_gpu.server.nodes import drain, node_routes
 from serverless_gpu.server.nodes.agent_service import AgentService
 from serverless_gpu.server.nodes.drain import DrainService
 from serverless_gpu.server.nodes.node_admission import JoinService, NodeAdmission
 from serverless_gpu.server.nodes.node_rules import Evacuation
 from serverless_gpu.server.nodes.node_service import NodeRuleService, NodeService
+from serverless_gpu.server.operations import server_status
 from serverless_gpu.server.policies import PolicyAdmission, PolicyService
 from serverless_gpu.server.pools import PoolService
+from serverless_gpu.server.runs import estimates, queue_views, run_service
 from serverless_gpu.server.runs.estimates import EstimateService
 from serverless_gpu.server.runs.queue_views import QueueViews
 from serverless_gpu.server.runs.run_service import RunQueries, StopService
@@ -57,10 +72,12 @@ from serverless_gpu.server.scheduling.queue_snapshot import QueueSnapshot
 from serverless_gpu.server.scheduling.scheduler import Preemptor, Scheduler
 from serverless_gpu.server.scheduling.wait_reasons import WaitReasons
 from serverless_gpu.server.secrets import SecretService
+from serverless_gpu.server.storage import blobs
 from serverless_gpu.server.storage.blobs import Blobs
 from serverless_gpu.server.storage.environment_store import EnvironmentStore
 from serverless_gpu.server.storage.logs import Logs
 from serverless_gpu.server.storage.upload_spool import UploadSpool
+from serverless_gpu.wire.base import API
 from serverless_gpu.wire.nodes import RayPool
 
 T = TypeVar("T")
@@ -213,3 +230,68 @@ def make_self_check(services: Services) -> SelfCheck:
 def _build(kind: Callable[..., T], parts: dict[str, object], **own: object) -> T:
     named = inspect.signature(kind).parameters
     return kind(**{name: parts[name] for name in named if name in parts and name not in own}, **own)
+
+
+ROUTES: tuple[Routes, ...] = (
+    node_routes.agent_routes,
+    reports.routes,
+    audit.routes,
+    blobs.routes,
+    budget_service.routes,
+    drain.routes,
+    environments.routes,
+    estimates.routes,
+    node_routes.routes,
+    pools.routes,
+    policies.routes,
+    price_service.routes,
+    principal_service.routes,
+    queue_views.routes,
+    run_service.routes,
+    secrets.routes,
+    server_status.routes,
+    usage_reports.routes,
+)
+"""The routes of each noun; a module that declares others is named here."""
+
+
+def all_routes() -> list[Route]:
+    """Return every route of the server."""
+    return [route for routes in ROUTES for route in routes.all]
+
+
+def application(routes: Sequence[Route]) -> Starlette:
+    """Return the application without middleware, which admits a request before a route sees it."""
+    declared = []
+    for route in routes:
+        served = starlette.routing.Route(API + route.path, route.serve, methods=[route.method])
+        served.methods = {route.method}  # Starlette adds HEAD to GET; AuthMiddleware knows the declared methods only
+        declared.append(served)
+    app = Starlette(routes=declared)
+    app.router.redirect_slashes = False
+    return app
+
+
+def guarded(
+    provided: Mapping[type, object],
+    *,
+    hub: Hub,
+    clock: Clock,
+    measures: ServerMetrics,
+    hosts: Sequence[str],
+    authenticate: Authenticate,
+    reach: Reach,
+    proxies: tuple[str, ...] = (),
+) -> AccessLogMiddleware:
+    """Return the application behind its middleware: access log, then proxy, then authentication."""
+    routes = [route.bound(provided) for route in all_routes()]
+    authenticated = AuthMiddleware(
+        application(routes),
+        clock=clock,
+        measures=measures,
+        routes=routes,
+        hosts=hosts,
+        authenticate=authenticate,
+        reach=reach,
+    )
+    return AccessLogMiddleware(ProxyMiddleware(authenticated, hub=hub, proxies=proxies), measures=measures, clock=clock)

@@ -32,7 +32,7 @@ import uvicorn
 
 from serverless_gpu import faults
 from serverless_gpu.ambient import Clock, SystemClock
-from serverless_gpu.server.application import guarded
+from serverless_gpu.server.composition import guarded
 from serverless_gpu.server.core import server_log
 from serverless_gpu.server.core.loops import JumpTolerantClock
 from serverless_gpu.server.core.settings import Settings

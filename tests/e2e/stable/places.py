@@ -15,7 +15,7 @@ from serverless_gpu.model.telemetry import Header, Sample
 from serverless_gpu.node.base.protocol import PROTOCOL as NODE_PROTOCOL
 from serverless_gpu.node.base.protocol import AnyMessage
 from serverless_gpu.node.inside.protocol import VERSION as RANKS_PROTOCOL
-from serverless_gpu.server.application import all_routes
+from serverless_gpu.server.composition import all_routes
 from serverless_gpu.server.http.openapi import document
 from serverless_gpu.wire.base import PROTOCOL, PROTOCOLS
 

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.errors import NotAuthenticated
 from serverless_gpu.model.access_control import reach
-from serverless_gpu.server.application import guarded
+from serverless_gpu.server.composition import guarded
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.http.auth_middleware import LOOPBACK
 from serverless_gpu.server.http.routing import Need

@@ -6,8 +6,7 @@ from typing import Any
 
 from starlette.testclient import TestClient
 
-from serverless_gpu.server.application import guarded
-from serverless_gpu.server.composition import Services
+from serverless_gpu.server.composition import Services, guarded
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.http.auth_middleware import Authenticator
 from serverless_gpu.server.identity.bootstrap import first_tokens

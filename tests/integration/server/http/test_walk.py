@@ -9,7 +9,7 @@ import pytest
 
 from serverless_gpu.ambient import new_run_id
 from serverless_gpu.model.access_control import ROLES, AccessReach, reach
-from serverless_gpu.server.application import all_routes
+from serverless_gpu.server.composition import all_routes
 from serverless_gpu.server.http.routing import ANYBODY, ATTEMPT, BYTES, PUBLIC, Route
 from serverless_gpu.wire.access import PrincipalRequest, TokenMade, TokenRequest
 from serverless_gpu.wire.base import API

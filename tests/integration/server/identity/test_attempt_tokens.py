@@ -9,8 +9,7 @@ from starlette.testclient import TestClient
 from serverless_gpu.errors import InvalidValue, NotAuthenticated
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp
-from serverless_gpu.server.application import guarded
-from serverless_gpu.server.composition import Services, make_scheduler
+from serverless_gpu.server.composition import Services, guarded, make_scheduler
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.server_key import Keys, parse_attempt_token, token_until_s
 from serverless_gpu.server.db.database import Database

@@ -18,7 +18,7 @@ from blake3 import blake3
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.spec import BlobReference, Function
-from serverless_gpu.server.application import all_routes
+from serverless_gpu.server.composition import all_routes
 from serverless_gpu.server.core.server_key import read_keys, sha256
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database

@@ -17,7 +17,7 @@ from starlette.websockets import WebSocketDisconnect
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.errors import NotAuthenticated, ServerProblem
-from serverless_gpu.server import application as application_module
+from serverless_gpu.server import composition as application_module
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.http import auth_middleware
 from serverless_gpu.server.http.auth_middleware import PUBLIC_ROUTES, AuthMiddleware

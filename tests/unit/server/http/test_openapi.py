@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from scripts import openapi
-from serverless_gpu.server.application import all_routes
+from serverless_gpu.server.composition import all_routes
 from serverless_gpu.server.http import openapi as openapi_module
 from serverless_gpu.server.http.auth_middleware import PUBLIC_ROUTES
 from serverless_gpu.wire.base import API

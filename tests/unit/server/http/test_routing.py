@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.server.application import guarded
 from serverless_gpu.server.billing.price_service import PriceService
+from serverless_gpu.server.composition import guarded
 from serverless_gpu.server.core.caller import ANONYMOUS
 from serverless_gpu.server.http.routing import ANYBODY, Call, Route, Routes
 from serverless_gpu.wire.access import TeamView
