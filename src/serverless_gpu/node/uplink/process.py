@@ -57,7 +57,7 @@ from serverless_gpu.wire.agents import (
     Stop,
 )
 from serverless_gpu.wire.attempts import Ending, Report, ReportAnswer
-from serverless_gpu.wire.connection import Connection
+from serverless_gpu.wire.http_client import Connection
 
 IDLE_S = 600.0
 _HEARTBEAT_S = 5.0

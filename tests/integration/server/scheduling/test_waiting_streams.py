@@ -7,7 +7,7 @@ import pytest
 
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.spec import Resources
-from serverless_gpu.wire.connection import Connection
+from serverless_gpu.wire.http_client import Connection
 from serverless_gpu.wire.queue import EstimateRequest, EstimateView, WaitView
 from serverless_gpu.wire.runs import RunPage, RunRequest, RunView, StateMessage, StopRequest, StreamMessage
 from tests.support.server.played import Played
