@@ -21,8 +21,17 @@ from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.node.base.protocol import Stopped
 from serverless_gpu.version import __version__
-from serverless_gpu.wire.agents import AgentHello, AgentWelcome, Order, Start
-from serverless_gpu.wire.attempts import Ending, File, LogPiece, Report, ReportAnswer
+from serverless_gpu.wire.agents import (
+    AgentHello,
+    AgentWelcome,
+    Ending,
+    File,
+    LogPiece,
+    Order,
+    Report,
+    ReportAnswer,
+    Start,
+)
 from serverless_gpu.wire.base import PROTOCOL
 from serverless_gpu.wire.runs import EndedMessage, RunView, SettledMessage, StreamMessage
 

@@ -22,8 +22,16 @@ from serverless_gpu.ambient import SystemClock
 from serverless_gpu.engines.simulated_agents import Gang, SimulatedAgent, SimulatedWork
 from serverless_gpu.errors import NotFound, ServerUnavailable
 from serverless_gpu.model.hardware import parse_fake
-from serverless_gpu.wire.agents import AgentHello, AgentWelcome, Heartbeat, HeartbeatAnswer, Order, OrdersTaken
-from serverless_gpu.wire.attempts import Report, ReportAnswer
+from serverless_gpu.wire.agents import (
+    AgentHello,
+    AgentWelcome,
+    Heartbeat,
+    HeartbeatAnswer,
+    Order,
+    OrdersTaken,
+    Report,
+    ReportAnswer,
+)
 
 T = TypeVar("T")
 _STEP_S = 0.1

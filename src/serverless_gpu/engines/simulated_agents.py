@@ -39,15 +39,19 @@ from serverless_gpu.wire.agents import (
     AgentHello,
     AgentWelcome,
     AttemptSeen,
+    Ending,
+    File,
     Heartbeat,
     HeartbeatAnswer,
+    LogPiece,
     Order,
     OrdersTaken,
+    Report,
+    ReportAnswer,
     ReportNow,
     Start,
     Stop,
 )
-from serverless_gpu.wire.attempts import Ending, File, LogPiece, Report, ReportAnswer
 from serverless_gpu.wire.base import PROTOCOL
 
 T = TypeVar("T")
@@ -67,7 +71,7 @@ _NONE = b"\x80\x04N."  # a pickled None
 
 
 class Control(Protocol):
-    """What the server lets agents do; `wire/agents.py` and `wire/attempts.py` in process."""
+    """What the server lets agents do; `wire/agents.py` and `wire/agents.py` in process."""
 
     def hello(self, hello: AgentHello) -> AgentWelcome:
         """Introduce a node."""

@@ -18,7 +18,7 @@ from serverless_gpu.client.remote.server import ServerProfile, write_profile
 from serverless_gpu.errors import NotAuthenticated
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.scheduling.values import DeviceHolder, Wait, WaitReason
-from serverless_gpu.wire.attempts import NOT_SENT
+from serverless_gpu.wire.agents import NOT_SENT
 from serverless_gpu.wire.queue import WaitView, wait_view
 from serverless_gpu.wire.runs import StateMessage
 from tests.support.golden import golden

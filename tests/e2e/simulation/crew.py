@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.lifecycle.gang_lifecycle import Halt
 from serverless_gpu.model.lifecycle.rendezvous import Address, Chosen, CrewReach, Offer, Tried
-from serverless_gpu.wire.attempts import ReportAnswer
+from serverless_gpu.wire.agents import ReportAnswer
 
 if TYPE_CHECKING:
     from tests.e2e.simulation.supervisor import Kept, Machine, Supervisor

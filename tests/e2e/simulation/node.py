@@ -26,13 +26,17 @@ from serverless_gpu.wire.agents import (
     AgentHello,
     AgentWelcome,
     AttemptSeen,
+    Ending,
+    File,
     Heartbeat,
     HeartbeatAnswer,
+    LogPiece,
     Order,
+    Report,
+    ReportAnswer,
     ReportNow,
     Start,
 )
-from serverless_gpu.wire.attempts import Ending, File, LogPiece, Report, ReportAnswer
 from serverless_gpu.wire.base import PROTOCOL
 from tests.e2e.simulation.network import Link, Network
 from tests.e2e.simulation.supervisor import Gang, Kept, Machine, Stretch, Supervisor, Work, ending_json, result_of

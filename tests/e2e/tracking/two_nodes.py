@@ -23,9 +23,10 @@ from serverless_gpu.wire.agents import (
     HeartbeatAnswer,
     Order,
     OrdersTaken,
+    Report,
+    ReportAnswer,
     Start,
 )
-from serverless_gpu.wire.attempts import Report, ReportAnswer
 
 RUN_ID = "01m80r2f7qk3v9b6n1cdtwon0d"
 GPUS = 8

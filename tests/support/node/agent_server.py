@@ -33,14 +33,17 @@ from serverless_gpu.node.uplink.server import UplinkProfile, write_profile
 from serverless_gpu.wire.agents import (
     AgentHello,
     AgentWelcome,
+    Ending,
+    File,
     Heartbeat,
     HeartbeatAnswer,
     Order,
     OrdersTaken,
+    Report,
+    ReportAnswer,
     Start,
     Stop,
 )
-from serverless_gpu.wire.attempts import Ending, File, Report, ReportAnswer
 from serverless_gpu.wire.base import API, Problem
 from serverless_gpu.wire.blobs import DigestList
 from tests.support.local.observe import wait_for

@@ -23,8 +23,7 @@ from serverless_gpu.model.lifecycle.gang_lifecycle import Cause, Crew, Fold, Hal
 from serverless_gpu.model.lifecycle.rendezvous import Address, Apart, Chosen, CrewReach, Offer, choose
 from serverless_gpu.model.placement import laid_out
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.wire.agents import ReportNow, Start
-from serverless_gpu.wire.attempts import Report, ReportAnswer
+from serverless_gpu.wire.agents import Report, ReportAnswer, ReportNow, Start
 from tests.support.local.observe import LIMIT_S, wait_for
 from tests.support.node.agent_server import AgentServer, SeenAttempt
 

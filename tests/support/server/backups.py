@@ -8,8 +8,7 @@ from serverless_gpu.ambient import SystemClock
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.server.core.settings import read_settings
 from serverless_gpu.server.operations.backup import FinishedBackup, back_up
-from serverless_gpu.wire.agents import Start
-from serverless_gpu.wire.attempts import LogPiece, Report
+from serverless_gpu.wire.agents import LogPiece, Report, Start
 from tests.support.server.played import Played
 from tests.support.server.runs_api import submit
 from tests.support.server.served import Served

@@ -16,7 +16,7 @@ from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.records import attempts, facts
-from serverless_gpu.wire.attempts import Report
+from serverless_gpu.wire.agents import Report
 from tests.support.server.stored import T0, S, add_run, place, tell
 
 HOUR_S = 3600

@@ -19,7 +19,7 @@ from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.lifecycle.transitions import Note, TransitionResult
 from serverless_gpu.server.records import attempts, events, orders, runs
 from serverless_gpu.testing import FakeClock
-from serverless_gpu.wire.attempts import Ending, File, Report, ReportAnswer
+from serverless_gpu.wire.agents import Ending, File, Report, ReportAnswer
 from tests.support.server.made import made_services
 from tests.support.server.stored import T0, S, add_node, add_people, place_gang
 

@@ -12,7 +12,7 @@ from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.records import active_runs, attempts
 from serverless_gpu.server.records.attempts import StoredAttempt
 from serverless_gpu.testing import FakeClock
-from serverless_gpu.wire.attempts import ReportAnswer
+from serverless_gpu.wire.agents import ReportAnswer
 from tests.support.server.ganged import say
 
 CHOSEN = Chosen(master=("10.0.0.1", 29500), interfaces=("eth0", "eth0"), addresses=("10.0.0.1", "10.0.0.2"))

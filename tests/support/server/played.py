@@ -7,8 +7,7 @@ import sys
 from serverless_gpu.ambient import machine
 from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.version import __version__
-from serverless_gpu.wire.agents import AgentHello, AgentWelcome, Order, OrdersTaken, Start, Stop
-from serverless_gpu.wire.attempts import Report, ReportAnswer
+from serverless_gpu.wire.agents import AgentHello, AgentWelcome, Order, OrdersTaken, Report, ReportAnswer, Start, Stop
 from serverless_gpu.wire.base import PROTOCOL
 from tests.support.server.served import Served
 

@@ -37,8 +37,17 @@ from serverless_gpu.server.records import events, runs
 from serverless_gpu.server.records.runs import StoredRun
 from serverless_gpu.server.scheduling.reconciler import Reconciler
 from serverless_gpu.testing import FakeClock
-from serverless_gpu.wire.agents import AgentHello, AgentWelcome, Heartbeat, HeartbeatAnswer, Order, OrdersTaken, Start
-from serverless_gpu.wire.attempts import Report, ReportAnswer
+from serverless_gpu.wire.agents import (
+    AgentHello,
+    AgentWelcome,
+    Heartbeat,
+    HeartbeatAnswer,
+    Order,
+    OrdersTaken,
+    Report,
+    ReportAnswer,
+    Start,
+)
 from tests.support.server.made import made_services
 from tests.support.server.stored import add_people, new_run
 

@@ -18,8 +18,7 @@ from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.records import attempts, events, facts, prices, runs
 from serverless_gpu.server.records.runs import StoredRun
 from serverless_gpu.testing import FakeClock
-from serverless_gpu.wire.agents import AgentHello
-from serverless_gpu.wire.attempts import Ending, Report
+from serverless_gpu.wire.agents import AgentHello, Ending, Report
 from serverless_gpu.wire.billing import BudgetRequest, BudgetView
 from tests.support.server.agents import NODE, hello
 from tests.support.server.charged import charge_all

@@ -6,8 +6,7 @@ import msgspec
 
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.wire.agents import Start
-from serverless_gpu.wire.attempts import LogPiece, Report
+from serverless_gpu.wire.agents import LogPiece, Report, Start
 from tests.support.node.agent_server import SeenAttempt
 
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from serverless_gpu.model.lifecycle.attempt import Reason, State
-from serverless_gpu.wire.attempts import Ending, File, LogPiece, Report
+from serverless_gpu.wire.agents import Ending, File, LogPiece, Report
 from serverless_gpu.wire.runs import EndedMessage, FileView, GapMessage, LogMessage, SettledMessage, StreamMessage
 
 RAW = msgspec.Raw(b'{"a":[1,null]}')

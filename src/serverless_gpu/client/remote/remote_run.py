@@ -49,7 +49,7 @@ from serverless_gpu.node.base import protocol
 from serverless_gpu.node.base.configuration import read_configuration
 from serverless_gpu.node.base.home import Home, find_home, storage_error
 from serverless_gpu.operating_system import start_thread
-from serverless_gpu.wire.attempts import NOT_SENT
+from serverless_gpu.wire.agents import NOT_SENT
 from serverless_gpu.wire.base import Json
 from serverless_gpu.wire.queue import wait_of
 from serverless_gpu.wire.runs import (

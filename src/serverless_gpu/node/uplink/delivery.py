@@ -42,7 +42,7 @@ from serverless_gpu.model.spec import BLOB_PART_BYTES, BlobReference
 from serverless_gpu.node.base.protocol import Stopped
 from serverless_gpu.node.uplink.server import Backoff, UplinkServer
 from serverless_gpu.units import format_bytes, format_duration_ms
-from serverless_gpu.wire.attempts import NOT_SENT, File, LogPiece
+from serverless_gpu.wire.agents import NOT_SENT, File, LogPiece
 from serverless_gpu.wire.base import INLINE_BYTES_MAX, INLINE_OUTPUT_BYTES_MAX, LOG_REPORT_BYTES_MAX
 from serverless_gpu.wire.blobs import DigestList
 

@@ -49,14 +49,16 @@ from serverless_gpu.node.uplink.server import Backoff, UplinkServer
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.agents import (
     AgentWelcome,
+    Ending,
     HeartbeatAnswer,
     Order,
     OrdersTaken,
+    Report,
+    ReportAnswer,
     ReportNow,
     Start,
     Stop,
 )
-from serverless_gpu.wire.attempts import Ending, Report, ReportAnswer
 from serverless_gpu.wire.http_client import Connection
 
 IDLE_S = 600.0

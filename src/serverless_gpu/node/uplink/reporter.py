@@ -40,7 +40,7 @@ from serverless_gpu.node.base.protocol import CrewNews, GangNews, Stopped
 from serverless_gpu.node.processes.spawn import INSIDE
 from serverless_gpu.node.uplink.delivery import FactsFile, LogShipment, OutputDelivery
 from serverless_gpu.node.uplink.server import Backoff, UplinkServer
-from serverless_gpu.wire.attempts import Ending, LogPiece, Report, ReportAnswer
+from serverless_gpu.wire.agents import Ending, LogPiece, Report, ReportAnswer
 from serverless_gpu.wire.base import Json
 
 AT_ONCE_S = 0.0

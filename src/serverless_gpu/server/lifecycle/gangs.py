@@ -53,7 +53,7 @@ from serverless_gpu.server.records import audit, runs
 from serverless_gpu.server.records.attempts import StoredAttempt
 from serverless_gpu.server.records.crews import Gang, StoredCrew
 from serverless_gpu.server.records.runs import StoredRun
-from serverless_gpu.wire.attempts import Report, ReportAnswer
+from serverless_gpu.wire.agents import Report, ReportAnswer
 
 _OF_ALL = frozenset({Reason.COLLECTIVE_HANG, Reason.TIMEOUT})
 """What is true of all nodes, whichever says it first."""

@@ -65,7 +65,7 @@ from serverless_gpu.server.records.active_runs import ActiveRun
 from serverless_gpu.server.records.attempts import StoredAttempt
 from serverless_gpu.server.records.crews import CrewId, Gang, StoredCrew
 from serverless_gpu.server.records.runs import StoredRun
-from serverless_gpu.wire.attempts import Report, ReportAnswer
+from serverless_gpu.wire.agents import Report, ReportAnswer
 
 _log = logging.getLogger(__name__)
 _Work = tuple[StoredAttempt, tuple[TransitionResult, ...]]

@@ -66,7 +66,7 @@ from serverless_gpu.server.records.files import StoredFile
 from serverless_gpu.server.records.runs import StoredRun
 from serverless_gpu.server.storage.blobs import Blobs, check_reference
 from serverless_gpu.server.storage.logs import STREAMS, Logs
-from serverless_gpu.wire.attempts import Ending, File, LogPiece, Report, ReportAnswer
+from serverless_gpu.wire.agents import Ending, File, LogPiece, Report, ReportAnswer
 from serverless_gpu.wire.base import INLINE_BYTES_MAX, Json
 
 routes = Routes("attempts")

@@ -18,7 +18,7 @@ from serverless_gpu.node.attempt.retention import scan
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink.control import running
 from serverless_gpu.testing import agent_status
-from serverless_gpu.wire.attempts import NOT_SENT
+from serverless_gpu.wire.agents import NOT_SENT
 from tests.support.golden import golden
 from tests.support.local.observe import Process, agent, announced, supervisor, wait_for
 from tests.support.local.ranks import announce, rank_number, stay

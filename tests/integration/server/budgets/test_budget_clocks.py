@@ -11,7 +11,7 @@ from serverless_gpu.server.budgets.spending import Spending
 from serverless_gpu.server.core.loops import BELIEVED_S, SETTLING_S, JumpTolerantClock
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.testing import FakeClock
-from serverless_gpu.wire.attempts import Ending
+from serverless_gpu.wire.agents import Ending
 from tests.support.server.made import made_services
 from tests.support.server.spent import UNIT, Spent
 from tests.support.server.stored import T0

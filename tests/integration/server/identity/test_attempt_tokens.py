@@ -16,8 +16,7 @@ from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.http.auth_middleware import Authenticator
 from serverless_gpu.server.lifecycle.attempt_tokens import RENEWED_MAX
 from serverless_gpu.testing import FakeClock
-from serverless_gpu.wire.agents import Heartbeat, Start
-from serverless_gpu.wire.attempts import LogPiece, Report
+from serverless_gpu.wire.agents import Heartbeat, LogPiece, Report, Start
 from serverless_gpu.wire.base import API
 from tests.support.server.agents import H100, NODE, OTHER, hello, submit, tell
 from tests.support.server.made import KEY

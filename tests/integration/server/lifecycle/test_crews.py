@@ -30,7 +30,7 @@ from serverless_gpu.server.nodes import capacity
 from serverless_gpu.server.records import active_runs, attempts, charges, runs
 from serverless_gpu.server.runs import run_views
 from serverless_gpu.testing import FakeClock
-from serverless_gpu.wire.attempts import Ending, LogPiece
+from serverless_gpu.wire.agents import Ending, LogPiece
 from tests.support.golden import golden
 from tests.support.server.charged import charge_all
 from tests.support.server.ganged import (

@@ -22,8 +22,7 @@ from serverless_gpu.server.lifecycle.transitions import ReportRequests
 from serverless_gpu.server.records import orders
 from serverless_gpu.server.records.crews import CrewId
 from serverless_gpu.testing import FakeClock
-from serverless_gpu.wire.agents import ReportNow
-from serverless_gpu.wire.attempts import Ending, File
+from serverless_gpu.wire.agents import Ending, File, ReportNow
 from tests.support.golden import golden
 from tests.support.server.agents import hello
 from tests.support.server.ganged import (

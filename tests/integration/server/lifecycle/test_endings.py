@@ -19,7 +19,7 @@ from serverless_gpu.server.records.crews import StoredCrew
 from serverless_gpu.server.runs import run_views
 from serverless_gpu.server.runs.run_stream import Position, RunSnapshot, RunStream
 from serverless_gpu.testing import FakeClock
-from serverless_gpu.wire.attempts import Ending, File
+from serverless_gpu.wire.agents import Ending, File
 from serverless_gpu.wire.runs import EndedMessage
 from tests.support.golden import golden
 from tests.support.server.ganged import began, place_met, say, services_of_nodes, wrong

@@ -17,7 +17,7 @@ from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, StopAsked
 from serverless_gpu.server.composition import Services
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.testing import FakeClock
-from serverless_gpu.wire.attempts import Report, ReportAnswer
+from serverless_gpu.wire.agents import Report, ReportAnswer
 from tests.support.golden import golden
 from tests.support.model.hangs import look
 from tests.support.server.ganged import began, happened, place_met, say, services_of_nodes, wrong

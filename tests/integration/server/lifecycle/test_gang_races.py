@@ -19,8 +19,7 @@ from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.lifecycle import rendezvous
 from serverless_gpu.server.records import attempts, orders, runs
 from serverless_gpu.testing import FakeClock
-from serverless_gpu.wire.agents import Stop
-from serverless_gpu.wire.attempts import Ending
+from serverless_gpu.wire.agents import Ending, Stop
 from tests.support.golden import golden
 from tests.support.server.agents import hello
 from tests.support.server.ganged import FINISHED, happened, result, say, services_of_nodes, wrong

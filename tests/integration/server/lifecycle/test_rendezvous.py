@@ -26,7 +26,7 @@ from serverless_gpu.server.records import attempts, runs
 from serverless_gpu.server.records.attempts import StoredAttempt
 from serverless_gpu.server.scheduling.queue_snapshot import QueueSnapshot
 from serverless_gpu.testing import FakeClock
-from serverless_gpu.wire.attempts import Ending
+from serverless_gpu.wire.agents import Ending
 from tests.support.golden import golden
 from tests.support.server.agents import hello
 from tests.support.server.ganged import say, services_of_nodes, told_of, waiting, wrong

@@ -15,7 +15,7 @@ from serverless_gpu.server.core.hub import run_key
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.runs import run_views
 from serverless_gpu.testing import FakeClock
-from serverless_gpu.wire.attempts import Ending, LogPiece, Report, ReportAnswer
+from serverless_gpu.wire.agents import Ending, LogPiece, Report, ReportAnswer
 from tests.support.server.made import made_services
 from tests.support.server.stored import T0, S, add_node, add_people, add_run, place, stored
 

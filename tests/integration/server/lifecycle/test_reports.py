@@ -24,7 +24,7 @@ from serverless_gpu.server.records import audit, crews, facts, files
 from serverless_gpu.server.records.files import StoredFile
 from serverless_gpu.server.runs import run_views
 from serverless_gpu.testing import FakeClock
-from serverless_gpu.wire.attempts import Ending, File
+from serverless_gpu.wire.agents import Ending, File
 from serverless_gpu.wire.base import INLINE_BYTES_MAX
 from tests.support.golden import golden
 from tests.support.server.made import made_services

@@ -26,7 +26,7 @@ from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.testing import FakeClock
-from serverless_gpu.wire.attempts import Ending, File, LogPiece, Report
+from serverless_gpu.wire.agents import Ending, File, LogPiece, Report
 from serverless_gpu.wire.runs import RunRequest, Target
 from tests.support.server.made import made_services
 from tests.support.server.stored import add_node, add_people, place, rows, stored, tell

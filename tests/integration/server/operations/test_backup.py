@@ -29,7 +29,7 @@ from serverless_gpu.server.operations.backup import (
     verify,
 )
 from serverless_gpu.server.records import audit, orders
-from serverless_gpu.wire.attempts import Ending, File, Report
+from serverless_gpu.wire.agents import Ending, File, Report
 from serverless_gpu.wire.nodes import PoolRequest, PoolView
 from serverless_gpu.wire.runs import EndedMessage, LogMessage, RunView, StateMessage, StreamMessage
 from tests.support.golden import golden

@@ -21,7 +21,7 @@ from serverless_gpu.server.records import attempts, principals
 from serverless_gpu.server.records.principals import NewToken
 from serverless_gpu.server.runs.retention import FIRST_S, Retention
 from serverless_gpu.testing import FakeClock
-from serverless_gpu.wire.attempts import Report
+from serverless_gpu.wire.agents import Report
 from tests.support.server import simulation
 from tests.support.server.made import made_services
 from tests.support.server.simulation import World

@@ -16,7 +16,7 @@ from serverless_gpu.server.composition import Services
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.testing import FakeClock
-from serverless_gpu.wire.attempts import Ending, File, LogPiece, Report
+from serverless_gpu.wire.agents import Ending, File, LogPiece, Report
 from tests.support.golden import golden
 from tests.support.server.made import made_services
 from tests.support.server.stored import T0, S, add_node, add_people, add_run, place, stored

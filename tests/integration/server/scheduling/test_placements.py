@@ -14,7 +14,7 @@ from serverless_gpu.model.scheduling.values import Decision
 from serverless_gpu.server.composition import Services, make_scheduler
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.scheduling.planner_state import PlannerSync
-from serverless_gpu.wire.attempts import Report
+from serverless_gpu.wire.agents import Report
 from tests.support.server.agents import NODE, find, hello, submit, tell
 from tests.support.server.stored import add_people
 

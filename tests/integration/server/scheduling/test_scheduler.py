@@ -31,8 +31,7 @@ from serverless_gpu.server.scheduling.queue_snapshot import Reading
 from serverless_gpu.server.scheduling.reconciler import Reconciler
 from serverless_gpu.server.scheduling.scheduler import AT_ONCE, Scheduler
 from serverless_gpu.testing import FakeClock
-from serverless_gpu.wire.agents import Heartbeat
-from serverless_gpu.wire.attempts import Report
+from serverless_gpu.wire.agents import Heartbeat, Report
 from serverless_gpu.wire.nodes import PoolRequest
 from serverless_gpu.wire.runs import Target
 from tests.support.golden import golden

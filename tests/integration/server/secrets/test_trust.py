@@ -23,8 +23,7 @@ from serverless_gpu.server.core.server_key import read_keys, sha256
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.http.routing import BYTES, JSON, Route
-from serverless_gpu.wire.agents import AgentHello
-from serverless_gpu.wire.attempts import Ending, File, LogPiece, Report
+from serverless_gpu.wire.agents import AgentHello, Ending, File, LogPiece, Report
 from serverless_gpu.wire.base import API
 from tests.support.environment.servers import ended, first_line_with
 from tests.support.server.samples import sample

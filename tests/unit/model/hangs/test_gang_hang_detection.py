@@ -19,7 +19,7 @@ from serverless_gpu.model.hangs.hang_detection import (
 )
 from serverless_gpu.model.lifecycle.attempt import Limits
 from serverless_gpu.model.placement import laid_out
-from serverless_gpu.wire.attempts import Report
+from serverless_gpu.wire.agents import Report
 
 S = 1_000_000_000
 CREWS = laid_out([("n1", 2), ("n2", 2)])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from serverless_gpu.model.lifecycle.attempt import Fact, FactKind
 from serverless_gpu.node.uplink.delivery import FACTS_MAX, FactsFile, LogShipment, Outputs
-from serverless_gpu.wire.attempts import LogPiece
+from serverless_gpu.wire.agents import LogPiece
 from serverless_gpu.wire.base import INLINE_BYTES_MAX, INLINE_OUTPUT_BYTES_MAX, LOG_REPORT_BYTES_MAX
 
 

@@ -23,7 +23,7 @@ from serverless_gpu.server.http import auth_middleware
 from serverless_gpu.server.http.auth_middleware import PUBLIC_ROUTES, AuthMiddleware
 from serverless_gpu.server.http.routing import ANYBODY, ATTEMPT, PUBLIC, Call, Incoming, Need, Route, Routes, writing
 from serverless_gpu.wire.access import TeamRequest, TeamView
-from serverless_gpu.wire.attempts import ReportAnswer
+from serverless_gpu.wire.agents import ReportAnswer
 from serverless_gpu.wire.base import API
 from tests.support.server.made import made_services
 
