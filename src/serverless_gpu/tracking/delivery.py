@@ -24,7 +24,7 @@ import contextlib
 import random
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -54,7 +54,6 @@ from serverless_gpu.model.tracking_rules import (
     status_of,
     valid_key,
 )
-from serverless_gpu.tracking import attempt_files
 from serverless_gpu.tracking.base import Tracker, TrackerAway, TrackerRefused, TrackerRun
 from serverless_gpu.tracking.metric_points import BACKLOG_BYTES_MAX, MetricPoints, SampleCursor, telemetry_path
 
@@ -314,14 +313,14 @@ class MlflowDelivery:
     def _early_files(self) -> bool:
         if not self._is_first or "early" in self._memory.done:
             return False
-        files = ((name, attempt_files.read(path)) for name, path in attempt_files.early(self._directory))
+        files = ((name, read(path)) for name, path in early(self._directory))
         return self._uploaded(files, "early")
 
     def _failure_files(self) -> bool:
         ending = self._memory.ending
         if ending is None or ending.state is State.SUCCEEDED or "failures" in self._memory.done:
             return False
-        return self._uploaded(attempt_files.failures(self._directory), "failures")
+        return self._uploaded(failures(self._directory), "failures")
 
     def _uploaded(self, files: Iterable[tuple[str, bytes]], step: str) -> bool:
         """Send files that were not sent yet, then note that the step is done."""
@@ -395,7 +394,7 @@ class MlflowDelivery:
     def _account(self) -> bool:
         if not self._has_settled or "receipt" in self._memory.done:
             return False
-        data = attempt_files.read(self._directory / "receipt.json")
+        data = read(self._directory / "receipt.json")
         if data:
             if "receipt.json" not in self._memory.done:
                 self._upload("receipt.json", data)
@@ -536,3 +535,93 @@ def save_state(path: Path, memory: DeliveryState) -> None:
     with contextlib.suppress(OSError):
         temporary.write_bytes(msgspec.json.encode(memory))
         temporary.replace(path)
+
+
+FILE_BYTES_MAX = 1 << 20
+LOG_BYTES_MAX = 64 << 10
+RANKS_MAX = 8
+"""Of so many ranks that failed, the first by number and the one that is the cause."""
+
+_EARLY = ("spec.json", "environment.json", "_air.py")
+
+
+class _Cause(msgspec.Struct):
+    rank: int | None = None
+
+
+class _Stopped(msgspec.Struct):
+    cause: _Cause | None = None
+
+
+class _Record(msgspec.Struct):
+    type: str = ""
+    message: str = ""
+    traceback: str = ""
+
+
+def early(directory: Path) -> Iterator[tuple[str, Path]]:
+    """Yield names and files that are there from the beginning."""
+    for name in _EARLY:
+        if (directory / name).exists():
+            yield name, directory / name
+
+
+def failures(directory: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield names and texts of the failed ranks' files."""
+    for rank in _failed(directory):
+        text = _failure_text(directory, rank)
+        if text:
+            yield f"failures/{rank}.txt", text.encode(errors="replace")
+        for stream in ("stdout", "stderr"):
+            tail = _tail(directory / "logs" / f"{rank}.{stream}", LOG_BYTES_MAX)
+            if tail:
+                yield f"logs/{rank}.{stream}.txt", tail
+    for path in sorted(directory.glob("hang-*.txt"))[-1:]:  # the last one has most
+        yield "failures/hang.txt", _head(path)
+
+
+def read(path: Path) -> bytes:
+    """Return a file, cut at `FILE_BYTES_MAX`; nothing where it cannot be read."""
+    return _head(path)
+
+
+def _failed(directory: Path) -> list[int]:
+    """Return ranks that failed: the cause first, then by number, not all of a thousand."""
+    ranks: set[int] = set()
+    with contextlib.suppress(OSError):
+        for path in (directory / "failures").iterdir():
+            if path.stem.isdigit() and path.suffix in (".json", ".stack") and path.stat().st_size:
+                ranks.add(int(path.stem))
+    cause: int | None = None
+    with contextlib.suppress(OSError, msgspec.MsgspecError):
+        stopped = from_json(_head(directory / "stopped.json"), _Stopped)
+        cause = stopped.cause.rank if stopped.cause is not None else None
+    first = [] if cause is None else [cause]
+    return (first + sorted(ranks - set(first)))[:RANKS_MAX]
+
+
+def _failure_text(directory: Path, rank: int) -> str:
+    parts: list[str] = []
+    with contextlib.suppress(OSError, msgspec.MsgspecError):
+        record = from_json(_head(directory / "failures" / f"{rank}.json"), _Record)
+        parts.append(record.traceback.strip() or f"{record.type}: {record.message}")
+    stack = _head(directory / "failures" / f"{rank}.stack").decode(errors="replace").strip()
+    if stack:
+        parts.append(stack)
+    return cut("\n\n".join(parts), FILE_BYTES_MAX // 4, keep_end=True)
+
+
+def _head(path: Path) -> bytes:
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        return file.read(FILE_BYTES_MAX)
+    return b""
+
+
+def _tail(path: Path, limit: int) -> bytes:
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - limit))
+        data = file.read(limit)
+        # Begin with a whole line where something is left out.
+        return data if size <= limit else data.partition(b"\n")[2] or data
+    return b""
