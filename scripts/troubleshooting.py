@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 
 from serverless_gpu.doctor.examination import TABLE
-from serverless_gpu.doctor.findings import Check, CheckGroup
+from serverless_gpu.doctor.facts import Check, CheckGroup
 
 PAGE = Path(__file__).parents[1] / "docs" / "troubleshooting.md"
 

@@ -10,8 +10,21 @@ import re
 import shlex
 from collections.abc import Callable
 
-from serverless_gpu.doctor.facts import Imported, ImportFacts, InterpreterFacts, MachineFacts, UnknownFact
-from serverless_gpu.doctor.findings import Check, CheckGroup, Finding, about, failed, ok, unknown, warning
+from serverless_gpu.doctor.facts import (
+    Check,
+    CheckGroup,
+    Finding,
+    Imported,
+    ImportFacts,
+    InterpreterFacts,
+    MachineFacts,
+    UnknownFact,
+    about,
+    failed,
+    ok,
+    unknown,
+    warning,
+)
 
 _Mend = Callable[[MachineFacts, str], str]
 

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import msgspec
 
 from serverless_gpu.doctor import environment_checks, gpu_checks, machine_checks, run_troubles, server_checks
-from serverless_gpu.doctor.facts import MachineFacts
-from serverless_gpu.doctor.findings import Check, CheckGroup, CheckOutcome, Finding
+from serverless_gpu.doctor.facts import Check, CheckGroup, CheckOutcome, Finding, MachineFacts
 from serverless_gpu.doctor.probes import gather
 from serverless_gpu.version import __version__
 

@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
-from serverless_gpu.doctor.facts import GpuFacts, ImportFacts, MachineFacts, TorchFacts, UnknownFact
-from serverless_gpu.doctor.findings import Check, CheckGroup, Finding, about, failed, ok, unknown, warning
+from serverless_gpu.doctor.facts import (
+    Check,
+    CheckGroup,
+    Finding,
+    GpuFacts,
+    ImportFacts,
+    MachineFacts,
+    TorchFacts,
+    UnknownFact,
+    about,
+    failed,
+    ok,
+    unknown,
+    warning,
+)
 from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.model.placement import restrict
 from serverless_gpu.node.devices.gpu_gate import foreign

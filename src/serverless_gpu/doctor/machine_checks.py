@@ -6,6 +6,10 @@ from serverless_gpu.doctor.facts import (
     NO_HOME,
     AgentFacts,
     CgroupFacts,
+    Check,
+    CheckGroup,
+    CheckOutcome,
+    Finding,
     HomeFacts,
     KernelFacts,
     LimitFacts,
@@ -14,8 +18,12 @@ from serverless_gpu.doctor.facts import (
     NetworkFacts,
     RunsFacts,
     UnknownFact,
+    about,
+    failed,
+    ok,
+    unknown,
+    warning,
 )
-from serverless_gpu.doctor.findings import Check, CheckGroup, CheckOutcome, Finding, about, failed, ok, unknown, warning
 from serverless_gpu.node.base.requirements import OLDEST
 from serverless_gpu.units import format_bytes
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serverless_gpu.doctor.findings import Check, CheckGroup
+from serverless_gpu.doctor.facts import Check, CheckGroup
 
 
 def _row(code: str, title: str, symptoms: tuple[str, ...], cause: str, mend: str) -> Check:

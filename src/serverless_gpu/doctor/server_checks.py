@@ -9,8 +9,21 @@ from __future__ import annotations
 
 import shlex
 
-from serverless_gpu.doctor.facts import MachineFacts, PoolFacts, ServerFacts, TrackingFacts, TrackingServer
-from serverless_gpu.doctor.findings import Check, CheckGroup, Finding, about, failed, ok, unknown, warning
+from serverless_gpu.doctor.facts import (
+    Check,
+    CheckGroup,
+    Finding,
+    MachineFacts,
+    PoolFacts,
+    ServerFacts,
+    TrackingFacts,
+    TrackingServer,
+    about,
+    failed,
+    ok,
+    unknown,
+    warning,
+)
 from serverless_gpu.engines.ray.ray_machine import OLDEST
 from serverless_gpu.model.scheduling.wait_messages import REMEDY, REVOKE
 from serverless_gpu.node.inside.raycluster.ray_start import release

@@ -15,8 +15,7 @@ import pytest
 from serverless_gpu import distributed
 from serverless_gpu.client.remote.server import ServerProfile, find_profile, write_profile
 from serverless_gpu.doctor.examination import judge
-from serverless_gpu.doctor.facts import MachineFacts
-from serverless_gpu.doctor.findings import CheckOutcome
+from serverless_gpu.doctor.facts import CheckOutcome, MachineFacts
 from serverless_gpu.doctor.probes.servers import look_at_server
 from serverless_gpu.errors import InvalidValue, NotAuthenticated, NotFound, ServerNotConfigured, ServerUnavailable
 from serverless_gpu.wire.base import API

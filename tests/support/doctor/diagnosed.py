@@ -6,6 +6,8 @@ from msgspec.structs import replace
 
 from serverless_gpu.doctor.examination import TABLE
 from serverless_gpu.doctor.facts import (
+    CheckOutcome,
+    Finding,
     GpuFacts,
     GpuHealth,
     Imported,
@@ -14,7 +16,6 @@ from serverless_gpu.doctor.facts import (
     MachineFacts,
     TorchFacts,
 )
-from serverless_gpu.doctor.findings import CheckOutcome, Finding
 from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.node.devices.nvml import Usage
 

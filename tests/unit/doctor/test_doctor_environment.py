@@ -7,8 +7,7 @@ import shlex
 import pytest
 from msgspec.structs import replace
 
-from serverless_gpu.doctor.facts import Broken, Imported, ImportFacts, MachineFacts, Shadow
-from serverless_gpu.doctor.findings import CheckOutcome
+from serverless_gpu.doctor.facts import Broken, CheckOutcome, Imported, ImportFacts, MachineFacts, Shadow
 from tests.support.doctor.diagnosed import FAILED, FINE, IMPORTS, INTERPRETER, OK, PYTHON, UNKNOWN, WARNING, found, one
 from tests.support.golden import golden
 

@@ -5,8 +5,15 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from serverless_gpu.doctor.facts import GpuFacts, GpuHealth, ImportFacts, MachineFacts, TorchFacts
-from serverless_gpu.doctor.findings import CheckOutcome, Finding
+from serverless_gpu.doctor.facts import (
+    CheckOutcome,
+    Finding,
+    GpuFacts,
+    GpuHealth,
+    ImportFacts,
+    MachineFacts,
+    TorchFacts,
+)
 from serverless_gpu.node.devices.nvml import GpuProcess, Unavailable, Usage
 from tests.support.doctor.diagnosed import (
     DEVICES,

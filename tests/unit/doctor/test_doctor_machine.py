@@ -7,6 +7,7 @@ import pytest
 from serverless_gpu.doctor.facts import (
     AgentFacts,
     CgroupFacts,
+    CheckOutcome,
     Disk,
     HomeFacts,
     KernelFacts,
@@ -16,7 +17,6 @@ from serverless_gpu.doctor.facts import (
     NetworkFacts,
     RunsFacts,
 )
-from serverless_gpu.doctor.findings import CheckOutcome
 from serverless_gpu.node.base.protocol import ZygoteStatus
 from tests.support.doctor.diagnosed import FAILED, GIB, OK, PYTHON, UNKNOWN, WARNING, found, one
 from tests.support.golden import golden

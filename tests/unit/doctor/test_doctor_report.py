@@ -6,8 +6,7 @@ import json
 
 from scripts import troubleshooting
 from serverless_gpu.doctor.examination import TABLE, as_builtins, has_failed, judge, lines
-from serverless_gpu.doctor.facts import MachineFacts
-from serverless_gpu.doctor.findings import Check, CheckGroup, Finding
+from serverless_gpu.doctor.facts import Check, CheckGroup, Finding, MachineFacts
 from tests.support.doctor.diagnosed import BY_CODE, FAILED, OK, PYTHON, UNKNOWN, WARNING
 from tests.support.golden import golden
 

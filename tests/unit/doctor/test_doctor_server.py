@@ -9,8 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from serverless_gpu.doctor import server_checks
-from serverless_gpu.doctor.facts import MachineFacts, ServerFacts, ServerNode
-from serverless_gpu.doctor.findings import CheckOutcome
+from serverless_gpu.doctor.facts import CheckOutcome, MachineFacts, ServerFacts, ServerNode
 from serverless_gpu.doctor.probes.servers import look_at_server
 from serverless_gpu.version import __version__
 from tests.support.doctor.diagnosed import FAILED, OK, UNKNOWN, WARNING, found, one

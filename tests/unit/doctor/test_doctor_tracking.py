@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from serverless_gpu.doctor.facts import MachineFacts, TrackingFacts, TrackingServer
-from serverless_gpu.doctor.findings import CheckOutcome
+from serverless_gpu.doctor.facts import CheckOutcome, MachineFacts, TrackingFacts, TrackingServer
 from serverless_gpu.doctor.probes.servers import without_userinfo
 from serverless_gpu.node.mlflow_server.server import StartAttempt, failure_sentence
 from tests.support.doctor.diagnosed import OK, PYTHON, WARNING, found, one
