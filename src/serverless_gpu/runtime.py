@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from serverless_gpu.errors import InvalidOption, SecretMissing, StorageError, UsageError
-from serverless_gpu.node.inside.rank import AGREED, newest_before
+from serverless_gpu.node.inside.checkpoints import AGREED, newest_before
 
 __all__ = [
     "checkpoint_dir",

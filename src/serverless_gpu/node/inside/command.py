@@ -22,7 +22,7 @@ import subprocess
 import sys
 import types
 
-from . import protocol, rank
+from . import checkpoints, protocol
 
 _LOOK_S = 0.02  # between two looks whether a group that is being ended has ended
 _NOT_FOUND, _NOT_RUNNABLE = 127, 126
@@ -30,7 +30,7 @@ _NOT_FOUND, _NOT_RUNNABLE = 127, 126
 
 def run(argv: list[str], report: protocol.Report) -> int:
     """Run a program to its end; return its exit code, or end of the signal that ended it."""
-    earlier = rank.newest_before(os.environ.get("SGPU_CHECKPOINT_DIR", ""), os.environ.get(rank.AGREED))
+    earlier = checkpoints.newest_before(os.environ.get("SGPU_CHECKPOINT_DIR", ""), os.environ.get(checkpoints.AGREED))
     if earlier is not None:
         os.environ["SGPU_RESUME_DIR"] = earlier
     relay = _Relay()

@@ -45,7 +45,7 @@ from serverless_gpu.model.lifecycle.rendezvous import (
 )
 from serverless_gpu.node.base import protocol
 from serverless_gpu.node.base.network import NoPort, is_loopback, own_addresses, reserve_port
-from serverless_gpu.node.inside.rank import saved_before
+from serverless_gpu.node.inside.checkpoints import saved_before
 from serverless_gpu.node.supervisor.rank_environment import Network
 
 FILL_BYTES = 16 << 10

@@ -10,7 +10,7 @@ import pytest
 
 from serverless_gpu import runtime
 from serverless_gpu.errors import InvalidOption, StorageError
-from serverless_gpu.node.inside.rank import newest_before
+from serverless_gpu.node.inside.checkpoints import newest_before
 from tests.support.golden import golden
 
 

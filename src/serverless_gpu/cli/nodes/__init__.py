@@ -1,1 +1,0 @@
-"""Commands about nodes, pools, the queue and shares. Start with `nodes.py`."""

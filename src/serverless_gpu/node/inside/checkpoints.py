@@ -1,0 +1,61 @@
+"""Chooses the checkpoints an attempt continues from: those of the newest earlier attempt of its run.
+
+<checkpoints>/<run>/<n>/ holds those of attempt n; it is empty or missing when that one stopped before it saved any.
+Earlier attempts have ended for certain, so every rank finds the same. On several nodes, each may see another directory:
+they agree beforehand on the newest attempt whose checkpoints all nodes see. A name that begins with a dot or ends in
+`.tmp` is an unfinished checkpoint, and does not count.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+AGREED = "SGPU_RESUME_FENCE"
+
+
+def newest_before(directory: str, agreed: str | None = None) -> str | None:
+    """Return the directory of the newest earlier attempt that saved something, or None.
+
+    `agreed` is the attempt that all nodes of a gang go on from ("0": none), or None on one node.
+    """
+    run = os.path.dirname(os.path.normpath(directory))
+    for fence in saved_before(directory):
+        if agreed in (None, str(fence)):
+            return os.path.join(run, str(fence))
+    return None
+
+
+def saved_before(directory: str) -> list[int]:
+    """Return the numbers of the earlier attempts that saved something, the newest first."""
+    run, own = os.path.split(os.path.normpath(directory))
+    earlier = [fence for name in _names(run) if 0 < (fence := _number(name)) < _number(own)]
+    return [
+        fence for fence in sorted(earlier, reverse=True) if any(map(_is_whole, _names(os.path.join(run, str(fence)))))
+    ]
+
+
+def newest_up_to(directory: str) -> int:
+    """Return the number of the newest attempt that saved something, including this one; 0 for none."""
+    if any(map(_is_whole, _names(directory))):
+        return _number(os.path.basename(os.path.normpath(directory)))
+    return max(saved_before(directory), default=0)
+
+
+def _number(name: str) -> int:
+    return int(name) if name.isascii() and name.isdigit() else 0
+
+
+def _is_whole(name: str) -> bool:
+    return not name.startswith(".") and not name.endswith(".tmp")
+
+
+def _names(directory: str) -> list[str]:
+    try:
+        return os.listdir(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+if __name__ == "__main__":  # asked by the node's uplink, in a process that may hang with the file system
+    sys.stdout.write(str(newest_up_to(sys.argv[1])))
