@@ -68,48 +68,48 @@ COMMANDS = {
         "Show a run until it ends, as the call itself does; Ctrl-C leaves it to itself.",
     ),
     "audit": CommandEntry(
-        "access.audit:audit",
+        "audit:audit",
         "See who did what on the server, keep a copy, and check that nobody has changed it.",
     ),
     "budget": CommandEntry(
-        "money.budgets:budget",
+        "budgets:budget",
         "List, make and delete budgets: money or GPU-hours per day, week or month.",
     ),
     "cancel": CommandEntry("runs.run_actions:cancel", "Stop a run and wait until its devices were handed back."),
     "clean": CommandEntry(
-        "runs.clean:clean",
+        "runs.run_actions:clean",
         "Delete directories of ended runs, with their results and logs, and copies of results of a server's runs.",
     ),
     "doctor": CommandEntry(
         "machine.doctor:doctor", "Look for what keeps runs from working here, and say what mends it."
     ),
     "env": CommandEntry("environments:env", "Capture what Python sees, restore it elsewhere, and tell what changed."),
-    "gpus": CommandEntry("machine.node:gpus", "List the GPUs and CPU slots of this node, and GPUs in quarantine."),
-    "join": CommandEntry("nodes.join:join", "Make this machine a node of the pool of HOST, for as long as this runs."),
+    "gpus": CommandEntry("this_machine:gpus", "List the GPUs and CPU slots of this node, and GPUs in quarantine."),
+    "join": CommandEntry("nodes:join", "Make this machine a node of the pool of HOST, for as long as this runs."),
     "login": CommandEntry(
-        "access.principals:login",
+        "principals:login",
         "Use a server for remote calls from now on: its address and a token that it knows.",
     ),
     "logs": CommandEntry("runs.logs:logs", "Show what a run wrote: stdout on stdout, stderr on stderr."),
     "metrics": CommandEntry("runs.run_details:metrics", "Show what was sampled of a run's nodes, GPUs and ranks."),
     "mlflow": CommandEntry(
-        "machine.mlflow_server:mlflow",
+        "this_machine:mlflow",
         "Print the address of the MLflow server in front of this home's runs; start it if it is not running.",
     ),
-    "node": CommandEntry("nodes.nodes:node", "Act on one machine of the server."),
+    "node": CommandEntry("nodes:node", "Act on one machine of the server."),
     "nodes": CommandEntry(
-        "nodes.nodes:nodes",
+        "nodes:nodes",
         "List the machines of the server: whether they answer, and what they have.",
     ),
     "policy": CommandEntry(
-        "access.policies:policy",
+        "policies:policy",
         "List, make and attach usage policies: what runs have to have, and may ask for.",
     ),
-    "pool": CommandEntry("nodes.pools:pool", "List, make and change pools."),
-    "pools": CommandEntry("nodes.pools:pools", "List pools: their machines, what is free, and how many runs wait."),
-    "price": CommandEntry("money.prices:price", "List, set and end prices."),
+    "pool": CommandEntry("pools:pool", "List, make and change pools."),
+    "pools": CommandEntry("pools:pools", "List pools: their machines, what is free, and how many runs wait."),
+    "price": CommandEntry("prices:price", "List, set and end prices."),
     "queue": CommandEntry(
-        "nodes.pools:queue",
+        "pools:queue",
         "List runs that wait, in the order in which they are looked at: what for, for whom, until when.",
     ),
     "result": CommandEntry(
@@ -120,10 +120,10 @@ COMMANDS = {
         "runs.run_table:runs", "List runs, newest first: those of this home, and those of the server if there is one."
     ),
     "secret": CommandEntry(
-        "access.secrets:secret", 'Set, list and delete secrets that runs get: secrets=["HF_TOKEN"].'
+        "secrets:secret", 'Set, list and delete secrets that runs get: secrets=["HF_TOKEN"].'
     ),
     "server": CommandEntry("server:server_group", "Look after a server: its settings, its unit, its backups."),
-    "share": CommandEntry("nodes.pools:share", "List and set who gets how much while others want devices, too."),
+    "share": CommandEntry("pools:share", "List and set who gets how much while others want devices, too."),
     "show": CommandEntry(
         "runs.run_details:show",
         "Show everything about one run: what was asked for, how it ended, its receipt, its files.",
@@ -133,30 +133,30 @@ COMMANDS = {
         "Replay a trace on a cluster, and show what each scheduler makes of it.",
     ),
     "status": CommandEntry(
-        "machine.node:status",
+        "this_machine:status",
         "Show what the agent of this node keeps warm and looks after, and how the servers are if there are any.",
     ),
     "stop": CommandEntry(
-        "machine.node:stop",
+        "this_machine:stop",
         "End the agent of this node and what it keeps warm, and the Ray of a server here; running attempts go on.",
     ),
     "submit": CommandEntry(
         "submit:submit",
         "Run a Python script (PROGRAM ends in .py), a module (-m) or any program; show its output to the end.",
     ),
-    "team": CommandEntry("access.principals:team", "List, make and fill teams; a member may read the runs of a team."),
-    "token": CommandEntry("access.principals:token", "Make, list and revoke tokens of a server."),
+    "team": CommandEntry("principals:team", "List, make and fill teams; a member may read the runs of a team."),
+    "token": CommandEntry("principals:token", "Make, list and revoke tokens of a server."),
     "top": CommandEntry(
-        "machine.top:top",
+        "top:top",
         "Show what this node does now: each GPU, who has it, each run and its ranks; once a second.",
     ),
     "up": CommandEntry("server:up", "Start a server: a queue in front of this machine's GPUs, or a team's."),
     "usage": CommandEntry(
-        "money.usage:usage",
+        "usage:usage",
         "Show what was used and what it cost, of yourself and your teams; an operator sees everybody's.",
     ),
-    "user": CommandEntry("access.principals:user", "List, add and change users and services of a server."),
-    "whoami": CommandEntry("access.principals:whoami", "Say who you are on the server, and what your role is."),
+    "user": CommandEntry("principals:user", "List, add and change users and services of a server."),
+    "whoami": CommandEntry("principals:whoami", "Say who you are on the server, and what your role is."),
 }
 
 

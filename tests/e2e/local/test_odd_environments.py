@@ -126,7 +126,7 @@ def test_23C3_a_home_without_file_locks_is_named_before_anything_starts(
 
 def test_23C3_places_for_backups_and_copies_of_the_audit_are_named(own: Path, tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from serverless_gpu.cli.access import audit\n"
+        "import sys; from pathlib import Path; from serverless_gpu.cli import audit\n"
         "from serverless_gpu.server.operations import backup; from serverless_gpu.errors import StorageError\n"
         "for way in (backup._alone, audit.open_copy):\n"
         "    try:\n        with way(Path(sys.argv.pop())): pass\n"
