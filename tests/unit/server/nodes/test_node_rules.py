@@ -11,7 +11,7 @@ from zoneinfo import ZoneInfo
 import pytest
 
 from serverless_gpu.ambient import format_soon_zoned
-from serverless_gpu.cli.nodelist import calendar_lines, find_device, local_zone, owner_text
+from serverless_gpu.cli.nodes import calendar_lines, find_device, local_zone, owner_text
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.server.nodes.node_rules import LeaveRequest, SharingState, leaves, may_concern, sharing
