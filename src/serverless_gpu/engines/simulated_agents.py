@@ -55,7 +55,7 @@ from serverless_gpu.wire.agents import (
 from serverless_gpu.wire.base import PROTOCOL
 
 T = TypeVar("T")
-Gang = tuple[str, int]
+_CrewKey = tuple[str, int]
 
 _STOPPED = {
     StopReason.CANCEL: Reason.CANCELLED,
@@ -89,7 +89,7 @@ class Control(Protocol):
         """Say which orders need not come again."""
         ...
 
-    def report(self, token: str, gang: Gang, report: Report) -> ReportAnswer:
+    def report(self, token: str, gang: _CrewKey, report: Report) -> ReportAnswer:
         """Say what is new about an attempt."""
         ...
 
@@ -169,7 +169,7 @@ class SimulatedAgent:
         self.executions: list[Execution] = []  # every stretch of user code that ran here
         self.reaches = self.hears = self.alive = True  # requests arrive at the server, answers arrive here
         self.forgets_to_acknowledge = False  # takes orders without saying so
-        self.kept: list[Gang] = []  # stale gangs: stopped, their files kept, never reported again
+        self.kept: list[_CrewKey] = []  # stale gangs: stopped, their files kept, never reported again
         self.observer: Observer | None = None  # sees what its gangs do
         self.pool = ""
         self._clock, self._work = clock, work
@@ -178,7 +178,7 @@ class SimulatedAgent:
         self._beat_ns: int | None = None
         self._heartbeat_s = 5.0
         self._grace_s = 900.0
-        self._attempts: dict[Gang, _Attempt] = {}
+        self._attempts: dict[_CrewKey, _Attempt] = {}
 
     @property
     def boot_id(self) -> str:
@@ -186,7 +186,7 @@ class SimulatedAgent:
         return f"{self.name}-boot-{self._boots}"
 
     @property
-    def gangs(self) -> list[Gang]:
+    def gangs(self) -> list[_CrewKey]:
         """Return the gangs it has something of that the server has not taken."""
         return [gang for gang, attempt in self._attempts.items() if not attempt.stale]
 

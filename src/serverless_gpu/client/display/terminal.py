@@ -18,7 +18,7 @@ import unicodedata
 
 RESET = "\x1b[0m"
 _SGR = r"\x1b\[[0-9;:]{0,64}m"
-_TOKEN = re.compile(
+_CONTROL = re.compile(
     rf"(?P<colour>{_SGR})"
     r"|(?P<gone>(?:\x1b\]|\x9d)[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)"  # OSC, ended by BEL or ST
     r"|\x1b\[[0-9;]{0,16}[A-HJKf]|\x1b\[\?25[hl]|\x1b[()][0-9A-Z])"
@@ -43,7 +43,7 @@ def safe(line: str, *, tty: bool) -> str:
         number = ord(match["control"])
         return f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}"
 
-    text = _TOKEN.sub(replaced, line)
+    text = _CONTROL.sub(replaced, line)
     return text + RESET if colours and colours[-1] not in _RESETS else text
 
 

@@ -28,7 +28,7 @@ from serverless_gpu.node.monitor.messages import Observe
 from serverless_gpu.tracking.base import split_userinfo
 
 KEPT_MAX = 10_000
-_BYTES_MAX = 4 << 20
+_ENTRY_BYTES_MAX = 4 << 20
 _FOREIGN_NS = 7 * 24 * 3600 * 10**9
 
 _HARMLESS = frozenset(
@@ -136,7 +136,7 @@ class Backlog:
 
     def _read(self, held: ClaimedAttempt) -> BacklogAttempt | None:
         try:
-            kept = from_json(os.pread(held.fd, _BYTES_MAX, 0), BacklogAttempt)
+            kept = from_json(os.pread(held.fd, _ENTRY_BYTES_MAX, 0), BacklogAttempt)
         except msgspec.MsgspecError:
             if self._clock.wall_ns() - os.fstat(held.fd).st_mtime_ns > _FOREIGN_NS:
                 held.path.unlink(missing_ok=True)

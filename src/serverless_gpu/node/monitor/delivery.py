@@ -38,7 +38,7 @@ from serverless_gpu.tracking.base import TrackerAway, TrackerRun, split_userinfo
 from serverless_gpu.tracking.delivery import DeliveryJob, MlflowDelivery
 from serverless_gpu.tracking.mlflow import MlflowTracker
 
-_BYTES_MAX = 64 << 10
+_NOTE_BYTES_MAX = 64 << 10
 _STARTING = "the home's MLflow server is starting"
 _TRIED = "the home's MLflow server could not be started and is tried again; `sgpu status` tells why"
 _AGAIN = "the home's MLflow server ended unexpectedly, and is starting again"
@@ -110,7 +110,7 @@ class AttemptDelivery:
         """Begin to deliver."""
         noted = TrackingNote()
         with contextlib.suppress(OSError, msgspec.MsgspecError), self._path.open("rb") as file:
-            noted = from_json(file.read(_BYTES_MAX), TrackingNote)
+            noted = from_json(file.read(_NOTE_BYTES_MAX), TrackingNote)
         if not isinstance(self.status, messages.TrackedNote) and noted.state != "ready":
             self._note(TrackingNote())
         self._thread.start()

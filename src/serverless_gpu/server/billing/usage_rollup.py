@@ -24,7 +24,7 @@ from serverless_gpu.server.records.charges import plain_ids
 from serverless_gpu.server.records.usage import FOLDED, SUMS, folded_seq, sums_of_rows
 
 EVERY_S = 60.0
-AT_ONCE = 10_000
+FOLDED_AT_ONCE = 10_000
 
 
 class UsageRollup:
@@ -45,7 +45,7 @@ class UsageRollup:
         return now_ns if is_more else now_ns + round(EVERY_S * 1e9)
 
 
-def fold(connection: sa.Connection, *, limit: int = AT_ONCE) -> bool:
+def fold(connection: sa.Connection, *, limit: int = FOLDED_AT_ONCE) -> bool:
     """Add some entries to the sums; return whether there may be more."""
     after = folded_seq(connection)
     some = sa.select(charges.c.seq).where(charges.c.seq > after).order_by(charges.c.seq).limit(limit)
