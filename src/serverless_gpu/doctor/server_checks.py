@@ -26,7 +26,7 @@ from serverless_gpu.doctor.facts import (
 )
 from serverless_gpu.engines.ray.ray_machine import OLDEST
 from serverless_gpu.model.scheduling.wait_messages import REMEDY, REVOKE
-from serverless_gpu.node.inside.raycluster.ray_start import release
+from serverless_gpu.node.inside.raycluster.ray_installation import release
 from serverless_gpu.node.mlflow_server.server import NO_DATABASE, OTHER_VERSION
 from serverless_gpu.units import format_days_ms
 from serverless_gpu.version import __version__

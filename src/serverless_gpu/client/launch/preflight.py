@@ -43,7 +43,7 @@ from serverless_gpu.model.spec import RayCluster, RunSpec
 from serverless_gpu.node.base.home import storage_error
 from serverless_gpu.node.inside import call, payload
 from serverless_gpu.node.inside.payload import Reducer
-from serverless_gpu.node.inside.raycluster import ray_start
+from serverless_gpu.node.inside.raycluster import ray_installation
 from serverless_gpu.operating_system import lacks_inodes
 from serverless_gpu.units import format_bytes
 
@@ -294,12 +294,12 @@ def check_ray(cluster: RayCluster, found: RayInstallation | None = None) -> None
         raise RayMissing(f"{place} hides Ray {version}: `import ray` gets that", hint=f"give {place} another name")
     if not version and not (origin and _is_ray(origin)):
         raise RayMissing("ray_launch needs Ray, which this Python environment does not have", hint=_PIP.format(""))
-    if () < ray_start.release(version) < ray_start.OLDEST:
-        oldest = ".".join(map(str, ray_start.OLDEST))
+    if () < ray_installation.release(version) < ray_installation.OLDEST:
+        oldest = ".".join(map(str, ray_installation.OLDEST))
         raise RayMissing(
             f"ray_launch needs Ray {oldest} or newer, and here is Ray {version}", hint=_PIP.format("--upgrade ")
         )
-    if cluster.dashboard and (missing := ray_start.missing_parts()):
+    if cluster.dashboard and (missing := ray_installation.missing_parts()):
         raise RayMissing(
             f"dashboard=True needs Ray's dashboard, for which {missing[0]} is missing here", hint=_PIP.format("")
         )
@@ -307,7 +307,7 @@ def check_ray(cluster: RayCluster, found: RayInstallation | None = None) -> None
 
 def find_ray() -> RayInstallation:
     """Return this environment's Ray without importing it."""
-    return RayInstallation(ray_start.version(), ray_start.origin())
+    return RayInstallation(ray_installation.version(), ray_installation.origin())
 
 
 def ray_reference_reducer(spec: RunSpec) -> Reducer | None:

@@ -32,7 +32,7 @@ from serverless_gpu.errors import InvalidValue, ServerProblem
 from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.lock_files import write_private
-from serverless_gpu.node.inside.raycluster import ray_start
+from serverless_gpu.node.inside.raycluster import ray_installation
 from serverless_gpu.node.processes.spawn import clean_variables, search_path
 from serverless_gpu.node.uplink.control import PASSED_ON
 from serverless_gpu.node.uplink.presence import NodePresence
@@ -63,13 +63,13 @@ class RayMachineFiles(msgspec.Struct, frozen=True, kw_only=True):
 
 def check_ray() -> str:
     """Return the version of the Ray that this interpreter has; ServerProblem for none, or one that is too old."""
-    found = ray_start.version() if ray_start.origin() else ""
+    found = ray_installation.version() if ray_installation.origin() else ""
     if not found:
         raise ServerProblem(
             f"Ray is not installed for {sys.executable}",
             hint="pip install 'ray>=2.55', the same version on every machine",
         )
-    if ray_start.release(found) < OLDEST:
+    if ray_installation.release(found) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         raise ServerProblem(f"Ray {found} is too old for several machines", hint=f"pip install 'ray>={oldest}'")
     return found
@@ -166,7 +166,7 @@ def node_of(name: str, address: str, port: int, files: RayMachineFiles, devices:
         node_file=str(files.node) if files.profile is not None else "",
         gpus=tuple(device.uuid for device in ordered if device.kind is not DeviceKind.CPU),
         types=tuple(device.type for device in ordered),
-        client=ray_start.can_serve_clients(),
+        client=ray_installation.can_serve_clients(),
     )
 
 

@@ -11,7 +11,7 @@ from serverless_gpu.engines.ray import pool_join, ray_machine
 from serverless_gpu.engines.ray.pool_join import JoinFile, read_join_file, write_join_file
 from serverless_gpu.errors import InvalidValue, ServerProblem
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.inside.raycluster import ray_start
+from serverless_gpu.node.inside.raycluster import ray_installation
 from tests.support.golden import golden
 
 FILE = JoinFile(server="https://gpu.internal:7878", token="sgpu_x")
@@ -96,11 +96,11 @@ def test_versions_that_do_not_go_together_are_named(monkeypatch: pytest.MonkeyPa
 
 
 def test_without_ray_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_start, "origin", lambda: "")
+    monkeypatch.setattr(ray_installation, "origin", lambda: "")
     with pytest.raises(ServerProblem, match=re.escape(golden("engines.ray_joining.ray-installed"))):
         ray_machine.check_ray()
-    monkeypatch.setattr(ray_start, "origin", lambda: "x")
-    monkeypatch.setattr(ray_start, "version", lambda: "2.54.1")
+    monkeypatch.setattr(ray_installation, "origin", lambda: "x")
+    monkeypatch.setattr(ray_installation, "version", lambda: "2.54.1")
     with pytest.raises(ServerProblem) as refused:
         ray_machine.check_ray()
     assert refused.value.message == golden("engines.ray_joining.ray-54-too")

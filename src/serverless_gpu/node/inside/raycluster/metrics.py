@@ -30,7 +30,7 @@ import time
 from typing import NamedTuple, NoReturn
 
 from .. import linux, protocol
-from . import ray_start
+from . import ray_installation
 
 EVERY_S = 10.0
 """Between two looks; Ray renews its metrics as often."""
@@ -46,7 +46,7 @@ _WHOLE = "cpus"
 
 def missing() -> str:
     """Return why this environment's Ray has no metrics, as a sentence; "" where it has."""
-    absent = ray_start.missing_parts()
+    absent = ray_installation.missing_parts()
     if not absent:
         return ""
     return f"Ray's own metrics are not recorded: {absent[0]} is missing (pip install 'ray[default]')"

@@ -39,7 +39,7 @@ from typing import NamedTuple
 
 from .. import command, linux, protocol
 from ..channel import Channel, pair
-from . import cluster, metrics, ray_start
+from . import cluster, metrics, ray_installation, ray_start
 from .cluster import RunCluster
 from .pid_namespace import Family
 from .ray_start import Ports, RayProcesses
@@ -70,7 +70,7 @@ class RayTaskWork(NamedTuple):
 def run(share: ClusterShare, work: RayTaskWork) -> int:
     """Run this node's part of the cluster until the driver has ended; return the exit code."""
     try:
-        version = ray_start.ray_version(share.num_nodes)
+        version = ray_installation.ray_version(share.num_nodes)
     except (ModuleNotFoundError, RuntimeError) as error:
         return work.fail(error)
     try:
@@ -90,7 +90,7 @@ class _Task:
         self.share = share
         self.work = work
         self.version = version
-        self.tokens = ray_start.knows_tokens(version)
+        self.tokens = ray_installation.knows_tokens(version)
         os.makedirs(share.directory, 0o700, exist_ok=True)
         if self.tokens:
             path = os.path.join(self.share.directory, ray_start.TOKEN_FILE)
@@ -161,7 +161,7 @@ class _Task:
 
     def _start(self, driver: Driver) -> RayProcesses | None:
         share = self.share
-        client = ray_start.can_serve_clients()
+        client = ray_installation.can_serve_clients()
         plan = ray_start.RayStartPlan(
             share.directory,
             lambda: ray_start.find_ports(ray_start.listens_at(share)),

@@ -154,7 +154,7 @@ def test_a_driver_that_asks_for_nothing_ends_of_the_signal_as_any_rank_does(tmp_
 DRIVER = """
 import os, signal, time
 from _sgpu_inside import linux
-from _sgpu_inside.raycluster import driver
+from _sgpu_inside.raycluster import task
 class Family:
     def fork(self, run):
         pid = os.fork()
@@ -168,7 +168,7 @@ def test_a_driver_that_was_reaped_is_sent_nothing_for_its_pid_may_be_somebody_el
     said = run_rank(
         DRIVER
         + """
-one = driver.Driver(Family(), os.environ.copy(), lambda report: 7)
+one = task.Driver(Family(), os.environ.copy(), lambda report: 7)
 one.begin({})
 print(one.reap(), one.has_ended())
 somebody = os.fork()
@@ -193,7 +193,7 @@ def grow(report):
     memory = bytearray(os.urandom(1 << 20) * 300)  # which takes the kernel a while to take back
     report({"event": "enter"})
     time.sleep(600)
-one = driver.Driver(Family(), os.environ.copy(), grow)
+one = task.Driver(Family(), os.environ.copy(), grow)
 one.begin({})
 print(one.hear()["event"])
 one.kill()
@@ -208,12 +208,12 @@ def test_descriptors_above_those_that_select_knows_are_waited_for() -> None:
         """
 import fcntl, os, resource
 from _sgpu_inside import linux
-from _sgpu_inside.raycluster import driver, ray_start
+from _sgpu_inside.raycluster import ray_start, task
 resource.setrlimit(resource.RLIMIT_NOFILE, (2048, 2048))
 reading, writing = os.pipe()
 high = fcntl.fcntl(reading, fcntl.F_DUPFD_CLOEXEC, 1500)
 engine = ray_start.RayProcesses(1, {high: "raylet"}, None, "")
-one = driver.Driver.__new__(driver.Driver)
+one = task.Driver.__new__(task.Driver)
 one.pidfd = high
 print(repr(engine.gone(0.01)), one.has_ended(), linux.readable([high], 0))
 linux.die_with(high)  # it would end this process if it took the descriptor for readable

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.node.inside.raycluster import ray_start
+from serverless_gpu.node.inside.raycluster import ray_installation, ray_start
 from tests.support.node.rank_process import run_rank
 from tests.support.node.ray_cluster import SHARE
 
@@ -55,10 +55,10 @@ def test_a_ray_that_only_this_process_knows_is_found_by_those_it_starts(
     (tmp_path / "ray" / "__init__.py").write_text("print('found')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "ray", raising=False)
-    assert ray_start.python_path(told) == {"PYTHONPATH": os.pathsep.join([str(tmp_path), "/one", "/two"])}
-    more = ray_start.python_path({})
+    assert ray_installation.python_path(told) == {"PYTHONPATH": os.pathsep.join([str(tmp_path), "/one", "/two"])}
+    more = ray_installation.python_path({})
     done = subprocess.run([sys.executable, "-P", "-c", "import ray"], env={**os.environ, **more}, capture_output=True)
     assert done.stdout == b"found\n", done.stderr
-    assert ray_start.python_path(more) == {}, "it is told once"
-    monkeypatch.setattr(ray_start, "origin", lambda: f"{site.getsitepackages()[0]}/ray/__init__.py")
-    assert ray_start.python_path(told) == {}, "every interpreter has that one"
+    assert ray_installation.python_path(more) == {}, "it is told once"
+    monkeypatch.setattr(ray_installation, "origin", lambda: f"{site.getsitepackages()[0]}/ray/__init__.py")
+    assert ray_installation.python_path(told) == {}, "every interpreter has that one"

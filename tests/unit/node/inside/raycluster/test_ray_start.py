@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.node.inside.raycluster import ray_start
+from serverless_gpu.node.inside.raycluster import ray_installation, ray_start
 from serverless_gpu.node.inside.raycluster.ray_start import Ports
 from tests.support.golden import golden
 from tests.support.node.ray_cluster import SHARE
@@ -107,7 +107,7 @@ def test_what_is_said_when_it_is_there(nodes: int, accelerator: str, page: str, 
     ("version", "knows"), [("2.49.1", False), ("2.52.0", True), ("2.60.0", True), ("3.0.0.dev0", True), ("2.9", False)]
 )
 def test_which_ray_knows_tokens(version: str, knows: bool) -> None:
-    assert ray_start.knows_tokens(version) is knows
+    assert ray_installation.knows_tokens(version) is knows
 
 
 def test_a_ray_without_metadata_says_its_version_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,14 +115,14 @@ def test_a_ray_without_metadata_says_its_version_itself(tmp_path: Path, monkeypa
         raise importlib.metadata.PackageNotFoundError
 
     monkeypatch.setattr(importlib.metadata, "version", absent)
-    monkeypatch.setattr(ray_start, "origin", lambda: str(tmp_path / "__init__.py"))
-    assert ray_start.version() == ""
-    assert ray_start.ray_version() == golden("node.ray_cluster.unknown-version")
+    monkeypatch.setattr(ray_installation, "origin", lambda: str(tmp_path / "__init__.py"))
+    assert ray_installation.version() == ""
+    assert ray_installation.ray_version() == golden("node.ray_cluster.unknown-version")
     (tmp_path / "_version.py").write_text('commit = "abc"\nversion = "2.55.1"\n')
-    assert ray_start.ray_version(2) == "2.55.1"
-    monkeypatch.setattr(ray_start, "origin", lambda: "")
+    assert ray_installation.ray_version(2) == "2.55.1"
+    monkeypatch.setattr(ray_installation, "origin", lambda: "")
     with pytest.raises(ModuleNotFoundError, match=re.escape(golden("node.ray_cluster.installed-environment-run"))):
-        ray_start.ray_version()
+        ray_installation.ray_version()
 
 
 def logs_of(directory: Path, number: str = "1") -> Path:

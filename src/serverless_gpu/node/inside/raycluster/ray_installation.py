@@ -1,0 +1,105 @@
+"""Finds the installed Ray without importing it, which takes a second.
+
+Failure cases: no Ray; one without metadata, as a source tree (its own file says the version); one of that many nodes
+cannot share directories.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import re
+import site
+from collections.abc import Mapping
+
+OLDEST = (2, 49)
+"""Oldest tested version; older ones have other options of `ray start`."""
+TOKENS_SINCE = (2, 52)
+DIRECTORIES_SINCE = (2, 55)
+
+_PARTS = ("aiohttp", "aiohttp_cors", "grpc", "prometheus_client")
+_VERSION = re.compile(r'^version = "([^"]+)"', re.M)
+_VERSION_BYTES_MAX = 10_000
+
+
+def release(version: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version, none where it has none."""
+    return tuple(int(digits) for digits in re.findall(r"\d+", version)[:2])
+
+
+def origin() -> str:
+    """Return the file that `import ray` would load, or ""."""
+    try:
+        spec = importlib.util.find_spec("ray")
+    except Exception:  # noqa: BLE001 - finders of the user's may raise anything; ValueError: a module without a spec
+        return ""
+    return (spec.origin or "") if spec is not None else ""
+
+
+def version() -> str:
+    """Return the version of the installed Ray, or ""."""
+    try:
+        # Not at the top: it imports `random`, `bisect` and more, which a file beside the caller's script may hide.
+        return str(importlib.import_module("importlib.metadata").version("ray"))
+    except Exception:  # noqa: BLE001 - what finders of the user raise
+        return _own_version(origin())
+
+
+def ray_version(num_nodes: int = 1) -> str:
+    """Return the version of the Ray in this environment; a cluster of one node may have an unknown one.
+
+    Raises ModuleNotFoundError, or RuntimeError for a Ray whose nodes all write to the head's directory.
+    """
+    known = version()
+    if not origin():
+        raise ModuleNotFoundError(
+            "Ray is not installed in the environment of the run: pip install 'ray[default]'", name="ray"
+        )
+    if num_nodes > 1 and release(known) < DIRECTORIES_SINCE:
+        raise RuntimeError(f"Ray {known} cannot be spread over {num_nodes} nodes here: Ray 2.55 and later can")
+    return known or "of an unknown version"
+
+
+def knows_tokens(version: str) -> bool:
+    """Return whether a Ray of this version can refuse who does not know a cluster's token."""
+    return release(version) >= TOKENS_SINCE
+
+
+def can_serve_clients() -> bool:
+    """Return whether Ray serves `ray://` connections here: it does where gRPC's Python package is."""
+    return _is_there("grpc")
+
+
+def missing_parts() -> list[str]:
+    """Return the packages of `ray[default]` that are not here: agents and dashboard need all of them."""
+    return [name for name in _PARTS if not _is_there(name)]
+
+
+def python_path(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable by which a new interpreter finds the Ray that this one would import.
+
+    A caller's `sys.path` may know more than the environment says.
+    """
+    directory = os.path.dirname(os.path.dirname(origin()))
+    told = [path for path in variables.get("PYTHONPATH", "").split(os.pathsep) if path]
+    own = [*site.getsitepackages(), site.getusersitepackages(), *told]
+    if not directory or os.path.realpath(directory) in map(os.path.realpath, own):
+        return {}
+    return {"PYTHONPATH": os.pathsep.join([directory, *told])}
+
+
+def _own_version(file: str) -> str:
+    path = os.path.join(os.path.dirname(file), "_version.py") if file else os.devnull
+    with contextlib.suppress(OSError), open(path, "rb") as source:
+        found = _VERSION.search(source.read(_VERSION_BYTES_MAX).decode(errors="replace"))
+        return found[1] if found is not None else ""
+    return ""
+
+
+def _is_there(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ValueError:  # an injected module without an origin
+        return True
