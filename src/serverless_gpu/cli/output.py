@@ -14,7 +14,7 @@ from typing import Any
 import click
 import msgspec
 
-from serverless_gpu.client.display.screen import safe
+from serverless_gpu.client.display.terminal_screen import safe
 from serverless_gpu.errors import (
     CommandFailed,
     InvalidValue,

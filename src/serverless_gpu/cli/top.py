@@ -36,7 +36,7 @@ from serverless_gpu.ambient import Clock, SystemClock, format_clock
 from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.cli.runs.run_location import this_home
 from serverless_gpu.cli.top_table import Around, DeviceOwner, Style, TopTable, as_json, draw, tabulate
-from serverless_gpu.client.display.screen import fit
+from serverless_gpu.client.display.terminal_screen import fit
 from serverless_gpu.errors import AgentUnavailable, ServerlessGpuError, StorageError
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.hardware import Device, DeviceKind

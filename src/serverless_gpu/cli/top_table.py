@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from serverless_gpu.client.display.screen import fit, safe
+from serverless_gpu.client.display.terminal_screen import fit, safe
 from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.telemetry import GpuSample, HostSample, RankSample, throttle_words
 from serverless_gpu.node.monitor.messages import NodeFrame, WatchedAttempt

@@ -18,7 +18,7 @@ import threading
 from typing import TextIO
 
 from serverless_gpu.ambient import Clock, SystemClock
-from serverless_gpu.client.display.screen import fit, safe
+from serverless_gpu.client.display.terminal_screen import fit, safe
 from serverless_gpu.environment.progress import Phase, ProgressPoint
 from serverless_gpu.units import format_bytes, format_duration_ms
 

@@ -21,7 +21,7 @@ from typing import Protocol
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.client.display.run_display import LineDisplay
-from serverless_gpu.client.display.screen import safe
+from serverless_gpu.client.display.terminal_screen import safe
 from serverless_gpu.model import markup
 from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.units import format_duration_ms

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import TextIO, cast
 
 from serverless_gpu.ambient import Clock, SystemClock
-from serverless_gpu.client.display.screen import HELD_S, Screens, fit, safe
+from serverless_gpu.client.display.terminal_screen import HELD_S, Screens, fit, safe
 from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.units import format_bytes
 

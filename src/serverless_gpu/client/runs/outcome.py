@@ -11,7 +11,7 @@ import socket
 from pathlib import Path
 from typing import NamedTuple, SupportsIndex
 
-from serverless_gpu.client.display.screen import safe
+from serverless_gpu.client.display.terminal_screen import safe
 from serverless_gpu.client.runs.rank_failures import add_note, error_text, rebuild_exception
 from serverless_gpu.errors import (
     BudgetExhausted,

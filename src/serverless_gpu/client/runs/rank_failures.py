@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
-from serverless_gpu.client.display.screen import safe
+from serverless_gpu.client.display.terminal_screen import safe
 from serverless_gpu.errors import RemoteError, RunError
 from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.node.inside import failure

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serverless_gpu.client.display.screen import LINE_CHARACTERS_MAX, ROWS_MAX, Screen
+from serverless_gpu.client.display.terminal_screen import LINE_CHARACTERS_MAX, ROWS_MAX, Screen
 from tests.support.client.screen import NESTED
 from tests.support.golden import golden
 

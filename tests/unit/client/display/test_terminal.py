@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serverless_gpu.client.display.screen import fit, safe
+from serverless_gpu.client.display.terminal_screen import fit, safe
 
 _COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
 _FORBIDDEN = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
