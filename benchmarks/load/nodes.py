@@ -19,7 +19,7 @@ import msgspec
 
 from benchmarks.load.asking import Asker
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.engines.simulated_agents import Gang, SimulatedAgent, SimulatedWork
+from serverless_gpu.engines.simulated_engine import Gang, SimulatedAgent, SimulatedWork
 from serverless_gpu.errors import NotFound, ServerUnavailable
 from serverless_gpu.model.hardware import parse_fake
 from serverless_gpu.wire.agents import (

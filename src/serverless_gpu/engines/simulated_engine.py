@@ -9,10 +9,16 @@ Reservations outlive the engine (`Reservations`), as those of a real cluster out
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol, TypeVar
 
+import msgspec
+
+from serverless_gpu.ambient import Clock
 from serverless_gpu.engines.base import (
     Engine,
     EngineNode,
@@ -24,6 +30,34 @@ from serverless_gpu.engines.base import (
     Request,
     Waiting,
 )
+from serverless_gpu.errors import NotFound, ServerUnavailable, StaleAttempt
+from serverless_gpu.model.hardware import Device
+from serverless_gpu.model.lifecycle.attempt import MEANINGS, Failure, Reason, State, StopReason
+from serverless_gpu.model.telemetry import SECOND_NS, GpuSample, Header, HostSample, Sample, Sampled
+from serverless_gpu.node.base.protocol import Stopped
+from serverless_gpu.node.monitor.recorder import TelemetryFile
+from serverless_gpu.tracking.base import Tracker, TrackerRun
+from serverless_gpu.tracking.delivery import DeliveryJob, MlflowDelivery
+from serverless_gpu.tracking.metric_points import telemetry_path
+from serverless_gpu.version import __version__
+from serverless_gpu.wire.agents import (
+    AgentHello,
+    AgentWelcome,
+    AttemptSeen,
+    Ending,
+    File,
+    Heartbeat,
+    HeartbeatAnswer,
+    LogPiece,
+    Order,
+    OrdersTaken,
+    Report,
+    ReportAnswer,
+    ReportNow,
+    Start,
+    Stop,
+)
+from serverless_gpu.wire.base import PROTOCOL
 
 
 class Reservations:
@@ -131,3 +165,470 @@ class SimulatedEngine(Engine):
 
     def _total(self, node: str) -> Counter[str]:
         return Counter(device.type for device in self._nodes[node].devices)
+
+
+T = TypeVar("T")
+_CrewKey = tuple[str, int]
+
+_STOPPED = {
+    StopReason.CANCEL: Reason.CANCELLED,
+    StopReason.PREEMPT: Reason.PREEMPTED,
+    StopReason.TIMEOUT: Reason.TIMEOUT,
+    StopReason.BUDGET: Reason.BUDGET,
+    StopReason.DRAIN: Reason.DRAINED,
+    StopReason.IDLE: Reason.IDLE,
+}
+
+
+_NONE = b"\x80\x04N."  # a pickled None
+
+
+class Control(Protocol):
+    """What the server lets agents do; `wire/agents.py` and `wire/agents.py` in process."""
+
+    def hello(self, hello: AgentHello) -> AgentWelcome:
+        """Introduce a node."""
+        ...
+
+    def heartbeat(self, node: str, heartbeat: Heartbeat) -> HeartbeatAnswer:
+        """Say that a node is there."""
+        ...
+
+    def orders(self, node: str) -> Sequence[Order]:
+        """Return what the node is to do, and has not said that it took."""
+        ...
+
+    def take(self, node: str, taken: OrdersTaken) -> None:
+        """Say which orders need not come again."""
+        ...
+
+    def report(self, token: str, gang: _CrewKey, report: Report) -> ReportAnswer:
+        """Say what is new about an attempt."""
+        ...
+
+
+class Observer(Protocol):
+    """What a node has beside its gangs and sees what they do: `SimulatedTelemetry`."""
+
+    def began(self, start: Start, node: str, devices: Sequence[Device]) -> None:
+        """Take that user code begins."""
+        ...
+
+    def seen(self, run_id: str, fence: int, until_ns: int) -> None:
+        """Take that it has gone on until then, nanoseconds since 1970."""
+        ...
+
+    def ended(self, run_id: str, fence: int, reason: Reason) -> None:
+        """Take that it has ended."""
+        ...
+
+
+class SimulatedWork(msgspec.Struct, frozen=True, kw_only=True):
+    """What a gang does."""
+
+    start_s: float | None = 0.1  # from the order to the first user byte; None for never
+    run_s: float | None = 1.0  # from the first user byte to the end; None for until it is stopped
+    # why it ends then; with `start_s` 0 and a reason that may be tried again, before user code begins
+    reason: Reason = Reason.COMPLETED
+    output: bytes = b""  # written by rank 0 when it begins
+    stop_s: float = 0.5  # how long it takes to stop when asked
+    gate_s: float = 0.1  # from its end until the devices are given back
+
+
+class Execution(msgspec.Struct, kw_only=True):
+    """One stretch of user code, by the cluster's own clock; `ended_ns` None while it goes on."""
+
+    run_id: str
+    fence: int
+    node: str
+    count: int
+    began_ns: int
+    ended_ns: int | None = None
+
+
+class _Attempt(msgspec.Struct, kw_only=True):
+    """What a node has of one attempt; all of it is on its disk."""
+
+    start: Start
+    work: SimulatedWork
+    ordered_ns: int
+    answered_ns: int
+    state: State = State.STARTING
+    execution: Execution | None = None
+    ends: tuple[int, Reason] | None = None
+    ended: tuple[int, Reason] | None = None
+    logged: int = 0
+    reported_ns: int | None = None
+    heartbeat_s: float = 5.0
+    sent: object = None
+    settled: bool = False
+    stale: bool = False
+
+
+class SimulatedAgent:
+    """The agent of one node."""
+
+    def __init__(
+        self,
+        control: Control,
+        *,
+        name: str,
+        devices: Sequence[Device],
+        clock: Clock,
+        work: Callable[[Start], SimulatedWork],
+    ) -> None:
+        self.control, self.name, self.devices = control, name, tuple(devices)
+        self.node = ""  # its identifier with the server, "" before it said hello
+        self.executions: list[Execution] = []  # every stretch of user code that ran here
+        self.reaches = self.hears = self.alive = True  # requests arrive at the server, answers arrive here
+        self.forgets_to_acknowledge = False  # takes orders without saying so
+        self.kept: list[_CrewKey] = []  # stale gangs: stopped, their files kept, never reported again
+        self.observer: Observer | None = None  # sees what its gangs do
+        self.pool = ""
+        self._clock, self._work = clock, work
+        self._boots = 1
+        self._connected = False
+        self._beat_ns: int | None = None
+        self._heartbeat_s = 5.0
+        self._grace_s = 900.0
+        self._attempts: dict[_CrewKey, _Attempt] = {}
+
+    @property
+    def boot_id(self) -> str:
+        """Return the identifier of this boot of the node."""
+        return f"{self.name}-boot-{self._boots}"
+
+    @property
+    def gangs(self) -> list[_CrewKey]:
+        """Return the gangs it has something of that the server has not taken."""
+        return [gang for gang, attempt in self._attempts.items() if not attempt.stale]
+
+    def kill(self) -> None:
+        """End the agent as `kill -9` does: its gangs go on, without an agent."""
+        self.alive = self._connected = False
+
+    def start(self) -> None:
+        """Start the agent again; it finds its gangs."""
+        self.alive = True
+
+    def reboot(self) -> None:
+        """Restart the machine: nothing goes on, and another boot begins."""
+        now_ns = self._clock.boottime_ns()
+        for attempt in self._attempts.values():
+            self._live(attempt, now_ns)
+            if attempt.execution is not None and attempt.execution.ended_ns is None:
+                attempt.execution.ended_ns = now_ns
+        self._attempts.clear()
+        self._boots += 1
+        self._connected = False
+        self.alive = True
+
+    def step(self) -> None:
+        """Do everything that is to be done now."""
+        now_ns = self._clock.boottime_ns()
+        for attempt in list(self._attempts.values()):
+            self._live(attempt, now_ns)
+        if not self.alive:
+            return
+        try:
+            self._talk(now_ns)
+        except ServerUnavailable:
+            self._connected = False
+
+    def _talk(self, now_ns: int) -> None:
+        if not self._connected:
+            welcome = self._ask(lambda: self.control.hello(self._hello()))
+            self.node, self._heartbeat_s = welcome.node, welcome.heartbeat_s
+            self._grace_s = welcome.partition_grace_s
+            self._drop(welcome.stale, now_ns)
+            self._connected, self._beat_ns = True, now_ns
+        elif self._beat_ns is None or now_ns - self._beat_ns >= self._heartbeat_s * 1e9:
+            beat = Heartbeat(devices=self.devices, attempts=self._seen())
+            self._drop(self._ask(lambda: self.control.heartbeat(self.node, beat)).stale, now_ns)
+            self._beat_ns = now_ns
+        taken = [order.seq for order in self._ask(lambda: self.control.orders(self.node)) if self._obey(order, now_ns)]
+        for attempt in list(self._attempts.values()):
+            self._live(attempt, now_ns)
+            self._report(attempt, now_ns)
+        if taken and not self.forgets_to_acknowledge:
+            self._ask(lambda: self.control.take(self.node, OrdersTaken(seqs=tuple(taken))))
+
+    def _ask(self, request: Callable[[], T]) -> T:
+        if not self.reaches:
+            raise ServerUnavailable("the request did not arrive")
+        answer = request()
+        if not self.hears:
+            raise ServerUnavailable("the answer did not arrive")
+        return answer
+
+    def _hello(self) -> AgentHello:
+        return AgentHello(
+            name=self.name,
+            machine=f"machine-{self.name}",
+            boot_id=self.boot_id,
+            version=__version__,
+            protocol=PROTOCOL,
+            python="3.11",
+            platform="linux-x86_64",
+            pool=self.pool,
+            devices=self.devices,
+            attempts=self._seen(),
+        )
+
+    def _seen(self) -> tuple[AttemptSeen, ...]:
+        return tuple(
+            AttemptSeen(run_id=run_id, fence=fence, state=self._attempts[run_id, fence].state)
+            for run_id, fence in self.gangs
+        )
+
+    def _obey(self, order: Order, now_ns: int) -> bool:
+        gang = (order.run_id, order.fence)
+        attempt = self._attempts.get(gang)
+        if isinstance(order, ReportNow):
+            return False  # it reports at each turn
+        if isinstance(order, Stop):
+            if attempt is not None:
+                self._stop(attempt, order.reason, now_ns)
+            return True
+        if attempt is None:
+            self._attempts[gang] = _Attempt(start=order, work=self._work(order), ordered_ns=now_ns, answered_ns=now_ns)
+        return True
+
+    def _stop(self, attempt: _Attempt, why: StopReason, now_ns: int) -> None:
+        if attempt.ended is None and attempt.state is not State.STOPPING:
+            attempt.state = State.STOPPING
+            attempt.ends = (now_ns + round(attempt.work.stop_s * 1e9), _STOPPED[why])
+
+    def _live(self, attempt: _Attempt, now_ns: int) -> None:
+        """Let a gang live until now."""
+        work, fence_ns = attempt.work, attempt.answered_ns + round(self._grace_s * 1e9)
+        if attempt.ended is None and attempt.execution is None and work.start_s is not None and attempt.ends is None:
+            begins_ns = attempt.ordered_ns + round(work.start_s * 1e9)
+            if begins_ns <= min(now_ns, fence_ns):
+                self._begin(attempt, begins_ns)
+        self._observe(attempt, now_ns)
+        if attempt.ended is None:
+            due_ns, reason = attempt.ends or (now_ns + 1, Reason.COMPLETED)
+            if fence_ns <= min(now_ns, due_ns):
+                self._end(attempt, fence_ns, Reason.NODE_PARTITIONED)
+            elif due_ns <= now_ns:
+                self._end(attempt, due_ns, reason)
+
+    def _begin(self, attempt: _Attempt, begins_ns: int) -> None:
+        work, start = attempt.work, attempt.start
+        if MEANINGS[work.reason].may_retry:
+            attempt.ends = (begins_ns, work.reason)
+            return
+        attempt.state = State.RUNNING
+        attempt.execution = Execution(
+            run_id=start.run_id, fence=start.fence, node=self.name, count=start.world_size, began_ns=begins_ns
+        )
+        self.executions.append(attempt.execution)
+        if self.observer is not None:
+            self.observer.began(start, self.name, self.devices[: start.world_size])
+        if work.run_s is not None:
+            attempt.ends = (begins_ns + round(work.run_s * 1e9), work.reason)
+
+    def _end(self, attempt: _Attempt, at_ns: int, reason: Reason) -> None:
+        attempt.ended = (at_ns, reason)
+        attempt.state = State.STOPPING
+        if attempt.execution is not None:
+            attempt.execution.ended_ns = at_ns
+            if self.observer is not None:
+                self.observer.ended(attempt.start.run_id, attempt.start.fence, reason)
+
+    def _observe(self, attempt: _Attempt, now_ns: int) -> None:
+        """Let the observer see what a gang does until now, or its end if that has come."""
+        if self.observer is not None and attempt.execution is not None and attempt.ended is None:
+            until_ns = now_ns if attempt.ends is None else min(now_ns, attempt.ends[0])
+            late_ns = self._clock.wall_ns() - self._clock.boottime_ns()
+            self.observer.seen(attempt.start.run_id, attempt.start.fence, until_ns + late_ns)
+
+    def _report(self, attempt: _Attempt, now_ns: int) -> None:
+        if attempt.stale:
+            return
+        report = self._news(attempt, now_ns)
+        said = msgspec.structs.replace(report, logs=())
+        overdue = attempt.reported_ns is None or now_ns - attempt.reported_ns >= attempt.heartbeat_s * 1e9
+        if not overdue and said == attempt.sent and not report.logs:
+            return
+        gang = (attempt.start.run_id, attempt.start.fence)
+        try:
+            answer = self._ask(lambda: self.control.report(attempt.start.token, gang, report))
+        except (StaleAttempt, NotFound):
+            answer = ReportAnswer(stale=True)
+        if answer.stale:
+            self._drop([f"{gang[0]}:{gang[1]}"], now_ns)
+            return
+        attempt.answered_ns, attempt.reported_ns, attempt.sent = now_ns, now_ns, said
+        attempt.heartbeat_s = answer.heartbeat_s
+        attempt.logged += sum(len(piece.data) for piece in report.logs)
+        if answer.stop is not None:
+            self._stop(attempt, answer.stop, now_ns)
+        if report.receipt is not msgspec.UNSET:
+            del self._attempts[gang]
+
+    def _news(self, attempt: _Attempt, now_ns: int) -> Report:
+        execution, work = attempt.execution, attempt.work
+        unsent = work.output[attempt.logged :] if execution is not None else b""
+        report = Report(
+            state=attempt.state,
+            world_size=attempt.start.world_size,
+            exec_ns=None if execution is None else execution.began_ns,
+            logs=(LogPiece(rank=0, stream="stdout", offset=attempt.logged, data=unsent),) if unsent else (),
+        )
+        if attempt.ended is None:
+            return report
+        at_ns, reason = attempt.ended
+        settled = now_ns >= at_ns + round(work.gate_s * 1e9)
+        ranks = range(attempt.start.world_size)
+        files = tuple(File(name=f"results/{rank}.pkl", size=len(_NONE), inline=_NONE) for rank in ranks)
+        return msgspec.structs.replace(
+            report,
+            ending=_ending(reason, began=execution is not None, at_ns=at_ns),
+            files=files if reason is Reason.COMPLETED else (),
+            receipt=msgspec.Raw(b"{}") if settled else msgspec.UNSET,
+        )
+
+    def _drop(self, stale: Sequence[str], now_ns: int) -> None:
+        for gang, attempt in list(self._attempts.items()):
+            if f"{gang[0]}:{gang[1]}" in stale and not attempt.stale:
+                if attempt.ended is None:
+                    self._end(attempt, now_ns, Reason.CANCELLED)
+                attempt.stale = True
+                self.kept.append(gang)
+
+
+def _ending(reason: Reason, *, began: bool, at_ns: int) -> Ending:
+    state = MEANINGS[reason].state
+    cause = None if state is State.SUCCEEDED else Failure(rank=None, reason=reason, at_ns=at_ns)
+    stopped = Stopped(state=state, reason=reason, cause=cause, consequences=())
+    return Ending(state=state, reason=reason, began=began, stopped=msgspec.Raw(msgspec.json.encode(stopped)))
+
+
+_MEMORY_BYTES = 40 << 30
+_HOST_BYTES = 256 << 30
+_TURN_S = 170  # one swing of the made-up curves
+
+
+class SimulatedTelemetry:
+    """The telemetry of one simulated node: made-up figures, samples and MLflow, on the way of real nodes.
+
+        SimulatedAgent ──began, seen, ended──▶ TelemetryFile (a file of samples per gang) ─▶ Delivery ─▶ tracker
+
+    Samples come at the simulated cluster's seconds. Delivery has its threads as on a node, and the tracker is
+    `testing.mlflow.FakeMlflow`, or a real MLflow server.
+    """
+
+    def __init__(
+        self, directory: Path, *, node_rank: int, num_nodes: int, clock: Clock, tracker: Callable[[], Tracker]
+    ) -> None:
+        self.tracked: dict[str, TrackerRun] = {}
+        self._directory = directory
+        self._node_rank, self._num_nodes = node_rank, num_nodes
+        self._clock = clock
+        self._tracker = tracker
+        self._gangs: dict[tuple[str, int], _GangTelemetry] = {}
+
+    def began(self, start: Start, node: str, devices: Sequence[Device]) -> None:
+        """Take that user code begins on these devices."""
+        directory = self._directory / start.run_id / str(start.fence)
+        (directory / "logs").mkdir(parents=True, exist_ok=True)
+        header = Header(
+            run_id=start.run_id,
+            fence=start.fence,
+            node=node,
+            node_rank=self._node_rank,
+            origin_ns=start.submitted_ns,
+            devices=tuple(Sampled(device.uuid, device.type, device.kind) for device in devices),
+        )
+        gang = _GangTelemetry(TelemetryFile(telemetry_path(directory, self._node_rank), header), self._clock.wall_ns())
+        self._gangs[start.run_id, start.fence] = gang
+        if start.spec.tracker is not None:
+            job = DeliveryJob(
+                run_id=start.run_id,
+                fence=start.fence,
+                node_rank=self._node_rank,
+                num_nodes=self._num_nodes,
+                spec=start.spec,
+                called_ns=start.submitted_ns,
+            )
+            listener = _TrackingListener(self, start.run_id)
+            gang.delivery = MlflowDelivery(directory, job, self._tracker(), listener, clock=self._clock)
+            gang.thread = threading.Thread(target=gang.delivery.run, name=f"deliver {start.run_id}", daemon=True)
+            gang.thread.start()
+
+    def seen(self, run_id: str, fence: int, until_ns: int) -> None:
+        """Take a gang's samples of all seconds up to a moment."""
+        gang = self._gangs.get((run_id, fence))
+        while gang is not None and gang.next_ns <= until_ns:
+            gang.recording.append(_made_up_sample(gang.next_ns, gang.recording.header, self._node_rank))
+            gang.next_ns += SECOND_NS
+
+    def ended(self, run_id: str, fence: int, reason: Reason) -> None:
+        """Take that a gang has ended, and its devices are free."""
+        gang = self._gangs.get((run_id, fence))
+        if gang is not None:
+            gang.recording.flush()
+            if gang.delivery is not None:
+                gang.delivery.ending(MEANINGS[reason].state, reason, MEANINGS[reason].sentence)
+                gang.delivery.settled()
+
+    def close(self, timeout_s: float) -> bool:
+        """Wait until everything is delivered; return whether it is, by then."""
+        for gang in self._gangs.values():
+            if gang.thread is not None:
+                gang.thread.join(timeout_s)
+        late = [gang for gang in self._gangs.values() if gang.thread is not None and gang.thread.is_alive()]
+        for gang in late:
+            if gang.delivery is not None:
+                gang.delivery.stop()
+        return not late
+
+
+class _GangTelemetry(msgspec.Struct):
+    recording: TelemetryFile
+    next_ns: int
+    delivery: MlflowDelivery | None = None
+    thread: threading.Thread | None = None
+
+
+class _TrackingListener:
+    def __init__(self, telemetry: SimulatedTelemetry, run_id: str) -> None:
+        self._telemetry, self._run_id = telemetry, run_id
+
+    def tracked(self, tracked: TrackerRun) -> None:
+        self._telemetry.tracked[self._run_id] = tracked
+
+    def untracked(self, sentence: str, *, final: bool) -> None:
+        """Do nothing: simulated gangs are not watched."""
+
+    def said(self, sentence: str, *, note: bool) -> None:
+        """Do nothing: simulated gangs are not watched."""
+
+
+def _made_up_sample(at_ns: int, header: Header, node_rank: int) -> Sample:
+    """Return made-up figures: waves, another one for each device and node."""
+    seconds = (at_ns - header.origin_ns) / SECOND_NS
+    waves = [
+        0.5 + 0.5 * math.sin(2 * math.pi * (seconds / _TURN_S + 0.11 * (place + 3 * node_rank)))
+        for place in range(len(header.devices))
+    ]
+    gpus = tuple(
+        GpuSample(
+            busy_percent=round(70 + 28 * wave, 1),
+            memory_bytes=round(_MEMORY_BYTES * (0.6 + 0.3 * wave)),
+            memory_total_bytes=2 * _MEMORY_BYTES,
+            power_watts=round(420 + 240 * wave, 1),
+            power_limit_watts=700.0,
+            temperature_celsius=round(52 + 14 * wave, 1),
+        )
+        for wave in waves
+    )
+    share = sum(waves) / max(1, len(waves))
+    host = HostSample(
+        cpu_percent=round(20 + 40 * share, 1),
+        memory_bytes=round(_HOST_BYTES * (0.3 + 0.1 * share)),
+        memory_total_bytes=_HOST_BYTES,
+    )
+    return Sample(at_ns, host, gpus)

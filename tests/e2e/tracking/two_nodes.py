@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.engines.simulated_agents import SimulatedAgent, SimulatedTelemetry, SimulatedWork
+from serverless_gpu.engines.simulated_engine import SimulatedAgent, SimulatedTelemetry, SimulatedWork
 from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.spec import Resources, RunSpec, Tracking
 from serverless_gpu.testing import FakeClock

@@ -18,8 +18,14 @@ import msgspec
 
 from serverless_gpu.ambient import new_run_id
 from serverless_gpu.engines.base import Engine, EngineNode
-from serverless_gpu.engines.simulated_agents import Execution, Gang, SimulatedAgent, SimulatedWork
-from serverless_gpu.engines.simulated_engine import Reservations, SimulatedEngine
+from serverless_gpu.engines.simulated_engine import (
+    Execution,
+    Gang,
+    Reservations,
+    SimulatedAgent,
+    SimulatedEngine,
+    SimulatedWork,
+)
 from serverless_gpu.errors import ServerUnavailable
 from serverless_gpu.model.hardware import parse_fake
 from serverless_gpu.model.lifecycle.attempt import StopReason

@@ -15,8 +15,7 @@ from hypothesis import HealthCheck, given, settings
 
 from serverless_gpu import faults
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.engines.simulated_agents import SimulatedAgent, SimulatedWork
-from serverless_gpu.engines.simulated_engine import SimulatedEngine
+from serverless_gpu.engines.simulated_engine import SimulatedAgent, SimulatedEngine, SimulatedWork
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, Reason, State, StopReason
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db.database import Database

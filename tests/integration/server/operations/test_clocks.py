@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.engines.simulated_agents import SimulatedWork
+from serverless_gpu.engines.simulated_engine import SimulatedWork
 from serverless_gpu.errors import NotAuthenticated
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.server.composition import Services

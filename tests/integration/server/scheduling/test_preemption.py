@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.engines.simulated_agents import SimulatedWork
+from serverless_gpu.engines.simulated_engine import SimulatedWork
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.scheduling.values import QueuePolicy, WaitReason
 from serverless_gpu.model.spec import Priority
