@@ -20,7 +20,7 @@ from serverless_gpu.errors import EnvironmentUnsupported, InvalidValue
 _ADDRESS_DIGITS = 64
 
 
-def environments() -> Path:
+def environments_directory() -> Path:
     """Return the directory of this home's environments."""
     return this_home().environments
 
@@ -30,7 +30,7 @@ def recogniser(directory: Path) -> Recogniser:
     return Recogniser(directory / "index")
 
 
-def blobs(url: str | None, directory: Path) -> StoreBlobs:
+def open_blobs(url: str | None, directory: Path) -> StoreBlobs:
     """Return the objects of a store; None means this home's store."""
     return StoreBlobs(open_store(directory / "store" if url is None else url, os.environ))
 

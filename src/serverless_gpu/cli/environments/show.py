@@ -70,7 +70,7 @@ def show_now(python: str | None, *, as_json: bool, everything: bool) -> None:
 
 def show_stored(address: str, store: str | None, *, as_json: bool, everything: bool) -> None:
     """Show a snapshot of a store."""
-    blobs = locations.blobs(store, locations.environments())
+    blobs = locations.open_blobs(store, locations.environments_directory())
     snapshot = locations.choose_snapshot(address, blobs)
     # Documents of all units may be many and far away; those of unowned files are one for each root.
     wanted = {m.address for root in snapshot.roots for m in root.members if everything or m.kind == "unowned"}
@@ -87,7 +87,7 @@ def fingerprint(python: str | None, *, as_json: bool) -> None:
     difference = (
         Difference(changes=())
         if look.last is None
-        else _difference(look, locations.blobs(None, locations.environments()))
+        else _difference(look, locations.open_blobs(None, locations.environments_directory()))
     )
     if as_json:
         last = None if look.last is None else look.last.address
@@ -108,7 +108,7 @@ def fingerprint(python: str | None, *, as_json: bool) -> None:
 
 def differences(first: str | None, second: str | None, python: str | None, store: str | None, *, as_json: bool) -> bool:
     """Print the differences; return whether there are any."""
-    blobs = locations.blobs(store, locations.environments())
+    blobs = locations.open_blobs(store, locations.environments_directory())
     old = None if first is None else locations.choose_snapshot(first, blobs)
     if old is not None and second is not None:
         look = EnvironmentState(last=old, now=locations.choose_snapshot(second, blobs), sources={}, times={})
@@ -133,7 +133,7 @@ def _current_state(python: str | None, *, read_all: bool = False) -> Environment
     """Check an environment's files, and scan it when something is new or `read_all` is set."""
     times: dict[str, int] = {}
     description = _timed(times, "asking the interpreter", lambda: locations.describe(python))
-    recogniser = locations.recogniser(locations.environments())
+    recogniser = locations.recogniser(locations.environments_directory())
     last = recogniser.last(description)
     if not read_all:
         same = _timed(times, "gate", lambda: recogniser.gate(description))

@@ -32,9 +32,9 @@ _UNREADABLE_MAX = 5
 
 def capture(python: str | None, store: str | None, *, repair: bool, as_json: bool) -> None:
     """Capture an environment and print what was new."""
-    directory = locations.environments()
+    directory = locations.environments_directory()
     described = locations.describe(python)
-    blobs = locations.blobs(store, directory)
+    blobs = locations.open_blobs(store, directory)
     level = LEVEL_REMOTE if store is not None and is_remote(store) else LEVEL_LOCAL
     clock = SystemClock()
     began_ns = clock.boottime_ns()
@@ -94,8 +94,8 @@ def restore_into(
     address: str, target: str, python: str | None, store: str | None, *, copies: bool, as_json: bool
 ) -> None:
     """Restore a snapshot into a directory and say how to use it."""
-    directory = locations.environments()
-    blobs = locations.blobs(store, directory)
+    directory = locations.environments_directory()
+    blobs = locations.open_blobs(store, directory)
     snapshot = locations.choose_snapshot(address, blobs)
     order = ExportRequest(target=Path(target), python=locations.interpreter(python), copies=copies)
     names = {m.address[:SHORT]: titles([m]) for root in snapshot.roots for m in root.members}
@@ -137,8 +137,8 @@ def collect_garbage(
             hint="leave it out; or add --force when nobody captures into this store now",
         )
     limit = None if cache_size is None else size_bytes("--cache", cache_size)
-    directory = locations.environments()
-    blobs, cache = locations.blobs(store, directory), UnitCache(directory)
+    directory = locations.environments_directory()
+    blobs, cache = locations.open_blobs(store, directory), UnitCache(directory)
     since_ns = SystemClock().wall_ns() - keep_s * 1_000_000_000
     in_use = [one.address for one in environments(cache) if one.held or one.used_ns > since_ns]
     with Meters() as meters:

@@ -23,7 +23,7 @@ from serverless_gpu.server.db.tables import charges, folded, used_days, used_pla
 from serverless_gpu.server.records.charges import plain_ids
 from serverless_gpu.server.records.usage import FOLDED, SUMS, folded_seq, sums_of_rows
 
-EVERY_S = 60.0
+FOLD_EVERY_S = 60.0
 FOLDED_AT_ONCE = 10_000
 
 
@@ -40,9 +40,9 @@ class UsageRollup:
             lambda connection: connection.scalar(newer.where(charges.c.seq > folded_seq(connection))) is None
         )
         if is_done:
-            return now_ns + round(EVERY_S * 1e9)
+            return now_ns + round(FOLD_EVERY_S * 1e9)
         is_more = self._database.write(fold)
-        return now_ns if is_more else now_ns + round(EVERY_S * 1e9)
+        return now_ns if is_more else now_ns + round(FOLD_EVERY_S * 1e9)
 
 
 def fold(connection: sa.Connection, *, limit: int = FOLDED_AT_ONCE) -> bool:

@@ -19,7 +19,7 @@ from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.billing.ledger import EntryKind, LedgerLine, charge, reversed_line, standing, sum_of
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Fact, FactKind, Reason
 from serverless_gpu.server.invariants.invariant_inputs import OfCrew, RecordedRun, SeenReceipt, Violation, violation_of
-from serverless_gpu.server.lifecycle import metering
+from serverless_gpu.server.lifecycle.metering import used
 from serverless_gpu.server.records.attempts import StoredAttempt
 from serverless_gpu.server.records.charges import PostedEntry
 from serverless_gpu.server.records.crews import StoredCrew
@@ -110,7 +110,7 @@ def _charged(of: _OfCrew, own: Sequence[Fact], posted: Sequence[PostedEntry], re
     if of.crew.settled_ns is None or of.crew.uncharged:
         return
     try:
-        wanted = metering.used(of.attempt, of.crew, own)
+        wanted = used(of.attempt, of.crew, own)
     except InvalidValue as error:
         yield f"{of.name} cannot be charged: {error.message}"
         return
