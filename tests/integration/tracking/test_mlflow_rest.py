@@ -15,8 +15,7 @@ import pytest
 from serverless_gpu.model.spec import Tracking
 from serverless_gpu.testing.mlflow import FakeMlflow, FakeRun
 from serverless_gpu.tracking.base import Metric, TrackerAway, TrackerRefused, TrackerRun, split_userinfo
-from serverless_gpu.tracking.mlflow import MlflowTracker
-from serverless_gpu.tracking.rest import RestClient, proxy_for
+from serverless_gpu.tracking.mlflow import MlflowTracker, RestClient, proxy_for
 from tests.support.golden import golden
 
 NAMED = {"MLFLOW_TRACKING_URI": "http://HOST"}

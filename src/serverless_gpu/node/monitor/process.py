@@ -65,7 +65,7 @@ from serverless_gpu.node.monitor.messages import Peer
 from serverless_gpu.node.monitor.recorder import Recorder, sample_of
 from serverless_gpu.node.monitor.sampler import MachineSampler, NodeSample, SampleRequest, SamplerThread, WakeupEvent
 from serverless_gpu.node.processes.spawn import bound_log
-from serverless_gpu.tracking.rest import make_ready
+from serverless_gpu.tracking.mlflow import make_ready
 
 PEERS_MAX = 1_024
 ENDED_MAX = 32
