@@ -51,7 +51,7 @@ from serverless_gpu.server.lifecycle.rendezvous import RendezvousService, Rendez
 from serverless_gpu.server.lifecycle.reports import ReportService
 from serverless_gpu.server.lifecycle.requeue import OrderDeliveries, Requeue
 from serverless_gpu.server.lifecycle.transitions import Announcer, ReportRequests
-from serverless_gpu.server.nodes import drain, node_routes
+from serverless_gpu.server.nodes import drain, node_service
 from serverless_gpu.server.nodes.agent_service import AgentService
 from serverless_gpu.server.nodes.drain import DrainService
 from serverless_gpu.server.nodes.node_admission import JoinService, NodeAdmission
@@ -233,7 +233,7 @@ def _build(kind: Callable[..., T], parts: dict[str, object], **own: object) -> T
 
 
 ROUTES: tuple[Routes, ...] = (
-    node_routes.agent_routes,
+    node_service.agent_routes,
     reports.routes,
     audit.routes,
     blobs.routes,
@@ -241,7 +241,7 @@ ROUTES: tuple[Routes, ...] = (
     drain.routes,
     environments.routes,
     estimates.routes,
-    node_routes.routes,
+    node_service.routes,
     pools.routes,
     policies.routes,
     price_service.routes,
