@@ -25,7 +25,7 @@ def environments_directory() -> Path:
     return this_home().environments
 
 
-def recogniser(directory: Path) -> Recogniser:
+def known_environments(directory: Path) -> Recogniser:
     """Return the recogniser of environments that this home captured."""
     return Recogniser(directory / "index")
 

@@ -133,7 +133,7 @@ def _current_state(python: str | None, *, read_all: bool = False) -> Environment
     """Check an environment's files, and scan it when something is new or `read_all` is set."""
     times: dict[str, int] = {}
     description = _timed(times, "asking the interpreter", lambda: locations.describe(python))
-    recogniser = locations.recogniser(locations.environments_directory())
+    recogniser = locations.known_environments(locations.environments_directory())
     last = recogniser.last(description)
     if not read_all:
         same = _timed(times, "gate", lambda: recogniser.gate(description))

@@ -38,7 +38,7 @@ def capture(python: str | None, store: str | None, *, repair: bool, as_json: boo
     level = LEVEL_REMOTE if store is not None and is_remote(store) else LEVEL_LOCAL
     clock = SystemClock()
     began_ns = clock.boottime_ns()
-    recogniser = locations.recogniser(directory)
+    recogniser = locations.known_environments(directory)
     removed: tuple[str, ...] = ()
     with Meters() as meters:
         if repair:

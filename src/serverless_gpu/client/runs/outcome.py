@@ -205,10 +205,10 @@ def _consequences(stopped: Stopped) -> list[str]:
     if stopped.state is not State.FAILED:
         return []
     shown = []
-    for failure in stopped.consequences[:_CONSEQUENCES_MAX]:
-        who = "the attempt" if failure.rank is None else f"rank {failure.rank}"
-        who = f"{who} on {failure.node}" if failure.node else who
-        text = f"{who}: {failure.detail or MEANINGS[failure.reason].sentence}"
+    for consequence in stopped.consequences[:_CONSEQUENCES_MAX]:
+        who = "the attempt" if consequence.rank is None else f"rank {consequence.rank}"
+        who = f"{who} on {consequence.node}" if consequence.node else who
+        text = f"{who}: {consequence.detail or MEANINGS[consequence.reason].sentence}"
         shown.append(f"consequence: {text[:_CONSEQUENCE_CHARACTERS_MAX]}")
     more = len(stopped.consequences) - _CONSEQUENCES_MAX
     return shown + ([f"consequence: {more} more ranks failed"] if more > 0 else [])

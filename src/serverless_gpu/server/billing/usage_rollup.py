@@ -23,8 +23,8 @@ from serverless_gpu.server.db.tables import charges, folded, used_days, used_pla
 from serverless_gpu.server.records.charges import plain_ids
 from serverless_gpu.server.records.usage import FOLDED, SUMS, folded_seq, sums_of_rows
 
-FOLD_EVERY_S = 60.0
-FOLDED_AT_ONCE = 10_000
+EVERY_S = 60.0
+AT_ONCE = 10_000
 
 
 class UsageRollup:
@@ -40,12 +40,12 @@ class UsageRollup:
             lambda connection: connection.scalar(newer.where(charges.c.seq > folded_seq(connection))) is None
         )
         if is_done:
-            return now_ns + round(FOLD_EVERY_S * 1e9)
+            return now_ns + round(EVERY_S * 1e9)
         is_more = self._database.write(fold)
-        return now_ns if is_more else now_ns + round(FOLD_EVERY_S * 1e9)
+        return now_ns if is_more else now_ns + round(EVERY_S * 1e9)
 
 
-def fold(connection: sa.Connection, *, limit: int = FOLDED_AT_ONCE) -> bool:
+def fold(connection: sa.Connection, *, limit: int = AT_ONCE) -> bool:
     """Add some entries to the sums; return whether there may be more."""
     after = folded_seq(connection)
     some = sa.select(charges.c.seq).where(charges.c.seq > after).order_by(charges.c.seq).limit(limit)
