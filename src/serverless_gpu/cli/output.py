@@ -63,7 +63,7 @@ def say_failure(error: BaseException) -> None:
     text = (
         str(error)
         if isinstance(error, ServerlessGpuError)
-        else f"{type(error).__name__}: {load('serverless_gpu.client.runs.rank_failures').error_text(error)}"
+        else f"{type(error).__name__}: {load('serverless_gpu.client.runs.outcome').error_text(error)}"
     )
     for part in (cause, f"sgpu: {text}", *getattr(error, "__notes__", [])):
         if part:

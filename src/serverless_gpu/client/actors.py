@@ -28,7 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
-from serverless_gpu.client.runs.rank_failures import add_note, rebuild_exception
+from serverless_gpu.client.runs.outcome import add_note, rebuild_exception
 from serverless_gpu.client.runs.run import Run
 from serverless_gpu.errors import NotPicklable, ServerlessGpuError, SessionEnded
 from serverless_gpu.node.inside import payload

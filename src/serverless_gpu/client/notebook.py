@@ -35,7 +35,7 @@ from typing import NamedTuple, Protocol
 from serverless_gpu.client.decorator import distributed
 from serverless_gpu.client.launch.launch import prewarm, should_prewarm
 from serverless_gpu.client.launch.preflight import explain
-from serverless_gpu.client.runs.rank_failures import RemoteTraceback
+from serverless_gpu.client.runs.outcome import RemoteTraceback
 from serverless_gpu.errors import InvalidOption, NoSuitableNode, NotPicklable, UsageError
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.inside.call import distributed_cell

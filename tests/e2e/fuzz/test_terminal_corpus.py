@@ -14,7 +14,7 @@ import pytest
 
 from serverless_gpu.cli import output
 from serverless_gpu.cli.output import columns
-from serverless_gpu.client.runs import rank_failures
+from serverless_gpu.client.runs import outcome
 from serverless_gpu.node.inside import failure
 
 CORPUS = (
@@ -94,6 +94,6 @@ def test_what_a_rank_raised_is_told_without_what_moves(hostile: str) -> None:
         raise ValueError(hostile)
     except ValueError as caught:
         described = failure.describe(caught)
-    told = rank_failures.rebuild_exception(described, None, rank=0, host=hostile, run_id="r", log_path="l")
+    told = outcome.rebuild_exception(described, None, rank=0, host=hostile, run_id="r", log_path="l")
     said = [str(told), str(told.__cause__), *getattr(told, "__notes__", [])]
     assert all(harmless(text) for text in said), said

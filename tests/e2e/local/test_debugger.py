@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu import distributed
-from serverless_gpu.client.runs.rank_failures import rebuild_exception
+from serverless_gpu.client.runs.outcome import rebuild_exception
 from tests.support.golden import golden
 
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
 from serverless_gpu.client.launch.call_contents import explain_unpicklable, largest_captured
-from serverless_gpu.client.runs.rank_failures import error_text
+from serverless_gpu.client.runs.outcome import error_text
 from serverless_gpu.errors import (
     ArgumentMismatch,
     NoSuitableNode,

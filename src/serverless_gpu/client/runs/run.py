@@ -23,8 +23,7 @@ import msgspec
 from serverless_gpu.ambient import SystemClock, created_wall_ns
 from serverless_gpu.client.caller_context import interruptible
 from serverless_gpu.client.display.run_display import Display, TerminalDisplay, make_display, second_interrupt_text
-from serverless_gpu.client.runs.outcome import checked_rank, load_result, make_exception, untold_tails
-from serverless_gpu.client.runs.rank_failures import in_notebooks
+from serverless_gpu.client.runs.outcome import checked_rank, in_notebooks, load_result, make_exception, untold_tails
 from serverless_gpu.client.runs.run_source import ConnectionNote, RunSource
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, ServerProblem, error_class
 from serverless_gpu.json_codec import from_json

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.client.runs import rank_failures
+from serverless_gpu.client.runs import outcome
 from serverless_gpu.errors import RemoteError
 from tests.support.golden import golden
 from tests.support.node.rank_process import run_rank
@@ -68,9 +68,7 @@ def test_F57_a_class_that_cannot_be_imported_here_becomes_a_remote_error(tmp_pat
     path = tmp_path / "error.pkl"
     written, described = run_rank(RAISE, path, path=tmp_path).splitlines()
     assert written == "True"
-    back = rank_failures.rebuild_exception(
-        json.loads(described), str(path), rank=0, host="h", run_id="r", log_path="/l"
-    )
+    back = outcome.rebuild_exception(json.loads(described), str(path), rank=0, host="h", run_id="r", log_path="/l")
     assert isinstance(back, RemoteError)
     assert str(back).startswith("rank 0 raised remote_only.Special: only there\nhint: ")
     assert golden("node.failure_transport.module-named-remote") in back.hint
@@ -91,7 +89,5 @@ def test_F57_the_same_class_is_caught_by_its_type_when_it_can_be_imported(
     path = tmp_path / "error.pkl"
     _, described = run_rank(RAISE, path, path=tmp_path).splitlines()
     monkeypatch.syspath_prepend(tmp_path)
-    back = rank_failures.rebuild_exception(
-        json.loads(described), str(path), rank=0, host="h", run_id="r", log_path="/l"
-    )
+    back = outcome.rebuild_exception(json.loads(described), str(path), rank=0, host="h", run_id="r", log_path="/l")
     assert type(back) is sys.modules.pop("remote_only").Special and vars(back)["b"] == "and here"

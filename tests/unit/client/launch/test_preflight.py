@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from serverless_gpu.client.launch import preflight
-from serverless_gpu.client.runs.rank_failures import without_own_frames
+from serverless_gpu.client.runs.outcome import without_own_frames
 from serverless_gpu.errors import ArgumentMismatch, NotDistributable, NotPicklable, StorageError
 from serverless_gpu.node.inside import call, payload
 from tests.support.golden import golden

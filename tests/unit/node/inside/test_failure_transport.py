@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from serverless_gpu.client.runs import rank_failures
+from serverless_gpu.client.runs import outcome
 from serverless_gpu.errors import RemoteError, RunError
 from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.node.inside import failure, payload
@@ -95,7 +95,7 @@ def rebuilt(error: BaseException, directory: Path) -> BaseException:
     if pickled is not None:
         Path(path).write_bytes(pickled)
     description = json.loads(json.dumps(failure.describe(error)))
-    return rank_failures.rebuild_exception(
+    return outcome.rebuild_exception(
         description, path if pickled is not None else None, rank=1, host="node1", run_id="r7", log_path="/logs/1"
     )
 
@@ -255,7 +255,7 @@ def test_F06_an_exception_comes_back_as_its_own_type_with_cause_and_note(tmp_pat
     back = rebuilt(error, tmp_path)
     assert type(back) is ValueError and back.args == ("bad value", 7)
     assert back.__notes__ == ["from the user", golden("node.failure_transport.rank-host-node1")]
-    assert isinstance(back.__cause__, rank_failures.RemoteTraceback)
+    assert isinstance(back.__cause__, outcome.RemoteTraceback)
     shown = "".join(traceback.format_exception(back))
     assert "in raised\n" in shown and "raise make()" in shown and "direct cause" in shown
 
@@ -346,7 +346,7 @@ def test_F07_what_would_end_the_caller_becomes_a_run_error(
     back = rebuilt(error, tmp_path)
     assert type(back) is RunError and words in str(back)
     assert (back.reason, back.rank, back.run_id) == (reason, 1, "r7")
-    assert isinstance(back.__cause__, rank_failures.RemoteTraceback)
+    assert isinstance(back.__cause__, outcome.RemoteTraceback)
 
 
 def test_other_base_exceptions_become_remote_errors(tmp_path: Path) -> None:
@@ -355,7 +355,7 @@ def test_other_base_exceptions_become_remote_errors(tmp_path: Path) -> None:
 
 
 def test_an_incomplete_description_still_gives_an_error() -> None:
-    back = rank_failures.rebuild_exception({}, None, rank=0, host="h", run_id="r", log_path="/l")
+    back = outcome.rebuild_exception({}, None, rank=0, host="h", run_id="r", log_path="/l")
     assert isinstance(back, RemoteError) and golden("node.failure_transport.rank-raised-exception") in str(back)
 
 
@@ -451,7 +451,7 @@ def test_23A7_a_failure_whose_loading_would_end_the_caller_becomes_a_remote_erro
     path = tmp_path / "0.pkl"
     payload.dump(EndsReader("x"), str(path))
     record = failure.describe(EndsReader("x"))
-    back = rank_failures.rebuild_exception(record, str(path), rank=0, host="h", run_id="r", log_path="/l")
+    back = outcome.rebuild_exception(record, str(path), rank=0, host="h", run_id="r", log_path="/l")
     assert isinstance(back, RemoteError) and "SystemExit: 5" in str(back)
 
 
@@ -459,9 +459,7 @@ def test_23A7_a_ctrl_c_while_a_failure_is_loaded_is_the_callers(tmp_path: Path) 
     path = tmp_path / "0.pkl"
     path.write_bytes(payload.dumps(ctrl_c := Interrupting("x")))
     with pytest.raises(KeyboardInterrupt):
-        rank_failures.rebuild_exception(
-            failure.describe(ctrl_c), str(path), rank=0, host="h", run_id="r", log_path="/l"
-        )
+        outcome.rebuild_exception(failure.describe(ctrl_c), str(path), rank=0, host="h", run_id="r", log_path="/l")
 
 
 class Interrupting(Exception):
