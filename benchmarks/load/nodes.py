@@ -19,7 +19,7 @@ import msgspec
 
 from benchmarks.load.asking import Asker
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.engines.simulated_engine import Gang, SimulatedAgent, SimulatedWork
+from serverless_gpu.engines.simulated_engine import CrewKey, SimulatedAgent, SimulatedWork
 from serverless_gpu.errors import NotFound, ServerUnavailable
 from serverless_gpu.model.hardware import parse_fake
 from serverless_gpu.wire.agents import (
@@ -102,7 +102,7 @@ class OverHttp:
         """Say what was taken."""
         self._ask("take", f"/agents/{node}/orders/ack", taken, None)
 
-    def report(self, token: str, gang: Gang, report: Report) -> ReportAnswer:
+    def report(self, token: str, gang: CrewKey, report: Report) -> ReportAnswer:
         """Say what is new about an attempt."""
         return self._ask("report", f"/attempts/{gang[0]}/{gang[1]}/report", report, ReportAnswer, token=token)
 

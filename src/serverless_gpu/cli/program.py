@@ -119,9 +119,7 @@ COMMANDS = {
     "runs": CommandEntry(
         "runs.run_table:runs", "List runs, newest first: those of this home, and those of the server if there is one."
     ),
-    "secret": CommandEntry(
-        "secrets:secret", 'Set, list and delete secrets that runs get: secrets=["HF_TOKEN"].'
-    ),
+    "secret": CommandEntry("secrets:secret", 'Set, list and delete secrets that runs get: secrets=["HF_TOKEN"].'),
     "server": CommandEntry("server:server_group", "Look after a server: its settings, its unit, its backups."),
     "share": CommandEntry("pools:share", "List and set who gets how much while others want devices, too."),
     "show": CommandEntry(

@@ -168,7 +168,7 @@ class SimulatedEngine(Engine):
 
 
 T = TypeVar("T")
-_CrewKey = tuple[str, int]
+CrewKey = tuple[str, int]
 
 _STOPPED = {
     StopReason.CANCEL: Reason.CANCELLED,
@@ -202,7 +202,7 @@ class Control(Protocol):
         """Say which orders need not come again."""
         ...
 
-    def report(self, token: str, gang: _CrewKey, report: Report) -> ReportAnswer:
+    def report(self, token: str, gang: CrewKey, report: Report) -> ReportAnswer:
         """Say what is new about an attempt."""
         ...
 
@@ -282,7 +282,7 @@ class SimulatedAgent:
         self.executions: list[Execution] = []  # every stretch of user code that ran here
         self.reaches = self.hears = self.alive = True  # requests arrive at the server, answers arrive here
         self.forgets_to_acknowledge = False  # takes orders without saying so
-        self.kept: list[_CrewKey] = []  # stale gangs: stopped, their files kept, never reported again
+        self.kept: list[CrewKey] = []  # stale gangs: stopped, their files kept, never reported again
         self.observer: Observer | None = None  # sees what its gangs do
         self.pool = ""
         self._clock, self._work = clock, work
@@ -291,7 +291,7 @@ class SimulatedAgent:
         self._beat_ns: int | None = None
         self._heartbeat_s = 5.0
         self._grace_s = 900.0
-        self._attempts: dict[_CrewKey, _Attempt] = {}
+        self._attempts: dict[CrewKey, _Attempt] = {}
 
     @property
     def boot_id(self) -> str:
@@ -299,7 +299,7 @@ class SimulatedAgent:
         return f"{self.name}-boot-{self._boots}"
 
     @property
-    def gangs(self) -> list[_CrewKey]:
+    def gangs(self) -> list[CrewKey]:
         """Return the gangs it has something of that the server has not taken."""
         return [gang for gang, attempt in self._attempts.items() if not attempt.stale]
 

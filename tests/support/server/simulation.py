@@ -20,7 +20,7 @@ from serverless_gpu.ambient import new_run_id
 from serverless_gpu.engines.base import Engine, EngineNode
 from serverless_gpu.engines.simulated_engine import (
     Execution,
-    Gang,
+    CrewKey,
     Reservations,
     SimulatedAgent,
     SimulatedEngine,
@@ -97,7 +97,7 @@ class InProcess:
         """Say what was taken."""
         self._world.asked(lambda services: services.agents.take(NODE, node, taken.seqs))
 
-    def report(self, token: str, gang: Gang, report: Report) -> ReportAnswer:
+    def report(self, token: str, gang: CrewKey, report: Report) -> ReportAnswer:
         """Report with the attempt's own token, which is looked at as the gate does."""
 
         def apply(services: Services) -> ReportAnswer:
