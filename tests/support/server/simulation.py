@@ -19,8 +19,8 @@ import msgspec
 from serverless_gpu.ambient import new_run_id
 from serverless_gpu.engines.base import Engine, EngineNode
 from serverless_gpu.engines.simulated_engine import (
-    Execution,
     CrewKey,
+    Execution,
     Reservations,
     SimulatedAgent,
     SimulatedEngine,
