@@ -301,20 +301,6 @@ def apply_to_crew(
     return msgspec.structs.replace(told, looks=looks)
 
 
-def refold(connection: sa.Connection, run: StoredRun, *, at_ns: int) -> TransitionResult:
-    """Write what the crews of a run's attempt amount to, where the attempt says otherwise (`gangs.is_folded`)."""
-    attempt = run.attempt
-    assert attempt is not None and run.state in ACTIVE
-    folded, follows = gangs.follow(run, attempt.crews, is_word=False)
-    gang = _Gang(attempt=attempt, crews=attempt.crews, folded=folded)
-    note = Note(at_ns=at_ns, detail=gang.detail)
-    told = _tell(connection, run, follows, gang=gang, note=note)
-    if not told.changed:  # then nothing of the attempt was written either
-        _write_attempt(connection, gang, told, over=None, note=note)
-    looks = tuple(crew for crew in attempt.open_crews if gang.is_new)
-    return msgspec.structs.replace(told, looks=looks)
-
-
 def _after(crew: StoredCrew, happened: Sequence[Event], note: Note) -> StoredCrew:
     for event in happened:
         crew = gangs.after(crew, event, at_ns=note.at_ns, exec_ns=note.exec_ns)

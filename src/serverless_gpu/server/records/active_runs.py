@@ -115,15 +115,3 @@ def active_briefly(connection: sa.Connection) -> list[ActiveRun]:
             called_off=bool(row[19]),
         )
     return list(found.values())
-
-
-def on_several_nodes(connection: sa.Connection) -> list[str]:
-    """Return the runs that have an attempt on several nodes which has not ended."""
-    return list(connection.scalars(_ON_SEVERAL_NODES))
-
-
-_ON_SEVERAL_NODES = (
-    sa.select(runs.c.id)
-    .select_from(runs.join(attempts, _CURRENT))
-    .where(runs.c.state.in_([state.value for state in ACTIVE]), attempts.c.num_nodes > 1)
-)

@@ -5,7 +5,6 @@
     an owner who may start no runs any more      their runs end by themselves, or are stopped (`owner_suspension.py`)
     a node that is drained or not shared         runs that have to leave it are told, and then stopped (`node_rules.py`)
     crews that do not meet                       the gang is called off, and placed again (`rendezvous.py`)
-    a gang that differs from its crews           corrected, and logged as an error (`gang_reconciler.py`)
     an engine's events                           nodes to be counted on, or not
 
 Each decision is one transaction with the run as it was read. When a report was faster, nothing happens, and the next
@@ -21,7 +20,6 @@ from serverless_gpu.engines.base import Engine, NodeLost
 from serverless_gpu.server.core.hub import SCHEDULER, Hub
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.lifecycle.gang_reconciler import GangReconciler
 from serverless_gpu.server.lifecycle.gangs import GangProgress
 from serverless_gpu.server.lifecycle.liveness import Leases, LivenessMonitor, Presence
 from serverless_gpu.server.lifecycle.owner_suspension import OwnerSuspension
@@ -54,7 +52,6 @@ class Reconciler:
         gang_progress: GangProgress,
         announcer: Announcer,
         evacuation: Evacuation,
-        gang_reconciler: GangReconciler,
         owner_suspension: OwnerSuspension,
         rendezvous: RendezvousService,
         scheduler: Scheduler,
@@ -68,7 +65,6 @@ class Reconciler:
         self._deliveries = deliveries
         self._gang_progress = gang_progress
         self._evacuation = evacuation
-        self._gang_reconciler = gang_reconciler
         self._owner_suspension = owner_suspension
         self._rendezvous = rendezvous
         self._engine = engine
@@ -100,7 +96,6 @@ class Reconciler:
         self._deliveries.forget(known - gangs)
         held_back = {run.id for run in active if self._is_held_back(run)}
         self._liveness.check(active, held_back, now_ns)
-        self._gang_reconciler.reconcile([run.id for run in active if run.num_nodes > 1])
         self._rendezvous.look([run for run in active if run.id not in held_back], now_ns)
         self._owner_suspension.stop_some()
         self._evacuation.look()
@@ -108,7 +103,6 @@ class Reconciler:
         if self._settled_ns is None or now_ns - self._settled_ns >= SELDOM_S * 1e9:
             self._settled_ns = now_ns
             self._liveness.settle_overdue(now_ns)
-            self._gang_reconciler.reconcile()
         return now_ns + round(EVERY_S * 1e9)
 
     def _is_held_back(self, run: ActiveRun) -> bool:

@@ -259,7 +259,7 @@ def test_a_crew_that_fails_just_before_the_last_has_returned_is_the_cause(
     returned(services, run_id, 0)
     say(services, run_id, 1, State.STOPPING, halt=Halt(reason=Reason.RANK_RAISED, rank=1, detail="no luck"))
     answer = say(services, run_id, 0, returned=True)
-    assert (answer.release, answer.peer_failed) == (False, golden("server.folding_again.rank-n2-luck"))
+    assert (answer.release, answer.peer_failed) == (False, golden("server.unfolded_gangs.rank-n2-luck"))
     assert not attempt_of(database, run_id).released and wrong(database) == []
 
 
