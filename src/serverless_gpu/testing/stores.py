@@ -18,7 +18,7 @@ from blake3 import blake3
 
 from serverless_gpu.environment.documents import FileRow, Unit, unit_address
 from serverless_gpu.environment.stores.base import Store
-from serverless_gpu.environment.stores.blobs import encode
+from serverless_gpu.environment.stores.codec import encode
 from serverless_gpu.errors import EnvironmentRejected
 
 HOSTILE_KEYS = (

@@ -22,21 +22,13 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TypeVar
 
-import msgspec
 from blake3 import blake3
 
 from serverless_gpu.ambient import Clock, SystemClock
-from serverless_gpu.environment.compression import LEVEL_REMOTE, compress, decompress
-from serverless_gpu.environment.documents import (
-    SNAPSHOT_VERSION,
-    VERSION,
-    Snapshot,
-    Unit,
-    snapshot_address,
-    unit_address,
-)
-from serverless_gpu.environment.snapshot_rules import check_snapshot, check_unit
+from serverless_gpu.environment.documents import Snapshot, Unit
+from serverless_gpu.environment.snapshot_rules import check_snapshot
 from serverless_gpu.environment.stores.base import CollectionGuard, Store, check_key
+from serverless_gpu.environment.stores.codec import AlteredObject, encode, pack_of, snapshot_of, unit_of
 from serverless_gpu.environment.stores.collection import LEASE_S, LIST_NAME, CondemnedEntry, collectors, read_condemned
 from serverless_gpu.errors import (
     EnvironmentCorrupt,
@@ -45,7 +37,6 @@ from serverless_gpu.errors import (
     InvalidValue,
     StoreUnavailable,
 )
-from serverless_gpu.json_codec import from_msgpack
 
 CAPTURE_S_MAX = 6 * 3600
 """How long after its first question a capture may publish; garbage collection leaves it four times as long."""
@@ -314,155 +305,3 @@ def _missing_error(what: str, url: str) -> EnvironmentMissing:
         f"{what} is not in the store {url}",
         hint="it was never captured there, or has been removed: `sgpu env capture` puts it there (again)",
     )
-
-
-DOCUMENT_BYTES_MAX = 256 * 1024 * 1024
-"""Most bytes of a document before compression: a million rows of 250 bytes."""
-SNAPSHOT_BYTES_MAX = 32 * 1024 * 1024
-"""Most bytes of a snapshot before compression: thousands of units, and what hundreds of thousands of modules say."""
-SNAPSHOT_VALUES_MAX = 1_000_000
-"""Most values in a snapshot, at any depth: lists and maps in it are not of one length, so all of them are counted."""
-ITEMS_MAX = 1_000_000
-"""Most rows, packs, blocks, places or other items of one kind."""
-_Document = TypeVar("_Document", bound=msgspec.Struct)
-_FIXED = {0xCA: 5, 0xCB: 9, 0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, 0xD0: 2, 0xD1: 3, 0xD2: 5, 0xD3: 9}
-_BYTES = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
-_LISTS = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
-_ANOTHER = "it is not what its address says"
-
-
-class _Shape(msgspec.Struct):
-    """What is looked at before the rest is decoded; a document has some of it."""
-
-    version: int = 0
-    rows: msgspec.Raw = msgspec.Raw()
-    packs: msgspec.Raw = msgspec.Raw()
-    blocks: msgspec.Raw = msgspec.Raw()
-    places: msgspec.Raw = msgspec.Raw()
-    roots: msgspec.Raw = msgspec.Raw()
-    entries: msgspec.Raw = msgspec.Raw()
-
-
-def encode(document: msgspec.Struct) -> bytes:
-    """Return a document as it is stored."""
-    content = msgspec.msgpack.encode(document)
-    if isinstance(document, Snapshot):
-        what = f"snapshot {document.address[:12]}"
-        if len(content) > SNAPSHOT_BYTES_MAX:
-            raise EnvironmentRejected(f"{what} has {len(content)} bytes, and {SNAPSHOT_BYTES_MAX} are the most")
-        _check_values(content, what)
-    return compress(content, LEVEL_REMOTE)
-
-
-def decode(data: bytes, kind: type[_Document], what: str) -> _Document:
-    """Return a document from its stored form; its own rules are not checked here."""
-    content = decompress(data, SNAPSHOT_BYTES_MAX if kind is Snapshot else DOCUMENT_BYTES_MAX)
-    try:
-        if kind is Snapshot:
-            _check_values(content, what)
-        _check_shape(from_msgpack(content, _Shape), what, SNAPSHOT_VERSION if kind is Snapshot else VERSION)
-        document = from_msgpack(content, kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise EnvironmentRejected(f"{what} cannot be read: {error}") from None
-    if msgspec.msgpack.encode(document) != content:
-        raise EnvironmentRejected(f"{what} has parts that do not belong there")
-    return document
-
-
-def _check_shape(shape: _Shape, what: str, newest: int) -> None:
-    if not 1 <= shape.version <= newest:
-        raise EnvironmentRejected(
-            f"{what} is in version {shape.version} of the format, and this program reads version {newest}",
-            hint="it was written by another version of serverless-gpu: `pip install --upgrade serverless-gpu`",
-        )
-    for name in ("rows", "packs", "blocks", "places", "roots", "entries"):
-        if (count := _items(bytes(memoryview(getattr(shape, name))[:5]))) > ITEMS_MAX:
-            raise EnvironmentRejected(f"{what} has {count} {name}, and {ITEMS_MAX} are the most")
-
-
-def _items(head: bytes) -> int:
-    """Return how many items an array in msgpack says it has, from its first bytes; 0 for anything else."""
-    if head[:1] == b"\xdd":
-        return int.from_bytes(head[1:5], "big")
-    if head[:1] == b"\xdc":
-        return int.from_bytes(head[1:3], "big")
-    return 0
-
-
-def _check_values(content: bytes, what: str) -> None:
-    """Refuse a document of too many values, whatever it is made of; nothing is made of them here."""
-    if len(content) <= SNAPSHOT_VALUES_MAX:
-        return  # each takes a byte
-    values, left, at = 0, 1, 0
-    while left:
-        values, left = values + 1, left - 1
-        if values > SNAPSHOT_VALUES_MAX:
-            raise EnvironmentRejected(f"{what} has more than {SNAPSHOT_VALUES_MAX} values")
-        size, inside = _value(content, at)
-        at, left = at + size, left + inside
-        if left > len(content) - at:
-            raise EnvironmentRejected(f"{what} cannot be read: it ends early")
-
-
-def _value(content: bytes, at: int) -> tuple[int, int]:
-    """Return how many bytes of msgpack a value takes without those in it, and how many are directly in it."""
-    first = content[at]
-    if 0xA0 <= first <= 0xBF:  # short text, most of what there is
-        return 1 + (first & 0x1F), 0
-    if 0x80 <= first <= 0x8F:
-        return 1, 2 * (first & 0x0F)
-    if 0x90 <= first <= 0x9F:
-        return 1, first & 0x0F
-    if first in _BYTES:
-        digits = _BYTES[first]
-        return 1 + digits + int.from_bytes(content[at + 1 : at + 1 + digits], "big"), 0
-    if first in _LISTS:
-        digits, each = _LISTS[first]
-        return 1 + digits, each * int.from_bytes(content[at + 1 : at + 1 + digits], "big")
-    return _FIXED.get(first, 1), 0  # what is of no kind we write is refused when it is decoded
-
-
-class AlteredObject(Exception):
-    """Bytes are not what their address says."""
-
-
-def snapshot_of(data: bytes, address: str) -> Snapshot:
-    """Return the snapshot of an address."""
-    snapshot = document_of(data, Snapshot, f"snapshot {address[:12]}")
-    _obey(lambda: check_snapshot(snapshot), lambda: snapshot_address(snapshot) == address)
-    if snapshot.address != address:
-        raise AlteredObject(_ANOTHER)
-    return snapshot
-
-
-def unit_of(data: bytes, address: str) -> Unit:
-    """Return the unit of an address."""
-    unit = document_of(data, Unit, f"unit {address[:12]}")
-    _obey(lambda: check_unit(unit), lambda: unit_address(unit.rows) == address)
-    if unit.address != address:
-        raise AlteredObject(_ANOTHER)
-    return unit
-
-
-def pack_of(data: bytes | memoryview, digest: str) -> None:
-    """Do nothing when these bytes are the pack of a name."""
-    if blake3(data).hexdigest() != digest:
-        raise AlteredObject(_ANOTHER)
-
-
-def document_of(data: bytes, kind: type[_Document], what: str) -> _Document:
-    """Return a document whose rules and address are still to be checked."""
-    try:
-        return decode(data, kind, what)
-    except EnvironmentRejected as error:
-        # A hint says that another version wrote it; what cannot be read for another reason, no version wrote.
-        raise (error if error.hint else AlteredObject(error.message)) from None
-
-
-def _obey(check: Callable[[], None], is_itself: Callable[[], bool]) -> None:
-    try:
-        check()
-    except EnvironmentRejected:
-        if is_itself():
-            raise  # it was written like that
-        raise AlteredObject(_ANOTHER) from None

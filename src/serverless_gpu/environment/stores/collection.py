@@ -39,7 +39,8 @@ import msgspec
 from serverless_gpu.environment.documents import VERSION
 from serverless_gpu.environment.progress import ProgressPoint, Report, ignore_progress
 from serverless_gpu.environment.stores.base import Store, Stored
-from serverless_gpu.environment.stores.blobs import ITEMS_MAX, StoreBlobs, decode, encode
+from serverless_gpu.environment.stores.blobs import StoreBlobs
+from serverless_gpu.environment.stores.codec import ITEMS_MAX, decode, encode
 from serverless_gpu.errors import EnvironmentProblem, EnvironmentRejected, StoreUnavailable
 
 KEEP_S = 30 * 24 * 3600

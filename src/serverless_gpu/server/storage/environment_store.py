@@ -42,7 +42,8 @@ from blake3 import blake3
 from serverless_gpu.ambient import Clock
 from serverless_gpu.environment.documents import Packages, Snapshot, Unit, packages_of
 from serverless_gpu.environment.stores.base import Store, Stored, check_key
-from serverless_gpu.environment.stores.blobs import AlteredObject, StoreBlobs, pack_of, snapshot_of, unit_of
+from serverless_gpu.environment.stores.blobs import StoreBlobs
+from serverless_gpu.environment.stores.codec import AlteredObject, pack_of, snapshot_of, unit_of
 from serverless_gpu.environment.stores.collection import CollectionResult, collect, read_condemned
 from serverless_gpu.environment.stores.repair import ContentMismatch, ReadPack, check_content, damaged
 from serverless_gpu.errors import (

@@ -35,7 +35,7 @@ from blake3 import blake3
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.environment.stores.base import OBJECT_BYTES_MAX, Store, check_key, check_range
-from serverless_gpu.environment.stores.blobs import AlteredObject
+from serverless_gpu.environment.stores.codec import AlteredObject
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentRejected, StoreUnavailable
 from serverless_gpu.server.core.disk_space import KEPT_FREE_BYTES, free_bytes
 

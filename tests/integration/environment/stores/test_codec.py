@@ -12,7 +12,7 @@ import pytest
 
 from serverless_gpu.environment.compression import compress
 from serverless_gpu.environment.documents import Snapshot, SnapshotOrigin, make_snapshot
-from serverless_gpu.environment.stores.blobs import SNAPSHOT_BYTES_MAX, decode, encode
+from serverless_gpu.environment.stores.codec import SNAPSHOT_BYTES_MAX, decode, encode
 from serverless_gpu.errors import EnvironmentRejected
 from tests.support.environment.hostile import PYTHON, file, member_of, snapshot, unit
 from tests.support.golden import golden
@@ -24,7 +24,7 @@ BOMB = """
 import sys
 from pathlib import Path
 from serverless_gpu.environment.documents import Snapshot
-from serverless_gpu.environment.stores.blobs import decode
+from serverless_gpu.environment.stores.codec import decode
 from serverless_gpu.errors import EnvironmentRejected
 def most_kb():
     # Not ru_maxrss: that begins with what the process had which started this one.

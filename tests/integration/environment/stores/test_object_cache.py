@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.environment.stores.blobs import StoreBlobs, encode
+from serverless_gpu.environment.stores.blobs import StoreBlobs
+from serverless_gpu.environment.stores.codec import encode
 from serverless_gpu.environment.stores.server_store import ServedStore
 from serverless_gpu.environment.stores.store_urls import open_store
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentRejected, NotFound, StoreUnavailable

@@ -23,7 +23,8 @@ from serverless_gpu.environment.restore.cache.unit_cache import UnitCache
 from serverless_gpu.environment.restore.restore import RestoreMethod, restore
 from serverless_gpu.environment.snapshot_rules import check_snapshot
 from serverless_gpu.environment.stores.base import Store
-from serverless_gpu.environment.stores.blobs import StoreBlobs, encode
+from serverless_gpu.environment.stores.blobs import StoreBlobs
+from serverless_gpu.environment.stores.codec import encode
 from serverless_gpu.environment.stores.directory_store import DirectoryStore
 from serverless_gpu.environment.stores.memory_store import MemoryStore
 from serverless_gpu.environment.stores.repair import ContentMismatch, check_content, repair_units

@@ -14,7 +14,8 @@ from blake3 import blake3
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.stores.base import Store
-from serverless_gpu.environment.stores.blobs import StoreBlobs, encode
+from serverless_gpu.environment.stores.blobs import StoreBlobs
+from serverless_gpu.environment.stores.codec import encode
 from serverless_gpu.environment.stores.collection import COLLECTOR, CONDEMNED, collect, read_condemned
 from serverless_gpu.environment.stores.directory_store import DirectoryStore
 from serverless_gpu.environment.stores.server_store import ServedStore

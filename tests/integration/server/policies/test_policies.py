@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from serverless_gpu.environment.documents import Root, Snapshot, SnapshotMember, SnapshotOrigin, make_snapshot
-from serverless_gpu.environment.stores.blobs import encode
+from serverless_gpu.environment.stores.codec import encode
 from serverless_gpu.errors import (
     InvalidValue,
     NotFound,

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from blake3 import blake3
 
-from serverless_gpu.environment.stores.blobs import encode
+from serverless_gpu.environment.stores.codec import encode
 from serverless_gpu.errors import (
     EnvironmentMissing,
     IdempotencyConflict,

@@ -11,7 +11,8 @@ import pytest
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.progress import ProgressPoint
 from serverless_gpu.environment.stores.base import Store
-from serverless_gpu.environment.stores.blobs import StoreBlobs, encode
+from serverless_gpu.environment.stores.blobs import StoreBlobs
+from serverless_gpu.environment.stores.codec import encode
 from serverless_gpu.environment.stores.collection import (
     COLLECTOR,
     CONDEMNED,
