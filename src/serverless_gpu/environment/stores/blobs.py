@@ -29,7 +29,13 @@ from serverless_gpu.environment.documents import Snapshot, Unit
 from serverless_gpu.environment.snapshot_rules import check_snapshot
 from serverless_gpu.environment.stores.base import CollectionGuard, Store, check_key
 from serverless_gpu.environment.stores.codec import AlteredObject, encode, pack_of, snapshot_of, unit_of
-from serverless_gpu.environment.stores.collection import LEASE_S, LIST_NAME, CondemnedEntry, collectors, read_condemned
+from serverless_gpu.environment.stores.condemned_objects import (
+    LEASE_S,
+    LIST_NAME,
+    CondemnedEntry,
+    collectors,
+    read_condemned,
+)
 from serverless_gpu.errors import (
     EnvironmentCorrupt,
     EnvironmentMissing,

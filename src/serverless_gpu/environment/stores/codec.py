@@ -29,8 +29,7 @@ from serverless_gpu.environment.documents import (
     snapshot_address,
     unit_address,
 )
-from serverless_gpu.environment.snapshot_rules import check_snapshot
-from serverless_gpu.environment.unit_rules import check_unit
+from serverless_gpu.environment.snapshot_rules import check_snapshot, check_unit
 from serverless_gpu.errors import EnvironmentRejected
 from serverless_gpu.json_codec import from_msgpack
 

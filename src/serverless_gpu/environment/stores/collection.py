@@ -36,11 +36,19 @@ from typing import NamedTuple
 
 import msgspec
 
-from serverless_gpu.environment.documents import VERSION
 from serverless_gpu.environment.progress import ProgressPoint, Report, ignore_progress
-from serverless_gpu.environment.stores.base import Store, Stored
+from serverless_gpu.environment.stores.base import Stored
 from serverless_gpu.environment.stores.blobs import StoreBlobs
-from serverless_gpu.environment.stores.codec import ITEMS_MAX, decode, encode
+from serverless_gpu.environment.stores.codec import ITEMS_MAX
+from serverless_gpu.environment.stores.condemned_objects import (
+    COLLECTOR,
+    LEASE_S,
+    CondemnedEntry,
+    CondemnedList,
+    collectors,
+    read_condemned,
+    write_condemned,
+)
 from serverless_gpu.errors import EnvironmentProblem, EnvironmentRejected, StoreUnavailable
 
 KEEP_S = 30 * 24 * 3600
@@ -345,45 +353,3 @@ def joined(*plans: CollectionPlan) -> CollectionPlan:
     """Return the plans of several kinds as one, in their order."""
     kept, condemned, waiting, deleted = (tuple(chain.from_iterable(parts)) for parts in zip(*plans, strict=True))
     return CollectionPlan(kept, condemned, waiting, deleted)
-
-
-CONDEMNED = "gc/condemned"
-COLLECTOR = "gc/collector-"
-LIST_NAME = "the list of condemned objects"
-LEASE_S = 20 * 60
-"""How long after it last said so a collection may still be deleting."""
-
-
-class CondemnedEntry(msgspec.Struct, frozen=True, array_like=True):
-    """One object on the list."""
-
-    key: str
-    since_ns: int  # when it was on the list for certain; 0 while that is not known
-    put_ns: int  # when it had been put; another time means that a capture needed it since
-
-
-class CondemnedList(msgspec.Struct, frozen=True, kw_only=True):
-    """The list."""
-
-    entries: tuple[CondemnedEntry, ...] = ()
-    version: int = VERSION
-
-
-def read_condemned(store: Store) -> CondemnedList:
-    """Return the list; an empty one if missing."""
-    try:
-        return decode(store.get(CONDEMNED), CondemnedList, LIST_NAME)
-    except KeyError:
-        return CondemnedList()
-
-
-def write_condemned(store: Store, condemned: CondemnedList) -> None:
-    """Put the list in place of the one that is there."""
-    store.put({CONDEMNED: encode(condemned)})
-
-
-def collectors(store: Store, now_ns: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the keys of the collections that may be deleting at this moment, and of those that are void."""
-    found = [stored for stored in store.list("gc") if stored.key.startswith(COLLECTOR)]
-    at_work = tuple(stored.key for stored in found if abs(now_ns - stored.put_ns) < LEASE_S * 10**9)
-    return at_work, tuple(stored.key for stored in found if stored.key not in at_work)

@@ -44,7 +44,8 @@ from serverless_gpu.environment.documents import Packages, Snapshot, Unit, packa
 from serverless_gpu.environment.stores.base import Store, Stored, check_key
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.codec import AlteredObject, pack_of, snapshot_of, unit_of
-from serverless_gpu.environment.stores.collection import CollectionResult, collect, read_condemned
+from serverless_gpu.environment.stores.collection import CollectionResult, collect
+from serverless_gpu.environment.stores.condemned_objects import read_condemned
 from serverless_gpu.environment.stores.repair import ContentMismatch, ReadPack, check_content, damaged
 from serverless_gpu.errors import (
     EnvironmentCorrupt,

@@ -16,7 +16,8 @@ from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.stores.base import Store
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.codec import encode
-from serverless_gpu.environment.stores.collection import COLLECTOR, CONDEMNED, collect, read_condemned
+from serverless_gpu.environment.stores.collection import collect
+from serverless_gpu.environment.stores.condemned_objects import COLLECTOR, CONDEMNED, read_condemned
 from serverless_gpu.environment.stores.directory_store import DirectoryStore
 from serverless_gpu.environment.stores.server_store import ServedStore
 from serverless_gpu.environment.stores.store_urls import is_remote, open_store

@@ -13,15 +13,8 @@ from serverless_gpu.environment.progress import ProgressPoint
 from serverless_gpu.environment.stores.base import Store
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.codec import encode
-from serverless_gpu.environment.stores.collection import (
-    COLLECTOR,
-    CONDEMNED,
-    CollectionResult,
-    CondemnedList,
-    Tally,
-    collect,
-    read_condemned,
-)
+from serverless_gpu.environment.stores.collection import CollectionResult, Tally, collect
+from serverless_gpu.environment.stores.condemned_objects import COLLECTOR, CONDEMNED, CondemnedList, read_condemned
 from serverless_gpu.environment.stores.directory_store import DirectoryStore
 from serverless_gpu.environment.stores.memory_store import MemoryStore
 from serverless_gpu.errors import EnvironmentMissing, EnvironmentRejected, StoreUnavailable

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.stores.base import Stored
 from serverless_gpu.environment.stores.blobs import StoreBlobs
-from serverless_gpu.environment.stores.collection import CONDEMNED, CondemnedEntry, CondemnedList, collect, make_plan
+from serverless_gpu.environment.stores.collection import collect, make_plan
+from serverless_gpu.environment.stores.condemned_objects import CONDEMNED, CondemnedEntry, CondemnedList
 from serverless_gpu.environment.stores.memory_store import MemoryStore
 from serverless_gpu.errors import EnvironmentMissing, StoreUnavailable
 from serverless_gpu.testing import FakeClock
