@@ -6,16 +6,14 @@ Made by the node that ran it (`node/attempt/account.py`); what it costs is `ledg
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import msgspec
 
 from serverless_gpu import units
 from serverless_gpu.model import markup
-from serverless_gpu.model.billing.ledger import Charge, bill_of
 from serverless_gpu.model.hardware import CPU, DeviceKind, time_unit
-from serverless_gpu.model.lifecycle.attempt import Reason
 
 # A terminal's two lines: a receipt is read, not scrolled.
 _TEXT_LINE_MAX = 200
@@ -442,119 +440,3 @@ def _printable(line: str, limit: int = _TEXT_LINE_MAX) -> str:
     """Return the line without control characters (tags and notes may hold any) and not over the limit."""
     clean = "".join(char if char.isprintable() else " " for char in line)
     return clean if len(clean) <= limit else clean[: limit - 1] + "…"
-
-
-class CrewAccount(msgspec.Struct, frozen=True, kw_only=True):
-    """The known use of one crew."""
-
-    node: str
-    receipt: Receipt | None  # as the node wrote it; None where none came
-    used: Charge  # what its facts add up to, at the attempt's tariff and for its reason
-    gpus: int = 0  # how many devices it was to have
-
-
-class GangOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """Values that all crews share."""
-
-    state: str
-    reason: Reason | None  # why it ended, or None where that needs no word
-
-
-def restated(account: CrewAccount, whole: GangOutcome) -> Receipt | None:
-    """Return the receipt of one crew with what it used and costs as the ledger has it; None where none came."""
-    receipt = account.receipt
-    if receipt is None:
-        return None
-    return msgspec.structs.replace(
-        receipt,
-        gpu_ms=account.used.gpu_ms,
-        micros=account.used.micros,
-        bill=bill_of(account.used, whole.reason),
-    )
-
-
-def together(accounts: Sequence[CrewAccount], whole: GangOutcome) -> Receipt | None:
-    """Return the receipt of an attempt on several nodes; None where no node has sent one."""
-    found = [(each.node, each.receipt) for each in accounts if each.receipt is not None]
-    if not found:
-        return None
-    receipts = [receipt for _, receipt in found]
-    used = _sum(each.used for each in accounts)
-    # Each part took as long as on the slowest node; the first line came on the first.
-    parts = [receipt.segments for receipt in receipts]
-    slowest = {name: _most(getattr(part, name) for part in parts) for name in Segments.__struct_fields__}
-    lines = [part.first_line_ms for part in parts if part.first_line_ms is not None]
-    return msgspec.structs.replace(
-        receipts[0],
-        state=whole.state,
-        reason=None if whole.reason in (None, Reason.COMPLETED) else whole.reason.value,
-        gpus=tuple(gpu for receipt in receipts for gpu in receipt.gpus),
-        segments=Segments(**{**slowest, "first_line_ms": min(lines, default=None)}),
-        gpu_ms=used.gpu_ms,
-        micros=used.micros,
-        peak_memory_bytes=_most(receipt.peak_memory_bytes for receipt in receipts),
-        warm=all(receipt.warm for receipt in receipts),
-        warm_reason=_joined_text(found, lambda receipt: receipt.warm_reason),
-        gate=_gate(accounts),
-        quarantined=tuple(gpu for receipt in receipts for gpu in receipt.quarantined),
-        facts=sum(receipt.facts for receipt in receipts),
-        world_size=sum(receipt.world_size for receipt in receipts),
-        notes=_notes(accounts),
-        environment=_joined_text(found, lambda receipt: receipt.environment),
-        uses=tuple(use for receipt in receipts for use in receipt.uses),
-        tracked=next((receipt.tracked for receipt in receipts if receipt.tracked), ""),
-        bill=bill_of(used, whole.reason),
-        nodes=tuple(each.node for each in accounts),
-    )
-
-
-def _sum(charges: Iterable[Charge]) -> Charge:
-    """Return charges added up: each is rounded for itself, as the ledger has them."""
-    found = list(charges)
-    priced = [charge.micros for charge in found if charge.micros is not None]
-    names = ("gpus", "gpu_ms", "billed_ms", "core_ms", "memory_mib_ms", "core_micros", "memory_micros", "dbu_micros")
-    sums = {name: sum(getattr(charge, name) for charge in found) for name in names}
-    return Charge(**sums, micros=sum(priced) if priced else None)
-
-
-def _most(values: Iterable[int | None]) -> int | None:
-    return max((value for value in values if value is not None), default=None)
-
-
-def _joined_text(found: Sequence[tuple[str, Receipt]], word: Callable[[Receipt], str]) -> str:
-    """Return what all nodes say, once; where they differ, what each says."""
-    texts = [(node, word(receipt)) for node, receipt in found]
-    if len({text for _, text in texts}) == 1:
-        return texts[0][1]
-    return "; ".join(f"{node}: {text}" for node, text in texts if text)
-
-
-def _gate(accounts: Sequence[CrewAccount]) -> str:
-    """Return the evidence of the hand-back, what is not free first: a reader may see the beginning only."""
-    texts = {each.receipt.gate for each in accounts if each.receipt is not None}
-    is_free = all(each.receipt is not None and not each.receipt.quarantined for each in accounts)
-    if is_free and len(texts) == 1:
-        return f"on each of {len(accounts)} nodes, {texts.pop()}"
-    missing = [
-        f"nothing is known of {'the device' if each.gpus == 1 else f'the {each.gpus} devices'} on {each.node}"
-        for each in accounts
-        if each.receipt is None
-    ]
-    held = [each for each in accounts if each.receipt is not None and each.receipt.quarantined]
-    free = [each for each in accounts if each.receipt is not None and not each.receipt.quarantined]
-    said = [f"{each.node}: {each.receipt.gate}" for each in (*held, *free) if each.receipt is not None]
-    return "; ".join([*missing, *said])
-
-
-def _notes(accounts: Sequence[CrewAccount]) -> tuple[str, ...]:
-    """Return what else is to be known: what all nodes say once, the rest with the name of the node."""
-    every = [each.receipt.notes for each in accounts if each.receipt is not None]
-    common = [note for note in every[0] if all(note in notes for notes in every)] if len(every) == len(accounts) else []
-    found = list(common)
-    for each in accounts:
-        if each.receipt is None:
-            found.append(f"{each.node} has sent no receipt: what it is charged ends with its last word")
-        else:
-            own = [note for note in each.receipt.notes if note not in common]
-            found += [f"{each.node}: {note}" for note in own]
-    return tuple(found)

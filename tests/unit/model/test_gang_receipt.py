@@ -7,18 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serverless_gpu.model.billing.ledger import Charge
+from serverless_gpu.model.gang_receipt import CrewAccount, GangOutcome, restated, together
 from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.lifecycle.attempt import Reason
-from serverless_gpu.model.receipt import (
-    CrewAccount,
-    DeviceUse,
-    GangOutcome,
-    Receipt,
-    Segments,
-    nodes_text,
-    restated,
-    together,
-)
+from serverless_gpu.model.receipt import DeviceUse, Receipt, Segments, nodes_text
 from tests.support.golden import golden
 
 FREE = "2 GPUs verified free: no process, 0 MiB used (baseline 0 MiB)"

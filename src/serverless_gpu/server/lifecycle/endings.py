@@ -22,12 +22,14 @@ import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.json_codec import from_json
+from serverless_gpu.model import gang_receipt
 from serverless_gpu.model.billing.ledger import Charge, sum_of
+from serverless_gpu.model.gang_receipt import CrewAccount, GangOutcome
 from serverless_gpu.model.lifecycle import gang_lifecycle
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, MEANINGS, Fact, Failure, Reason, State
 from serverless_gpu.model.lifecycle.gang_lifecycle import Cause, Halt
 from serverless_gpu.model.lifecycle.run_lifecycle import surely_ends
-from serverless_gpu.model.receipt import CrewAccount, GangOutcome, Receipt, restated, together
+from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.node.base.protocol import Stopped
 from serverless_gpu.server.lifecycle import gangs, metering
 from serverless_gpu.server.records import crews, facts
@@ -73,7 +75,7 @@ def outcome(connection: sa.Connection, attempt: StoredAttempt | None) -> CrewOut
     crew_accounts = [
         _account(attempt, crew, one, told[crew.id]) for crew, one in zip(attempt.crews, found, strict=True)
     ]
-    receipt = together(crew_accounts, _whole(attempt))
+    receipt = gang_receipt.together(crew_accounts, _whole(attempt))
     return CrewOutcome(stopped=stopped, receipt=_json(receipt))
 
 
@@ -84,7 +86,7 @@ def receipt_of_crew(connection: sa.Connection, attempt: StoredAttempt, number: i
         return found[number].receipt if number < len(found) else None
     crew = attempt.crews[number]
     account = _account(attempt, crew, found[number], facts.of_crew(connection, crew.id))
-    return _json(restated(account, _whole(attempt)))
+    return _json(gang_receipt.restated(account, _whole(attempt)))
 
 
 def early(connection: sa.Connection, run: StoredRun, quiet: Quiet) -> EarlyEnding | None:
