@@ -17,25 +17,22 @@ of the file system's clock would look the same. A comparison looks at the conten
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import struct
 import sys
 import tempfile
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 from blake3 import blake3
 
-from serverless_gpu.environment.documents import FileRow, Snapshot, SnapshotMember, UnitKind
-from serverless_gpu.environment.scan.directory_listing import Digest, Directory, ListedFile, digest_files, read_file
-from serverless_gpu.environment.scan.distributions import Distribution, flat_path, row_path
-from serverless_gpu.environment.scan.roots import Area, ImportRoot, KeptDistribution, Survey
-from serverless_gpu.environment.scan.stdlib_rescan import IndexParts, directory_inodes, reusable
-from serverless_gpu.errors import EnvironmentUnsupported
+from serverless_gpu.environment.documents import Snapshot, UnitKind
+from serverless_gpu.environment.scan.directory_listing import Directory, ListedFile
+from serverless_gpu.environment.scan.distributions import flat_path
+from serverless_gpu.environment.scan.roots import Area, ImportRoot, KeptDistribution
 from serverless_gpu.json_codec import from_msgpack
 
 _PartT = TypeVar("_PartT")
@@ -241,224 +238,3 @@ def pack_directories(directories: Sequence[tuple[int, Directory]], seen_ns: int)
     areas = array("H", (area for area, _ in directories)).tobytes()
     mtimes = array("q", (known_mtime(directory.mtime_ns, seen_ns) for _, directory in directories)).tobytes()
     return names, areas, mtimes, b"".join(directory.mark for _, directory in directories)
-
-
-Place = tuple[str, str, str]
-"""Where a unit is, whatever its version: directory of its root, kind, name."""
-
-
-class IndexedUnit(msgspec.Struct, frozen=True):
-    """A unit that was made: where, as what, of which files by path of the row, with which rows, of what."""
-
-    spot: ImportRoot
-    member: SnapshotMember
-    files: Mapping[str, ListedFile]
-    rows: tuple[FileRow, ...]
-    distribution: Distribution | None = None
-
-
-class KnownFiles(msgspec.Struct, frozen=True):
-    """What was read before."""
-
-    # by path of the file: size, mtime (or `UNKNOWN`), inode, ctime (or `UNKNOWN`), and its SHA-256
-    digests: dict[str, tuple[int, int, int, int, bytes]] = {}
-    # by path of a RECORD, or another small file: size, mtime (or `UNKNOWN`), inode
-    records: dict[str, tuple[int, int, int]] = {}
-    addresses: dict[Place, str] = {}  # of the units, by place
-
-    def find(self, file: ListedFile) -> Digest | None:
-        """Return the digest of a file that is the one that was read, by its stat."""
-        kept = self.digests.get(file.file)
-        if kept is None or kept[:4] != (file.size, file.mtime_ns, file.inode, file.ctime_ns):
-            return None
-        return Digest(kept[4], file.size)
-
-    def is_touched(self, file: ListedFile, record: ListedFile) -> bool:
-        """Return whether a file was touched since it was read, without an installer that wrote RECORD again.
-
-        Then RECORD is not believed, however well size and mtime go with it.
-        """
-        size, mtime_ns, inode = self.records.get(record.file, (-1, 0, 0))
-        is_old = (size, inode) == (record.size, record.inode) and mtime_ns in (UNKNOWN, record.mtime_ns)
-        return is_old and file.file in self.digests
-
-
-def read_memory(index: IndexFile) -> IndexParts | None:
-    """Return what is kept of an environment."""
-    gate, files, kept = index.read_gate(), index.read_files(), index.read_kept()
-    if gate is None or files is None or kept is None:
-        return None
-    return IndexParts(gate, files, kept) if gate.generation == files.generation == kept.generation else None
-
-
-def known_of(memory: IndexParts | None, found: Survey) -> KnownFiles:
-    """Return what was read before of the files that exist now; nothing without a memory."""
-    if memory is None:
-        return KnownFiles()
-    gate, files = memory.gate, memory.files
-    wanted = {file.file for part in found.parts for file in part.files.values()}
-    digests: dict[str, tuple[int, int, int, int, bytes]] = {}
-    for stats in (gate.code, files.files):
-        for number, (name, *numbers) in enumerate(zip(stats.names(), *stats.columns(), strict=True)):
-            if name in wanted and stats.kinds[number] in "fx":
-                size, mtime_ns, inode, ctime_ns = numbers
-                digests[name] = (size, mtime_ns, inode, ctime_ns, stats.digests[32 * number : 32 * number + 32])
-    small = zip(gate.small.names(), *gate.small.columns(), strict=True)
-    records = {name: (size, mtime_ns, inode) for name, size, mtime_ns, inode, _ in small}
-    addresses: dict[Place, str] = {(owner.site, owner.kind, owner.name): owner.address for owner in files.owners}
-    return KnownFiles(digests, records, addresses)
-
-
-def make_parts(
-    key: bytes,
-    snapshot: Snapshot,
-    found: Survey,
-    made: Sequence[IndexedUnit],
-    digests: Mapping[str, bytes],
-    seen_ns: int,
-) -> IndexParts:
-    """Return the parts of an index.
-
-    `digests` are SHA-256 of each file, by its path, as captured; `seen_ns` is when the survey began.
-    """
-    made = [*made, *_made_before(found)]
-    areas = [(area, listing) for part in found.parts for area, listing in part.areas]
-    directories = [
-        (number, directory) for number, (_, listing) in enumerate(areas) for directory in listing.directories.values()
-    ]
-    names, areas_of, mtimes, marks = pack_directories(directories, seen_ns)
-    code = [file for one in made if one.member.kind == "code" for file in _digested(one, digests)]
-    generation = os.urandom(16)
-    gate = GatePart(
-        generation=generation,
-        key=key,
-        snapshot=snapshot,
-        areas=tuple(area for area, _ in areas),
-        directories=names,
-        areas_of=areas_of,
-        mtimes=mtimes,
-        marks=marks,
-        small=_small(_watched(found, snapshot), seen_ns),
-        code=pack_stats(code, seen_ns),
-        absent="\0".join(found.absent),
-    )
-    files, owners_of, owners = _owned_files(snapshot, made, digests)
-    parts = FilesPart(generation, pack_stats(files, seen_ns), owners_of, owners)
-    return IndexParts(gate, parts, _kept_part(found, gate, made, seen_ns))
-
-
-def _made_before(found: Survey) -> list[IndexedUnit]:
-    """Return the units that were reused as if they had been made."""
-    made = []
-    for part in found.parts:
-        for member in part.reused.members if part.reused is not None else ():
-            assert part.reused is not None
-            unit = part.reused.unit(member.address)
-            made.append(
-                IndexedUnit(part.spot, member, {row.path: file for row, file in unit}, tuple(row for row, _ in unit))
-            )
-    return made
-
-
-def _kept_part(found: Survey, gate: GatePart, made: Sequence[IndexedUnit], seen_ns: int) -> KeptPart:
-    part = found.parts[0]
-    if not part.spot.is_venv:
-        return KeptPart(generation=gate.generation)
-    mine = [(number, one) for number, one in enumerate(made) if one.spot == part.spot]
-    units = [(number, one.distribution, one.rows) for number, one in mine if one.distribution is not None]
-    kept = reusable(part, units)
-    owner_of: dict[str, int] = {}
-    for number, distribution, _ in units:
-        if any(one.owner == number for one in kept):
-            paths = (row_path(claim.path, part.spot.site, part.spot.prefix) for claim in distribution.claims)
-            owner_of.update((path, number) for path in paths if path is not None)
-    in_units = {path for _, one in mine for path in one.files}
-    others = [(file, owner_of.get(path, NO_OWNER)) for path, file in part.files.items() if path not in in_units]
-    if part.reused is not None:
-        for number, one in mine:
-            before = part.reused.distributions.get(one.member.address)
-            if one.distribution is None and before is not None:
-                kept.append(msgspec.structs.replace(before, owner=number))
-                others += [(file, number) for file in part.reused.others[one.member.address]]
-    return KeptPart(
-        generation=gate.generation,
-        spot=part.spot,
-        inodes=directory_inodes(gate.directory_names()),
-        others=pack_stats(((file.file, file, b"") for file, _ in others), seen_ns),
-        others_of=array("I", (owner for _, owner in others)).tobytes(),
-        distributions=tuple(kept),
-    )
-
-
-def _owned_files(
-    snapshot: Snapshot, made: Sequence[IndexedUnit], digests: Mapping[str, bytes]
-) -> tuple[list[tuple[str, ListedFile | None, bytes]], bytes, tuple[UnitOwner, ...]]:
-    """Return the files of the libraries with their digests, for each the number of its owner, and the owners."""
-    originals = snapshot.facts.originals
-    captured = {
-        (originals[number], member.kind, member.name, member.version): member.address
-        for number, root in enumerate(snapshot.roots)
-        for member in root.members
-    }
-    owners: list[UnitOwner] = []
-    owners_of = array("I")
-    files: list[tuple[str, ListedFile | None, bytes]] = []
-    for one in made:
-        member, spot = one.member, one.spot
-        address = captured.get((spot.directory, member.kind, member.name, member.version), member.address)
-        owner = UnitOwner(spot.directory, spot.prefix, member.kind, member.name, member.version, address)
-        if member.kind != "code":
-            mine = _digested(one, digests)
-            files += mine
-            owners_of.extend([len(owners)] * len(mine))
-        owners.append(owner)
-    return files, owners_of.tobytes(), tuple(owners)
-
-
-def _digested(one: IndexedUnit, digests: Mapping[str, bytes]) -> list[tuple[str, ListedFile | None, bytes]]:
-    found: list[tuple[str, ListedFile | None, bytes]] = []
-    for row in one.rows:
-        file = one.files[row.path]
-        if row.has_content:
-            found.append((file.file, file, digests.get(file.file, row.sha256)))
-        else:
-            found.append((file.file, file, hashlib.sha256(os.fsencode(os.readlink(file.file))).digest()))
-    return found
-
-
-def _watched(found: Survey, snapshot: Snapshot) -> dict[str, ListedFile | None]:
-    """Return the small files that decide what counts, as they were found; None for those that were not listed.
-
-    Files that were taken out of their units because they name directories are among them: no unit answers for them.
-    """
-    generated = {
-        original: [one.path for one in root.generated]
-        for original, root in zip(snapshot.facts.originals, snapshot.roots, strict=True)
-        if root.generated
-    }
-    watched: dict[str, ListedFile | None] = {}
-    for part in found.parts:
-        paths = [path for path in generated.get(part.spot.directory, ()) if path in part.files]
-        watched |= {part.files[path].file: part.files[path] for path in paths}
-        watched |= {path: None for path in part.watched if path not in watched}
-    return watched
-
-
-def _small(files: Mapping[str, ListedFile | None], seen_ns: int) -> Stats:
-    """Return small files with their digests, those that are not there as such.
-
-    One that is no longer what was found is kept as it was found, with a digest that nothing has: what was captured is
-    not what it says now.
-    """
-    found: list[tuple[str, ListedFile | None, bytes]] = []
-    for path, then in files.items():
-        file, digest = read_file(path), b"\0" * 32
-        if then is not None and then.kind != "l" and then != file:
-            file = then
-        elif file is not None:
-            try:
-                digest = digest_files([(path, "site/", file.size)])[0].sha256
-            except EnvironmentUnsupported:  # gone meanwhile: it will be seen as changed
-                file = None
-        found.append((path, file, digest))
-    return pack_stats(found, seen_ns)

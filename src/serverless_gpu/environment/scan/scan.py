@@ -27,7 +27,8 @@ from serverless_gpu.environment.progress import ProgressPoint, Report
 from serverless_gpu.environment.scan.changes import Change, compare
 from serverless_gpu.environment.scan.description import Description
 from serverless_gpu.environment.scan.gitignore import user_patterns
-from serverless_gpu.environment.scan.index import FilesPart, GatePart, IndexFile, known_of, make_parts, read_memory
+from serverless_gpu.environment.scan.index import FilesPart, GatePart, IndexFile
+from serverless_gpu.environment.scan.index_codec import known_of, make_parts, read_memory
 from serverless_gpu.environment.scan.recognition import find_edits, recognise
 from serverless_gpu.environment.scan.roots import Survey, survey
 from serverless_gpu.environment.scan.snapshot_composition import Composition, LocalUnit, compose
