@@ -8,14 +8,8 @@ from typing import TypeVar
 import msgspec
 
 from serverless_gpu.ambient import SystemClock, format_moment, format_utc
+from serverless_gpu.cli.environments import locations
 from serverless_gpu.cli.environments.progress_meter import Meters
-from serverless_gpu.cli.environments.store import (
-    choose_snapshot,
-    describe,
-    environments_directory,
-    known_environments,
-    open_blobs,
-)
 from serverless_gpu.cli.output import columns, print_json, say
 from serverless_gpu.environment.documents import FileRow, Root, Snapshot, SnapshotMember
 from serverless_gpu.environment.scan.changes import Change
@@ -76,8 +70,8 @@ def show_now(python: str | None, *, as_json: bool, everything: bool) -> None:
 
 def show_stored(address: str, store: str | None, *, as_json: bool, everything: bool) -> None:
     """Show a snapshot of a store."""
-    blobs = open_blobs(store, environments_directory())
-    snapshot = choose_snapshot(address, blobs)
+    blobs = locations.open_blobs(store, locations.environments_directory())
+    snapshot = locations.choose_snapshot(address, blobs)
     # Documents of all units may be many and far away; those of unowned files are one for each root.
     wanted = {m.address for root in snapshot.roots for m in root.members if everything or m.kind == "unowned"}
     contents = Contents(rows={one: blobs.read_unit(one).rows for one in sorted(wanted)})
@@ -91,7 +85,9 @@ def fingerprint(python: str | None, *, as_json: bool) -> None:
     """Print an environment's address, whether it was known, and its changes if not."""
     look = _current_state(python)
     difference = (
-        Difference(changes=()) if look.last is None else _difference(look, open_blobs(None, environments_directory()))
+        Difference(changes=())
+        if look.last is None
+        else _difference(look, locations.open_blobs(None, locations.environments_directory()))
     )
     if as_json:
         last = None if look.last is None else look.last.address
@@ -112,10 +108,10 @@ def fingerprint(python: str | None, *, as_json: bool) -> None:
 
 def differences(first: str | None, second: str | None, python: str | None, store: str | None, *, as_json: bool) -> bool:
     """Print the differences; return whether there are any."""
-    blobs = open_blobs(store, environments_directory())
-    old = None if first is None else choose_snapshot(first, blobs)
+    blobs = locations.open_blobs(store, locations.environments_directory())
+    old = None if first is None else locations.choose_snapshot(first, blobs)
     if old is not None and second is not None:
-        look = EnvironmentState(last=old, now=choose_snapshot(second, blobs), sources={}, times={})
+        look = EnvironmentState(last=old, now=locations.choose_snapshot(second, blobs), sources={}, times={})
     else:
         look = _current_state(python)
         look.last = old or look.last
@@ -136,8 +132,8 @@ def differences(first: str | None, second: str | None, python: str | None, store
 def _current_state(python: str | None, *, read_all: bool = False) -> EnvironmentState:
     """Check an environment's files, and scan it when something is new or `read_all` is set."""
     times: dict[str, int] = {}
-    description = _timed(times, "asking the interpreter", lambda: describe(python))
-    recogniser = known_environments(environments_directory())
+    description = _timed(times, "asking the interpreter", lambda: locations.describe(python))
+    recogniser = locations.known_environments(locations.environments_directory())
     last = recogniser.last(description)
     if not read_all:
         same = _timed(times, "gate", lambda: recogniser.gate(description))

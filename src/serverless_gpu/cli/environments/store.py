@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from pathlib import Path
@@ -10,10 +9,10 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.ambient import SystemClock
+from serverless_gpu.cli.environments import locations
 from serverless_gpu.cli.environments.progress_meter import Meters
 from serverless_gpu.cli.environments.show import SHORT, titles
 from serverless_gpu.cli.output import age_s, print_json, say, size_bytes
-from serverless_gpu.cli.runs.run_location import this_home
 from serverless_gpu.environment.capture.snapshot_capture import CaptureResult, scan_and_capture
 from serverless_gpu.environment.compression import LEVEL_LOCAL, LEVEL_REMOTE
 from serverless_gpu.environment.documents import Snapshot, SnapshotMember
@@ -21,14 +20,11 @@ from serverless_gpu.environment.progress import ProgressPoint
 from serverless_gpu.environment.restore.cache.eviction import environments
 from serverless_gpu.environment.restore.cache.unit_cache import UnitCache
 from serverless_gpu.environment.restore.export import ExportedTree, ExportRequest, export
-from serverless_gpu.environment.scan.description import Description, read_description
-from serverless_gpu.environment.scan.interpreter import describe_other
-from serverless_gpu.environment.scan.scan import Recogniser
-from serverless_gpu.environment.stores.blobs import CAPTURE_S_MAX, StoreBlobs
+from serverless_gpu.environment.stores.blobs import CAPTURE_S_MAX
 from serverless_gpu.environment.stores.collection import CollectionResult, Tally, collect
-from serverless_gpu.environment.stores.repair import read_snapshot, repair_units
-from serverless_gpu.environment.stores.store_urls import is_remote, open_store
-from serverless_gpu.errors import EnvironmentUnsupported, InvalidValue, StorageError
+from serverless_gpu.environment.stores.repair import repair_units
+from serverless_gpu.environment.stores.store_urls import is_remote
+from serverless_gpu.errors import InvalidValue, StorageError
 from serverless_gpu.units import format_bytes, format_duration_ms
 
 _UNREADABLE_MAX = 5
@@ -36,13 +32,13 @@ _UNREADABLE_MAX = 5
 
 def capture(python: str | None, store: str | None, *, repair: bool, as_json: bool) -> None:
     """Capture an environment and print what was new."""
-    directory = environments_directory()
-    described = describe(python)
-    blobs = open_blobs(store, directory)
+    directory = locations.environments_directory()
+    described = locations.describe(python)
+    blobs = locations.open_blobs(store, directory)
     level = LEVEL_REMOTE if store is not None and is_remote(store) else LEVEL_LOCAL
     clock = SystemClock()
     began_ns = clock.boottime_ns()
-    recogniser = known_environments(directory)
+    recogniser = locations.known_environments(directory)
     removed: tuple[str, ...] = ()
     with Meters() as meters:
         if repair:
@@ -98,10 +94,10 @@ def restore_into(
     address: str, target: str, python: str | None, store: str | None, *, copies: bool, as_json: bool
 ) -> None:
     """Restore a snapshot into a directory and say how to use it."""
-    directory = environments_directory()
-    blobs = open_blobs(store, directory)
-    snapshot = choose_snapshot(address, blobs)
-    order = ExportRequest(target=Path(target), python=interpreter(python), copies=copies)
+    directory = locations.environments_directory()
+    blobs = locations.open_blobs(store, directory)
+    snapshot = locations.choose_snapshot(address, blobs)
+    order = ExportRequest(target=Path(target), python=locations.interpreter(python), copies=copies)
     names = {m.address[:SHORT]: titles([m]) for root in snapshot.roots for m in root.members}
     with Meters() as meters:
 
@@ -141,8 +137,8 @@ def collect_garbage(
             hint="leave it out; or add --force when nobody captures into this store now",
         )
     limit = None if cache_size is None else size_bytes("--cache", cache_size)
-    directory = environments_directory()
-    blobs, cache = open_blobs(store, directory), UnitCache(directory)
+    directory = locations.environments_directory()
+    blobs, cache = locations.open_blobs(store, directory), UnitCache(directory)
     since_ns = SystemClock().wall_ns() - keep_s * 1_000_000_000
     in_use = [one.address for one in environments(cache) if one.held or one.used_ns > since_ns]
     with Meters() as meters:
@@ -187,56 +183,3 @@ def _tally_text(tally: Tally) -> str:
     counts = ((tally.snapshots, "snapshot"), (tally.units, "unit"), (tally.packs, "pack"))
     named = ", ".join(f"{count:,} {noun}{'' if count == 1 else 's'}" for count, noun in counts if count)
     return f"{named}, {format_bytes(tally.bytes)}"
-
-
-_ADDRESS_DIGITS = 64
-
-
-def environments_directory() -> Path:
-    """Return the directory of this home's environments."""
-    return this_home().environments
-
-
-def known_environments(directory: Path) -> Recogniser:
-    """Return the recogniser of environments that this home captured."""
-    return Recogniser(directory / "index")
-
-
-def open_blobs(url: str | None, directory: Path) -> StoreBlobs:
-    """Return the objects of a store; None means this home's store."""
-    return StoreBlobs(open_store(directory / "store" if url is None else url, os.environ))
-
-
-def describe(python: str | None) -> Description:
-    """Return an interpreter's description of itself, started in this directory; None means sgpu's own."""
-    path = sys.executable if python is None else str(_interpreter(python))
-    active = os.environ.get("VIRTUAL_ENV", "")
-    if python is None and os.path.isdir(active) and not os.path.samefile(active, sys.prefix):
-        say(f"sgpu: this is about {sys.prefix}, which sgpu belongs to; for the active one: --python {active}", err=True)
-    try:
-        return read_description(describe_other(path))
-    except (RuntimeError, OSError, ValueError) as error:
-        raise EnvironmentUnsupported(f"{path} cannot be asked for its environment: {error}") from None
-
-
-def interpreter(python: str | None) -> str:
-    """Return the interpreter for a restored environment; "" for any that fits."""
-    return "" if python is None else str(_interpreter(python))
-
-
-def choose_snapshot(wanted: str, among: StoreBlobs) -> Snapshot:
-    """Return the snapshot with this address or unique beginning of one."""
-    text = wanted.strip().lower()
-    # A whole address needs no list of the store, which may be long and far away.
-    return read_snapshot(among, text if len(text) == _ADDRESS_DIGITS else among.find_snapshot(text))
-
-
-def _interpreter(text: str) -> Path:
-    path = Path(os.path.expanduser(text)).absolute()
-    if path.is_dir():
-        path = path / "bin" / "python"
-    if not os.access(path, os.X_OK) or path.is_dir():
-        raise InvalidValue(
-            f"--python: there is no interpreter {path}", hint="name a python, or the directory of a venv"
-        )
-    return path
