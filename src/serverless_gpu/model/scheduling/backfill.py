@@ -23,8 +23,8 @@ from serverless_gpu.model.placement import NODES_MAX
 from serverless_gpu.model.scheduling.capacity import Capacity, NodeDevices, NodeGroup, PartReady
 from serverless_gpu.model.scheduling.duration_estimates import Medians, over_after_s
 from serverless_gpu.model.scheduling.gang_placement import Kind, are_one, is_several, is_usable, unkept, usable
-from serverless_gpu.model.scheduling.planner_state import TimedShape
 from serverless_gpu.model.scheduling.preemption import may_use
+from serverless_gpu.model.scheduling.request_shapes import TimedShape
 from serverless_gpu.model.scheduling.values import BEST_EFFORT, DeviceShare, QueuedRun, Reservation, RunningRun
 
 Ready = tuple[float, float, str, str, NodeDevices, str, int]

@@ -26,8 +26,8 @@ from serverless_gpu.model.hardware import CPU, GpuType, matches
 from serverless_gpu.model.placement import NODES_MAX
 from serverless_gpu.model.scheduling.backfill import DeviceTimeline, Ends, HeldDevices, Leavers, PromiseBook
 from serverless_gpu.model.scheduling.duration_estimates import Medians
-from serverless_gpu.model.scheduling.planner_state import Shape, TimedShape
 from serverless_gpu.model.scheduling.preemption import NO_CLAIM, PoolTerms, may_use, standing
+from serverless_gpu.model.scheduling.request_shapes import Shape, TimedShape
 from serverless_gpu.model.scheduling.values import DeviceShare, Node, Pool, QueuedRun, QueuePolicy, RunningRun
 
 _P = TypeVar("_P")

@@ -23,7 +23,7 @@ from serverless_gpu.model.scheduling import gang_placement
 from serverless_gpu.model.scheduling.capacity import NodeDevices, NodeGroup, Row
 from serverless_gpu.model.scheduling.feasibility import could_be
 from serverless_gpu.model.scheduling.gang_placement import are_one, is_several
-from serverless_gpu.model.scheduling.planner_state import PlannerState, TimedShape
+from serverless_gpu.model.scheduling.planner_state import PlannerState
 from serverless_gpu.model.scheduling.preemption import (
     FULL_CLAIM,
     NO_CLAIM,
@@ -34,6 +34,7 @@ from serverless_gpu.model.scheduling.preemption import (
     plan_preemption,
     standing,
 )
+from serverless_gpu.model.scheduling.request_shapes import TimedShape
 from serverless_gpu.model.scheduling.values import (
     BEST_EFFORT,
     DeviceShare,

@@ -19,8 +19,9 @@ from serverless_gpu.model.hardware import CPU, matches
 from serverless_gpu.model.placement import NODES_MAX
 from serverless_gpu.model.scheduling.capacity import Capacity, has_python
 from serverless_gpu.model.scheduling.gang_placement import most, sizes
-from serverless_gpu.model.scheduling.planner_state import PlannerState, TimedShape
+from serverless_gpu.model.scheduling.planner_state import PlannerState
 from serverless_gpu.model.scheduling.preemption import could_use, is_open
+from serverless_gpu.model.scheduling.request_shapes import TimedShape
 from serverless_gpu.model.scheduling.values import Node, Pool, QueuedRun, QueuePolicy
 from serverless_gpu.model.scheduling.wait_messages import first_few, isolation_sentence
 

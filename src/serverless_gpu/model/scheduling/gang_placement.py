@@ -25,8 +25,8 @@ from collections.abc import Iterator
 
 from serverless_gpu.model.placement import NODES_MAX
 from serverless_gpu.model.scheduling.capacity import Capacity, Index, NodeDevices, together
-from serverless_gpu.model.scheduling.planner_state import TimedShape
 from serverless_gpu.model.scheduling.preemption import could_use, is_open
+from serverless_gpu.model.scheduling.request_shapes import TimedShape
 from serverless_gpu.model.scheduling.values import DeviceShare, QueuedRun
 
 Kind = tuple[str, str]

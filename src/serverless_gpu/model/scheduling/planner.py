@@ -35,7 +35,8 @@ from serverless_gpu.model.scheduling.backfill import ReservationSearch
 from serverless_gpu.model.scheduling.cleared_devices import Clearing, close_to_guests, open_to_guests
 from serverless_gpu.model.scheduling.fairness import charged_all
 from serverless_gpu.model.scheduling.feasibility import never_served
-from serverless_gpu.model.scheduling.planner_state import PlannerState, QueueLine, TimedShape
+from serverless_gpu.model.scheduling.planner_state import PlannerState, QueueLine
+from serverless_gpu.model.scheduling.request_shapes import TimedShape
 from serverless_gpu.model.scheduling.values import (
     Arrived,
     Change,

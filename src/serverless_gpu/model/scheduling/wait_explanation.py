@@ -19,8 +19,9 @@ from serverless_gpu.model.scheduling.duration_estimates import says_no_end
 from serverless_gpu.model.scheduling.fairness import team_of
 from serverless_gpu.model.scheduling.feasibility import isolation_problem, never_served
 from serverless_gpu.model.scheduling.gang_placement import is_several
-from serverless_gpu.model.scheduling.planner_state import PlannerState, QueueLine, TimedShape
+from serverless_gpu.model.scheduling.planner_state import PlannerState, QueueLine
 from serverless_gpu.model.scheduling.preemption import may_ask, standing
+from serverless_gpu.model.scheduling.request_shapes import TimedShape
 from serverless_gpu.model.scheduling.values import (
     DeviceHolder,
     DeviceShare,
