@@ -24,7 +24,13 @@ from typing import Any, Generic, TypeVar
 
 from serverless_gpu.model.hardware import CPU, GpuType, matches
 from serverless_gpu.model.placement import NODES_MAX
-from serverless_gpu.model.scheduling.backfill import DeviceTimeline, Ends, HeldDevices, Leavers, PromiseBook
+from serverless_gpu.model.scheduling.availability_timeline import (
+    DeviceTimeline,
+    Ends,
+    HeldDevices,
+    Leavers,
+    PromiseBook,
+)
 from serverless_gpu.model.scheduling.duration_estimates import Medians
 from serverless_gpu.model.scheduling.preemption import NO_CLAIM, PoolTerms, may_use, standing
 from serverless_gpu.model.scheduling.request_shapes import Shape, TimedShape

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 
 from serverless_gpu.model.scheduling import cleared_devices, preemption
-from serverless_gpu.model.scheduling.backfill import DeviceTimeline
+from serverless_gpu.model.scheduling.availability_timeline import DeviceTimeline
 from serverless_gpu.model.scheduling.capacity import NodeGroup, NodeOrder
 from serverless_gpu.model.scheduling.planner import Planner
 from serverless_gpu.model.scheduling.values import (
