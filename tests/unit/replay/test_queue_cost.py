@@ -6,8 +6,8 @@ import pytest
 
 from serverless_gpu.model.billing.advice import GpuRates, GpuUse
 from serverless_gpu.model.calendars import HOUR_NS
-from serverless_gpu.replay import figures
-from serverless_gpu.replay.figures import QueueOutcome, queues
+from serverless_gpu.replay import queue_cost
+from serverless_gpu.replay.queue_cost import QueueOutcome, queues
 
 RATES = GpuRates(reserved=1_000_000, on_demand=2_000_000)
 
@@ -57,7 +57,7 @@ def test_sizes_that_nothing_can_come_of_are_left_out() -> None:
 def test_of_many_runs_the_latest_are_replayed_and_all_numbers_are_of_their_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(figures, "RUNS_MAX", 2)
+    monkeypatch.setattr(queue_cost, "RUNS_MAX", 2)
     uses = [use(start, start + 1, 1) for start in (0, 0, 5, 5)]
     (found,) = queues(uses, RATES, [1])
     assert (found.runs, found.waited_ns) == (2, HOUR_NS)

@@ -48,7 +48,7 @@ from serverless_gpu.model.billing.advice import (
 from serverless_gpu.model.hardware import GpuType, canonical, time_unit
 from serverless_gpu.node.base.configuration import Configuration, read_configuration
 from serverless_gpu.replay import read_trace
-from serverless_gpu.replay.figures import QueueOutcome, queues
+from serverless_gpu.replay.queue_cost import QueueOutcome, queues
 from serverless_gpu.units import MICROS_PER_UNIT, format_duration_ms, format_gpu_ms, format_micros, is_any_below_cent
 
 _PRICE_MAX = 1_000_000
