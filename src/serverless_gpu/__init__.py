@@ -28,10 +28,10 @@ TYPE_CHECKING = False  # type checkers know this name; importing `typing` would 
 if TYPE_CHECKING:
     from serverless_gpu.client.decorator import DistributedFunction as DistributedFunction
     from serverless_gpu.client.decorator import distributed as distributed
+    from serverless_gpu.client.runs.attachment import attach as attach
     from serverless_gpu.client.runs.futures import RunList as RunList
     from serverless_gpu.client.runs.futures import as_completed as as_completed
     from serverless_gpu.client.runs.run import Run as Run
-    from serverless_gpu.client.runs.run_source import attach as attach
     from serverless_gpu.client.session import Session as Session
     from serverless_gpu.client.session import session as session
     from serverless_gpu.compute import GPUType as GPUType
@@ -47,7 +47,7 @@ _ORIGINS = {
     "Run": "serverless_gpu.client.runs.run",
     "RunList": "serverless_gpu.client.runs.futures",
     "as_completed": "serverless_gpu.client.runs.futures",
-    "attach": "serverless_gpu.client.runs.run_source",
+    "attach": "serverless_gpu.client.runs.attachment",
     "Session": "serverless_gpu.client.session",
     "session": "serverless_gpu.client.session",
     "GPUType": "serverless_gpu.compute",

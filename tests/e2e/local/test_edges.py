@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu import Run, attach, distributed
-from serverless_gpu.client.runs import run_source
+from serverless_gpu.client.runs import attachment
 from serverless_gpu.errors import AgentUnavailable, RunCancelled
 from serverless_gpu.node.agent.agent import ATTEMPTS_MAX
 from serverless_gpu.node.base.home import Home
@@ -59,7 +59,7 @@ def test_a_run_whose_supervisor_has_no_time_is_not_said_to_wait(
 ) -> None:
     run = distributed(gpus=1, quiet=True)(stay).submit(str(tmp_path))
     wait_for(lambda: run.status() == "RUNNING", "it runs")
-    monkeypatch.setattr(run_source, "SNAPSHOT_S", 0.1)
+    monkeypatch.setattr(attachment, "SNAPSHOT_S", 0.1)
     guardian = supervisor(warm, run.id)
     guardian.send(signal.SIGSTOP)
     try:

@@ -16,8 +16,8 @@ from serverless_gpu.cli.runs import server_runs as remote
 from serverless_gpu.cli.runs.run_details import show
 from serverless_gpu.cli.runs.run_location import PAGE, choose, locate, own_runs, queued_runs, server_runs, this_home
 from serverless_gpu.cli.runs.run_table import row
+from serverless_gpu.client.runs.attachment import attach as attach_to
 from serverless_gpu.client.runs.run import Run
-from serverless_gpu.client.runs.run_source import attach as attach_to
 from serverless_gpu.errors import AlreadyFinished, InvalidValue, ServerlessGpuError, ServerProblem
 from serverless_gpu.model.calendars import HOUR_NS
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, State

@@ -16,9 +16,9 @@ from serverless_gpu.cli.runs.run_location import locate, queued_runs, this_home
 from serverless_gpu.cli.runs.run_table import cost_so_far, name_of, run_json, took_ms, took_text
 from serverless_gpu.cli.runs.server_runs import fetch_ending
 from serverless_gpu.cli.server_connection import patient_server
+from serverless_gpu.client.runs.attachment import attach
 from serverless_gpu.client.runs.outcome import ending_text
 from serverless_gpu.client.runs.run import from_directory
-from serverless_gpu.client.runs.run_source import attach
 from serverless_gpu.errors import NotFound
 from serverless_gpu.lazy_import import load
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, State

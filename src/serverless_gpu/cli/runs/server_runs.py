@@ -150,7 +150,7 @@ class RunEnding(NamedTuple):
 
 def fetch_ending(view: RunView) -> RunEnding | None:
     """Return how a run that has ended did; None where the server does not say. Nothing is unpickled."""
-    run = load("serverless_gpu.client.runs.run_source").attach(view.id)
+    run = load("serverless_gpu.client.runs.attachment").attach(view.id)
     run.wait(_ENDING_S)
     stopped = read_ending(run.directory)
     return None if stopped is None else RunEnding(stopped, run.directory)

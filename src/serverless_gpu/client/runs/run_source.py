@@ -12,42 +12,25 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import importlib
-import os
-import select
 import socket
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from serverless_gpu.ambient import Clock, SystemClock, created_wall_ns
-from serverless_gpu.client.agent import agent_status
 from serverless_gpu.client.runs.outcome import Origin
-from serverless_gpu.client.runs.run import Run
 from serverless_gpu.client.runs.timeline import attempt_directories
-from serverless_gpu.errors import AgentUnavailable, InvalidOption, InvalidValue, NotFound
 from serverless_gpu.lazy_import import load
 from serverless_gpu.model.billing.ledger import LedgerLine, priced
 from serverless_gpu.model.billing.pricing import UNPRICED
 from serverless_gpu.model.cost import AttemptUse, Cost, together
-from serverless_gpu.model.lifecycle.attempt import MEANINGS, Fact, FactKind, Reason, State, StopReason
+from serverless_gpu.model.lifecycle.attempt import MEANINGS, Fact, FactKind, Reason, StopReason
 from serverless_gpu.model.receipt import Bill, Receipt
-from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.node.attempt.history import (
-    RunRecord,
-    first_facts,
-    is_live,
-    meter_of,
-    read_ending,
-    read_price,
-    read_receipt,
-    read_run,
-)
+from serverless_gpu.node.attempt.history import first_facts, is_live, meter_of, read_ending, read_price, read_receipt
 from serverless_gpu.node.base import protocol
-from serverless_gpu.node.base.home import Home, find_home, remove_at_once
-from serverless_gpu.node.base.lock_files import is_held
+from serverless_gpu.node.base.home import remove_at_once
 from serverless_gpu.node.inside.channel import Channel
 
 if TYPE_CHECKING:
@@ -336,92 +319,3 @@ def _by_receipt(receipt: Receipt) -> AttemptUse:
         gpu_type=receipt.gpu_type,
         queued_ms=parts.queued_ms or 0,
     )
-
-
-SNAPSHOT_S = 2.0
-_APPEAR_S = 2.0  # for the supervisor of a run that was launched this moment
-_LOOK_S = 0.01
-
-
-def attach(run_id: str, allow_pickle_from: str | Collection[str] = ()) -> Run[object]:
-    """Return the handle of a run that was started by another process of this user on this machine, or on the server.
-
-    Args:
-        run_id: the run's identifier, all of it.
-        allow_pickle_from: of a server, principals beside oneself whose results may be loaded, which runs their code.
-
-    Raises:
-        InvalidOption: one of them is no string.
-        InvalidValue: there is no such run.
-        AgentUnavailable: it goes on and cannot be reached, or too many watch it.
-    """
-    if not isinstance(run_id, str):
-        raise InvalidOption(f"attach takes the identifier of a run, a string, not {run_id!r}")
-    trusted = (allow_pickle_from,) if isinstance(allow_pickle_from, str) else tuple(allow_pickle_from)
-    if not all(isinstance(name, str) for name in trusted):
-        raise InvalidOption(f"allow_pickle_from takes names of principals, not {allow_pickle_from!r}")
-    home = find_home(os.environ)
-    # Only what can be an identifier is looked for: it becomes part of a path.
-    is_identifier = run_id.isascii() and run_id.isalnum()
-    record = read_run(home.runs, run_id) if is_identifier else None
-    elsewhere = ""
-    if record is None or record.problem or (record.directory / "remote.json").exists():
-        try:
-            # By name: HTTP is loaded only for those who use a server.
-            module = importlib.import_module("serverless_gpu.client.remote.remote_run") if is_identifier else None
-            run = None if module is None else module.attach(home, run_id, trusted)
-        except NotFound:
-            run, elsewhere = None, ", and none of the server's that you may see"
-        if run is not None:
-            return cast("Run[object]", run)
-    if record is None or record.problem:
-        raise InvalidValue(
-            f"there is no run {run_id!r} in {home.runs}{elsewhere}",
-            hint="`sgpu runs` lists them; those that ended long ago are deleted (`[retention]` in config.toml)",
-        )
-    return _attach_here(home, record)
-
-
-def _attach_here(home: Home, record: RunRecord) -> Run[object]:
-    run_id, directory = record.run_id, record.directory
-    channel = _find_supervisor(home, run_id, directory)
-    if channel is None and not (directory / "stopped.json").exists():
-        _refuse_unreachable(home, run_id, directory)
-    run: Run[object] = Run(LocalRun(run_id, directory, record.world_size, channel), record.spec or RunSpec())
-    run.session = record.session
-    if channel is None:
-        run._nothing_more()
-    else:
-        if not run._hear(SNAPSHOT_S) and record.live:
-            run._state = State(record.state)  # its supervisor has no time just now: what the files say
-        if run._refused is not None:
-            raise AgentUnavailable(f"run {run_id} goes on: {run._refused.message}", hint=run._refused.hint)
-    return run
-
-
-def _find_supervisor(home: Home, run_id: str, directory: Path) -> Channel | None:
-    """Return a connection to a run's supervisor, waiting for a new run; None when it has ended."""
-    path = str(home.sockets() / f"{run_id}.sock")
-    deadline_ns = SystemClock().boottime_ns() + int(_APPEAR_S * 1e9)
-    while True:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            sock.connect(path)
-            return Channel(sock)
-        except OSError:
-            sock.close()
-        if (directory / "stopped.json").exists() or SystemClock().boottime_ns() > deadline_ns:
-            return None
-        select.select([], [], [], _LOOK_S)
-
-
-def _refuse_unreachable(home: Home, run_id: str, directory: Path) -> None:
-    """Raise for a run that has not ended and cannot be reached; return when its supervisor is gone."""
-    status = agent_status(home.root)
-    if status is not None and run_id in status.queued:
-        message = f"run {run_id} still waits behind {len(status.attempts)} others of this home"
-        raise AgentUnavailable(message, hint="attach when it has started: `sgpu status` shows the queue")
-    if is_held(directory / "supervisor.lock"):
-        message = f"run {run_id} goes on, but its supervisor cannot be reached from here"
-        hint = f"is SERVERLESS_GPU_SOCKETS, or /tmp, another one here? The outcome will be in {directory}"
-        raise AgentUnavailable(message, hint=hint)
