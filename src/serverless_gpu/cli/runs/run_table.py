@@ -145,7 +145,7 @@ def cost_so_far(home: Home, record: RunRecord) -> Cost | None:
     """Return a running run's cost so far; None for any other run."""
     if not record.live:
         return None
-    found: Cost | None = load("serverless_gpu.client.runs.run_source").cost_here(
+    found: Cost | None = load("serverless_gpu.client.runs.local_costs").cost_here(
         home.runs / record.run_id, SystemClock()
     )
     return found

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from serverless_gpu.ambient import new_run_id
-from serverless_gpu.client.runs.run_source import cost_here
+from serverless_gpu.client.runs.local_costs import cost_here
 from serverless_gpu.model.billing.pricing import Tariff
 from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Fact, FactKind, Reason
