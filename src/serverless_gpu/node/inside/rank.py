@@ -39,7 +39,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from . import actor as actor  # a call may refer to `serve_actor`
-from . import command, linux, process_group, protocol, zygote
+from . import blas, command, linux, process_group, protocol
 from .call import RankCall, fill_rank, load_call
 from .channel import Channel
 from .failure import (
@@ -453,7 +453,7 @@ def _set_threads(count: int) -> None:
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(count)
-    zygote.set_threads(count)
+    blas.set_threads(count)
 
 
 def _fill_main(call: RankCall) -> None:

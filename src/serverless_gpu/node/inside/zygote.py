@@ -43,10 +43,8 @@ import signal
 import socket
 import sys
 import weakref
-from collections.abc import Callable
-from typing import NamedTuple
 
-from . import linux, namespaces, protocol, stem
+from . import blas, linux, namespaces, protocol, stem
 from .channel import Channel, pair
 
 _HUGE_PAGE_BYTES = 2 << 20
@@ -70,7 +68,7 @@ def main(channel_fd: int, version: int, preload: list[str]) -> None:
     if problem:
         channel.send(protocol.encode({"event": "cold", "reason": problem}))
         return
-    find()
+    blas.find()
     if (pid := os.fork()) == 0:  # every library's fork handler runs before threads are counted
         os._exit(0)
     os.waitpid(pid, 0)
@@ -223,54 +221,3 @@ def collapse_huge_page(address: int) -> bool:
     """Put one range into a huge page; return whether the kernel did."""
     libc = ctypes.CDLL(None)
     return bool(libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(_HUGE_PAGE_BYTES), _MADV_COLLAPSE) == 0)
-
-
-_AFFIXES = (("scipy_openblas_", "64_"), ("openblas_", "64_"), ("scipy_openblas_", ""), ("openblas_", ""))
-_COUNT = "blas_cpu_number"
-_THREADS_OF_ITS_OWN = 1  # `get_parallel`; OpenMP's have another count beside this one
-
-
-class Library(NamedTuple):
-    """One loaded copy of OpenBLAS: its own calls, and its count where a rank may set that."""
-
-    read: Callable[[], int]
-    change: Callable[[int], object]
-    variable: ctypes.c_int | None
-
-
-libraries: list[Library] = []
-
-
-def find() -> None:
-    """Fill `libraries` with the copies already mapped into this process; done once, in the zygote."""
-    try:
-        with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
-            paths = {line.split(None, 5)[5].strip() for line in file if "openblas" in line}
-    except OSError:
-        return
-    for path in sorted(paths):
-        with contextlib.suppress(OSError):
-            loaded = ctypes.CDLL(path)
-            for prefix, suffix in _AFFIXES:
-                if all(hasattr(loaded, f"{prefix}{name}{suffix}") for name in ("get_num_threads", "set_num_threads")):
-                    libraries.append(_library(loaded, prefix, suffix))
-
-
-def set_threads(count: int) -> None:
-    """Have each copy use so many threads from its next parallel operation on."""
-    for library in libraries:
-        before = library.read()
-        if library.variable is not None and count < before:
-            library.variable.value = count
-        if library.read() != count:
-            library.change(count)
-
-
-def _library(loaded: ctypes.CDLL, prefix: str, suffix: str) -> Library:
-    parallel = getattr(loaded, f"{prefix}get_parallel{suffix}", None)
-    variable = None
-    with contextlib.suppress(ValueError):  # a build that does not export it
-        if parallel is not None and parallel() == _THREADS_OF_ITS_OWN:
-            variable = ctypes.c_int.in_dll(loaded, _COUNT)
-    read, change = (getattr(loaded, f"{prefix}{name}{suffix}") for name in ("get_num_threads", "set_num_threads"))
-    return Library(read, change, variable)
