@@ -17,13 +17,11 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import msgspec
 
-from serverless_gpu.environment.scan.distributions import SCRIPT_BYTES_MAX, normalise_script, unreadable
 from serverless_gpu.errors import EnvironmentUnsupported
 
 BYTECODE = (".pyc", ".pyo")
@@ -183,66 +181,3 @@ def _read_entry(entry: os.DirEntry[str], top: str) -> ListedFile | str:
 def _file(path: str, found: os.stat_result) -> ListedFile:
     kind = "x" if found.st_mode & stat.S_IXUSR else "f"
     return ListedFile(path, kind, found.st_size, found.st_mtime_ns, found.st_ino, found.st_ctime_ns)
-
-
-_THREADS_FROM_BYTES = 4 * 1024 * 1024
-"""Less is hashed in this thread: starting others takes longer."""
-_THREADS_MAX = 4
-
-
-class Digest(NamedTuple):
-    """A file's content: SHA-256, bytes, and the content itself where it is not what the file holds (see below)."""
-
-    sha256: bytes
-    size: int
-    text: bytes | None = None
-
-
-def may_be_script(path: str, size: int) -> bool:
-    """Return whether a row may be a script whose first line names an interpreter: it is read to find out."""
-    return path.startswith("prefix/bin/") and size <= SCRIPT_BYTES_MAX
-
-
-def digest_file(file: str, path: str) -> Digest:
-    """Return the digest of a file; a Python script in `bin` is read as if `#!python` were its first line."""
-    try:
-        with open(file, "rb", buffering=0) as opened:
-            if may_be_script(path, os.fstat(opened.fileno()).st_size):
-                return digest_script(opened.read())
-            digest = hashlib.file_digest(opened, "sha256").digest()
-            return Digest(digest, opened.tell())
-    except OSError as error:
-        raise unreadable(file, error) from error
-
-
-def digest_script(content: bytes) -> Digest:
-    """Return the digest of what stands for a file in `bin`."""
-    text = normalise_script(content)
-    stands = content if text is None else text
-    return Digest(hashlib.sha256(stands).digest(), len(stands), text)
-
-
-def digest_files(
-    files: Sequence[tuple[str, str, int]], done: Callable[[int, int], None] = lambda number, size: None
-) -> list[Digest]:
-    """Return the digests of files, in order, large ones of several at once.
-
-    `files` has for each where it lies, the path of its row, and its size; `done` is called now and then with the number
-    of files and bytes that were read.
-    """
-    threads = min(_THREADS_MAX, os.cpu_count() or 1)
-    if threads == 1 or sum(size for _, _, size in files) < _THREADS_FROM_BYTES:
-        return [digest_file(file, path) for file, path, _ in files]
-    digests: list[Digest] = []
-    read = 0
-    with ThreadPoolExecutor(threads, thread_name_prefix="digest") as pool:
-        try:
-            for digest in pool.map(lambda one: digest_file(one[0], one[1]), files):
-                digests.append(digest)
-                read += digest.size
-                if len(digests) % 256 == 0:
-                    done(len(digests), read)
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-    return digests

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from serverless_gpu.environment.documents import FileRow, Snapshot, SnapshotMember
-from serverless_gpu.environment.scan.directory_listing import Digest, ListedFile, digest_files, read_file
+from serverless_gpu.environment.scan.digests import Digest, digest_files
+from serverless_gpu.environment.scan.directory_listing import ListedFile, read_file
 from serverless_gpu.environment.scan.distributions import Distribution, row_path
 from serverless_gpu.environment.scan.index import (
     NO_OWNER,

@@ -23,7 +23,8 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from serverless_gpu.environment.scan.description import Description
-from serverless_gpu.environment.scan.directory_listing import digest_file, look
+from serverless_gpu.environment.scan.digests import digest_file
+from serverless_gpu.environment.scan.directory_listing import look
 from serverless_gpu.environment.scan.index import GatePart, Stats, known_mtime
 from serverless_gpu.environment.scan.project_files import CodeDirectory, list_code, wanted_files
 from serverless_gpu.environment.scan.roots import keep_for

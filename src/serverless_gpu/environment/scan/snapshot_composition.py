@@ -26,7 +26,8 @@ from serverless_gpu.environment.documents import (
 )
 from serverless_gpu.environment.progress import ProgressPoint, Report
 from serverless_gpu.environment.scan.description import Description
-from serverless_gpu.environment.scan.directory_listing import Digest, ListedFile, digest_files, is_plain, may_be_script
+from serverless_gpu.environment.scan.digests import Digest, digest_files, may_be_script
+from serverless_gpu.environment.scan.directory_listing import ListedFile, is_plain
 from serverless_gpu.environment.scan.index_codec import IndexedUnit, KnownFiles
 from serverless_gpu.environment.scan.roots import ReusedUnits, Survey, SurveyedRoot
 from serverless_gpu.environment.scan.stdlib_rescan import own_row_path

@@ -20,14 +20,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from serverless_gpu.environment.documents import FileRow, RowKind, SnapshotMember
-from serverless_gpu.environment.scan.directory_listing import (
-    Directory,
-    DirectoryListing,
-    ListedFile,
-    Listing,
-    look,
-    may_be_script,
-)
+from serverless_gpu.environment.scan.digests import may_be_script
+from serverless_gpu.environment.scan.directory_listing import Directory, DirectoryListing, ListedFile, Listing, look
 from serverless_gpu.environment.scan.distributions import Distribution, read_distributions, row_path
 from serverless_gpu.environment.scan.index import NO_OWNER, FilesPart, GatePart, KeptPart, Stats
 from serverless_gpu.environment.scan.roots import (

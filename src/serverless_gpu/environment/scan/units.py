@@ -19,7 +19,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from serverless_gpu.environment.documents import Generated, UnitKind
-from serverless_gpu.environment.scan.directory_listing import ListedFile, may_be_script, read_file, show
+from serverless_gpu.environment.scan.digests import may_be_script
+from serverless_gpu.environment.scan.directory_listing import ListedFile, read_file, show
 from serverless_gpu.environment.scan.distributions import (
     Distribution,
     RecordLine,
