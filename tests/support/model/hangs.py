@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from serverless_gpu.model.hangs.hang_detection import RankInspection
-from serverless_gpu.model.hangs.hang_report import Stack, Thread
+from serverless_gpu.model.hangs.stacks import Stack, Thread
 from tests.support.model.stacks import frames
 
 S = 1_000_000_000

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serverless_gpu.model.hangs.hang_report import StackFrame
+from serverless_gpu.model.hangs.stacks import StackFrame
 
 TORCH = "/venv/lib/python3.11/site-packages/torch"
 STANDARD = "/usr/lib/python3.11"

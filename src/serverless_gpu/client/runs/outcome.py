@@ -37,7 +37,7 @@ from serverless_gpu.errors import (
     UntrustedResult,
 )
 from serverless_gpu.model.hangs import idleness
-from serverless_gpu.model.hangs.hang_report import readable
+from serverless_gpu.model.hangs.stacks import readable
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, SUPERVISOR_GONE, Hang, Reason, State
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.base.protocol import Stopped

@@ -33,13 +33,12 @@ from typing import Annotated
 
 import msgspec
 
-from serverless_gpu.model.hangs.hang_report import (
-    STACKS_TOLD,
+from serverless_gpu.model.hangs.hang_report import STACKS_TOLD, hang_sentence
+from serverless_gpu.model.hangs.stacks import (
     Stack,
     StackFrame,
     at_socket,
     delegates,
-    hang_sentence,
     in_backward,
     in_collective,
     ranks_on,

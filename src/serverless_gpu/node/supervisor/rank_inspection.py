@@ -27,7 +27,7 @@ from collections.abc import Iterable
 import msgspec
 
 from serverless_gpu.model.hangs.hang_detection import STOPPED, TRACED, RankInspection
-from serverless_gpu.model.hangs.hang_report import delegates, is_whole, parse
+from serverless_gpu.model.hangs.stacks import delegates, is_whole, parse
 from serverless_gpu.node.inside import protocol as inside
 from serverless_gpu.node.inside.linux import descendants
 from serverless_gpu.node.processes.spawn import INSIDE

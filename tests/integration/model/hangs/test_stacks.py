@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from serverless_gpu.model.hangs.hang_report import delegates, is_whole, parse
+from serverless_gpu.model.hangs.stacks import delegates, is_whole, parse
 from tests.support.model.stacks import OWN
 
 PROGRAM = """

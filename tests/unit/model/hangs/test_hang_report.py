@@ -9,14 +9,12 @@ from serverless_gpu.model.hangs.hang_detection import RankInspection
 from serverless_gpu.model.hangs.hang_report import (
     RANK_CHARACTERS_MAX,
     HangFinding,
-    Stack,
-    StackFrame,
-    Thread,
     ranks_text,
     report,
     sentence,
     stacks,
 )
+from serverless_gpu.model.hangs.stacks import Stack, StackFrame, Thread
 from tests.support.golden import golden
 
 C10D = StackFrame("/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", 3252, "all_reduce")

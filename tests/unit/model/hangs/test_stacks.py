@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.model.hangs.hang_report import (
+from serverless_gpu.model.hangs.stacks import (
     Stack,
     at_socket,
     delegates,
