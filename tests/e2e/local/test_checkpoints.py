@@ -16,10 +16,11 @@ from serverless_gpu.client.launch.launch import launch_command
 from serverless_gpu.client.runs.run import Run
 from serverless_gpu.errors import RunCancelled, RunTimedOut
 from serverless_gpu.model.lifecycle.attempt import StopReason
+from serverless_gpu.model.lifecycle.retention import Policy
 from serverless_gpu.model.placement import candidates
 from serverless_gpu.model.spec import Command, Resources, RunSpec
 from serverless_gpu.node.agent.connection import connect
-from serverless_gpu.node.attempt.retention import Policy, clean
+from serverless_gpu.node.attempt.retention import clean
 from serverless_gpu.node.base import protocol
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.devices.inventory import offered

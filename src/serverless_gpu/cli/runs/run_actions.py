@@ -21,17 +21,9 @@ from serverless_gpu.client.runs.run import Run
 from serverless_gpu.errors import AlreadyFinished, InvalidValue, ServerlessGpuError, ServerProblem
 from serverless_gpu.model.calendars import HOUR_NS
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, State
+from serverless_gpu.model.lifecycle.retention import Policy, RunDirectory, to_delete
 from serverless_gpu.node.attempt.history import FUNCTION, read_run, run_ids, size_on_disk
-from serverless_gpu.node.attempt.retention import (
-    CleanupResult,
-    Policy,
-    RunDirectory,
-    cleaned_text,
-    delete_all,
-    empty_trash,
-    scan,
-    to_delete,
-)
+from serverless_gpu.node.attempt.retention import CleanupResult, cleaned_text, delete_all, empty_trash, scan
 from serverless_gpu.node.base.configuration import read_configuration
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.units import format_bytes, format_duration_ms

@@ -31,8 +31,8 @@ from serverless_gpu.doctor.facts import (
 from serverless_gpu.doctor.probes.bounded_calls import look, side_by_side
 from serverless_gpu.errors import ServerlessGpuError, StorageError
 from serverless_gpu.model.calendars import DAY_NS
+from serverless_gpu.model.lifecycle.retention import Policy
 from serverless_gpu.node.attempt.history import read_run, run_ids, size_on_disk
-from serverless_gpu.node.attempt.retention import Policy
 from serverless_gpu.node.base.configuration import read_configuration
 from serverless_gpu.node.base.home import Home, find_home, storage_error
 from serverless_gpu.node.base.lock_files import held_note

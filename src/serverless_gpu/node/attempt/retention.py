@@ -1,6 +1,6 @@
 """Deletes expired run directories.
 
-    agent ──now and then──▶ a clean, nice process: look at runs/, ask node/attempt/retention.py, delete, end
+    agent ──now and then──▶ a clean, nice process: look at runs/, ask model/lifecycle/retention.py, delete, end
 
 The agent's loop never waits for a disk. A run is renamed within `runs/` before its deletion, so that no reader sees
 half a run; the next pass removes the rest of an interrupted deletion.
@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import NoReturn, Protocol
 
@@ -24,7 +24,8 @@ import msgspec
 
 from serverless_gpu.ambient import Clock, SystemClock, created_wall_ns
 from serverless_gpu.errors import ServerlessGpuError
-from serverless_gpu.model.calendars import DAY_NS, HOUR_NS
+from serverless_gpu.model.calendars import DAY_NS
+from serverless_gpu.model.lifecycle.retention import Policy, RunDirectory, to_delete
 from serverless_gpu.node.attempt.history import (
     NOT_STARTED,
     UNREADABLE,
@@ -181,41 +182,3 @@ def _remove(path: Path) -> None:
             with contextlib.suppress(OSError):
                 os.chmod(directory, 0o700)
         shutil.rmtree(path)
-
-
-DEFAULT_DAYS = 30.0
-DEFAULT_GIB = 20.0
-
-
-class RunDirectory(msgspec.Struct, frozen=True, kw_only=True):
-    """One run directory."""
-
-    run_id: str
-    ended_ns: int | None  # when it ended, nanoseconds since 1970; None while it has not
-    size_bytes: int
-
-
-class Policy(msgspec.Struct, frozen=True, kw_only=True):
-    """The retention of ended runs."""
-
-    age_ns: int | None = round(DEFAULT_DAYS * DAY_NS)  # those that ended longer ago are deleted; None for no limit
-    size_bytes_max: int | None = round(DEFAULT_GIB * 2**30)  # what all ended runs together may take; None for no limit
-    spared_ns: int = HOUR_NS  # what ended less long ago is kept in any case
-
-
-def to_delete(entries: Iterable[RunDirectory], policy: Policy, now_ns: int) -> tuple[RunDirectory, ...]:
-    """Return what the policy no longer keeps, oldest first."""
-    dated = [(entry.ended_ns, entry.run_id, entry) for entry in entries if entry.ended_ns is not None]
-    ended = sorted(dated, key=lambda row: row[:2])
-    total = sum(entry.size_bytes for _, _, entry in ended)
-    chosen: list[RunDirectory] = []
-    for ended_ns, _, entry in ended:
-        age_ns = now_ns - ended_ns
-        too_old = policy.age_ns is not None and age_ns > policy.age_ns
-        too_much = policy.size_bytes_max is not None and total > policy.size_bytes_max
-        if age_ns < policy.spared_ns:
-            break  # and so is everything after it
-        if too_old or too_much:
-            chosen.append(entry)
-            total -= entry.size_bytes
-    return tuple(chosen)

@@ -36,8 +36,8 @@ from serverless_gpu.json_codec import from_builtins
 from serverless_gpu.model.billing.pricing import OfDbus, Tariff, parse_prices
 from serverless_gpu.model.calendars import DAY_NS
 from serverless_gpu.model.hardware import GpuType
+from serverless_gpu.model.lifecycle.retention import DEFAULT_DAYS, DEFAULT_GIB, Policy
 from serverless_gpu.model.xid import XidKind
-from serverless_gpu.node.attempt.retention import DEFAULT_DAYS, DEFAULT_GIB, Policy
 from serverless_gpu.node.base.home import Home
 
 

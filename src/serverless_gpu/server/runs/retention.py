@@ -29,7 +29,7 @@ import sqlalchemy as sa
 from serverless_gpu import faults
 from serverless_gpu.ambient import Clock
 from serverless_gpu.model.calendars import HOUR_NS
-from serverless_gpu.node.attempt.retention import Policy, RunDirectory, to_delete
+from serverless_gpu.model.lifecycle.retention import Policy, RunDirectory, to_delete
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.records import attempts, audit, charges, events, facts, files, orders, runs

@@ -15,18 +15,9 @@ from hypothesis import given
 from serverless_gpu.ambient import SystemClock, new_run_id
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.calendars import DAY_NS, HOUR_NS
+from serverless_gpu.model.lifecycle.retention import Policy, RunDirectory, to_delete
 from serverless_gpu.node.attempt import retention
-from serverless_gpu.node.attempt.retention import (
-    Policy,
-    RetentionSchedule,
-    RunDirectory,
-    clean,
-    cleaned_text,
-    delete,
-    empty_trash,
-    scan,
-    to_delete,
-)
+from serverless_gpu.node.attempt.retention import RetentionSchedule, clean, cleaned_text, delete, empty_trash, scan
 from serverless_gpu.node.base.configuration import read_configuration
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.testing import FakeClock
