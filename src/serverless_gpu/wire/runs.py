@@ -1,6 +1,6 @@
 """Runs: how they are asked for, listed, watched and stopped.
 
-POST   /estimates                       EstimateRequest  → EstimateView, of `wire/queue.py`
+POST   /estimates                       EstimateRequest  → EstimateView, of `wire/estimates.py`
 POST   /runs                            RunRequest → RunView, or with `Accept: text/event-stream` its stream at once
 GET    /runs?state&owner&team&name&tag&limit&cursor&costs → RunPage
 GET    /runs/{run}                                       → RunView

@@ -16,7 +16,7 @@ from serverless_gpu.client.remote.server import RemoteServer, remote_home, serve
 from serverless_gpu.client.remote.submission import choose_pool, environment_of, target
 from serverless_gpu.errors import InvalidValue, NotFound, ServerUnavailable
 from serverless_gpu.model.spec import Command, Function, RunSpec
-from serverless_gpu.wire.queue import EstimateRequest, estimate_of
+from serverless_gpu.wire.estimates import EstimateRequest, estimate_of
 
 
 def estimate(spec: RunSpec) -> Estimate:

@@ -35,9 +35,9 @@ from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.node.base.home import Home, find_durable_home, find_home, storage_error
 from serverless_gpu.wire.access import PrincipalView
 from serverless_gpu.wire.blobs import DigestList
+from serverless_gpu.wire.estimates import EstimateRequest, EstimateView
 from serverless_gpu.wire.http_client import Connection
 from serverless_gpu.wire.nodes import PoolList, PoolView
-from serverless_gpu.wire.queue import EstimateRequest, EstimateView
 from serverless_gpu.wire.runs import AttemptList, AttemptView, CostView, RunRequest, RunView, StopRequest
 from serverless_gpu.wire.server_status import Version
 
