@@ -43,7 +43,7 @@ from serverless_gpu.server.identity.principal_service import PrincipalService
 from serverless_gpu.server.invariants.self_check import MissedRunCheck, SelfCheck
 from serverless_gpu.server.lifecycle import reports
 from serverless_gpu.server.lifecycle.attempt_tokens import AttemptTokens
-from serverless_gpu.server.lifecycle.gangs import GangHangs, GangProgress
+from serverless_gpu.server.lifecycle.gang_hangs import GangHangs, GangProgress
 from serverless_gpu.server.lifecycle.liveness import Leases, Presence
 from serverless_gpu.server.lifecycle.owner_suspension import OwnerSuspension
 from serverless_gpu.server.lifecycle.rendezvous import RendezvousService, RendezvousStates

@@ -54,7 +54,7 @@ from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.http.routing import ATTEMPT, Call, Routes
 from serverless_gpu.server.lifecycle import gangs, transitions
 from serverless_gpu.server.lifecycle.attempt_tokens import AttemptTokens
-from serverless_gpu.server.lifecycle.gangs import GangHangs, check_progress
+from serverless_gpu.server.lifecycle.gang_hangs import GangHangs, check_progress
 from serverless_gpu.server.lifecycle.liveness import Leases, Presence
 from serverless_gpu.server.lifecycle.rendezvous import RendezvousService, check_meeting
 from serverless_gpu.server.lifecycle.transitions import Announcer, Note, ReportRequests, TransitionResult

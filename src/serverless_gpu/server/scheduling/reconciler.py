@@ -20,7 +20,7 @@ from serverless_gpu.engines.base import Engine, NodeLost
 from serverless_gpu.server.core.hub import SCHEDULER, Hub
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.lifecycle.gangs import GangProgress
+from serverless_gpu.server.lifecycle.gang_hangs import GangProgress
 from serverless_gpu.server.lifecycle.liveness import Leases, LivenessMonitor, Presence
 from serverless_gpu.server.lifecycle.owner_suspension import OwnerSuspension
 from serverless_gpu.server.lifecycle.rendezvous import RendezvousService

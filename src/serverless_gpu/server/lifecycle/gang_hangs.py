@@ -1,0 +1,229 @@
+"""Gang hangs: puts together what the crews of a gang report about progress and idle devices, and tells all of them.
+
+    a report: no word of its ranks for so long, what it saw ─▶ memory ─▶ `gang_hang_detection.decide`
+         ├─ they are to be inspected, or the result of that ─▶ in every answer; crews report at once
+         └─ the end: each crew writes its stacks, and ends as `collective_hang` by its own word
+    a report: how long its devices have done nothing ─▶ memory ─▶ `idleness.of_gang`
+         ├─ a warning ─▶ in every answer
+         └─ the run is asked to stop, as for any other reason
+
+`GangProgress` is memory that is lost with the process: crews say all of it again to a server that starts, and the end
+is an ending like any other.
+
+What can go wrong:
+
+- A crew is silent itself: nothing is decided until it is heard of.
+- The run is asked to stop, or a crew fails, meanwhile: nothing is judged any more.
+- A node says what cannot be: refused, for people on other nodes read it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+
+import msgspec
+import sqlalchemy as sa
+
+from serverless_gpu.ambient import Clock
+from serverless_gpu.errors import InvalidValue, StaleAttempt
+from serverless_gpu.model.hangs import hang_detection, idleness
+from serverless_gpu.model.hangs.hang_detection import (
+    PLACES_MAX,
+    WHERE_CHARACTERS_MAX,
+    CrewObservation,
+    GangWatch,
+    InspectionRequest,
+    Judgement,
+)
+from serverless_gpu.model.hangs.hang_report import STACK_CHARACTERS_MAX, STACKS_TOLD
+from serverless_gpu.model.hangs.idleness import IdleVerdict
+from serverless_gpu.model.lifecycle.attempt import ACTIVE, StopReason
+from serverless_gpu.server.core.hub import Hub, node_key
+from serverless_gpu.server.core.settings import Settings
+from serverless_gpu.server.db.database import Transactions
+from serverless_gpu.server.lifecycle import transitions
+from serverless_gpu.server.lifecycle.transitions import Announcer, ReportRequests, TransitionResult
+from serverless_gpu.server.records import audit, runs
+from serverless_gpu.server.records.attempts import StoredAttempt
+from serverless_gpu.server.records.crews import Gang, StoredCrew
+from serverless_gpu.server.records.runs import StoredRun
+from serverless_gpu.wire.attempts import Report, ReportAnswer
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of how a gang on several nodes gets on.
+
+    Attributes:
+        heard_ns: when each crew was heard of, by number.
+        hangs: whether its ranks stand still.
+        idle: how long each crew's devices have done nothing, by number.
+        told: the warning that its crews get.
+    """
+
+    heard_ns: Mapping[int, int] = msgspec.field(default_factory=dict)
+    hangs: GangWatch = GangWatch()
+    idle: Mapping[int, IdleVerdict] = msgspec.field(default_factory=dict)
+    told: IdleVerdict | None = None
+
+
+class GangProgress:
+    """How gangs on several nodes get on, as this process has heard of them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: dict[Gang, Progress] = {}
+
+    def find(self, gang: Gang) -> Progress:
+        """Return what is known of a gang; what is so at first, where nothing is."""
+        with self._lock:
+            return self._known.get(gang, Progress())
+
+    def change(self, gang: Gang, work: Callable[[Progress], Progress]) -> tuple[Progress, Progress]:
+        """Change what is known of a gang; return what it was, and what it is now."""
+        with self._lock:
+            before = self._known.get(gang, Progress())
+            now = self._known[gang] = work(before)
+            return before, now
+
+    def keep(self, gangs: Collection[Gang]) -> None:
+        """Forget all gangs but these."""
+        with self._lock:
+            self._known = {gang: known for gang, known in self._known.items() if gang in gangs}
+
+
+def check_progress(attempt: StoredAttempt, ranks: range, said: Report) -> None:
+    """Refuse what no crew can have seen."""
+    seen = said.seen
+    if seen is None:
+        return
+    numbers = [one.rank for one in seen.ranks]
+    strangers = {*numbers, *seen.returned, *seen.stacks} - set(ranks)
+    if strangers:
+        raise InvalidValue(f"attempt {attempt.gang} has no rank {min(strangers)} there")
+    if len(set(numbers)) < len(numbers):
+        raise InvalidValue(f"a crew of attempt {attempt.gang} says twice what was seen of one rank")
+    is_long = any(
+        len(one.where) > WHERE_CHARACTERS_MAX or len(one.state) > 1 or len(one.places) > PLACES_MAX
+        for one in seen.ranks
+    )
+    is_large = len(seen.stacks) > STACKS_TOLD or any(len(text) > STACK_CHARACTERS_MAX for text in seen.stacks.values())
+    if is_long or is_large or len(seen.returned) > len(ranks):
+        raise InvalidValue(f"a crew of attempt {attempt.gang} says more of its ranks than anybody could have seen")
+
+
+class GangHangs:
+    """Detects gangs that hang, and stops them."""
+
+    def __init__(
+        self,
+        *,
+        settings: Settings,
+        clock: Clock,
+        database: Transactions,
+        hub: Hub,
+        looks: ReportRequests,
+        gang_progress: GangProgress,
+        announcer: Announcer,
+    ) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._database = database
+        self._hub = hub
+        self._looks = looks
+        self._gang_progress = gang_progress
+        self._announcer = announcer
+
+    def hear(self, run: StoredRun, attempt: StoredAttempt, crew: StoredCrew, said: Report) -> None:
+        """Note what a crew says of its ranks and devices, and decide what can be decided by it."""
+        is_ending = run.stop is not None or attempt.cause is not None or attempt.released or said.halt is not None
+        if (
+            attempt.num_nodes == 1
+            or is_ending
+            or len(attempt.open_crews) < attempt.num_nodes
+            or said.ending is not None
+        ):
+            return
+        work = partial(self._heard, run, attempt, crew, said)
+        before, now = self._gang_progress.change((attempt.run_id, attempt.fence), work)
+        if _answered(now) != _answered(before):
+            for one in attempt.open_crews:
+                if one.number != crew.number:
+                    self._looks.ask(one.node_id, one.id)
+                    self._hub.touch(node_key(one.node_id))
+        if now.told is IdleVerdict.STOP:
+            self._stop(run)
+
+    def told(self, attempt: StoredAttempt, answer: ReportAnswer) -> ReportAnswer:
+        """Return an answer with what there is for a crew of a gang on several nodes."""
+        ask, judgement, idle = _answered(self._gang_progress.find((attempt.run_id, attempt.fence)))
+        return msgspec.structs.replace(answer, ask=ask, judgement=judgement, idle=idle)
+
+    def _heard(
+        self, run: StoredRun, attempt: StoredAttempt, crew: StoredCrew, said: Report, before: Progress
+    ) -> Progress:
+        now_ns = self._clock.boottime_ns()
+        hangs = hang_detection.with_observation(
+            before.hangs, crew.number, said.silence, _printable(said.seen), returned=said.returned, now_ns=now_ns
+        )
+        progress = Progress(
+            heard_ns={**before.heard_ns, crew.number: now_ns},
+            hangs=hangs,
+            idle={**before.idle, crew.number: said.idle},
+            told=before.told,
+        )
+        if not all(one.began for one in attempt.crews):
+            return progress
+        fresh_ns = round(self._settings.soft_expiry_s / 2 * 1e9)  # two signs of life, however far apart they are
+        hangs = hang_detection.decide(
+            hangs,
+            run.spec.limits(),
+            [one.place for one in attempt.crews],
+            per_node=run.spec.per_node,
+            now_ns=now_ns,
+            fresh_ns=fresh_ns,
+        )
+        is_heard = all(now_ns - progress.heard_ns.get(one.number, 0) <= fresh_ns for one in attempt.crews)
+        returned = {number for number, one in hangs.silent.items() if one.returned}
+        at_work = [one.number for one in attempt.crews if one.number not in returned]
+        is_known = is_heard and bool(at_work) and idleness.limit_s(run.spec) is not None
+        levels = [progress.idle.get(number, IdleVerdict.GO_ON) for number in at_work]
+        told = (
+            idleness.of_gang(levels, before.told) if is_known else None
+        )  # once all have returned nothing is idle: it ends
+        return msgspec.structs.replace(progress, hangs=hangs, told=told)
+
+    def _stop(self, run: StoredRun) -> None:
+        """Stop a run whose devices have done nothing on any node for too long."""
+        at_ns = self._clock.wall_ns()
+
+        def work(connection: sa.Connection) -> TransitionResult | None:
+            now = runs.find(connection, run.id)
+            if now is None or now.fence != run.fence or now.state not in ACTIVE:
+                return None  # it has nothing to do with the devices of the next attempt
+            return transitions.ask_to_stop(connection, run.id, who=audit.SERVER, why=StopReason.IDLE, at_ns=at_ns)
+
+        try:
+            done = self._database.write(work)
+        except StaleAttempt:
+            return  # it is asked again with the next report
+        if done is not None:
+            self._announcer.announce(done)
+
+
+def _answered(progress: Progress) -> tuple[InspectionRequest | None, Judgement | None, IdleVerdict | None]:
+    return progress.hangs.ask, progress.hangs.judgement, progress.told
+
+
+def _printable(seen: CrewObservation | None) -> CrewObservation | None:
+    """Return what was seen as others may read it on their terminals."""
+    if seen is None:
+        return None
+    ranks = tuple(msgspec.structs.replace(one, where=_line(one.where)) for one in seen.ranks)
+    stacks = {rank: "\n".join(map(_line, text.split("\n"))) for rank, text in seen.stacks.items()}
+    return msgspec.structs.replace(seen, ranks=ranks, stacks=stacks)
+
+
+def _line(text: str) -> str:
+    return "".join(character if character.isprintable() else " " for character in text)
