@@ -20,7 +20,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from serverless_gpu.model.billing.pricing import Tariff
-from serverless_gpu.model.hangs.hang_detection import CrewObservation, InspectionRequest, Judgement, Silence
+from serverless_gpu.model.hangs.gang_hang_detection import CrewObservation, InspectionRequest, Judgement, Silence
 from serverless_gpu.model.hangs.idleness import IdleVerdict
 from serverless_gpu.model.hardware import Device, GpuType
 from serverless_gpu.model.lifecycle.attempt import Fact, Reason, State, StopReason

@@ -22,7 +22,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from serverless_gpu.model.billing.pricing import UNPRICED, Tariff
-from serverless_gpu.model.hangs.hang_detection import CrewObservation, InspectionRequest, Judgement
+from serverless_gpu.model.hangs.gang_hang_detection import CrewObservation, InspectionRequest, Judgement
 from serverless_gpu.model.hangs.idleness import IdleVerdict
 from serverless_gpu.model.hardware import Device, GpuType
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason

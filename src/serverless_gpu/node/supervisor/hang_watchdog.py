@@ -31,7 +31,8 @@ import msgspec
 
 from serverless_gpu.ambient import Clock, format_clock
 from serverless_gpu.model.hangs import hang_detection, idleness
-from serverless_gpu.model.hangs.hang_detection import CrewObservation, HangAction, InspectionRequest, Judgement
+from serverless_gpu.model.hangs.gang_hang_detection import CrewObservation, InspectionRequest, Judgement
+from serverless_gpu.model.hangs.hang_detection import HangAction
 from serverless_gpu.model.hangs.hang_report import HangFinding, ranks_text, report, sentence, stacks
 from serverless_gpu.model.hangs.idleness import IdleVerdict
 from serverless_gpu.model.hardware import Device

@@ -31,7 +31,7 @@ import msgspec
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, NotAuthenticated, ServerlessGpuError, ServerStorageFull, StaleAttempt
-from serverless_gpu.model.hangs.hang_detection import Silence
+from serverless_gpu.model.hangs.gang_hang_detection import Silence
 from serverless_gpu.model.lifecycle.attempt import SUPERVISOR_GONE, Fact, FactKind, State, StopReason
 from serverless_gpu.node.attempt.history import ServerAttempt, read_receipt, spec_of
 from serverless_gpu.node.base.configuration import read_configuration

@@ -28,15 +28,9 @@ import sqlalchemy as sa
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, StaleAttempt
-from serverless_gpu.model.hangs import hang_detection, idleness
-from serverless_gpu.model.hangs.hang_detection import (
-    PLACES_MAX,
-    WHERE_CHARACTERS_MAX,
-    CrewObservation,
-    GangWatch,
-    InspectionRequest,
-    Judgement,
-)
+from serverless_gpu.model.hangs import gang_hang_detection, idleness
+from serverless_gpu.model.hangs.gang_hang_detection import CrewObservation, GangWatch, InspectionRequest, Judgement
+from serverless_gpu.model.hangs.hang_detection import PLACES_MAX, WHERE_CHARACTERS_MAX
 from serverless_gpu.model.hangs.hang_report import STACK_CHARACTERS_MAX, STACKS_TOLD
 from serverless_gpu.model.hangs.idleness import IdleVerdict
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, StopReason
@@ -164,7 +158,7 @@ class GangHangs:
         self, run: StoredRun, attempt: StoredAttempt, crew: StoredCrew, said: Report, before: Progress
     ) -> Progress:
         now_ns = self._clock.boottime_ns()
-        hangs = hang_detection.with_observation(
+        hangs = gang_hang_detection.with_observation(
             before.hangs, crew.number, said.silence, _printable(said.seen), returned=said.returned, now_ns=now_ns
         )
         progress = Progress(
@@ -176,7 +170,7 @@ class GangHangs:
         if not all(one.began for one in attempt.crews):
             return progress
         fresh_ns = round(self._settings.soft_expiry_s / 2 * 1e9)  # two signs of life, however far apart they are
-        hangs = hang_detection.decide(
+        hangs = gang_hang_detection.decide(
             hangs,
             run.spec.limits(),
             [one.place for one in attempt.crews],

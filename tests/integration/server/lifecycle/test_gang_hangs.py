@@ -9,7 +9,8 @@ import pytest
 
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.hangs import hang_detection
-from serverless_gpu.model.hangs.hang_detection import PLACES_MAX, CrewObservation, RankSeen, Sign, Silence
+from serverless_gpu.model.hangs.gang_hang_detection import CrewObservation, Silence
+from serverless_gpu.model.hangs.hang_detection import PLACES_MAX, RankSeen, Sign
 from serverless_gpu.model.hangs.idleness import IdleVerdict
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.lifecycle.gang_lifecycle import Halt

@@ -7,16 +7,8 @@ import msgspec
 import pytest
 from hypothesis import given
 
-from serverless_gpu.model.hangs.hang_detection import (
-    PLACES_MAX,
-    CrewObservation,
-    GangWatch,
-    RankSeen,
-    Sign,
-    Silence,
-    decide,
-    with_observation,
-)
+from serverless_gpu.model.hangs.gang_hang_detection import CrewObservation, GangWatch, Silence, decide, with_observation
+from serverless_gpu.model.hangs.hang_detection import PLACES_MAX, RankSeen, Sign
 from serverless_gpu.model.lifecycle.attempt import Limits
 from serverless_gpu.model.placement import laid_out
 from serverless_gpu.wire.agents import Report

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from serverless_gpu.model.hangs.hang_detection import CrewObservation, InspectionRequest, Judgement
+from serverless_gpu.model.hangs.gang_hang_detection import CrewObservation, InspectionRequest, Judgement
 from serverless_gpu.model.lifecycle.attempt import (
     Attempt,
     Hang,
