@@ -43,7 +43,7 @@ from serverless_gpu.server.records import audit, runs
 from serverless_gpu.server.records.attempts import StoredAttempt
 from serverless_gpu.server.records.crews import Gang, StoredCrew
 from serverless_gpu.server.records.runs import StoredRun
-from serverless_gpu.wire.attempts import Report, ReportAnswer
+from serverless_gpu.wire.agents import Report, ReportAnswer
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
