@@ -147,7 +147,9 @@ class UvicornServer(uvicorn.Server):
         """Begin to answer, and say so."""
         await super().startup(sockets)
         if threading.current_thread() is threading.main_thread():
-            _prefer_latency()  # in a thread, the process is not the server's to tune
+            # The process is the server's own: shorten how long one of its threads keeps all others from running.
+            gc.freeze()  # a full collection would look at everything that was imported, for 100 ms
+            sys.setswitchinterval(SWITCH_S)  # a request takes several turns, and waits for threads that compute
         if self._listening.beside is not None:
             made = await asyncio.get_running_loop().create_server(
                 lambda: BoundedProtocol(
@@ -275,14 +277,6 @@ def serve(
                 hint = "a database has one server; this one is not started again by itself"
                 raise TakenOver("another server has taken the database over", hint=hint)
         _logger.info("process %d has stopped", os.getpid())
-
-
-def _prefer_latency() -> None:
-    """Shorten how long one thread of this process keeps all others from running, the event loop among them."""
-    # A full collection would look at everything that was imported: 100 ms, in which no other thread runs.
-    gc.freeze()
-    # A thread that computes hands the interpreter on after this time, and a request takes several turns.
-    sys.setswitchinterval(SWITCH_S)
 
 
 def _certificate(settings: Settings, clock: Clock) -> Certificate | None:

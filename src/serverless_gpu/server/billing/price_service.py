@@ -90,11 +90,13 @@ class PriceService:
                 "from_ns": from_ns,
             }
             audit.record(connection, who=who, action=Action.PRICE_SET, subject=name, now_ns=at_ns, detail=detail)
+            devices = (device.type for node in nodes.every(connection) for device in node.hello.devices)
+            is_known = name in (CORE, MEMORY) or name in FAMILIES or is_listed(name) or name in devices
             return PriceSet(
                 price=_view(StoredPrice(price=price, set_ns=at_ns), at_ns),
                 ended=_views(ended, at_ns),
                 withdrawn=_views(replaced, at_ns),
-                is_known=_is_known(connection, name),
+                is_known=is_known,
                 currency=self._settings.currency,
             )
 
@@ -135,12 +137,6 @@ def _name(resource: str) -> str:
     if not 0 < len(written) <= LABEL_CHARACTERS_MAX or not written.isprintable():
         raise InvalidValue(f"nothing is named {resource[:64]!r}", hint="a GPU type, core or memory")
     return written.casefold() if written.casefold() in (CORE, MEMORY) else canonical(written)
-
-
-def _is_known(connection: sa.Connection, name: str) -> bool:
-    if name in (CORE, MEMORY) or name in FAMILIES or is_listed(name):
-        return True
-    return any(device.type == name for node in nodes.every(connection) for device in node.hello.devices)
 
 
 def _amount(name: str, asked: PriceRequest) -> tuple[int, int]:

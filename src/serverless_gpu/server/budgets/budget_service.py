@@ -106,7 +106,10 @@ class BudgetService:
 
         def work(connection: sa.Connection) -> None:
             _check_scope(connection, said.scope)
-            budget = _with_own_zone(connection, said)
+            check_time_zone(said.time_zone)
+            usual = budgets.team_zone(connection, said.scope) or "UTC"
+            # Without a zone of its own it follows its team's.
+            budget = msgspec.structs.replace(said, time_zone="") if said.time_zone == usual else said
             before = budgets.find(connection, name)
             if before is None and budgets.count(connection) >= BUDGETS_MAX:
                 raise TooLarge(f"there are {BUDGETS_MAX} budgets, and more are not taken", hint="delete some")
@@ -232,13 +235,6 @@ class BudgetService:
                 basis=ahead.basis,
                 sentence=_sentence(standing, currency),
             )
-
-
-def _with_own_zone(connection: sa.Connection, budget: Budget) -> Budget:
-    """Return a budget whose time zone is "" where it is that of its team, or UTC: then it follows the team's."""
-    check_time_zone(budget.time_zone)
-    usual = budgets.team_zone(connection, budget.scope) or "UTC"
-    return msgspec.structs.replace(budget, time_zone="") if budget.time_zone == usual else budget
 
 
 def _check_scope(connection: sa.Connection, scope: Scope) -> None:

@@ -102,7 +102,13 @@ class Probe(Generic[T]):
             now_ns = self._clock.boottime_ns()
             if self._last is not None and now_ns - self._last_ns < self._fresh_ns:
                 return self._last
-            asking = self._asking or self._start(now_ns)
+            asking = self._asking
+            if asking is None:
+                asking = Future()
+                asking.set_running_or_notify_cancel()  # a wait that is cancelled must not cancel it
+                self._asking, self._asked_ns = asking, now_ns
+                arguments = (asking, now_ns)
+                threading.Thread(target=self._work, args=arguments, name=f"probe-{self._name}", daemon=True).start()
             left_ns = self._asked_ns + self._bound_ns - now_ns
         if left_ns > 0 and not asking.done():
             waited = asyncio.wrap_future(asking)
@@ -112,13 +118,6 @@ class Probe(Generic[T]):
             return asking.result()
         waited_ns = self._clock.boottime_ns() - self._asked_ns
         return ProbeAnswer(problem=f"has not answered for {waited_ns / 1e9:.0f} s", took_ms=waited_ns / 1e6)
-
-    def _start(self, now_ns: int) -> Future[ProbeAnswer[T]]:
-        asking: Future[ProbeAnswer[T]] = Future()
-        asking.set_running_or_notify_cancel()  # a wait that is cancelled must not cancel it
-        self._asking, self._asked_ns = asking, now_ns
-        threading.Thread(target=self._work, args=(asking, now_ns), name=f"probe-{self._name}", daemon=True).start()
-        return asking
 
     def _work(self, asking: Future[ProbeAnswer[T]], asked_ns: int) -> None:
         value: T | None = None

@@ -330,7 +330,11 @@ class Authenticator:
             lambda connection: principals.authenticate(connection, secret, now_ns=now_ns, keys=self._keys)
         )
         if who.token_id and self._is_due(who.token_id):
-            self._note(who.token_id, now_ns)
+            try:
+                self._database.write(lambda connection: principals.note_use(connection, [who.token_id], now_ns=now_ns))
+            except ServerProblem as error:
+                # Reading must be possible also when the disk is full.
+                _log.warning("the use of token %s was not written down: %s", who.token_id, error.message)
         return who
 
     def reach(self, who: Caller, need: Need) -> str:
@@ -347,10 +351,3 @@ class Authenticator:
                 self._noted.clear()
             self._noted[token_id] = now_ns
             return True
-
-    def _note(self, token_id: str, now_ns: int) -> None:
-        try:
-            self._database.write(lambda connection: principals.note_use(connection, [token_id], now_ns=now_ns))
-        except ServerProblem as error:
-            # Reading must be possible also when the disk is full.
-            _log.warning("the use of token %s was not written down: %s", token_id, error.message)

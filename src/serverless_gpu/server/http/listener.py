@@ -179,7 +179,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._quiet_since = next(_turns)
         self._wait_for_head()
         if len(self.connections) > connections_max():
-            _longest_quiet(self).transport.close()
+            # The longest quiet one goes; this one itself when on all others something is under way.
+            there = (one for one in self.connections if isinstance(one, BoundedProtocol) and not one.is_closing)
+            min(there, key=lambda one: (one.quiet_since, one is self)).transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the timer."""
@@ -247,17 +249,14 @@ def connections_max() -> int:
     return min(CONNECTIONS_MAX, max(soft - OTHER_FILES, soft // 2))
 
 
-def _longest_quiet(newest: BoundedProtocol) -> BoundedProtocol:
-    """Return the connection that goes for a new one; the new one itself when on all others something is under way."""
-    there = (one for one in newest.connections if isinstance(one, BoundedProtocol) and not one.is_closing)
-    return min(there, key=lambda one: (one.quiet_since, one is newest))
-
-
 def _remembered(host: str, file: Path, first: int) -> socket.socket:
     """Return a socket on the port of last time, else on the first choice, else on any; which is remembered."""
-    for port in (_read_port(file), first, 0):
-        if port is None:
-            continue
+    ports = [first, 0]
+    with contextlib.suppress(OSError, ValueError):
+        last = int(file.read_text(encoding="ascii"))
+        if 0 < last < 65536:
+            ports.insert(0, last)
+    for port in ports:
         try:
             found = _bound(host, port)
         except ServerProblem:
@@ -282,13 +281,6 @@ def _bound(host: str, port: int) -> socket.socket:
             ) from error
         raise InvalidValue(f"{host} is no address of this machine: {error}", hint="give one with --host") from error
     return made
-
-
-def _read_port(path: Path) -> int | None:
-    with contextlib.suppress(OSError, ValueError):
-        port = int(path.read_text(encoding="ascii"))
-        return port if 0 < port < 65536 else None
-    return None
 
 
 def _is_loopback(host: str) -> bool:

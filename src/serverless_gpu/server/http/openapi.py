@@ -49,11 +49,15 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
 
 def _operation(route: Route, by_type: dict[Any, Any]) -> dict[str, Any]:
     problem = {"description": "A problem.", "content": {JSON: {"schema": by_type[Problem]}}}
+    schemas: dict[type, dict[str, Any]] = {str: {"type": "string"}, int: {"type": "integer", "minimum": 0}}
+    in_path = [
+        {"name": name, "in": "path", "required": True, "schema": schemas[kind]} for name, kind in route.parts.items()
+    ]
     operation: dict[str, Any] = {
         "operationId": f"{route.tag}_{route.handler.__name__}",
         "tags": [route.tag],
         "summary": (inspect.getdoc(route.handler) or "").partition("\n")[0],
-        "parameters": [*_parts(route), *_query(route)],
+        "parameters": [*in_path, *_query(route)],
         "responses": {**_answers(route, by_type), "default": problem},
         "security": [] if route.needs == PUBLIC else [{"bearer": []}],
         "x-needs": msgspec.to_builtins(route.needs),
@@ -71,7 +75,9 @@ def _answers(route: Route, by_type: dict[Any, Any]) -> dict[str, Any]:
         if kind is type(None):
             answers["204"] = {"description": "Done."}
         elif typing.get_origin(kind) is Stream:
-            schema = _event(by_type[typing.get_args(kind)[0]])
+            # One server-sent event whose data is JSON, as OpenAPI 3.2 describes it.
+            data = {"type": "string", "contentMediaType": JSON, "contentSchema": by_type[typing.get_args(kind)[0]]}
+            schema = {"type": "object", "required": ["data"], "properties": {"data": data}}
             answers.setdefault("200", {"description": "Done.", "content": {}})["content"][EVENTS] = {"schema": schema}
         elif inspect.isclass(kind) and issubclass(kind, Response):
             schema = _BINARY if issubclass(kind, Bytes) else {"type": "string"}
@@ -81,19 +87,6 @@ def _answers(route: Route, by_type: dict[Any, Any]) -> dict[str, Any]:
             entry = answers.setdefault("200", {"description": "Done.", "content": {}})
             entry["content"][JSON] = {"schema": by_type[kind]}
     return answers
-
-
-def _event(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return what one server-sent event looks like whose data is JSON, as OpenAPI 3.2 describes it."""
-    data = {"type": "string", "contentMediaType": JSON, "contentSchema": schema}
-    return {"type": "object", "required": ["data"], "properties": {"data": data}}
-
-
-def _parts(route: Route) -> list[dict[str, Any]]:
-    schemas: dict[type, dict[str, Any]] = {str: {"type": "string"}, int: {"type": "integer", "minimum": 0}}
-    return [
-        {"name": name, "in": "path", "required": True, "schema": schemas[kind]} for name, kind in route.parts.items()
-    ]
 
 
 def _query(route: Route) -> list[dict[str, Any]]:

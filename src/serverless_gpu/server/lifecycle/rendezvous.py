@@ -212,8 +212,11 @@ class RendezvousService:
 
         def work(connection: sa.Connection) -> bool:
             run = _waiting(connection, attempt.run_id, attempt.fence)
-            if run is None or run.attempt is None or run.stop is not None or not _may_begin(run.attempt):
+            if run is None or run.attempt is None or run.stop is not None or run.attempt.cause is not None:
                 return False
+            for crew in run.attempt.crews:  # user code begins only where every crew was heard of and goes on
+                if crew.ended_ns is not None or crew.halt_json is not None or crew.state is not State.STARTING:
+                    return False
             is_new = attempts.decide(connection, run.attempt, chosen_json=text)
             faults.reach("after_choose_before_commit")
             return is_new
@@ -345,13 +348,6 @@ def has_met(attempt: StoredAttempt) -> bool:
     if attempt.chosen_json is not None or attempt.called_off or attempt.began:
         return True
     return any(State.RUNNING in (crew.state, crew.before) for crew in attempt.crews)
-
-
-def _may_begin(attempt: StoredAttempt) -> bool:
-    """Return whether nothing has failed and everybody is heard of: user code may begin on all nodes."""
-    return attempt.cause is None and all(
-        crew.ended_ns is None and crew.halt_json is None and crew.state is State.STARTING for crew in attempt.crews
-    )
 
 
 def _refuse(connection: sa.Connection, crew: CrewId, note: Note) -> TransitionResult:

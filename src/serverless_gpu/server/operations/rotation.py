@@ -156,8 +156,10 @@ def _replace_files(database: Database, settings: Settings, *, login: str, now_ns
     """Write new tokens of the administrator, of this machine, and for machines that join; forget Ray's own."""
     directory = settings.directory
     for name in _TOKEN_FILES:
-        if not _is_good(database, directory / name):
-            (directory / name).unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            secret = (directory / name).read_text(encoding="ascii", errors="replace").strip()
+            if not database.read(functools.partial(principals.is_unrevoked, secret=secret)):
+                (directory / name).unlink()
     faults.reach("between_rotation_steps")
     bootstrap.first_tokens(database, directory, login=login, now_ns=now_ns)
     if settings.ray is not None:
@@ -184,14 +186,6 @@ def _told(connection: sa.Connection, settings: Settings, contexts: int) -> Rotat
         secrets=tuple(stored_secrets.listed(connection, "", (), everybodys=True)),
         is_ray_given=settings.ray is not None and bool(settings.ray.address),
     )
-
-
-def _is_good(database: Database, path: Path) -> bool:
-    try:
-        secret = path.read_text(encoding="ascii", errors="replace").strip()
-    except FileNotFoundError:
-        return False
-    return database.read(lambda connection: principals.is_unrevoked(connection, secret))
 
 
 def _audit(database: Database, step: str, now_ns: int, **detail: object) -> None:

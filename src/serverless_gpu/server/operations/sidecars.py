@@ -192,7 +192,12 @@ def offer_joining(settings: Settings, *, url: str, port: int, certified: Sequenc
     token = (settings.directory / "join.token").read_text(encoding="ascii").strip()
     address = node_address(settings, settings.ray)
     server = server_url(settings, url=url, port=port, address=address, certified=certified)
-    ca = Path(settings.tls_ca).read_text(encoding="ascii") if settings.tls_ca else _self_signed(settings)
+    ca = ""
+    if settings.tls_ca:
+        ca = Path(settings.tls_ca).read_text(encoding="ascii")
+    elif settings.tls_cert:
+        certificate = Path(settings.tls_cert).read_text(encoding="ascii", errors="replace")
+        ca = certificate if tls.is_its_own(certificate) else ""  # other machines trust it only if they have it
     path = settings.directory / JOIN_FILE_NAME
     write_join_file(path, JoinFile(server=server, token=token, ca=ca))
     ports = ray_machine.port_range(settings.ray.port)
@@ -228,14 +233,6 @@ def server_url(settings: Settings, *, url: str, port: int, address: str, certifi
     if settings.hosts:  # a proxy speaks TLS, on this machine or another
         return f"https://{settings.hosts[0]}"
     return url
-
-
-def _self_signed(settings: Settings) -> str:
-    """Return the certificate where it is its own authority: others have to be told of it."""
-    if not settings.tls_cert:
-        return ""
-    text = Path(settings.tls_cert).read_text(encoding="ascii", errors="replace")
-    return text if tls.is_its_own(text) else ""
 
 
 def _given_token(ray: RaySettings) -> str:

@@ -87,13 +87,17 @@ class EstimateService:
         expected_s = before.expected_s
         asked = queued_run(run, before, now_ns=now_ns)
         found = StartEstimate(at_ns=None, basis=held_back) if held_back else self._sentences.estimate(asked)
+        limit = "timeout"
+        if allowed.spec.is_capped:
+            by = [each.name for each in allowed.policies if each.policy.max_run_s == allowed.spec.max_run_s]
+            limit = f"the longest time of policy {by[0]!r}" if by else "max_run"
         wish = CostRequest(
             spec=allowed.spec,
             pool=allowed.pool,
             node=found.node or next(iter(found.nodes), ""),
             several_nodes=asked.several_nodes,
             expected_s=expected_s,
-            limit=_limit(allowed),
+            limit=limit,
         )
         currency = self._settings.currency
         cost = self._database.read(
@@ -115,14 +119,6 @@ class EstimateService:
             return f"{run.owner} may start no runs now"
         there = capacity.load(connection, self._leases)
         return queue_snapshot.why_not(connection, run, self._budget_admission.rooms(connection, there), there.freed)
-
-
-def _limit(allowed: AdmittedRun) -> str:
-    """Return the name of the limit on a run's time."""
-    if not allowed.spec.is_capped:
-        return "timeout"
-    by = [each.name for each in allowed.policies if each.policy.max_run_s == allowed.spec.max_run_s]
-    return f"the longest time of policy {by[0]!r}" if by else "max_run"
 
 
 def _imagined(who: Caller, request: EstimateRequest, allowed: AdmittedRun, now_ns: int) -> StoredRun:

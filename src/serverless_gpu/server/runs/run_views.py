@@ -15,14 +15,14 @@ from serverless_gpu.errors import NotFound
 from serverless_gpu.model import access_control
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, Reason, State
 from serverless_gpu.model.receipt import nodes_text
-from serverless_gpu.model.spec import Function, RunSpec
+from serverless_gpu.model.spec import Function
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.lifecycle import endings, gangs
 from serverless_gpu.server.lifecycle.endings import EarlyEnding, Quiet
 from serverless_gpu.server.lifecycle.transitions import reason_sentence
 from serverless_gpu.server.records import events, files, runs
 from serverless_gpu.server.records.attempts import StoredAttempt
-from serverless_gpu.server.records.crews import CrewOutcome, StoredCrew
+from serverless_gpu.server.records.crews import CrewOutcome
 from serverless_gpu.server.records.events import StoredEvent
 from serverless_gpu.server.records.files import StoredFile
 from serverless_gpu.server.records.runs import StoredRun
@@ -51,13 +51,6 @@ def visible(connection: sa.Connection, run_id: str, *, who: Caller, reach: str) 
     return run
 
 
-def _shown(spec: RunSpec) -> RunSpec:
-    """Return a spec without the digests of its call: a run that names them gets their bytes (`submission.py`)."""
-    if not isinstance(spec.payload, Function) or spec.payload.call is None:
-        return spec
-    return msgspec.structs.replace(spec, payload=Function())
-
-
 def in_reach(run: StoredRun, *, who: Caller, reach: str) -> bool:
     """Return whether a run is in the caller's reach."""
     return access_control.covers(reach, name=who.name, teams=who.teams, owner=run.owner, team=run.team)
@@ -68,7 +61,10 @@ def run_view(run: StoredRun, *, told: WaitNotice = NOTHING, deduplicated: bool =
 
     Only the owner is shown the snapshot's address, by which its code can be read.
     """
-    attempt, said = run.attempt, sentence(run, waits_for=told.sentence)
+    attempt, spec, said = run.attempt, run.spec, sentence(run, waits_for=told.sentence)
+    if isinstance(spec.payload, Function) and spec.payload.call is not None:
+        # Without the digests of its call: a run that names them gets their bytes (`submission.py`).
+        spec = msgspec.structs.replace(spec, payload=Function())
     return RunView(
         id=run.id,
         name=run.name,
@@ -86,7 +82,7 @@ def run_view(run: StoredRun, *, told: WaitNotice = NOTHING, deduplicated: bool =
         started_ns=run.started_ns,
         ended_ns=run.ended_ns,
         stop=run.stop,
-        spec=_shown(run.spec),
+        spec=spec,
         snapshot=run.snapshot if reader == run.owner else "",
         deduplicated=deduplicated,
         finished=run.finished,
@@ -132,7 +128,12 @@ def sentence(run: StoredRun, *, waits_for: str = "") -> str:
         return gangs.cause_sentence(attempt.cause, attempt)
     if run.state is State.STOPPING and run.stop is not None:
         return attempt.sentence or f"asked to stop: {run.stop}{f': {run.detail}' if run.detail else ''}"
-    return "; ".join(filter(None, (*(_leaves(crew) for crew in attempt.open_crews), attempt.sentence))) or _meets(run)
+    leaving = [
+        f"has to leave {crew.node} at {format_soon_zoned(crew.leave_ns)}, when it ceases to be shared"
+        for crew in attempt.open_crews
+        if crew.leave_ns is not None
+    ]
+    return "; ".join(filter(None, (*leaving, attempt.sentence))) or _meets(run)
 
 
 def _meets(run: StoredRun) -> str:
@@ -141,13 +142,6 @@ def _meets(run: StoredRun) -> str:
     if attempt is None or attempt.num_nodes == 1 or run.state is not State.STARTING or attempt.chosen_json is not None:
         return ""
     return f"{nodes_text([crew.node for crew in attempt.crews])} get ready, and meet"
-
-
-def _leaves(crew: StoredCrew) -> str:
-    """Return a sentence if a crew has to leave its node soon, else ""."""
-    if crew.leave_ns is None:
-        return ""
-    return f"has to leave {crew.node} at {format_soon_zoned(crew.leave_ns)}, when it ceases to be shared"
 
 
 def attempt_view(attempt: StoredAttempt) -> AttemptView:

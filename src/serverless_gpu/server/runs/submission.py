@@ -113,7 +113,9 @@ class SubmissionService:
         digest = self._keys.fingerprint(msgspec.json.encode(request, order="deterministic"))
         has_room = self._waiting_room.enter(who.name)
         low = self._low()
-        if low or not has_room or _names_bytes(request):  # what a repeated request needs none of: is it one?
+        payload = request.spec.payload
+        has_bytes = bool(request.snapshot) or (isinstance(payload, Function) and payload.call is not None)
+        if low or not has_room or has_bytes:  # a repeated request needs none of that: is it one?
             before = self._database.read(lambda connection: runs.find(connection, request.id))
             if before is not None:
                 return self._same(before, who, digest)
@@ -238,12 +240,6 @@ def check(request: RunRequest, who: Caller) -> None:
     check_spec(request.spec, who)
     _check_payload(request)
     _check_origin(request)
-
-
-def _names_bytes(request: RunRequest) -> bool:
-    """Return whether a request names bytes that were sent before it."""
-    payload = request.spec.payload
-    return bool(request.snapshot) or (isinstance(payload, Function) and payload.call is not None)
 
 
 def check_spec(spec: RunSpec, who: Caller) -> None:

@@ -306,6 +306,8 @@ def queued_run(run: StoredRun, past: Past = NO_PAST, *, now_ns: int) -> QueuedRu
     spec, resources = run.spec, run.spec.resources
     not_before_ns, held = _held(run, now_ns)
     several, alone = _several(run)
+    # The caller's files name their interpreter.
+    needs_python = run.snapshot or (isinstance(spec.payload, Function) and not run.target.machine)
     return QueuedRun(
         run_id=run.id,
         title=capacity.title(run),
@@ -320,7 +322,7 @@ def queued_run(run: StoredRun, past: Past = NO_PAST, *, now_ns: int) -> QueuedRu
         pool=run.pool,
         machine=run.target.machine,
         platform=run.target.platform,
-        python=_python(run),
+        python=".".join(run.target.python.split(".")[:2]) if needs_python else "",
         caller=run.target.caller,
         avoid=past.failed,
         apart=past.apart,
@@ -359,12 +361,6 @@ def begun(asked: QueuedRun, after_s: float) -> QueuedRun:
         return asked
     less_s = START_S - max(0.0, after_s)
     return msgspec.structs.replace(asked, limit_s=asked.limit_s - less_s, beyond_s=asked.beyond_s - less_s)
-
-
-def _python(run: StoredRun) -> str:
-    """Return the version of Python a node has to have for a run, or "": the caller's files name their interpreter."""
-    travels = run.snapshot or (isinstance(run.spec.payload, Function) and not run.target.machine)
-    return ".".join(run.target.python.split(".")[:2]) if travels else ""
 
 
 def _held(run: StoredRun, now_ns: int) -> tuple[int, str]:

@@ -169,7 +169,8 @@ class WaitReasons:
             return NOTHING
         now_ns = self._now()
         kept = self._told.get(run_id)
-        if kept is not None and (kept[2] == self._decision or 0 <= now_ns - kept[1] < self._kept_ns()):
+        kept_ns = max(0, len(self._asked) - A_SECOND) / A_SECOND * 1e9  # over decisions about other runs
+        if kept is not None and (kept[2] == self._decision or 0 <= now_ns - kept[1] < kept_ns):
             return kept[0]
         wait = self._planner.why(run_id, now_ns)
         if wait is None:
@@ -181,7 +182,3 @@ class WaitReasons:
         told = WaitNotice(sentence=said, wait=wait)
         self._told[run_id] = (told, now_ns, self._decision)
         return told
-
-    def _kept_ns(self) -> float:
-        """Return how long a computed reason is kept over decisions about other runs, nanoseconds."""
-        return max(0, len(self._asked) - A_SECOND) / A_SECOND * 1e9

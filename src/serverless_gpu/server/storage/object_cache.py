@@ -219,7 +219,10 @@ class ObjectCache:
         except OSError:
             return None
         try:
-            if _digest_of(copy) != digest:
+            found = blake3()
+            for piece in _pieces(copy, 0, copy.size):
+                found.update(piece)
+            if found.hexdigest() != digest:
                 raise OSError("it is not what it was")
         except OSError as error:
             _log.warning("the copy of %s in %s is thrown away: %s", key[:20], self._directory, error)
@@ -375,13 +378,6 @@ def _pieces(copy: _Copy, start: int, end: int) -> Iterator[bytes]:
     yield copy.at(start, max(0, min(end - start, PIECE_BYTES)))
     for first in range(start + PIECE_BYTES, end, PIECE_BYTES):
         yield copy.at(first, min(end - first, PIECE_BYTES))
-
-
-def _digest_of(copy: _Copy) -> str:
-    digest = blake3()
-    for piece in _pieces(copy, 0, copy.size):
-        digest.update(piece)
-    return digest.hexdigest()
 
 
 def _found(directory: Path) -> list[tuple[str, int]]:
