@@ -32,7 +32,7 @@ import re
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_origin
 from urllib.parse import urlsplit
 
 import msgspec
@@ -262,6 +262,7 @@ def read_settings(
     merged, origins = _merged(home, options or {}, environ or {})
     checked = _Checked(origins)
     grace_s, retention_s = checked.grace_s(merged), checked.retention_s(merged)
+    store = merged.mlflow_store
     return Settings(
         home=home,
         database=merged.database or f"sqlite:///{home / 'server' / 'server.db'}",
@@ -287,7 +288,7 @@ def read_settings(
         key_lost=merged.key_lost,
         accept_rollback=merged.accept_rollback,
         mlflow=merged.mlflow,
-        mlflow_store=_store(merged.mlflow_store),
+        mlflow_store=str(Path(store).absolute()) if store and ":" not in store else store,
         mlflow_url=checked.mlflow_url(merged),
         webhook=checked.webhook(merged),
         stopping_s=checked.stop_within_s(merged),
@@ -333,15 +334,16 @@ def _merged(
     variables = {f"{VARIABLES}{name.upper()}": name for name in _Options.__struct_fields__}
     merged, origins = _Options(), {}
 
-    def say(given: Mapping[str, object], origin: Callable[[str], str]) -> None:
+    def say(given: Mapping[str, object], origin: Callable[[str], str], *, strict: bool = True) -> None:
         nonlocal merged
         for name, value in given.items():
-            merged = msgspec.structs.replace(merged, **{name: _converted(name, value, origin(name))})
+            converted = _converted(name, value, origin(name), strict=strict)
+            merged = msgspec.structs.replace(merged, **{name: converted})
             origins[name] = origin(name)
 
     say(_read(path), lambda _name: str(path))
     spoken = {name: _spoken(name, environ[key], key) for key, name in variables.items() if environ.get(key)}
-    say(spoken, lambda name: f"{VARIABLES}{name.upper()}")
+    say(spoken, lambda name: f"{VARIABLES}{name.upper()}", strict=False)
     say({name: value for name, value in options.items() if value is not None}, option_of)
     return merged, origins
 
@@ -362,38 +364,29 @@ def _read(path: Path) -> dict[str, Any]:
     return {**said, **{f"{_QUEUE}_{name}": value for name, value in queue.items()}}
 
 
-def _converted(name: str, value: object, origin: str) -> object:
+def _converted(name: str, value: object, origin: str, *, strict: bool) -> object:
     if name not in _Options.__struct_fields__:
         known = ", ".join(_Options.__struct_fields__)
         raise InvalidOption(f"{origin}: there is no setting {name!r}", hint=f"settings: {known}")
     try:
-        return getattr(from_builtins({name: value}, _Options), name)
+        return getattr(from_builtins({name: value}, _Options, strict=strict), name)
     except msgspec.ValidationError as error:
         raise InvalidOption(f"{origin}: {error}") from error
 
 
 def _spoken(name: str, text: str, variable: str) -> object:
-    """Return what a variable says, as the file would say it."""
-    kind = _KINDS[name]
-    if kind is bool:
+    """Return the value that a variable's text stands for; numbers are converted later, with the limits of their field."""
+    if name in _LISTS:
+        return [item.strip() for item in text.split(",") if item.strip()]
+    if name in _SWITCHES:
         if text.lower() not in (*_TRUE, *_FALSE):
             raise InvalidOption(f"{variable}: {text!r} is neither {_TRUE[1]} nor {_FALSE[1]}")
         return text.lower() in _TRUE
-    if kind is tuple:
-        return [item.strip() for item in text.split(",") if item.strip()]
-    try:
-        return kind(text)
-    except ValueError:
-        return text  # msgspec refuses it as of the wrong type
+    return text
 
 
-_KINDS: Mapping[str, Callable[[str], object]] = {
-    **dict.fromkeys(_Options.__struct_fields__, str),
-    **dict.fromkeys(("hosts", "behind_proxy"), tuple),
-    **dict.fromkeys(("node", "key_lost", "mlflow"), bool),
-    **dict.fromkeys(("port", "ray_port", "runs_waiting", "queue_reservations", "queue_preemptions"), int),
-    **dict.fromkeys(("logs_gib", "nearby_gib", "queue_nearly"), float),
-}
+_SWITCHES = {field.name for field in msgspec.structs.fields(_Options) if field.type is bool}
+_LISTS = {field.name for field in msgspec.structs.fields(_Options) if get_origin(field.type) is tuple}
 
 
 def _shown(value: object) -> object:
@@ -523,10 +516,6 @@ class _Checked:
 
     def _impossible(self, name: str, message: str, *, hint: str = "") -> InvalidValue:
         return InvalidValue(f"{self._origins.get(name, _DEFAULT)}: {message}", hint=hint)
-
-
-def _store(text: str) -> str:
-    return str(Path(text).absolute()) if text and ":" not in text else text
 
 
 def _path(text: str) -> str:

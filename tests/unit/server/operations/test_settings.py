@@ -106,6 +106,12 @@ def test_what_was_decided_about_the_queue_is_a_table_of_the_file(tmp_path: Path)
     )
 
 
+@pytest.mark.parametrize("name", ["node", "key_lost", "accept_rollback", "mlflow"])
+@pytest.mark.parametrize(("text", "value"), [("1", True), ("Yes", True), ("off", False), ("FALSE", False)])
+def test_a_variable_turns_a_switch_on_or_off(tmp_path: Path, name: str, text: str, value: bool) -> None:
+    assert getattr(read_settings(tmp_path, environ={f"SGPU_{name.upper()}": text}), name) is value
+
+
 @pytest.mark.parametrize(
     ("variable", "text", "says"),
     [
