@@ -375,7 +375,7 @@ def _converted(name: str, value: object, origin: str, *, strict: bool) -> object
 
 
 def _spoken(name: str, text: str, variable: str) -> object:
-    """Return the value that a variable's text stands for; numbers are converted later, with the limits of their field."""
+    """Return the value that a variable's text stands for; msgspec converts numbers."""
     if name in _LISTS:
         return [item.strip() for item in text.split(",") if item.strip()]
     if name in _SWITCHES:
