@@ -1,4 +1,4 @@
-"""A backup of a server: a directory that has everything a server on SQLite needs to go on, and proof that it is whole.
+"""Backs up a server, restores it from a backup, and detects a database that was rolled back.
 
     DIRECTORY/2026-11-22T10-20-31Z/
         manifest.json          what is in it, with sizes and digests
@@ -6,14 +6,39 @@
         database.db            a moment of the database; of PostgreSQL nothing: pg_dump comes before this
         server/…               key, tokens, output of ranks, parts, environments
 
-The server goes on meanwhile. The database is copied first, in one reading transaction, and the files afterwards: bytes
-are there before the row that names them, so the files have everything that the copy names. What was copied before and
-is as it was, by size and time, is a hard link to the backup before: a day costs what a day brought.
+    sgpu server backup  ─▶ database in one reading transaction ─▶ files ─▶ manifest ─▶ the directory gets its name
+    sgpu server restore ─▶ files, each checked ─▶ restored.json ─▶ home/server gets its name
+    sgpu up             ─▶ high-water mark against database ─▶ behind: refused, with both ways out
+                        ─▶ restored.json? ─▶ every run that had not ended, once ─▶ audit ─▶ the mark is removed ─▶ loops
 
-A directory gets its name when everything in it is on disk. What a backup that was ended left is removed by the next.
+Backup. The server goes on meanwhile. Bytes are there before the row that names them, so the files have everything that
+the copy of the database names. A file with the size and time of the backup before is a hard link to it: a day costs
+what a day brought. The next backup removes what an interrupted one left.
 
-Failure cases: no room (said, nothing is left but the parts of before), a file that goes while files are copied (of runs
-that ended long ago: left out), a backup that was altered (`verify` names the first file).
+Restore. Between backup and restore the server went on. A run that waits in the backup may have run and ended since; one
+that runs there may have ended, or gone on as another attempt. Nodes forget what the server confirmed, so no part knows.
+So nothing that the backup knows is started again:
+
+    waits      LOST, `server_restored`: its owner submits it again if it did not run
+    goes on    stays as it is. If its node still looks after it, its reports come and it goes on to its end; if not, it
+               is LOST when its lease has run out. Its order is not sent again, and it gets no other attempt
+    came since is not known: its node hears that it is over, and its owner that there is no such run
+
+User code runs once, also then, and a fence that was given since the backup is never given again. With
+`nothing_ran_since` (a server that was drained and stopped before the backup, to move to another machine) everything
+goes on as after any restart.
+
+Rollback. A server on a database that was rolled back would start runs again that have ended since. It does not start
+until an operator restores a backup, or accepts the loss (`--accept-rollback`): that writes `restored.json` as a restore
+does, so what waits is LOST, and nothing runs twice.
+
+Failure cases:
+- No room for a backup: what was copied is removed, and earlier backups stay.
+- A file goes while files are copied: left out, for its run ended long ago.
+- A backup was altered: `verify` and a restore name the first file.
+- The home has a server, or a server runs whose directory was moved away: a restore is refused, nothing is changed.
+- A restore is killed on the way: the home has no server, or all of it. Settled runs stay so; the next start settles the
+  rest.
 """
 
 from __future__ import annotations
@@ -57,12 +82,19 @@ from serverless_gpu.version import __version__
 
 MANIFEST = "manifest.json"
 DATABASE = "database.db"
+RESTORED = "restored.json"
+"""Marks a restored home until the start has settled its runs."""
+AT_ONCE = 200
+"""Runs that one transaction settles, at most."""
 _VERSION = 1
 _PIECE = 1 << 20
 _PARTIAL = ".partial-"
 # Of this process and this machine, or on their way: nothing that is missed.
-_LEFT_OUT = frozenset({"lock", "certificate.json", "node.json", "restored.json", "incoming", "nearby"})
-_ENDS_LEFT_OUT = (".lock", ".tmp", ".log", ".reserve", ".mark", "-wal", "-shm", "-journal")
+_LEFT_OUT = frozenset({"lock", "certificate.json", "node.json", RESTORED, "incoming", "nearby"})
+_BESIDE = ("-wal", "-shm", "-journal")
+_ENDS_LEFT_OUT = (".lock", ".tmp", ".log", ".reserve", ".mark", *_BESIDE)
+Read = Callable[[Callable[[sa.Connection], Any]], Any]
+"""`Database.read`."""
 
 
 class BackupFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,6 +124,18 @@ class FinishedBackup(msgspec.Struct, frozen=True, kw_only=True):
     linked: int  # how many of its files are those of the backup before
 
 
+class RestoreMark(msgspec.Struct, frozen=True, kw_only=True):
+    """Contents of `restored.json`."""
+
+    made_ns: int  # when the backup was made, nanoseconds since 1970
+    nothing_ran_since: bool  # whether the server did not run after it
+    rolled_back: bool = False
+    """There was no backup: the database itself had lost its end, and the operator accepts that."""
+
+
+# --- backup ---------------------------------------------------------------------------------------------------------
+
+
 def back_up(settings: Settings, directory: Path, *, clock: Clock) -> FinishedBackup:
     """Make a backup, beside a server that runs or without one."""
     if not (settings.directory / "key").exists():
@@ -107,11 +151,151 @@ def back_up(settings: Settings, directory: Path, *, clock: Clock) -> FinishedBac
         raise StorageError(f"the backup in {directory} was not made: {error}", hint="is there room?") from error
 
 
+@contextlib.contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    with (directory / ".lock").open("ab") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ServerProblem(f"another backup is being made in {directory}") from None
+        except OSError as error:
+            raise lock_error(directory, error.strerror or str(error), is_home=False) from error
+        yield
+
+
+def _made(settings: Settings, directory: Path, *, made_ns: int) -> FinishedBackup:
+    for left in directory.glob(f"{_PARTIAL}*"):
+        shutil.rmtree(left)
+    path = directory / _backup_name(made_ns)
+    if path.exists():
+        raise ServerProblem(f"{path} is there already", hint="a backup takes a second at least")
+    before = _latest(directory)
+    partial = directory / f"{_PARTIAL}{path.name}"
+    partial.mkdir(mode=0o700)
+    try:
+        files: dict[str, BackupFile] = {}
+        database = _database_file(settings)
+        if database is not None:
+            files[DATABASE] = _copied_database(database, partial / DATABASE)
+        linked = 0
+        for name, source in _sources(settings, database):
+            with contextlib.suppress(FileNotFoundError):  # of a run that ended long ago, gone meanwhile
+                found = _link(source, partial / name, name, before)
+                linked += found is not None
+                files[name] = found or _copy_file(source, partial / name)
+        manifest = Manifest(
+            version=_VERSION,
+            made_ns=made_ns,
+            program=__version__,
+            database="postgresql" if database is None else "sqlite",
+            files=files,
+        )
+        (partial / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+        os.sync()
+        faults.reach("before_backup_is_named")
+        partial.rename(path)
+        os.sync()
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return FinishedBackup(path=path, manifest=manifest, linked=linked)
+
+
+def _latest(directory: Path) -> tuple[Path, Manifest] | None:
+    """Return the latest backup that can be read, or None."""
+    for path in sorted(directory.glob("*Z"), reverse=True):
+        with contextlib.suppress(InvalidValue):
+            return path, read_manifest(path)
+    return None
+
+
+def _copied_database(source: Path, target: Path) -> BackupFile:
+    """Copy a moment of a database that is in use."""
+    with (
+        contextlib.closing(sqlite3.connect(f"file:{source}?mode=ro", uri=True)) as reading,
+        contextlib.closing(sqlite3.connect(target)) as writing,
+    ):
+        try:
+            reading.backup(writing)
+            writing.execute("PRAGMA journal_mode = DELETE")  # else its log would be a file beside it
+        except sqlite3.DatabaseError as error:
+            hint = "the backups of before are as they were; keep them"
+            raise ServerProblem(f"{source} cannot be backed up: {error}", hint=hint) from error
+    target.chmod(0o600)
+    _check_database(target)
+    copied = target.stat()
+    return BackupFile(size=copied.st_size, blake3=_digest(target), mode=0o600, changed_ns=copied.st_mtime_ns)
+
+
+def _check_database(path: Path) -> None:
+    with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro&immutable=1", uri=True)) as connection:
+        said = _integrity(connection)
+    if said != "ok":
+        raise InvalidValue(f"{path} is not whole: {said}")
+
+
+def _integrity(connection: sqlite3.Connection) -> str:
+    """Return "ok", or what is wrong with a database."""
+    try:
+        (said,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
+    except sqlite3.DatabaseError as error:
+        return str(error)
+    return str(said)
+
+
+def _sources(settings: Settings, database: Path | None) -> Iterator[tuple[str, Path]]:
+    """Yield the files to copy, with their names in the backup."""
+    configuration = settings.home / "server.toml"
+    if configuration.exists():
+        yield configuration.name, configuration
+    for top, directories, names in os.walk(settings.directory):
+        directories[:] = sorted(name for name in directories if name not in _LEFT_OUT)
+        for name in sorted(names):
+            path = Path(top, name)
+            left_out = name in _LEFT_OUT or name.startswith(("server.log", ".")) or name.endswith(_ENDS_LEFT_OUT)
+            if not left_out and path != database and path.is_file() and not path.is_symlink():
+                yield str(Path("server", path.relative_to(settings.directory))), path
+
+
+def _link(source: Path, target: Path, name: str, before: tuple[Path, Manifest] | None) -> BackupFile | None:
+    """Link a file that is unchanged since the backup before; return its entry, or None if it has to be copied."""
+    entry = before[1].files.get(name) if before is not None else None
+    if before is None or entry is None:
+        return None
+    status = source.stat()
+    if (status.st_size, status.st_mtime_ns, stat.S_IMODE(status.st_mode)) != (entry.size, entry.changed_ns, entry.mode):
+        return None
+    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        os.link(before[0] / name, target)
+    except OSError:  # no links there, or not so many
+        return None
+    return entry
+
+
+def _copy_file(source: Path, target: Path) -> BackupFile:
+    """Copy a file as it is now, with its mode and time; return its entry."""
+    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    digest, size = blake3(), 0
+    with source.open("rb") as reading, target.open("xb") as writing:
+        status = os.fstat(reading.fileno())
+        left = status.st_size  # output that is appended meanwhile is of a later moment
+        while left and (piece := reading.read(min(_PIECE, left))):
+            digest.update(piece)
+            writing.write(piece)
+            size += len(piece)
+            left -= len(piece)
+    mode = stat.S_IMODE(status.st_mode)
+    target.chmod(mode)
+    os.utime(target, ns=(status.st_mtime_ns, status.st_mtime_ns))
+    return BackupFile(size=size, blake3=digest.hexdigest(), mode=mode, changed_ns=status.st_mtime_ns)
+
+
 def verify(backup: Path) -> Manifest:
     """Verify every file of a backup; return its manifest."""
     manifest = read_manifest(backup)
     for name, entry in manifest.files.items():
-        check(backup / name, entry)
+        _check_file(backup / name, entry)
     if manifest.database == "sqlite":
         _check_database(backup / DATABASE)
     return manifest
@@ -131,182 +315,36 @@ def read_manifest(backup: Path) -> Manifest:
     return manifest
 
 
-def check(path: Path, entry: BackupFile) -> None:
+def _check_file(path: Path, entry: BackupFile) -> None:
     """Refuse a file that does not match its entry in the manifest."""
     try:
-        with path.open("rb") as file:
-            digest = blake3()
-            while piece := file.read(_PIECE):
-                digest.update(piece)
+        digest = _digest(path)
     except OSError as error:
         raise InvalidValue(f"{path} cannot be read: {error.strerror}") from error
-    if digest.hexdigest() != entry.blake3:
+    if digest != entry.blake3:
         raise InvalidValue(f"{path} is not what was backed up", hint="use another backup")
 
 
-def copy(source: Path, target: Path) -> BackupFile:
-    """Copy a file as it is now, with its mode and time; return its entry."""
-    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    digest, size = blake3(), 0
-    with source.open("rb") as reading, target.open("xb") as writing:
-        status = os.fstat(reading.fileno())
-        left = status.st_size  # output that is appended meanwhile is of a later moment
-        while left and (piece := reading.read(min(_PIECE, left))):
+def _digest(path: Path) -> str:
+    digest = blake3()
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE):
             digest.update(piece)
-            writing.write(piece)
-            size += len(piece)
-            left -= len(piece)
-    mode = stat.S_IMODE(status.st_mode)
-    target.chmod(mode)
-    os.utime(target, ns=(status.st_mtime_ns, status.st_mtime_ns))
-    return BackupFile(size=size, blake3=digest.hexdigest(), mode=mode, changed_ns=status.st_mtime_ns)
+    return digest.hexdigest()
 
 
-def file_of(settings: Settings) -> Path | None:
+def _backup_name(wall_ns: int) -> str:
+    """Return the name of a backup of this moment."""
+    return datetime.fromtimestamp(wall_ns / 1e9, UTC).strftime("%Y-%m-%dT%H-%M-%SZ")
+
+
+def _database_file(settings: Settings) -> Path | None:
     """Return the file of the database, or None when it is PostgreSQL's."""
     url = sa.make_url(settings.database)
     return Path(url.database) if url.get_backend_name() == "sqlite" and url.database else None
 
 
-def name_of(wall_ns: int) -> str:
-    """Return the name of a backup of this moment."""
-    return datetime.fromtimestamp(wall_ns / 1e9, UTC).strftime("%Y-%m-%dT%H-%M-%SZ")
-
-
-def _made(settings: Settings, directory: Path, *, made_ns: int) -> FinishedBackup:
-    for left in directory.glob(f"{_PARTIAL}*"):
-        shutil.rmtree(left)
-    path = directory / name_of(made_ns)
-    if path.exists():
-        raise ServerProblem(f"{path} is there already", hint="a backup takes a second at least")
-    before = _latest(directory)
-    partial = directory / f"{_PARTIAL}{path.name}"
-    partial.mkdir(mode=0o700)
-    try:
-        files: dict[str, BackupFile] = {}
-        database = file_of(settings)
-        if database is not None:
-            files[DATABASE] = _copied_database(database, partial / DATABASE)
-        linked = 0
-        for name, source in _sources(settings, database):
-            with contextlib.suppress(FileNotFoundError):  # of a run that ended long ago, gone meanwhile
-                found = _link(source, partial / name, name, before)
-                linked += found is not None
-                files[name] = found or copy(source, partial / name)
-        manifest = Manifest(
-            version=_VERSION,
-            made_ns=made_ns,
-            program=__version__,
-            database="postgresql" if database is None else "sqlite",
-            files=files,
-        )
-        (partial / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
-        os.sync()
-        faults.reach("before_backup_is_named")
-        partial.rename(path)
-        os.sync()
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    return FinishedBackup(path=path, manifest=manifest, linked=linked)
-
-
-def _copied_database(source: Path, target: Path) -> BackupFile:
-    """Copy a moment of a database that is in use."""
-    with (
-        contextlib.closing(sqlite3.connect(f"file:{source}?mode=ro", uri=True)) as reading,
-        contextlib.closing(sqlite3.connect(target)) as writing,
-    ):
-        try:
-            reading.backup(writing)
-            writing.execute("PRAGMA journal_mode = DELETE")  # else its log would be a file beside it
-        except sqlite3.DatabaseError as error:
-            hint = "the backups of before are as they were; keep them"
-            raise ServerProblem(f"{source} cannot be backed up: {error}", hint=hint) from error
-    target.chmod(0o600)
-    _check_database(target)
-    copied = target.stat()
-    with target.open("rb") as file:
-        digest = blake3()
-        while piece := file.read(_PIECE):
-            digest.update(piece)
-    return BackupFile(size=copied.st_size, blake3=digest.hexdigest(), mode=0o600, changed_ns=copied.st_mtime_ns)
-
-
-def _check_database(path: Path) -> None:
-    with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro&immutable=1", uri=True)) as connection:
-        try:
-            (said,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
-        except sqlite3.DatabaseError as error:
-            said = str(error)
-    if said != "ok":
-        raise InvalidValue(f"{path} is not whole: {said}")
-
-
-def _sources(settings: Settings, database: Path | None) -> Iterator[tuple[str, Path]]:
-    """Yield the files to copy, with their names in the backup."""
-    configuration = settings.home / "server.toml"
-    if configuration.exists():
-        yield configuration.name, configuration
-    for top, directories, names in os.walk(settings.directory):
-        directories[:] = sorted(name for name in directories if name not in _LEFT_OUT)
-        for name in sorted(names):
-            path = Path(top, name)
-            left_out = name in _LEFT_OUT or name.startswith(("server.log", ".")) or name.endswith(_ENDS_LEFT_OUT)
-            if not left_out and path != database and path.is_file() and not path.is_symlink():
-                yield str(Path("server", path.relative_to(settings.directory))), path
-
-
-def _latest(directory: Path) -> tuple[Path, Manifest] | None:
-    """Return the latest backup that can be read, or None."""
-    for path in sorted(directory.glob("*Z"), reverse=True):
-        with contextlib.suppress(InvalidValue):
-            return path, read_manifest(path)
-    return None
-
-
-def _link(source: Path, target: Path, name: str, before: tuple[Path, Manifest] | None) -> BackupFile | None:
-    """Link a file that is unchanged since the backup before; return its entry, or None if it has to be copied."""
-    entry = before[1].files.get(name) if before is not None else None
-    if before is None or entry is None:
-        return None
-    status = source.stat()
-    if (status.st_size, status.st_mtime_ns, stat.S_IMODE(status.st_mode)) != (entry.size, entry.changed_ns, entry.mode):
-        return None
-    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    try:
-        os.link(before[0] / name, target)
-    except OSError:  # no links there, or not so many
-        return None
-    return entry
-
-
-@contextlib.contextmanager
-def _alone(directory: Path) -> Iterator[None]:
-    with (directory / ".lock").open("ab") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ServerProblem(f"another backup is being made in {directory}") from None
-        except OSError as error:
-            raise lock_error(directory, error.strerror or str(error), is_home=False) from error
-        yield
-
-
-FILE = "restored.json"
-AT_ONCE = 200
-_BESIDE = ("-wal", "-shm", "-journal")
-Read = Callable[[Callable[[sa.Connection], Any]], Any]
-"""`Database.read`."""
-
-
-class RestoreMark(msgspec.Struct, frozen=True, kw_only=True):
-    """Contents of `restored.json`."""
-
-    made_ns: int  # when the backup was made, nanoseconds since 1970
-    nothing_ran_since: bool  # whether the server did not run after it
-    rolled_back: bool = False
-    """There was no backup: the database itself had lost its end, and the operator accepts that."""
+# --- restore --------------------------------------------------------------------------------------------------------
 
 
 def restore(home: Home, backup: Path, *, nothing_ran_since: bool) -> Manifest:
@@ -324,16 +362,61 @@ def restore(home: Home, backup: Path, *, nothing_ran_since: bool) -> Manifest:
     return manifest
 
 
+def _bring(home: Home, backup: Path, manifest: Manifest, *, nothing_ran_since: bool) -> None:
+    """Copy everything to a partial directory, check it, and move it into place."""
+    partial = home.root / ".server-restoring"
+    shutil.rmtree(partial, ignore_errors=True)
+    (partial / "server").mkdir(mode=0o700, parents=True)
+    partial.chmod(0o700)
+    try:
+        for name, entry in manifest.files.items():
+            target = partial / name
+            _copy_file(backup / name, target)
+            _check_file(target, entry)
+        _place(home, partial, manifest, nothing_ran_since=nothing_ran_since)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _place(home: Home, partial: Path, manifest: Manifest, *, nothing_ran_since: bool) -> None:
+    """Move everything into place; the server's directory last."""
+    configuration = home.root / "server.toml"
+    if (partial / "server.toml").exists() and not configuration.exists():
+        (partial / "server.toml").rename(configuration)
+    made = partial / "server"
+    made.chmod(0o700)
+    if manifest.database == "sqlite":
+        place = _database_file(read_settings(home.root, environ=os.environ))
+        if place is None:
+            hint = f"the backup's database is {DATABASE} in it; take `database` out of {configuration}"
+            raise ServerProblem("the backup has a database of SQLite, and the settings say PostgreSQL", hint=hint)
+        inside = place.parent == home.root / "server"
+        target = made / place.name if inside else place
+        # What SQLite writes beside a database would be applied to the restored one.
+        there = [path for end in ("", *_BESIDE) if (path := target.with_name(f"{target.name}{end}")).exists()]
+        if there:
+            hint = "; ".join(f"mv {path} {target}.old{path.name.removeprefix(target.name)}" for path in there)
+            raise ServerProblem(f"{there[0]} is there already", hint=hint)
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        shutil.move(partial / DATABASE, target)
+    mark = RestoreMark(made_ns=manifest.made_ns, nothing_ran_since=nothing_ran_since)
+    (made / RESTORED).write_bytes(msgspec.json.encode(mark))
+    os.sync()
+    faults.reach("before_restored_is_named")
+    made.rename(home.root / "server")
+    os.sync()
+
+
 def settle(database: Transactions, directory: Path, *, measures: ServerMetrics, now_ns: int) -> None:
     """Settle the runs that had not ended in the backup; does nothing unless the server was restored."""
-    path = directory / FILE
+    path = directory / RESTORED
     try:
         mark = from_json(path.read_bytes(), RestoreMark)
     except FileNotFoundError:
         return
     except msgspec.MsgspecError as error:
         raise ServerProblem(f"{path} cannot be understood: {error}", hint="restore the backup again") from error
-    moment = name_of(mark.made_ns)
+    moment = _backup_name(mark.made_ns)
     detail = f"the database was rolled back, found {moment}" if mark.rolled_back else f"the backup is of {moment}"
     counts = {"waited": 0, "went_on": 0}
     if not mark.nothing_ran_since:
@@ -355,55 +438,6 @@ def settle(database: Transactions, directory: Path, *, measures: ServerMetrics, 
     path.unlink()
 
 
-def _bring(home: Home, backup: Path, manifest: Manifest, *, nothing_ran_since: bool) -> None:
-    """Copy everything to a partial directory, check it, and move it into place."""
-    partial = home.root / ".server-restoring"
-    shutil.rmtree(partial, ignore_errors=True)
-    (partial / "server").mkdir(mode=0o700, parents=True)
-    partial.chmod(0o700)
-    try:
-        for name, entry in manifest.files.items():
-            target = partial / name
-            copy(backup / name, target)
-            check(target, entry)
-        _place(home, partial, manifest, nothing_ran_since=nothing_ran_since)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _place(home: Home, partial: Path, manifest: Manifest, *, nothing_ran_since: bool) -> None:
-    """Move everything into place; the server's directory last."""
-    configuration = home.root / "server.toml"
-    if (partial / "server.toml").exists() and not configuration.exists():
-        (partial / "server.toml").rename(configuration)
-    made = partial / "server"
-    made.chmod(0o700)
-    if manifest.database == "sqlite":
-        place = file_of(read_settings(home.root, environ=os.environ))
-        if place is None:
-            hint = f"the backup's database is {DATABASE} in it; take `database` out of {configuration}"
-            raise ServerProblem("the backup has a database of SQLite, and the settings say PostgreSQL", hint=hint)
-        inside = place.parent == home.root / "server"
-        target = made / place.name if inside else place
-        _require_nothing(target)
-        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        shutil.move(partial / DATABASE, target)
-    mark = RestoreMark(made_ns=manifest.made_ns, nothing_ran_since=nothing_ran_since)
-    (made / FILE).write_bytes(msgspec.json.encode(mark))
-    os.sync()
-    faults.reach("before_restored_is_named")
-    made.rename(home.root / "server")
-    os.sync()
-
-
-def _require_nothing(target: Path) -> None:
-    """Refuse where a database is, or what SQLite writes beside one: it would be applied to the restored one."""
-    there = [path for end in ("", *_BESIDE) if (path := target.with_name(f"{target.name}{end}")).exists()]
-    if there:
-        hint = "; ".join(f"mv {path} {target}.old{path.name.removeprefix(target.name)}" for path in there)
-        raise ServerProblem(f"{there[0]} is there already", hint=hint)
-
-
 def _lose_waiting(connection: sa.Connection, detail: str, now_ns: int) -> list[TransitionResult]:
     waiting = [run_id for run_id, _fence in runs.queue(connection)][:AT_ONCE]
     note = Note(at_ns=now_ns, detail=detail)
@@ -420,35 +454,7 @@ def _hold(connection: sa.Connection, now_ns: int) -> int:
     return len(held)
 
 
-def mark_path(settings: Settings) -> Path | None:
-    """Return where the high-water mark is; None for a database in memory."""
-    url = sa.make_url(settings.database)
-    if url.get_backend_name() != "sqlite":
-        return settings.directory / "database.mark"
-    file = file_of(settings)
-    return None if file is None else file.with_name(f"{file.name}.mark")
-
-
-def place_of(settings: Settings) -> str:
-    """Return the key of a database's place in a mark, where the mark does not lie beside it."""
-    url = sa.make_url(settings.database)
-    if url.get_backend_name() == "sqlite":
-        return ""
-    bare = url.set(username=None, password=None).difference_update_query(["password", "user"])
-    return sha256(bare.render_as_string())[:16]
-
-
-def rollback_sentence(settings: Settings, read: Read) -> str:
-    """Return how the database was rolled back, or "" without a sign of it."""
-    path = mark_path(settings)
-    if path is None or (settings.directory / FILE).exists():  # a restore goes back on purpose
-        return ""
-    mark: HighWaterMark | None
-    try:
-        mark = high_water_mark_file.read_mark(path)  # before the database, which is ahead of it then
-    except high_water_mark_file.UnreadableMark:
-        return f"its high-water mark {path} is damaged ({path.stat().st_size} bytes), so the disk lost writes"
-    return rollback(mark, read(leader_lock.position), place=place_of(settings))
+# --- rollback -------------------------------------------------------------------------------------------------------
 
 
 def refuse_rollback(settings: Settings, read: Read, *, now_ns: int, other: str = "") -> str:
@@ -470,9 +476,17 @@ def refuse_rollback(settings: Settings, read: Read, *, now_ns: int, other: str =
             "lost: sgpu up --accept-rollback; runs that wait in it become LOST, since they may have run"
         )
         raise ServerProblem(f"the database was rolled back: {why}", hint=hint)
-    _require_whole(file_of(settings))
+    file = _database_file(settings)
+    if file is not None:  # a part of a checkpoint may be missing
+        with contextlib.closing(sqlite3.connect(file)) as connection:
+            said = _integrity(connection)
+        if said != "ok":
+            raise ServerProblem(
+                f"the database was rolled back, and {file} is damaged: {said}",
+                hint="restore a backup: it cannot go on",
+            )
     restored = RestoreMark(made_ns=now_ns, nothing_ran_since=False, rolled_back=True)
-    write_private(settings.directory / FILE, msgspec.json.encode(restored))
+    write_private(settings.directory / RESTORED, msgspec.json.encode(restored))
     return why
 
 
@@ -486,6 +500,37 @@ def rollback_evidence(settings: Settings, read: Read) -> tuple[str, ...]:
     )
 
 
+def rollback_sentence(settings: Settings, read: Read) -> str:
+    """Return how the database was rolled back, or "" without a sign of it."""
+    path = mark_path(settings)
+    if path is None or (settings.directory / RESTORED).exists():  # a restore goes back on purpose
+        return ""
+    mark: HighWaterMark | None
+    try:
+        mark = high_water_mark_file.read_mark(path)  # before the database, which is ahead of it then
+    except high_water_mark_file.UnreadableMark:
+        return f"its high-water mark {path} is damaged ({path.stat().st_size} bytes), so the disk lost writes"
+    return rollback(mark, read(leader_lock.position), place=place_of(settings))
+
+
+def mark_path(settings: Settings) -> Path | None:
+    """Return where the high-water mark is; None for a database in memory."""
+    url = sa.make_url(settings.database)
+    if url.get_backend_name() != "sqlite":
+        return settings.directory / "database.mark"
+    file = _database_file(settings)
+    return None if file is None else file.with_name(f"{file.name}.mark")
+
+
+def place_of(settings: Settings) -> str:
+    """Return the key of a database's place in a mark, where the mark does not lie beside it."""
+    url = sa.make_url(settings.database)
+    if url.get_backend_name() == "sqlite":
+        return ""
+    bare = url.set(username=None, password=None).difference_update_query(["password", "user"])
+    return sha256(bare.render_as_string())[:16]
+
+
 def _is_same_database(settings: Settings, read: Read) -> bool:
     path = mark_path(settings)
     try:
@@ -494,18 +539,3 @@ def _is_same_database(settings: Settings, read: Read) -> bool:
         return True  # that is refused besides
     found = read(leader_lock.position)
     return mark is None or (found is not None and found.database_id == mark.position.database_id)
-
-
-def _require_whole(path: Path | None) -> None:
-    """Refuse to go on with a file from which a part of a checkpoint is missing."""
-    if path is None:
-        return
-    with contextlib.closing(sqlite3.connect(path)) as connection:
-        try:
-            (said,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
-        except sqlite3.DatabaseError as error:
-            said = str(error)
-    if said != "ok":
-        raise ServerProblem(
-            f"the database was rolled back, and {path} is damaged: {said}", hint="restore a backup: it cannot go on"
-        )

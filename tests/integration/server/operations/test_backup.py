@@ -21,8 +21,8 @@ from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.operations import backup
 from serverless_gpu.server.operations.backup import (
     DATABASE,
-    FILE,
     MANIFEST,
+    RESTORED,
     RestoreMark,
     read_manifest,
     restore,
@@ -96,7 +96,7 @@ def test_a_server_goes_on_from_a_backup_that_was_made_while_it_worked(tmp_path: 
         assert [m for m in messages if isinstance(m, EndedMessage)] == [
             taken.take(m) for m in messages if isinstance(m, EndedMessage)
         ]
-    assert not (other / "server" / FILE).exists()
+    assert not (other / "server" / RESTORED).exists()
 
 
 def test_a_server_that_moves_to_another_machine_keeps_its_queue(tmp_path: Path) -> None:
@@ -278,10 +278,10 @@ def settled(
 ) -> ServerMetrics:
     """Let a server start on a database that was restored; return what it counted."""
     mark = RestoreMark(made_ns=T0, nothing_ran_since=nothing_ran_since)
-    (directory / FILE).write_bytes(msgspec.json.encode(mark))
+    (directory / RESTORED).write_bytes(msgspec.json.encode(mark))
     measures = ServerMetrics()
     backup.settle(database, directory, measures=measures, now_ns=at_ns)
-    assert not (directory / FILE).exists()
+    assert not (directory / RESTORED).exists()
     return measures
 
 
