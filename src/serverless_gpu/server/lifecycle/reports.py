@@ -27,6 +27,8 @@ What can go wrong:
   completed has the results of all its ranks here.
 - The server dies after the logs and before the transaction: the node sends the report again, and only what is missing
   is appended.
+- A text cannot be read, or is not fit to be shown to people on other nodes: what can be read is cut to its length and
+  made printable.
 """
 
 from __future__ import annotations
@@ -72,12 +74,16 @@ from serverless_gpu.wire.base import INLINE_BYTES_MAX, Json
 routes = Routes("attempts")
 SIGNS_PER_S = 100
 """Signs of life of all attempts together, about: half a processor has nothing else to do than to answer 250."""
+SENTENCE_CHARACTERS_MAX = 2_000
+DETAIL_CHARACTERS_MAX = 300
+"""Of why a crew ends: people on other nodes read it."""
 _MISSED, _MISSED_IF_LOST = 2.0, 1.2
 _QUIET_S_MAX = 15.0
 _WHOSE = re.compile(r"(?:results|failures)/([0-9]{1,9})\..*|hang-([0-9]{1,9})-[0-9]+\.txt")
 """Rank, or node of several, of a file."""
-_log = logging.getLogger(__name__)
+_LINK = re.compile(r"https?://[\x21-\x7e]{1,2000}")
 _SEEN = {State.QUEUED: State.STARTING, State.STARTING: State.STARTING, State.RUNNING: State.RUNNING}
+_log = logging.getLogger(__name__)
 
 
 class _Found(msgspec.Struct, frozen=True, kw_only=True):
@@ -277,7 +283,7 @@ class ReportService:
             raise InvalidValue(f"attempt {found.attempt.gang} is said to see checkpoints of attempt {said.saved}")
         if said.exec_ns is not None and not 0 < said.exec_ns < 1 << 63:
             raise InvalidValue(f"user code of {found.attempt.gang} is said to have begun at {said.exec_ns}")
-        if text(said.receipt) is not None and said.ending is None and found.crew.ended_ns is None:
+        if json_text(said.receipt) is not None and said.ending is None and found.crew.ended_ns is None:
             raise InvalidValue(f"a receipt of attempt {found.attempt.gang} came, and it has not ended")
 
     def _append(self, attempt: StoredAttempt, pieces: tuple[LogPiece, ...]) -> dict[str, int]:
@@ -316,7 +322,7 @@ class ReportService:
 
     def _is_news(self, found: _Found, said: Report) -> bool:
         """Return whether there is anything to write; most reports only say that the attempt is alive."""
-        if said.facts or said.files or said.ending is not None or text(said.receipt) is not None:
+        if said.facts or said.files or said.ending is not None or json_text(said.receipt) is not None:
             return True
         if not found.is_current:
             return False
@@ -357,6 +363,12 @@ class ReportService:
             self._hub.touch(SCHEDULER)  # its devices were looked at, and are free or known not to be
         if applied.settled or (said.facts and found.crew.ended_ns is not None):
             self._hub.touch(LEDGER)
+
+
+@routes.post("/attempts/{run}/{fence}/report", needs=ATTEMPT)
+def report(call: Call, reports: ReportService, run: str, fence: int, body: Report) -> ReportAnswer:
+    """Take what is new about an attempt."""
+    return reports.receive(call.who, run_id=run, fence=fence, said=body)
 
 
 def _find(connection: sa.Connection, crew: CrewId) -> _Found | None:
@@ -400,23 +412,6 @@ def _check_file(found: _Found, file: File) -> None:
         raise InvalidValue(f"file {file.name} is said to have {file.size} bytes, and has another number")
 
 
-def _happened(crew: StoredCrew, said: Report) -> list[Event]:
-    """Return what a report says of a crew that is not known yet."""
-    seen = _SEEN.get(said.state, State.STOPPING)
-    began = said.exec_ns is not None or (said.ending is not None and said.ending.began)
-    happened: list[Event] = []
-    if crew.state is State.UNREACHABLE:
-        happened.append(Heard(seen))
-    if began and not crew.began:
-        happened.append(UserCodeStarted())
-    state = crew.before if crew.state is State.UNREACHABLE else crew.state
-    if seen is State.STOPPING and state is not State.STOPPING:
-        happened.append(Stopping())
-    if said.ending is not None:
-        happened.append(AttemptEnded(said.ending.reason, began=said.ending.began, proven=said.ending.proven))
-    return happened
-
-
 def _apply(connection: sa.Connection, who: Caller, crew: CrewId, said: Report, *, at_ns: int) -> _Applied:
     run_id, fence, _ = crew
     found = _find(connection, crew)
@@ -450,11 +445,20 @@ def _apply(connection: sa.Connection, who: Caller, crew: CrewId, said: Report, *
     return _Applied(told=told, settled=settled, files=bool(written))
 
 
+def _keep_facts(connection: sa.Connection, crew: StoredCrew, said: Report) -> None:
+    if said.facts:
+        for seq in facts.add(connection, crew.id, said.facts):
+            _log.error("fact %d of attempt %s came again and says something else; the first stays", seq, crew.gang)
+        if crew.ended_ns is not None:
+            # Always written: on PostgreSQL a charge that is made at this moment without these facts is made again.
+            crews.note(connection, crew.id, uncharged=True)
+
+
 def _tell(connection: sa.Connection, found: _Found, said: Report, *, at_ns: int) -> TransitionResult:
     crew = found.crew
     if said.ending is not None:
         _check_results(connection, found, said)
-        stopped = text(said.ending.stopped)
+        stopped = json_text(said.ending.stopped)
         crews.note(connection, crew.id, stopped_json=stopped, lease_ns=at_ns, sentence=sentence(said))
         if not said.ending.proven:  # the node says so, too, with its next sign of life; until then nothing is placed
             nodes.drain(connection, crew.node_id, f"unkillable: a process of run {crew.run_id}")
@@ -462,14 +466,36 @@ def _tell(connection: sa.Connection, found: _Found, said: Report, *, at_ns: int)
             nodes.drain(connection, crew.node_id, f"{Reason.GPU_LOST}: a GPU of run {crew.run_id}")
     else:
         crews.note(connection, crew.id, lease_ns=at_ns, sentence=sentence(said))
+    exec_ns = None
+    if said.exec_ns is not None and crew.started_ns is None:
+        # After it was placed and before now: a node of protocol 1 says it by its own clock, which may be an hour off.
+        placed_ns = found.attempt.created_ns
+        exec_ns = min(max(said.exec_ns, placed_ns), max(at_ns, placed_ns))
     note = Note(
         at_ns=at_ns,
-        detail=detail(said),
-        exec_ns=_began_ns(found.attempt, said, at_ns) if crew.started_ns is None else None,
+        detail=ending_detail(said),
+        exec_ns=exec_ns,
         returned=_returned(found, said),
         halt=_halt(found, said),
     )
     return transitions.apply_to_crew(connection, found.run, crew.number, *_happened(crew, said), note=note)
+
+
+def _happened(crew: StoredCrew, said: Report) -> list[Event]:
+    """Return what a report says of a crew that is not known yet."""
+    seen = _SEEN.get(said.state, State.STOPPING)
+    began = said.exec_ns is not None or (said.ending is not None and said.ending.began)
+    happened: list[Event] = []
+    if crew.state is State.UNREACHABLE:
+        happened.append(Heard(seen))
+    if began and not crew.began:
+        happened.append(UserCodeStarted())
+    state = crew.before if crew.state is State.UNREACHABLE else crew.state
+    if seen is State.STOPPING and state is not State.STOPPING:
+        happened.append(Stopping())
+    if said.ending is not None:
+        happened.append(AttemptEnded(said.ending.reason, began=said.ending.began, proven=said.ending.proven))
+    return happened
 
 
 def _returned(found: _Found, said: Report) -> bool:
@@ -478,16 +504,19 @@ def _returned(found: _Found, said: Report) -> bool:
 
 
 def _halt(found: _Found, said: Report) -> Halt | None:
-    """Return why a crew of several ends before its end; None for a gang of one crew."""
-    return halt(said, found.ranks) if found.attempt.num_nodes > 1 else None
-
-
-def _began_ns(attempt: StoredAttempt, said: Report, at_ns: int) -> int | None:
-    """Return when user code began: what the node says, if that can be; after it was placed, and before now.
-
-    A node of protocol 1 says it by its own clock, which may be an hour off.
-    """
-    return None if said.exec_ns is None else min(max(said.exec_ns, attempt.created_ns), max(at_ns, attempt.created_ns))
+    """Return why a crew of several ends before its end: what it said of that, or else its ending."""
+    if found.attempt.num_nodes == 1:
+        return None
+    if said.halt is not None:
+        return msgspec.structs.replace(said.halt, detail=_line(said.halt.detail))
+    ending = said.ending
+    if ending is None or MEANINGS[ending.reason].state is State.SUCCEEDED:
+        return None
+    cause = cause_of(ending)
+    if cause is None:
+        return Halt(reason=ending.reason)
+    rank = cause.rank if cause.rank in found.ranks else None
+    return Halt(reason=ending.reason, rank=rank, peer_lost=cause.peer_lost, detail=_line(cause.detail))
 
 
 def _check_results(connection: sa.Connection, found: _Found, said: Report) -> None:
@@ -505,33 +534,15 @@ def _check_results(connection: sa.Connection, found: _Found, said: Report) -> No
         )
 
 
-def _keep_facts(connection: sa.Connection, crew: StoredCrew, said: Report) -> None:
-    if said.facts:
-        for seq in facts.add(connection, crew.id, said.facts):
-            _log.error("fact %d of attempt %s came again and says something else; the first stays", seq, crew.gang)
-        if crew.ended_ns is not None:
-            # Always written: on PostgreSQL a charge that is made at this moment without these facts is made again.
-            crews.note(connection, crew.id, uncharged=True)
-
-
 def _settle(connection: sa.Connection, crew: StoredCrew, said: Report, *, at_ns: int) -> bool:
     """Write the receipt; a crew whose node has nothing to say of its end, its supervisor lost, gets none."""
-    receipt = text(said.receipt)
-    if receipt is None and (said.ending is None or text(said.ending.stopped) is not None):
+    receipt = json_text(said.receipt)
+    if receipt is None and (said.ending is None or json_text(said.ending.stopped) is not None):
         return False
     return transitions.settle(connection, crew.id, receipt=receipt, at_ns=at_ns)
 
 
-@routes.post("/attempts/{run}/{fence}/report", needs=ATTEMPT)
-def report(call: Call, reports: ReportService, run: str, fence: int, body: Report) -> ReportAnswer:
-    """Take what is new about an attempt."""
-    return reports.receive(call.who, run_id=run, fence=fence, said=body)
-
-
-SENTENCE_CHARACTERS_MAX = 2_000
-DETAIL_CHARACTERS_MAX = 300
-"""Of why a crew ends: people on other nodes read it."""
-_LINK = re.compile(r"https?://[\x21-\x7e]{1,2000}")
+# --- texts of a report ---------------------------------------------------------------------------------------------
 
 
 class _Cause(msgspec.Struct, frozen=True, kw_only=True):
@@ -548,18 +559,13 @@ class _Stopped(msgspec.Struct, frozen=True, kw_only=True):
     cause: _Cause | None = None
 
 
-def halt(said: Report, ranks: range) -> Halt | None:
-    """Return why a crew ends before its end: what it said of that, or else its ending."""
-    if said.halt is not None:
-        return msgspec.structs.replace(said.halt, detail=_line(said.halt.detail))
-    ending = said.ending
-    if ending is None or MEANINGS[ending.reason].state is State.SUCCEEDED:
+def cause_of(ending: Ending) -> _Cause | None:
+    """Return what failed, as far as the node says so."""
+    stopped = json_text(ending.stopped)
+    try:
+        return None if stopped is None else from_json(stopped, _Stopped).cause
+    except msgspec.DecodeError:  # of another version; the client may know it
         return None
-    cause = cause_of(ending)
-    if cause is None:
-        return Halt(reason=ending.reason)
-    rank = cause.rank if cause.rank in ranks else None
-    return Halt(reason=ending.reason, rank=rank, peer_lost=cause.peer_lost, detail=_line(cause.detail))
 
 
 def with_billed_loss(said: Report) -> Report:
@@ -577,25 +583,9 @@ def with_billed_loss(said: Report) -> Report:
     return msgspec.structs.replace(said, ending=ending)
 
 
-def text(json: Json) -> str | None:
-    """Return JSON as it came; None where nothing did."""
-    text = bytes(json).decode() if isinstance(json, msgspec.Raw) else ""
-    return None if text in ("", "null") else text
-
-
-def tracked(said: Report) -> str:
-    """Return the link to the run in MLflow, or "": people open it, and a node may say what it likes."""
-    return said.tracked if _LINK.fullmatch(said.tracked) else ""
-
-
-def sentence(said: Report) -> str:
-    """Return what the node says about the attempt."""
-    return storable(said.sentence)
-
-
-def detail(said: Report) -> str:
+def ending_detail(said: Report) -> str:
     """Return the detail of an ending for people: what the node says, or which rank it was and why."""
-    if said.ending is None or said.sentence or text(said.ending.stopped) is None:
+    if said.ending is None or said.sentence or json_text(said.ending.stopped) is None:
         return sentence(said) if said.ending is not None else ""
     cause = cause_of(said.ending)
     if cause is None or not cause.detail:
@@ -604,13 +594,20 @@ def detail(said: Report) -> str:
     return storable(line if cause.rank is None else f"rank {cause.rank}: {line}")
 
 
-def cause_of(ending: Ending) -> _Cause | None:
-    """Return what failed, as far as the node says so."""
-    stopped = text(ending.stopped)
-    try:
-        return None if stopped is None else from_json(stopped, _Stopped).cause
-    except msgspec.DecodeError:  # of another version; the client may know it
-        return None
+def sentence(said: Report) -> str:
+    """Return what the node says about the attempt."""
+    return storable(said.sentence)
+
+
+def tracked(said: Report) -> str:
+    """Return the link to the run in MLflow, or "": people open it, and a node may say what it likes."""
+    return said.tracked if _LINK.fullmatch(said.tracked) else ""
+
+
+def json_text(json: Json) -> str | None:
+    """Return JSON as it came; None where nothing did."""
+    decoded = bytes(json).decode() if isinstance(json, msgspec.Raw) else ""
+    return None if decoded in ("", "null") else decoded
 
 
 def storable(text: str) -> str:
