@@ -4,13 +4,16 @@
     attempts that go on ─────────┤  not at all
     what is posted of those ─────┘
             └─▶ look ─▶ standings ─┬─▶ `refuse`     submit: may it ever start in this period?
-                                   ├─▶ `BudgetRooms.take` each tick: which waiting runs may start (`queue_snapshot.py`)
+                                   ├─▶ `BudgetsLeft.take` each tick: which waiting runs may start (`queue_snapshot.py`)
                                    ├─▶ `enter`      the transaction that places one: is there room still?
                                    └─▶ `budget_enforcer.py`: which runs stop, which thresholds are reached
 
-`LedgerSums` holds posted use by budget and day, and reads on from where it was. An attempt that goes on counts with the
-price of its devices from the start of user code, by the server's clock, until its last sign of life. Its charges
-replace that once it has ended. It pays the tariff, and counts for the account, of its placement.
+`BudgetIndex` knows which budgets count a run. `LedgerSums` holds posted use by budget and day, and reads on from where
+it was. `BudgetsLeft` counts down what budgets have left, within one tick.
+
+An attempt that goes on counts with the price of its devices from the start of user code, by the server's clock, until
+its last sign of life. Its charges replace that once it has ended. It pays the tariff, and counts for the account, of
+its placement.
 
 Two loops look: the scheduler before each decision, so that what it has just placed counts, and the budget enforcer.
 The caller provides the transaction. Between two looks `enter` counts what is placed. Readers get what is `known`. All
@@ -81,133 +84,6 @@ from serverless_gpu.server.records.runs import StoredRun
 
 _KNOWN_MAX = 100_000
 """Accounts that are remembered; beyond, all of them are read again."""
-
-
-class _Cut:
-    """Posted use of one day of UTC before a moment, by budget."""
-
-    def __init__(self) -> None:
-        self.seq = 0
-        self.uses: dict[str, BudgetUse] = {}
-
-    def add(self, names: Iterable[str], use: BudgetUse) -> None:
-        """Count a use for budgets."""
-        for name in names:
-            self.uses[name] = self.uses.get(name, NOTHING) + use
-
-
-def use_until(line: LedgerLine, use: BudgetUse, at_ns: int) -> BudgetUse:
-    """Return the part of a line's use before a moment."""
-    micros, gpu_ms, unpriced_ms = (
-        part_until(amount, line.gpu_ms, line.gpus, line.start_ns, line.end_ns, at_ns)
-        for amount in (use.micros, use.gpu_ms, use.unpriced_ms)
-    )
-    return BudgetUse(micros=micros, gpu_ms=gpu_ms, unpriced_ms=unpriced_ms)
-
-
-class LedgerSums:
-    """Posted use by budget and day; each read goes on where the last one ended."""
-
-    def __init__(self, first_day: int = -1, index: BudgetIndex | None = None, currency: str = "") -> None:
-        self.first_day = first_day
-        self._index, self._currency = index or BudgetIndex(()), currency
-        self._seq = 0
-        self._days: dict[str, dict[int, BudgetUse]] = {name: {} for name in self._index.budgets}
-        self._accounts: dict[int, tuple[Subject, tuple[str, ...], bool]] = {}
-        self._posted: dict[Gang, list[tuple[LedgerLine, BudgetUse]]] = {}
-        self._cuts: dict[int, _Cut] = {}
-
-    def days(self, name: str) -> Mapping[int, BudgetUse]:
-        """Return what is posted for a budget, by day."""
-        return self._days[name]
-
-    def posted_of(self, gang: Gang) -> Sequence[tuple[LedgerLine, BudgetUse]]:
-        """Return what is posted of an attempt that goes on, by line."""
-        return self._posted.get(gang, ())
-
-    def before(self, name: str, at_ns: int) -> BudgetUse:
-        """Return what is posted for a budget of a moment's day of UTC, before that moment."""
-        cut = self._cuts.get(at_ns)
-        return NOTHING if cut is None else cut.uses.get(name, NOTHING)
-
-    def account(self, number: int) -> tuple[Subject, tuple[str, ...], bool]:
-        """Return the subject of an account, the budgets that count it, and whether its currency is another one."""
-        return self._accounts.get(number, (Subject(owner=""), (), False))
-
-    def read(
-        self,
-        connection: sa.Connection,
-        there: Mapping[Gang, UnpostedAttempt],
-        wall_ns: int,
-        cuts: AbstractSet[int] = frozenset(),
-    ) -> None:
-        """Read what was posted since, and what is posted of attempts that go on.
-
-        The transaction has to see one state of the database. `cuts` are moments within a day of UTC at which periods of
-        budgets began.
-        """
-        if not self._index.budgets:  # only running attempts are of interest
-            going = {one.attempt.account_id for one in there.values() if one.attempt.account_id is not None}
-            self._get_to_know(connection, going)
-            return
-        newest = charges.newest_seq(connection)
-        assert newest >= self._seq, "an older state of the ledger would be counted twice"
-        sums = []
-        if newest > self._seq:
-            sums = charges.sums(connection, from_day=self.first_day, after_seq=self._seq)
-        wanted = {one.account_id for one in sums}
-        wanted |= {one.attempt.account_id for one in there.values() if one.attempt.account_id is not None}
-        self._get_to_know(connection, wanted)
-        # Nothing is posted of an attempt before its first day is over, or it has ended.
-        today_ns = wall_ns // DAY_NS * DAY_NS
-        may = {gang for gang, one in there.items() if one.attempt.created_ns < today_ns or one.attempt.uncharged}
-        if newest > self._seq or may != self._posted.keys():
-            self._posted = {
-                gang: [
-                    (one.entry.line, self._use_of_line(one.account_id, one.entry.line))
-                    for one in own
-                    if one.entry.line.day >= self.first_day
-                ]
-                for gang, own in charges.of_attempts(connection, may).items()
-            }
-        for one in sums:
-            use = self._use(one.account_id, one.micros, one.billed_ms, one.unpriced_ms)
-            for name in self._accounts[one.account_id][1]:
-                self._days[name][one.day] = self._days[name].get(one.day, NOTHING) + use
-        self._seq = newest
-        self._cuts = {at_ns: self._cuts.get(at_ns) or _Cut() for at_ns in cuts}
-        for at_ns, cut in self._cuts.items():
-            self._read_cut(connection, at_ns, cut, newest)
-
-    def _read_cut(self, connection: sa.Connection, at_ns: int, cut: _Cut, newest: int) -> None:
-        """Read what was posted since of the time before a moment, on its day of UTC."""
-        if cut.seq == newest:
-            return
-        whole, crossing = charges.before(connection, at_ns, after_seq=cut.seq)
-        self._get_to_know(connection, {one.account_id for one in whole} | {number for number, _ in crossing})
-        for one in whole:
-            cut.add(
-                self._accounts[one.account_id][1], self._use(one.account_id, one.micros, one.billed_ms, one.unpriced_ms)
-            )
-        for number, line in crossing:
-            cut.add(self._accounts[number][1], use_until(line, self._use_of_line(number, line), at_ns))
-        cut.seq = newest
-
-    def _get_to_know(self, connection: sa.Connection, wanted: AbstractSet[int]) -> None:
-        if len(self._accounts) > _KNOWN_MAX:
-            self._accounts = {}
-        for number, account in charges.find_accounts(connection, wanted - self._accounts.keys()).items():
-            is_foreign = account.currency != self._currency
-            self._accounts[number] = (account.subject, self._index.names(account.subject), is_foreign)
-
-    def _use_of_line(self, account_id: int, line: LedgerLine) -> BudgetUse:
-        unpriced_ms = line.billed_ms if line.micros is None else 0
-        return self._use(account_id, line.micros or 0, line.billed_ms, unpriced_ms)
-
-    def _use(self, account_id: int, micros: int, billed_ms: int, unpriced_ms: int) -> BudgetUse:
-        if self._accounts[account_id][2]:
-            return BudgetUse(gpu_ms=billed_ms, unpriced_ms=billed_ms)
-        return BudgetUse(micros=micros, gpu_ms=billed_ms, unpriced_ms=unpriced_ms)
 
 
 class LookInputs(msgspec.Struct, frozen=True, kw_only=True):
@@ -506,36 +382,6 @@ class Spending:
         return self._standings
 
 
-def first_day_of(now_ns: int) -> int:
-    """Return the first day of UTC that a period of any time zone, or a forecast, looks at: since 1970-01-01."""
-    month = window(Period.MONTH, now_ns - DAY_NS)  # no zone is a day behind
-    return min(month.days[0] - 1, now_ns // DAY_NS - FORECAST_DAYS)
-
-
-def rate_of(tariff: Tariff, gpu_type: str, gpus: int, spec: RunSpec | None) -> int | None:
-    """Return what an attempt costs in an hour; None where its devices have no price."""
-    cpus = memory_bytes = 0
-    if spec is not None:
-        cpus, memory_bytes = spec.resources.cpus or 0, spec.resources.memory_bytes or 0
-    return rate(tariff, gpu_type=gpu_type, gpus=gpus, cpus=cpus, memory_bytes=memory_bytes)
-
-
-def is_open_to(budget: Budget, subject: Subject) -> bool:
-    """Return whether a budget is of a run's owner or team: who sees the run may see its amounts."""
-    teams = [("team", team) for team in subject.teams]
-    return (budget.scope.kind, budget.scope.name) in (("user", subject.owner), *teams)
-
-
-def _days_of(budget: Budget, one: Spender, first_day: int) -> dict[int, int]:
-    """Return what an attempt that goes on used on each day."""
-    if one.started_ns is None:
-        return {}
-    days = range(max(first_day, one.started_ns // DAY_NS), one.seen_ns // DAY_NS + 1)
-    return {
-        day: budget.counts(used(one, BudgetWindow(start_ns=day * DAY_NS, end_ns=(day + 1) * DAY_NS))) for day in days
-    }
-
-
 class BudgetIndex:
     """The budgets, and which of them count a run.
 
@@ -599,6 +445,153 @@ class BudgetsLeft:
             self._standings[name] = with_hold(self._standings[name], hold)
 
 
+class LedgerSums:
+    """Posted use by budget and day; each read goes on where the last one ended."""
+
+    def __init__(self, first_day: int = -1, index: BudgetIndex | None = None, currency: str = "") -> None:
+        self.first_day = first_day
+        self._index, self._currency = index or BudgetIndex(()), currency
+        self._seq = 0
+        self._days: dict[str, dict[int, BudgetUse]] = {name: {} for name in self._index.budgets}
+        self._accounts: dict[int, tuple[Subject, tuple[str, ...], bool]] = {}
+        self._posted: dict[Gang, list[tuple[LedgerLine, BudgetUse]]] = {}
+        self._cuts: dict[int, _Cut] = {}
+
+    def days(self, name: str) -> Mapping[int, BudgetUse]:
+        """Return what is posted for a budget, by day."""
+        return self._days[name]
+
+    def posted_of(self, gang: Gang) -> Sequence[tuple[LedgerLine, BudgetUse]]:
+        """Return what is posted of an attempt that goes on, by line."""
+        return self._posted.get(gang, ())
+
+    def before(self, name: str, at_ns: int) -> BudgetUse:
+        """Return what is posted for a budget of a moment's day of UTC, before that moment."""
+        cut = self._cuts.get(at_ns)
+        return NOTHING if cut is None else cut.uses.get(name, NOTHING)
+
+    def account(self, number: int) -> tuple[Subject, tuple[str, ...], bool]:
+        """Return the subject of an account, the budgets that count it, and whether its currency is another one."""
+        return self._accounts.get(number, (Subject(owner=""), (), False))
+
+    def read(
+        self,
+        connection: sa.Connection,
+        there: Mapping[Gang, UnpostedAttempt],
+        wall_ns: int,
+        cuts: AbstractSet[int] = frozenset(),
+    ) -> None:
+        """Read what was posted since, and what is posted of attempts that go on.
+
+        The transaction has to see one state of the database. `cuts` are moments within a day of UTC at which periods of
+        budgets began.
+        """
+        if not self._index.budgets:  # only running attempts are of interest
+            going = {one.attempt.account_id for one in there.values() if one.attempt.account_id is not None}
+            self._get_to_know(connection, going)
+            return
+        newest = charges.newest_seq(connection)
+        assert newest >= self._seq, "an older state of the ledger would be counted twice"
+        sums = []
+        if newest > self._seq:
+            sums = charges.sums(connection, from_day=self.first_day, after_seq=self._seq)
+        wanted = {one.account_id for one in sums}
+        wanted |= {one.attempt.account_id for one in there.values() if one.attempt.account_id is not None}
+        self._get_to_know(connection, wanted)
+        # Nothing is posted of an attempt before its first day is over, or it has ended.
+        today_ns = wall_ns // DAY_NS * DAY_NS
+        may = {gang for gang, one in there.items() if one.attempt.created_ns < today_ns or one.attempt.uncharged}
+        if newest > self._seq or may != self._posted.keys():
+            self._posted = {
+                gang: [
+                    (one.entry.line, self._use_of_line(one.account_id, one.entry.line))
+                    for one in own
+                    if one.entry.line.day >= self.first_day
+                ]
+                for gang, own in charges.of_attempts(connection, may).items()
+            }
+        for one in sums:
+            use = self._use(one.account_id, one.micros, one.billed_ms, one.unpriced_ms)
+            for name in self._accounts[one.account_id][1]:
+                self._days[name][one.day] = self._days[name].get(one.day, NOTHING) + use
+        self._seq = newest
+        self._cuts = {at_ns: self._cuts.get(at_ns) or _Cut() for at_ns in cuts}
+        for at_ns, cut in self._cuts.items():
+            self._read_cut(connection, at_ns, cut, newest)
+
+    def _read_cut(self, connection: sa.Connection, at_ns: int, cut: _Cut, newest: int) -> None:
+        """Read what was posted since of the time before a moment, on its day of UTC."""
+        if cut.seq == newest:
+            return
+        whole, crossing = charges.before(connection, at_ns, after_seq=cut.seq)
+        self._get_to_know(connection, {one.account_id for one in whole} | {number for number, _ in crossing})
+        for one in whole:
+            cut.add(
+                self._accounts[one.account_id][1], self._use(one.account_id, one.micros, one.billed_ms, one.unpriced_ms)
+            )
+        for number, line in crossing:
+            cut.add(self._accounts[number][1], use_until(line, self._use_of_line(number, line), at_ns))
+        cut.seq = newest
+
+    def _get_to_know(self, connection: sa.Connection, wanted: AbstractSet[int]) -> None:
+        if len(self._accounts) > _KNOWN_MAX:
+            self._accounts = {}
+        for number, account in charges.find_accounts(connection, wanted - self._accounts.keys()).items():
+            is_foreign = account.currency != self._currency
+            self._accounts[number] = (account.subject, self._index.names(account.subject), is_foreign)
+
+    def _use_of_line(self, account_id: int, line: LedgerLine) -> BudgetUse:
+        unpriced_ms = line.billed_ms if line.micros is None else 0
+        return self._use(account_id, line.micros or 0, line.billed_ms, unpriced_ms)
+
+    def _use(self, account_id: int, micros: int, billed_ms: int, unpriced_ms: int) -> BudgetUse:
+        if self._accounts[account_id][2]:
+            return BudgetUse(gpu_ms=billed_ms, unpriced_ms=billed_ms)
+        return BudgetUse(micros=micros, gpu_ms=billed_ms, unpriced_ms=unpriced_ms)
+
+
+class _Cut:
+    """Posted use of one day of UTC before a moment, by budget."""
+
+    def __init__(self) -> None:
+        self.seq = 0
+        self.uses: dict[str, BudgetUse] = {}
+
+    def add(self, names: Iterable[str], use: BudgetUse) -> None:
+        """Count a use for budgets."""
+        for name in names:
+            self.uses[name] = self.uses.get(name, NOTHING) + use
+
+
+def use_until(line: LedgerLine, use: BudgetUse, at_ns: int) -> BudgetUse:
+    """Return the part of a line's use before a moment."""
+    micros, gpu_ms, unpriced_ms = (
+        part_until(amount, line.gpu_ms, line.gpus, line.start_ns, line.end_ns, at_ns)
+        for amount in (use.micros, use.gpu_ms, use.unpriced_ms)
+    )
+    return BudgetUse(micros=micros, gpu_ms=gpu_ms, unpriced_ms=unpriced_ms)
+
+
+def first_day_of(now_ns: int) -> int:
+    """Return the first day of UTC that a period of any time zone, or a forecast, looks at: since 1970-01-01."""
+    month = window(Period.MONTH, now_ns - DAY_NS)  # no zone is a day behind
+    return min(month.days[0] - 1, now_ns // DAY_NS - FORECAST_DAYS)
+
+
+def rate_of(tariff: Tariff, gpu_type: str, gpus: int, spec: RunSpec | None) -> int | None:
+    """Return what an attempt costs in an hour; None where its devices have no price."""
+    cpus = memory_bytes = 0
+    if spec is not None:
+        cpus, memory_bytes = spec.resources.cpus or 0, spec.resources.memory_bytes or 0
+    return rate(tariff, gpu_type=gpu_type, gpus=gpus, cpus=cpus, memory_bytes=memory_bytes)
+
+
+def is_open_to(budget: Budget, subject: Subject) -> bool:
+    """Return whether a budget is of a run's owner or team: who sees the run may see its amounts."""
+    teams = [("team", team) for team in subject.teams]
+    return (budget.scope.kind, budget.scope.name) in (("user", subject.owner), *teams)
+
+
 def subject_of(owner: str, spec: RunSpec, *, team: str, pool: str, member_of: tuple[str, ...]) -> Subject:
     """Return the properties of a run that decide which budgets count it."""
     is_cpu = spec.resources.gpu_type == CPU
@@ -614,10 +607,20 @@ def subject_of(owner: str, spec: RunSpec, *, team: str, pool: str, member_of: tu
 
 
 def subject_of_run(run: StoredRun) -> Subject:
-    """Return the same for a stored run."""
+    """Return the properties of a stored run that decide which budgets count it."""
     return subject_of(run.owner, run.spec, team=run.team, pool=run.pool, member_of=run.member_of)
 
 
 def with_hold(standing: Standing, hold: BudgetUse) -> Standing:
     """Return a standing with one more hold."""
     return msgspec.structs.replace(standing, held=standing.held + hold, ahead=standing.ahead + hold)
+
+
+def _days_of(budget: Budget, one: Spender, first_day: int) -> dict[int, int]:
+    """Return what an attempt that goes on used on each day."""
+    if one.started_ns is None:
+        return {}
+    days = range(max(first_day, one.started_ns // DAY_NS), one.seen_ns // DAY_NS + 1)
+    return {
+        day: budget.counts(used(one, BudgetWindow(start_ns=day * DAY_NS, end_ns=(day + 1) * DAY_NS))) for day in days
+    }
