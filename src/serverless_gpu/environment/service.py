@@ -13,7 +13,7 @@ opens no store but a directory; whatever takes long is done by a child that is f
 answered at once. Questions about the same environment share a capture; a check that starts after a question was asked
 answers it, and so all that came while the last one ran.
 
-Transports are in `client/launch/snapshot_environment.py`; `scan.py` recognises and `snapshot_capture.py` captures.
+Transports are in `client/launch/environment_process.py`; `scan.py` recognises and `snapshot_capture.py` captures.
 
 Failure cases: an environment that cannot travel, a full disk, a store that does not answer (`CaptureFailed` with the
 error's code); a child that is killed (`CaptureFailed`, said here); the caller is gone (end of file, or its process has

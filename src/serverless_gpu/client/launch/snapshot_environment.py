@@ -15,12 +15,10 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import signal
 import threading
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.client.caller_context import interruptible
@@ -28,13 +26,11 @@ from serverless_gpu.client.display.run_display import Display, make_display
 from serverless_gpu.environment import service_messages
 from serverless_gpu.environment.progress import ProgressPoint
 from serverless_gpu.environment.scan.interpreter import describe
-from serverless_gpu.environment.service import Service
 from serverless_gpu.environment.service_messages import StoreLocation
 from serverless_gpu.errors import EnvironmentProblem, InvalidValue, error_class
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.protocol import EnvironmentRequest, Mode
-from serverless_gpu.node.inside import linux
-from serverless_gpu.node.inside.channel import Channel, pair
+from serverless_gpu.node.inside.channel import pair
 from serverless_gpu.node.processes.spawn import clean_process, open_log
 from serverless_gpu.units import format_bytes, format_duration_ms
 
@@ -67,7 +63,7 @@ class _Service:
             log = open_log(home.agent_log)
             index = str(home.environments / "index")
             process = clean_process(
-                "serverless_gpu.client.launch.snapshot_environment",
+                "serverless_gpu.client.launch.environment_process",
                 (theirs.fileno(), os.getpid(), index),
                 fds=(theirs.fileno(),),
                 log=log,
@@ -420,33 +416,3 @@ def taken_text(taken: service_messages.CaptureDone, found: service_messages.Capt
 
 def _units(count: int) -> str:
     return f"{count} unit{'' if count == 1 else 's'}"
-
-
-class _Wire:
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-
-    def fileno(self) -> int:
-        return self._channel.fileno()
-
-    def send(self, data: bytes) -> None:
-        self._channel.send(data)
-
-    def receive(self) -> bytes | None:
-        received = self._channel.receive()
-        return None if received is None else received[0]
-
-
-def main(channel_fd: int, caller: int, index: str) -> NoReturn:
-    """Serve one caller over the inherited channel until it is gone."""
-    if os.fork():
-        os._exit(0)  # an orphan: a caller that lives longer must not be left with a zombie
-    linux.set_name("sgpu-snapshots")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    channel = Channel.adopt(channel_fd)
-    channel.sock.set_inheritable(False)
-    process = -1
-    with contextlib.suppress(OSError):  # gone already, as its socket shows
-        process = os.pidfd_open(caller)
-    Service(_Wire(channel), Path(index)).serve(process)
-    os._exit(0)

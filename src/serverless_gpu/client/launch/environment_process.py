@@ -1,0 +1,43 @@
+"""The process of the environment service (`environment/service.py`): clean, one per caller, ends with it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+from typing import NoReturn
+
+from serverless_gpu.environment.service import Service
+from serverless_gpu.node.inside import linux
+from serverless_gpu.node.inside.channel import Channel
+
+
+class _Wire:
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def fileno(self) -> int:
+        return self._channel.fileno()
+
+    def send(self, data: bytes) -> None:
+        self._channel.send(data)
+
+    def receive(self) -> bytes | None:
+        received = self._channel.receive()
+        return None if received is None else received[0]
+
+
+def main(channel_fd: int, caller: int, index: str) -> NoReturn:
+    """Serve one caller over the inherited channel until it is gone."""
+    if os.fork():
+        os._exit(0)  # an orphan: a caller that lives longer must not be left with a zombie
+    linux.set_name("sgpu-snapshots")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    channel = Channel.adopt(channel_fd)
+    channel.sock.set_inheritable(False)
+    process = -1
+    with contextlib.suppress(OSError):  # gone already, as its socket shows
+        process = os.pidfd_open(caller)
+    Service(_Wire(channel), Path(index)).serve(process)
+    os._exit(0)
