@@ -1,4 +1,4 @@
-"""The caller of a request, as far as routes and services need to know it."""
+"""The caller of a request, and checks of text, numbers and names that come from outside."""
 
 from __future__ import annotations
 
@@ -38,8 +38,6 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ANONYMOUS = Caller()
-
-
 # Characters that make text read as something else than it is, beside control characters.
 _DECEIVING = frozenset("\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 

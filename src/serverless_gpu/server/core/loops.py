@@ -1,4 +1,6 @@
-"""Loops: call `tick(now) → when to tick again` in a thread, and sooner when rung. Tests call the ticks themselves.
+"""Loops that call ticks, and the wall clock of the server, which does not follow a jump at once.
+
+A loop calls `tick(now) → when to tick again` in a thread, and sooner when rung. Tests call the ticks themselves.
 
     ring (any thread) ─┐
     the wake-up time ──┴─▶ tick in a thread of its own ─▶ next wake-up
@@ -7,6 +9,21 @@ A loop works at most half of the time: a tick that took long (a thousand runs wa
 however often it is rung. A tick that fails is logged and tried again with growing pauses: a database that is away for
 half a minute must not end the scheduler. What a loop has not finished when the server stops, the next server does:
 ticks keep nothing that is not in the database.
+
+`JumpTolerantClock` reads the machine's clock:
+
+    first ten minutes         believed: a machine that has just started has its clock set then
+    slews, small steps        believed: within two minutes of what this process expects
+    a jump, forward or back   for an hour time goes on as before; then it is believed, unless the clock came back
+
+So a clock that is set wrong and put right again costs nothing: no token ends early or lives longer, nothing that is
+kept is removed, no receipt is given up. Durations and deadlines do not depend on it in any case: they are boottime.
+The log says when a jump comes, and when it is believed.
+
+Failure cases:
+- The server is started while the clock is wrong: it is believed, for nothing better is known. A clock that is behind
+  lets in a token that has ended.
+- The clock jumps again and again: each time counts from the last one.
 """
 
 from __future__ import annotations
@@ -24,6 +41,9 @@ LONGEST_S = 30.0
 LATE_S = 90.0
 """A loop without a good tick for so long is a problem of the server's: three times its longest pause."""
 SHORT_S = 0.005
+SETTLING_S = 600.0
+STEP_S = 120.0
+BELIEVED_S = 3_600.0
 _PAUSES_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 _log = logging.getLogger(__name__)
 
@@ -106,11 +126,6 @@ class Loop:
         self._failures += 1
         self._measures.tick_failures.labels(self._name).inc()
         return pause_s
-
-
-SETTLING_S = 600.0
-STEP_S = 120.0
-BELIEVED_S = 3_600.0
 
 
 class JumpTolerantClock:

@@ -1,6 +1,6 @@
 """How routes are written. A route parses, calls one service or query, and returns: at most fifteen lines.
 
-    routes = Routes("runs")                                    # one per noun; `application.py` lists them
+    routes = Routes("runs")                                    # one per noun; `composition.py` lists them
 
     class RunsQuery(Query, frozen=True, kw_only=True):         # what may stand behind the "?"; every field optional
         state: str = ""
@@ -24,7 +24,7 @@ Parameters of a handler:
   (`application/octet-stream`, read whole up to `limit`), or `Incoming` (the same as a stream; async functions only);
 - a parameter whose name stands in the path is that part of it, `str` or `int`. "{name:path}" takes slashes, too;
 - every other parameter is a service, found by its annotated class among those that the application provides.
-  `application.py` refuses a route that names a class without a provider.
+  `composition.py` refuses a route that names a class without a provider.
 
 What a route returns: a `wire` struct (200), `None` (204), `Stream` (server-sent events), `Bytes`, or another Starlette
 response (say `-> Health | Response`). What it raises: exceptions of `errors.py` become a `wire.base.Problem` with their

@@ -1,4 +1,4 @@
-"""Answers agents of nodes, for the routes of `node_routes.py`.
+"""Answers agents of nodes, for `agent_routes` of `node_service.py`.
 
     hello ─▶ the node is written down; another boot of its machine: its attempts are over (proof, so nothing waits);
              another machine under its name: refused while it is there, or attempts of it may still run

@@ -1,4 +1,6 @@
-"""Views nodes and pools, gives up dead nodes, and changes rules: drains, calendars, quarantined devices.
+"""Services and routes of nodes: views, dead nodes, and rules (drains, calendars, quarantined devices).
+
+Operators and users call `routes`; agents call `agent_routes`, which `agent_service.py` and `node_admission.py` answer.
 
 Operators change every node; the owner in a node's calendar changes that node, also if another person set the calendar.
 An owner does not change a drain or a quarantine of another person. Each decision is a value in the node's row, and an
@@ -277,6 +279,8 @@ def _check_note(note: str) -> None:
         raise InvalidValue(f"a note has at most {LABEL_CHARACTERS_MAX} printable characters")
 
 
+# --- routes of operators and users ------------------------------------------------------------------------------------
+
 routes = Routes("nodes")
 
 
@@ -332,6 +336,8 @@ def _check_administrator(call: Call) -> None:
 def _asked(call: Call, node: str) -> NodeCommand:
     return NodeCommand(who=call.who, reach=call.reach, node=node)
 
+
+# --- routes of agents -------------------------------------------------------------------------------------------------
 
 agent_routes = Routes("agents")
 

@@ -1,5 +1,5 @@
 """Runs for callers: submission, estimates, streams, views, stop requests, the queue, retention.
 
-Clients call the routes in `run_routes.py`, `estimates.py` and `queue_views.py`. `submission.py` makes a run durable.
+Clients call the routes in `run_service.py`, `estimates.py` and `queue_views.py`. `submission.py` makes a run durable.
 Start there.
 """

@@ -1,4 +1,6 @@
-"""Services of single runs: `RunQueries` reads and streams them, `StopService` asks them to stop.
+"""Services and routes of runs: submit, list, watch and stop them, read their output, results and costs.
+
+`RunQueries` reads and streams runs, `StopService` asks them to stop; `submission.py` takes them.
 
 A stop request is written with its author and sent to the run's node. A stop and an end may cross, and the first one
 written counts: a run whose results were durable before the stop has succeeded, and the caller hears that it has ended.
@@ -8,7 +10,7 @@ Repeating a request returns its outcome.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 import sqlalchemy as sa
@@ -154,7 +156,8 @@ def _check_reach(connection: sa.Connection, who: Caller, reach: str, run_id: str
     raise NotAllowed(f"{who.name} may see run {run_id}, and not stop it", hint="its owner can, or an operator")
 
 
-T = TypeVar("T")
+# --- routes -----------------------------------------------------------------------------------------------------------
+
 routes = Routes("runs")
 LOG_BYTES_MAX = 4 << 20
 Label = Annotated[str, msgspec.Meta(max_length=LABEL_CHARACTERS_MAX)]
