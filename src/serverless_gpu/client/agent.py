@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import select
 import signal
 from pathlib import Path
@@ -14,6 +13,7 @@ from serverless_gpu.node.agent.connection import running_agent
 from serverless_gpu.node.base import protocol
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.inside.channel import Channel
+from serverless_gpu.node.processes import daemon
 
 _ANSWER_S = 10.0
 _END_S = 10.0
@@ -50,17 +50,11 @@ def stop_agent(home: Path) -> bool:
 
 
 def _retire(channel: Channel, greeting: protocol.Greeting) -> None:
-    try:
-        process = os.pidfd_open(greeting.pid)
-    except ProcessLookupError:
-        channel.close()
-        return
-    try:
+    with daemon.opened(greeting.pid) as process, contextlib.closing(channel):
+        if process is None:
+            return
         with contextlib.suppress(OSError):
             protocol.send(channel, protocol.Retire())
         if not select.select([process], [], [], _END_S)[0]:
             signal.pidfd_send_signal(process, signal.SIGKILL)
             raise AgentUnavailable(f"the agent (pid {greeting.pid}) did not end within {_END_S:.0f} s and was killed")
-    finally:
-        os.close(process)
-        channel.close()

@@ -31,7 +31,7 @@ from serverless_gpu.errors import EnvironmentProblem, InvalidValue, error_class
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.protocol import EnvironmentRequest, Mode
 from serverless_gpu.node.inside.channel import pair
-from serverless_gpu.node.processes.spawn import clean_process, open_log
+from serverless_gpu.node.processes import daemon
 from serverless_gpu.units import format_bytes, format_duration_ms
 
 RESTORE = "SERVERLESS_GPU_RESTORE"
@@ -58,16 +58,14 @@ class _Service:
         self._number = 0
         self.alive = True
         self._channel, theirs = pair()
-        log = -1
+        index = str(home.environments / "index")
         try:
-            log = open_log(home.agent_log)
-            index = str(home.environments / "index")
-            process = clean_process(
+            process = daemon.start(
                 "serverless_gpu.client.launch.environment_process",
                 (theirs.fileno(), os.getpid(), index),
-                fds=(theirs.fileno(),),
-                log=log,
+                log=home.agent_log,
                 environ=os.environ,
+                fds=(theirs.fileno(),),
             )
             process.wait()  # it detaches at once
         except OSError as error:
@@ -75,8 +73,6 @@ class _Service:
             raise EnvironmentProblem(f"the process that captures environments cannot be started: {error}") from None
         finally:
             theirs.close()
-            if log >= 0:
-                os.close(log)
 
     def ask(self, description: dict[str, object], store: StoreLocation, *, capture: bool) -> int:
         """Send a question and return its number; raise _ServiceEnded when the service has ended."""

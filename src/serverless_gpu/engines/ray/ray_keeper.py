@@ -43,7 +43,8 @@ from serverless_gpu.errors import AgentUnavailable, InvalidValue, ServerlessGpuE
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.node.base.lock_files import held_note, hold, write_private
 from serverless_gpu.node.inside import linux
-from serverless_gpu.node.processes.spawn import clean_process, open_log
+from serverless_gpu.node.processes import daemon
+from serverless_gpu.node.processes.spawn import open_log
 from serverless_gpu.units import format_duration_ms
 from serverless_gpu.version import __version__
 
@@ -381,21 +382,12 @@ def ensure(directory: Path, plan: KeeperPlan, owner: Path, environ: Mapping[str,
         return False
     if found is not None:
         stop(directory)
-    log = -1
     try:
         write_private(directory / _PLAN, msgspec.json.encode(plan))
-        log = open_log(directory / _LOG)
-        process = clean_process(__name__, (str(directory), str(owner)), fds=(), log=log, environ=environ)
+        process = daemon.start(__name__, (str(directory), str(owner)), log=directory / _LOG, environ=environ)
     except OSError as error:
         raise AgentUnavailable(f"what keeps Ray could not be started: {error}") from error
-    finally:
-        if log >= 0:
-            os.close(log)
-    try:
-        process.wait(_START_S)  # it detaches at once
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    daemon.reap(process, _START_S)
     return True
 
 
@@ -410,17 +402,8 @@ def stop(directory: Path) -> bool:
     found = running(directory)
     if found is None:
         return False
-    try:
-        process = os.pidfd_open(found.pid)
-    except ProcessLookupError:
-        return False
-    try:
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(process, signal.SIGTERM)
-        if not select.select([process], [], [], _STOP_S)[0]:
-            raise AgentUnavailable(f"what keeps Ray (pid {found.pid}) does not end", hint=f"kill -9 {found.pid}")
-    finally:
-        os.close(process)
+    if not daemon.end(found.pid, _STOP_S, signals=(signal.SIGTERM,)):
+        raise AgentUnavailable(f"what keeps Ray (pid {found.pid}) does not end", hint=f"kill -9 {found.pid}")
     return True
 
 

@@ -10,7 +10,6 @@ import contextlib
 import os
 import select
 import socket
-import subprocess
 import threading
 from pathlib import Path
 
@@ -22,7 +21,8 @@ from serverless_gpu.node.base import protocol
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.requirements import require_for_runs
 from serverless_gpu.node.inside.channel import Channel
-from serverless_gpu.node.processes.spawn import clean_process, clean_variables, open_log
+from serverless_gpu.node.processes import daemon
+from serverless_gpu.node.processes.spawn import clean_variables
 from serverless_gpu.operating_system import require_linux
 
 _START_S = 30.0
@@ -101,30 +101,22 @@ def _try_connect(path: Path) -> tuple[Channel, protocol.Greeting] | None:
 
 def _start_agent(home: Home) -> None:
     ready_read, ready_write = os.pipe()
-    log = -1
-    try:
-        log = open_log(home.agent_log)
-        process = clean_process(
-            "serverless_gpu.node.agent.agent",
-            (str(home.root), str(home.sockets()), ready_write, clean_variables(os.environ)),
-            fds=(ready_write,),
-            log=log,
-            environ=os.environ,
-        )
-    except OSError as error:
-        raise AgentUnavailable(f"the agent of this node could not be started: {error}") from error
-    finally:
-        os.close(ready_write)
-        if log >= 0:
-            os.close(log)
-    try:
-        process.wait(_START_S)  # it detaches at once; the agent itself is not our child
-        select.select([ready_read], [], [], _START_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    finally:
-        os.close(ready_read)
+    arguments = (str(home.root), str(home.sockets()), ready_write, clean_variables(os.environ))
+    with open(ready_read, "rb", buffering=0) as ready:
+        try:
+            process = daemon.start(
+                "serverless_gpu.node.agent.agent",
+                arguments,
+                log=home.agent_log,
+                environ=os.environ,
+                fds=(ready_write,),
+            )
+        except OSError as error:
+            raise AgentUnavailable(f"the agent of this node could not be started: {error}") from error
+        finally:
+            os.close(ready_write)
+        if daemon.reap(process, _START_S):
+            select.select([ready], [], [], _START_S)
 
 
 def _last_words(home: Home) -> str:

@@ -52,6 +52,7 @@ from serverless_gpu.node.mlflow_server.server import (
     pause_s,
     without_password,
 )
+from serverless_gpu.node.processes import daemon
 from serverless_gpu.node.processes.spawn import bound_log, clean_variables, open_log, startup_variables
 
 _STEADY_S = 60.0
@@ -340,7 +341,7 @@ class MlflowKeeper:
             with contextlib.suppress(OSError):
                 is_its = os.getsid(pid) == before.server
                 if is_its and os.readlink(f"/proc/{pid}/cwd") == os.path.realpath(self._place.directory):
-                    _kill(pid)
+                    daemon.end(pid, _STOP_S, signals=(signal.SIGKILL,))  # and its hold on the port with it
 
 
 def has_connection(port: int) -> bool:
@@ -352,16 +353,6 @@ def has_connection(port: int) -> bool:
             if len(words) > 3 and words[1].endswith(wanted) and words[3] == "01":
                 return True
     return False
-
-
-def _kill(pid: int) -> None:
-    """Kill a process and wait until it is gone, with its hold on the port."""
-    pidfd = os.pidfd_open(pid)
-    try:
-        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        select.select([pidfd], [], [], _STOP_S)
-    finally:
-        os.close(pidfd)
 
 
 def _say(text: str) -> None:

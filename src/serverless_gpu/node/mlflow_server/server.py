@@ -31,7 +31,6 @@ import re
 import secrets
 import select
 import shlex
-import signal
 import socket
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
@@ -47,7 +46,7 @@ from serverless_gpu.json_codec import from_json
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.lock_files import held_note
 from serverless_gpu.node.inside.linux import descendants
-from serverless_gpu.node.processes.spawn import clean_process, open_log
+from serverless_gpu.node.processes import daemon
 
 DEFAULT = "default"
 HOST = "127.0.0.1"
@@ -175,7 +174,8 @@ def stop_server(place: ServerFiles) -> bool:
     noted = place.noted()
     if noted.machine not in ("", machine()):
         raise AgentUnavailable(f"the MLflow server of this home runs on {noted.host}", hint="end it there")
-    _end(holder)
+    if holder and not daemon.end(holder, _END_S):
+        raise AgentUnavailable(f"the keeper of the MLflow server (pid {holder}) does not end, although it was killed")
     return True
 
 
@@ -193,19 +193,15 @@ def start_keeper(
     `hosts` are further names the server answers to, with commas. Raises OSError.
     """
     passed = {name: environ[name] for name in PASSED_ON if name in environ}
-    log = open_log(place.directory / "keeper.log")
-    try:
-        child = clean_process(
-            "serverless_gpu.node.mlflow_server.keeper",
-            (str(place.directory), python, passed, owner, hosts),
-            fds=() if owner < 0 else (owner,),
-            log=log,
-            environ=os.environ,
-        )
-        _started.append((place.lock, child))
-        return child
-    finally:
-        os.close(log)
+    child = daemon.start(
+        "serverless_gpu.node.mlflow_server.keeper",
+        (str(place.directory), python, passed, owner, hosts),
+        log=place.directory / "keeper.log",
+        environ=os.environ,
+        fds=() if owner < 0 else (owner,),
+    )
+    _started.append((place.lock, child))
+    return child
 
 
 def _kept(place: ServerFiles, noted: ServerRecord, holder: int) -> Serving:
@@ -248,24 +244,6 @@ def _ending(place: ServerFiles) -> int | None:
             break
         select.select([], [], [], _ENDING_PAUSE_S)
     return holder
-
-
-def _end(pid: int) -> None:
-    try:
-        process = os.pidfd_open(pid) if pid else -1
-    except ProcessLookupError:
-        return
-    if process < 0:
-        return
-    try:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(process, number)
-            if select.select([process], [], [], _END_S)[0]:
-                return
-        raise AgentUnavailable(f"the keeper of the MLflow server (pid {pid}) does not end, although it was killed")
-    finally:
-        os.close(process)
 
 
 def pause_s(failures: int) -> float:

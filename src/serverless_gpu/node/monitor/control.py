@@ -30,7 +30,7 @@ from serverless_gpu.node.base.protocol import Context, original
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.monitor import messages
 from serverless_gpu.node.monitor.messages import Peer
-from serverless_gpu.node.processes.spawn import clean_process, open_log
+from serverless_gpu.node.processes import daemon
 
 _PAUSE_NS = 10**9
 _PAUSE_NS_MAX = 60 * 10**9
@@ -146,19 +146,16 @@ def start(home: Home, sockets: Path, environ: Mapping[str, str]) -> tuple[subpro
     Returns the process to reap, and a descriptor that is readable once one listens, or none could.
     """
     ready_read, ready_write = os.pipe()
-    log = -1
+    arguments = (str(home.root), str(sockets), ready_write)
+    module = "serverless_gpu.node.monitor.process"
     try:
-        log = open_log(home.monitor_log)
-        arguments = (str(home.root), str(sockets), ready_write)
-        module = "serverless_gpu.node.monitor.process"
-        return clean_process(module, arguments, fds=(ready_write,), log=log, environ=environ), ready_read
+        process = daemon.start(module, arguments, log=home.monitor_log, environ=environ, fds=(ready_write,))
     except OSError:
         os.close(ready_read)
         raise
     finally:
         os.close(ready_write)
-        if log >= 0:
-            os.close(log)
+    return process, ready_read
 
 
 def connect(sockets: Path) -> Channel | None:
@@ -186,11 +183,8 @@ def ensure(home: Home, environ: Mapping[str, str]) -> Channel:
         except OSError as error:
             raise AgentUnavailable(f"the monitor of this node could not be started: {error}") from error
         try:
-            process.wait(_START_S)  # it detaches at once
-            select.select([ready_fd], [], [], _START_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            if daemon.reap(process, _START_S):
+                select.select([ready_fd], [], [], _START_S)
         finally:
             os.close(ready_fd)
         if (channel := connect(sockets)) is not None:
@@ -221,11 +215,9 @@ def stop(home: Home) -> int:
 
 def _end(path: Path, pid: int) -> bool:
     """Ask a monitor to end, and see to it; return False for one that stays because attempts need it."""
-    try:
-        process = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return False
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock, open(process, "rb", closefd=True, buffering=0):
+    with daemon.opened(pid) as process, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        if process is None:
+            return False
         sock.settimeout(END_S)
         limit_s = END_S
         try:

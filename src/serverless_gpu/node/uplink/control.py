@@ -9,12 +9,9 @@ One uplink per home and profile: the lock decides, the loser ends. It outlives i
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import select
-import signal
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -25,7 +22,7 @@ from serverless_gpu.errors import AgentUnavailable
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.lock_files import held_note
 from serverless_gpu.node.base.requirements import require_for_runs
-from serverless_gpu.node.processes.spawn import clean_process, open_log
+from serverless_gpu.node.processes import daemon
 from serverless_gpu.version import __version__
 
 _START_S = 30.0
@@ -73,26 +70,14 @@ def start(home: Home, profile: Path, environ: Mapping[str, str]) -> None:
     """Start an uplink, which detaches itself; as `ensure`."""
     require_for_runs(home)
     passed = {name: environ[name] for name in PASSED_ON if name in environ}
-    log = -1
+    arguments = (str(home.root), str(profile.absolute()), passed)
     try:
-        log = open_log(home.root / "uplink.log")
-        process = clean_process(
-            "serverless_gpu.node.uplink.process",
-            (str(home.root), str(profile.absolute()), passed),
-            fds=(),
-            log=log,
-            environ=environ,
+        process = daemon.start(
+            "serverless_gpu.node.uplink.process", arguments, log=home.root / "uplink.log", environ=environ
         )
     except OSError as error:
         raise AgentUnavailable(f"the uplink of this node could not be started: {error}") from error
-    finally:
-        if log >= 0:
-            os.close(log)
-    try:
-        process.wait(_START_S)  # it detaches at once; the uplink itself is not our child
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    daemon.reap(process, _START_S)
 
 
 def stop(home: Home, profile: Path) -> bool:
@@ -131,17 +116,5 @@ def _noted(path: Path) -> RunningUplink | None:
 
 
 def _end(pid: int) -> None:
-    try:
-        process = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    try:
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(process, signal.SIGTERM)
-        if not select.select([process], [], [], END_S)[0]:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(process, signal.SIGKILL)
-            if not select.select([process], [], [], END_S)[0]:
-                raise AgentUnavailable(f"the uplink (pid {pid}) does not end, although it was killed")
-    finally:
-        os.close(process)
+    if not daemon.end(pid, END_S):
+        raise AgentUnavailable(f"the uplink (pid {pid}) does not end, although it was killed")
