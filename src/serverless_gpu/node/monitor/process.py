@@ -51,16 +51,8 @@ from serverless_gpu.node.inside import linux
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.mlflow_server.server import ensure_server
 from serverless_gpu.node.monitor import messages
-from serverless_gpu.node.monitor.delivery import (
-    KEPT_MAX,
-    AttemptDelivery,
-    Backlog,
-    BacklogAttempt,
-    has_secrets,
-    key_of,
-    origin_of,
-    target_of,
-)
+from serverless_gpu.node.monitor.backlog import KEPT_MAX, Backlog, BacklogAttempt, has_secrets, key_of, origin_of
+from serverless_gpu.node.monitor.delivery import AttemptDelivery, target_of
 from serverless_gpu.node.monitor.messages import Peer
 from serverless_gpu.node.monitor.recorder import Recorder, sample_of
 from serverless_gpu.node.monitor.sampler import MachineSampler, NodeSample, SampleRequest, SamplerThread, WakeupEvent

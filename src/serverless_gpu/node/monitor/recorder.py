@@ -42,7 +42,8 @@ from serverless_gpu.model.telemetry import (
 from serverless_gpu.node.attempt.history import is_live, read_ending
 from serverless_gpu.node.inside.raycluster.share import metrics_file
 from serverless_gpu.node.monitor import messages
-from serverless_gpu.node.monitor.delivery import AttemptDelivery, key_of
+from serverless_gpu.node.monitor.backlog import key_of
+from serverless_gpu.node.monitor.delivery import AttemptDelivery
 from serverless_gpu.node.monitor.messages import Peer
 from serverless_gpu.node.monitor.sampler import NodeSample
 from serverless_gpu.tracking.metric_points import SampleReader

@@ -37,7 +37,7 @@ from serverless_gpu.node.base.protocol import Launch, original
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.inside.mlflow import job
 from serverless_gpu.node.monitor import messages
-from serverless_gpu.node.monitor.delivery import Backlog, origin_of
+from serverless_gpu.node.monitor.backlog import Backlog, origin_of
 
 _FIRST_NS = 100_000_000
 _AGAIN_NS = 2_000_000_000

@@ -21,7 +21,7 @@ from serverless_gpu.model.spec import Command, RayCluster, RunSpec, Tracking
 from serverless_gpu.node.base import protocol
 from serverless_gpu.node.base.protocol import Context, EnvironmentRequest, Launch
 from serverless_gpu.node.monitor import messages
-from serverless_gpu.node.monitor.delivery import Backlog
+from serverless_gpu.node.monitor.backlog import Backlog
 from serverless_gpu.node.supervisor.monitor_link import COMMAND_NS, LINK_NS, SERVER_NS, MonitorLink
 from serverless_gpu.testing import FakeClock
 from tests.support.golden import golden

@@ -9,8 +9,9 @@ import pytest
 
 from serverless_gpu.model.spec import RunSpec, Tracking
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.monitor import delivery
-from serverless_gpu.node.monitor.delivery import AttemptDelivery, Backlog, ClaimedAttempt
+from serverless_gpu.node.monitor import backlog
+from serverless_gpu.node.monitor.backlog import Backlog, ClaimedAttempt
+from serverless_gpu.node.monitor.delivery import AttemptDelivery
 from serverless_gpu.node.monitor.messages import Observe, Prepare
 from serverless_gpu.node.monitor.process import MlflowDeliveries
 from serverless_gpu.testing import FakeClock
@@ -104,7 +105,7 @@ def test_what_cannot_be_read_stays_for_a_week(tmp_path: Path) -> None:
 
 
 def test_there_are_never_more_than_a_bound(tmp_path: Path, kept: Backlog, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delivery, "KEPT_MAX", 2)
+    monkeypatch.setattr(backlog, "KEPT_MAX", 2)
     for name in ("run-a", "run-b", "run-c"):
         held = kept.keep(observe(tmp_path, name), 1)
         assert held is not None
@@ -138,13 +139,13 @@ def test_attempts_without_their_credentials_are_looked_at_once_and_again_when_so
     assert held is not None
     held.leave()
     looks: list[Path] = []
-    hold = delivery.hold_kept
+    hold = backlog.hold_kept
 
     def looked(path: Path) -> ClaimedAttempt | None:
         looks.append(path)
         return hold(path)
 
-    monkeypatch.setattr(delivery, "hold_kept", looked)
+    monkeypatch.setattr(backlog, "hold_kept", looked)
     monkeypatch.setattr(AttemptDelivery, "start", lambda delivery: None)
     deliveries = MlflowDeliveries(home, clock, lambda: None)
     for _ in range(3):

@@ -13,7 +13,7 @@ from serverless_gpu.model.spec import RunSpec, Tracking
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.mlflow_server.server import Serving
 from serverless_gpu.node.monitor import delivery as delivery_module
-from serverless_gpu.node.monitor.delivery import Backlog, BacklogAttempt
+from serverless_gpu.node.monitor.backlog import Backlog, BacklogAttempt
 from serverless_gpu.node.monitor.messages import Observe, Untracked
 from serverless_gpu.node.monitor.process import MlflowDeliveries
 from serverless_gpu.node.monitor.recorder import Recorder
