@@ -25,7 +25,7 @@ from serverless_gpu.client.remote.server import check_address, find_profile
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, ServerProblem
 from serverless_gpu.lazy_import import load
 from serverless_gpu.model.hardware import CPU, Device
-from serverless_gpu.node.attempt.history import open_attempts
+from serverless_gpu.node.attempt.server_attempt import open_attempts
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.lock_files import hold
 from serverless_gpu.node.uplink import control

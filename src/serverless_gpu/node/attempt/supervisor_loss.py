@@ -31,7 +31,6 @@ from serverless_gpu.node.attempt.account import reckon, write_json
 from serverless_gpu.node.attempt.claim import read_pid, try_lock
 from serverless_gpu.node.attempt.history import (
     first_facts,
-    has_remote,
     last_fact,
     meter_of,
     read_ending,
@@ -40,6 +39,7 @@ from serverless_gpu.node.attempt.history import (
     spec_of,
     touched_ns,
 )
+from serverless_gpu.node.attempt.server_attempt import has_remote
 from serverless_gpu.node.base import protocol
 from serverless_gpu.node.devices.kernel_log import KERNEL, KernelLog
 

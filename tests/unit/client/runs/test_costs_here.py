@@ -17,7 +17,8 @@ from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Fact, FactKind, Reason
 from serverless_gpu.model.receipt import Bill, Receipt, Segments
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.node.attempt.history import ServerAttempt, read_receipt
+from serverless_gpu.node.attempt.history import read_receipt
+from serverless_gpu.node.attempt.server_attempt import ServerAttempt
 from serverless_gpu.node.attempt.submission import Submission
 from serverless_gpu.node.base.protocol import Stopped
 from serverless_gpu.node.uplink import attempt_controller
