@@ -26,7 +26,7 @@ from serverless_gpu.cli.output import columns, print_json, say
 from serverless_gpu.cli.server_connection import server
 from serverless_gpu.errors import AuditBroken, InvalidValue
 from serverless_gpu.model.audit_chain import ChainedEntry, ChainHead, follow
-from serverless_gpu.node.base.lock_files import refuse_irregular
+from serverless_gpu.node.base.private_files import refuse_irregular
 from serverless_gpu.node.base.requirements import lock_error
 from serverless_gpu.wire.access import AuditPage
 

@@ -31,7 +31,7 @@ from serverless_gpu.errors import (
 )
 from serverless_gpu.lazy_import import load
 from serverless_gpu.model.spec import parse_bytes
-from serverless_gpu.node.base.lock_files import refuse_irregular
+from serverless_gpu.node.base.private_files import refuse_irregular
 from serverless_gpu.units import MICROS_PER_UNIT, parse_duration_s
 
 

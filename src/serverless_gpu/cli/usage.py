@@ -24,7 +24,7 @@ from serverless_gpu.model.billing import usage_report
 from serverless_gpu.model.billing.billing_rows import BillingRow, ListPrice
 from serverless_gpu.model.billing.usage_report import Amounts, CostShare, DayRange, ReportRow, UsageUnit
 from serverless_gpu.model.hardware import time_unit
-from serverless_gpu.node.base.lock_files import replacing_file
+from serverless_gpu.node.base.private_files import replacing_file
 from serverless_gpu.units import MS_PER_HOUR, format_gpu_ms, format_micros, is_any_below_cent
 from serverless_gpu.wire.billing import GROUPS_DEFAULT, GROUPS_MAX, ListPrices, RecordPage, UsageView
 

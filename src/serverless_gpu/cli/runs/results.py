@@ -22,7 +22,7 @@ from serverless_gpu.lazy_import import load
 from serverless_gpu.model.lifecycle.attempt import TERMINAL
 from serverless_gpu.node.attempt.history import read_run
 from serverless_gpu.node.base.home import Home, storage_error
-from serverless_gpu.node.base.lock_files import replacing_file
+from serverless_gpu.node.base.private_files import replacing_file
 from serverless_gpu.units import format_bytes
 
 if TYPE_CHECKING:

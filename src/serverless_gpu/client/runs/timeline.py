@@ -30,7 +30,7 @@ from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, FactKind, Reason, State
 from serverless_gpu.model.telemetry import Header, Sample, decode
 from serverless_gpu.node.attempt.history import first_facts, read_ending
-from serverless_gpu.node.base.lock_files import refuse_irregular
+from serverless_gpu.node.base.private_files import refuse_irregular
 from serverless_gpu.node.supervisor.rank_environment import STOP_FILE
 from serverless_gpu.units import format_duration_ms
 

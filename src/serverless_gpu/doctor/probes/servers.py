@@ -37,7 +37,7 @@ from serverless_gpu.json_codec import from_json
 from serverless_gpu.lazy_import import load
 from serverless_gpu.model.access_control import reach
 from serverless_gpu.node.base.home import find_home, ray_keepers
-from serverless_gpu.node.base.lock_files import readers
+from serverless_gpu.node.base.private_files import readers
 from serverless_gpu.node.inside import linux
 from serverless_gpu.node.inside.linux import descendants
 from serverless_gpu.node.mlflow_server.server import MlflowServer, local_path, servers, without_password

@@ -24,7 +24,7 @@ from serverless_gpu.ambient import SystemClock
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.node.base.home import Home, find_home
-from serverless_gpu.node.base.lock_files import write_private
+from serverless_gpu.node.base.private_files import write_private
 from serverless_gpu.node.uplink import control
 
 

@@ -33,7 +33,7 @@ from serverless_gpu.engines.ray.ray_keeper import KeeperPlan, unreachable
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotAuthenticated, NotFound, ServerProblem, ServerUnavailable
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.base.lock_files import readers, write_private
+from serverless_gpu.node.base.private_files import readers, write_private
 from serverless_gpu.node.uplink.presence import LEFT, instance_of
 from serverless_gpu.node.uplink.server import UplinkProfile, read_profile, write_profile
 from serverless_gpu.wire.http_client import Connection

@@ -41,7 +41,8 @@ import msgspec
 from serverless_gpu.ambient import SystemClock, format_moment
 from serverless_gpu.errors import AgentUnavailable, InvalidValue, ServerlessGpuError, StorageError
 from serverless_gpu.json_codec import from_json
-from serverless_gpu.node.base.lock_files import held_note, hold, write_private
+from serverless_gpu.node.base.lock_files import held_note, hold
+from serverless_gpu.node.base.private_files import write_private
 from serverless_gpu.node.inside import linux
 from serverless_gpu.node.processes import daemon
 from serverless_gpu.node.processes.spawn import open_log

@@ -31,7 +31,7 @@ from serverless_gpu.engines.ray.ray_keeper import KeeperPlan, clean, log_path
 from serverless_gpu.errors import InvalidValue, ServerProblem
 from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.base.lock_files import write_private
+from serverless_gpu.node.base.private_files import write_private
 from serverless_gpu.node.inside.raycluster import ray_installation
 from serverless_gpu.node.processes.spawn import clean_variables, search_path
 from serverless_gpu.node.uplink.control import PASSED_ON

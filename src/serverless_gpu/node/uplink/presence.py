@@ -27,7 +27,8 @@ from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.placement import restrict
 from serverless_gpu.model.xid import XidKind
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.base.lock_files import held_note, write_private
+from serverless_gpu.node.base.lock_files import held_note
+from serverless_gpu.node.base.private_files import write_private
 from serverless_gpu.node.devices.gpu_gate import foreign
 from serverless_gpu.node.devices.inventory import Inventory, NvmlProvider, offered
 from serverless_gpu.node.devices.locks import DeviceLocks, Quarantine, holder_run_id, lock_directory

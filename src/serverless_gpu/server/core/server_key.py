@@ -35,7 +35,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from serverless_gpu.errors import ServerProblem
-from serverless_gpu.node.base.lock_files import write_private
+from serverless_gpu.node.base.private_files import write_private
 
 KEY_BYTES = 32
 PREFIX = "sgpa_"

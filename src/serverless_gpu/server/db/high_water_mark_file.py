@@ -32,7 +32,7 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.json_codec import from_json
-from serverless_gpu.node.base.lock_files import write_private
+from serverless_gpu.node.base.private_files import write_private
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.db.leader_lock import DatabasePosition
 

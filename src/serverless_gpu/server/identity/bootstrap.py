@@ -30,7 +30,7 @@ from serverless_gpu import faults
 from serverless_gpu.ambient import Clock, machine
 from serverless_gpu.errors import NotFound
 from serverless_gpu.model.access_control import NodeIdentity, Resource
-from serverless_gpu.node.base.lock_files import write_private
+from serverless_gpu.node.base.private_files import write_private
 from serverless_gpu.server.core.server_key import sha256
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions

@@ -64,7 +64,7 @@ from serverless_gpu.errors import InvalidValue, ServerProblem, StorageError
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.lifecycle.run_lifecycle import Restored
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.base.lock_files import write_private
+from serverless_gpu.node.base.private_files import write_private
 from serverless_gpu.node.base.requirements import lock_error
 from serverless_gpu.server.core.server_key import sha256
 from serverless_gpu.server.core.server_metrics import ServerMetrics

@@ -32,7 +32,7 @@ from serverless_gpu.engines.ray import ray_keeper
 from serverless_gpu.engines.ray.ray_machine import TOKEN as RAY_TOKEN
 from serverless_gpu.errors import ServerProblem
 from serverless_gpu.json_codec import from_json
-from serverless_gpu.node.base.lock_files import write_private
+from serverless_gpu.node.base.private_files import write_private
 from serverless_gpu.server.core.server_key import KEY_BYTES, Keys, Sealer, read_keys
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Database

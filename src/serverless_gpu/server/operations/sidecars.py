@@ -50,7 +50,7 @@ from serverless_gpu.engines.ray.ray_keeper import KeeperPlan, unreachable
 from serverless_gpu.engines.ray.ray_machine import ClusterAddress
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, ServerProblem
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.base.lock_files import readers
+from serverless_gpu.node.base.private_files import readers
 from serverless_gpu.node.mlflow_server.server import ServerFiles, kept, look, place_of, start_keeper, stop_server
 from serverless_gpu.node.uplink.server import UplinkProfile, write_profile
 from serverless_gpu.server.core.server_key import sha256

@@ -14,7 +14,7 @@ from serverless_gpu.cli import audit, usage
 from serverless_gpu.cli.output import load_drawing
 from serverless_gpu.cli.runs.results import Result, write_result
 from serverless_gpu.errors import InvalidValue, StorageError
-from serverless_gpu.node.base.lock_files import replacing_file
+from serverless_gpu.node.base.private_files import replacing_file
 from tests.support.client.plot import handle
 from tests.support.client.plotted import attempt, telemetry
 from tests.support.golden import golden

@@ -8,7 +8,7 @@ import pytest
 
 from serverless_gpu.engines.ray.node_launcher import NodeFile, read_node_file, write_node_file
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.node.base.lock_files import readers
+from serverless_gpu.node.base.private_files import readers
 from tests.support.golden import golden
 
 FILE = NodeFile(python="/opt/env/bin/python", paths=("/opt/src",), home="/home/ada/.serverless_gpu", profile="/p.json")

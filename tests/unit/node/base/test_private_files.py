@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.node.base.lock_files import NO_LINKS, write_private
+from serverless_gpu.node.base.private_files import NO_LINKS, write_private
 
 
 @pytest.fixture(params=[None, *NO_LINKS])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from serverless_gpu.ambient import new_run_id
 from serverless_gpu.errors import ServerProblem
-from serverless_gpu.node.base.lock_files import write_private
+from serverless_gpu.node.base.private_files import write_private
 from serverless_gpu.server.core.server_key import Keys, Sealer, parse_attempt_token, read_keys
 
 KEY = bytes(range(32))
