@@ -23,7 +23,7 @@ from serverless_gpu.node.base.requirements import (
     require_pidfd,
     require_record_locks,
 )
-from serverless_gpu.node.uplink import control
+from serverless_gpu.node.processes import daemon
 from serverless_gpu.node.uplink.server import UplinkProfile
 from tests.support.golden import golden
 
@@ -99,7 +99,7 @@ def test_23C4_a_python_that_was_built_for_older_kernels_is_named(monkeypatch: py
 def test_23C4_a_node_of_a_server_says_that_it_can_run_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs used to begin there four times, and to fail four times."""
     refuse_pidfd(monkeypatch, errno.ENOSYS)
-    monkeypatch.setattr(control, "clean_process", lambda *_, **__: pytest.fail("an uplink was started"))
+    monkeypatch.setattr(daemon, "start", lambda *_, **__: pytest.fail("an uplink was started"))
     home = tmp_path / "home"
     home.mkdir()
     profile = UplinkProfile(url="http://127.0.0.1:1", token="t", name="here")
