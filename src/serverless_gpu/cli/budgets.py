@@ -9,7 +9,8 @@ import click
 import msgspec
 
 from serverless_gpu.ambient import format_soon
-from serverless_gpu.cli.output import columns, micros, print_json, say
+from serverless_gpu.cli.amounts import micros
+from serverless_gpu.cli.output import columns, print_json, say
 from serverless_gpu.cli.server_connection import server
 from serverless_gpu.errors import NotFound
 from serverless_gpu.model.billing.budget import Period, ScopeKind

@@ -18,7 +18,8 @@ import click
 import msgspec
 
 from serverless_gpu.ambient import SystemClock, format_moment, format_soon
-from serverless_gpu.cli.output import columns, duration_s, print_json, say, say_lines
+from serverless_gpu.cli.amounts import duration_s
+from serverless_gpu.cli.output import columns, print_json, say, say_lines
 from serverless_gpu.cli.runs.run_location import durable_home, this_home
 from serverless_gpu.cli.server_connection import server
 from serverless_gpu.client.remote.server import check_address, find_profile

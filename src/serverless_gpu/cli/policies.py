@@ -9,7 +9,8 @@ from urllib.parse import quote
 import click
 import msgspec
 
-from serverless_gpu.cli.output import columns, duration_s, print_json, say
+from serverless_gpu.cli.amounts import duration_s
+from serverless_gpu.cli.output import columns, print_json, say
 from serverless_gpu.cli.server_connection import server
 from serverless_gpu.errors import NotFound
 from serverless_gpu.model.spec import Priority

@@ -9,7 +9,8 @@ import click
 import msgspec
 
 from serverless_gpu.ambient import SystemClock, format_soon
-from serverless_gpu.cli.output import columns, duration_s, print_json, say
+from serverless_gpu.cli.amounts import duration_s
+from serverless_gpu.cli.output import columns, print_json, say
 from serverless_gpu.cli.server_connection import server
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.hardware import time_unit

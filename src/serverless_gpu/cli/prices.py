@@ -8,7 +8,8 @@ import click
 
 from serverless_gpu.ambient import SystemClock, format_utc
 from serverless_gpu.cli import usage
-from serverless_gpu.cli.output import columns, micros, moment_ns, print_json, say
+from serverless_gpu.cli.amounts import micros, moment_ns
+from serverless_gpu.cli.output import columns, print_json, say
 from serverless_gpu.cli.server_connection import server
 from serverless_gpu.model.billing.pricing import MICROS_MAX
 from serverless_gpu.units import MICROS_PER_UNIT

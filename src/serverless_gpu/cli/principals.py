@@ -10,7 +10,8 @@ import click
 import msgspec
 
 from serverless_gpu.ambient import format_moment, machine
-from serverless_gpu.cli.output import columns, duration_s, print_json, say
+from serverless_gpu.cli.amounts import duration_s
+from serverless_gpu.cli.output import columns, print_json, say
 from serverless_gpu.cli.runs.run_location import durable_home
 from serverless_gpu.cli.server_connection import connect, server
 from serverless_gpu.client.remote.server import ServerProfile, check_address, write_profile

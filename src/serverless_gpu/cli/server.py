@@ -24,7 +24,8 @@ import msgspec
 
 from serverless_gpu import faults
 from serverless_gpu.ambient import SystemClock, machine
-from serverless_gpu.cli.output import columns, duration_s, print_json, say, say_lines
+from serverless_gpu.cli.amounts import duration_s
+from serverless_gpu.cli.output import columns, print_json, say, say_lines
 from serverless_gpu.cli.runs.run_location import durable_home
 from serverless_gpu.cli.server_connection import server
 from serverless_gpu.client.remote.server import ServerProfile, write_profile

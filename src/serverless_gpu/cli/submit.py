@@ -32,7 +32,8 @@ import click
 import msgspec
 
 from serverless_gpu.ambient import format_utc
-from serverless_gpu.cli.output import Seconds, exit_code, print_json, say, say_failure
+from serverless_gpu.cli.amounts import Seconds
+from serverless_gpu.cli.output import exit_code, print_json, say, say_failure
 from serverless_gpu.client.caller_context import terminable, variables_elsewhere
 from serverless_gpu.client.decorator import parse_options
 from serverless_gpu.client.estimates import Estimate, estimate_run

@@ -16,7 +16,8 @@ import click
 import msgspec
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.cli.output import columns, duration_s, print_json, say
+from serverless_gpu.cli.amounts import duration_s
+from serverless_gpu.cli.output import columns, print_json, say
 from serverless_gpu.cli.server_connection import server
 from serverless_gpu.errors import ServerlessGpuError, StorageError
 from serverless_gpu.model import calendars

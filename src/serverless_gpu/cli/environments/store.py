@@ -9,10 +9,11 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.ambient import SystemClock
+from serverless_gpu.cli.amounts import age_s, size_bytes
 from serverless_gpu.cli.environments import locations
 from serverless_gpu.cli.environments.progress_meter import Meters
 from serverless_gpu.cli.environments.show import SHORT, titles
-from serverless_gpu.cli.output import age_s, print_json, say, size_bytes
+from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.environment.capture.snapshot_capture import CaptureResult, scan_and_capture
 from serverless_gpu.environment.compression import LEVEL_LOCAL, LEVEL_REMOTE
 from serverless_gpu.environment.documents import Snapshot, SnapshotMember

@@ -12,7 +12,8 @@ import click
 import msgspec
 
 from serverless_gpu.ambient import SystemClock, format_utc
-from serverless_gpu.cli.output import columns, duration_s, load_drawing, micros, print_json, say, write_picture
+from serverless_gpu.cli.amounts import duration_s, micros
+from serverless_gpu.cli.output import columns, load_drawing, print_json, say, write_picture
 from serverless_gpu.cli.planning.advice_sources import (
     GpuTypeUses,
     PastUse,

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import click
 import msgspec
 
-from serverless_gpu.cli.output import CANCELLED, columns, duration_s, load_drawing, print_json, say, write_picture
+from serverless_gpu.cli.amounts import duration_s
+from serverless_gpu.cli.output import CANCELLED, columns, load_drawing, print_json, say, write_picture
 from serverless_gpu.cli.runs.run_location import this_home
 from serverless_gpu.cli.server_connection import connect
 from serverless_gpu.client.remote.server import find_profile

@@ -11,7 +11,8 @@ import click
 from msgspec.structs import replace
 
 from serverless_gpu.ambient import SystemClock, format_moment
-from serverless_gpu.cli.output import age_s, columns, exit_code, say, say_failure, size_bytes
+from serverless_gpu.cli.amounts import age_s, size_bytes
+from serverless_gpu.cli.output import columns, exit_code, say, say_failure
 from serverless_gpu.cli.runs import server_runs as remote
 from serverless_gpu.cli.runs.run_details import show
 from serverless_gpu.cli.runs.run_location import PAGE, choose, locate, own_runs, queued_runs, server_runs, this_home
