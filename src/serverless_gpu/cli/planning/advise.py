@@ -13,7 +13,7 @@ import msgspec
 
 from serverless_gpu.ambient import SystemClock, format_utc
 from serverless_gpu.cli.amounts import duration_s, micros
-from serverless_gpu.cli.output import columns, load_drawing, print_json, say, write_picture
+from serverless_gpu.cli.output import columns, print_json, say
 from serverless_gpu.cli.planning.advice_sources import (
     GpuTypeUses,
     PastUse,
@@ -27,6 +27,7 @@ from serverless_gpu.cli.planning.advice_sources import (
     of_trace,
     remarks,
 )
+from serverless_gpu.cli.planning.pictures import load_drawing, write_picture
 from serverless_gpu.cli.runs.run_location import this_home
 from serverless_gpu.cli.server_connection import server
 from serverless_gpu.client.remote.server import find_profile

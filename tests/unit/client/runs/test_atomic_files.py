@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.cli import audit, usage
-from serverless_gpu.cli.output import load_drawing
+from serverless_gpu.cli.planning.pictures import load_drawing
 from serverless_gpu.cli.runs.results import Result, write_result
 from serverless_gpu.errors import InvalidValue, StorageError
 from serverless_gpu.node.base.private_files import replacing_file
