@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from serverless_gpu.cli import output
+from serverless_gpu.cli.planning import pictures
 from serverless_gpu.cli.planning import simulate as simulate_module
 from serverless_gpu.cli.program import sgpu
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, StorageError
@@ -122,7 +122,7 @@ def test_without_matplotlib_it_says_which_extra(trace: str, tmp_path: Path, monk
     def missing(_room: str) -> None:
         raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib.axes")
 
-    monkeypatch.setattr(output, "load", missing)
+    monkeypatch.setattr(pictures, "load", missing)
     with pytest.raises(ServerlessGpuError, match="Matplotlib") as raised:
         ran(trace, "--policy", "fifo", "--png", str(tmp_path / "waits.png"))
     assert "serverless-gpu[simulate]" in raised.value.hint
