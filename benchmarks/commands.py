@@ -18,7 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from benchmarks.report import Row, Timing
-from serverless_gpu.client.remote.server import ServerProfile, write_profile
+from serverless_gpu.client.remote.profile import ServerProfile, write_profile
 
 VERSION_RATIO_MAX = 6.0
 RUNS_RATIO_MAX = 14.0

@@ -22,7 +22,7 @@ from serverless_gpu.cli.amounts import duration_s
 from serverless_gpu.cli.output import columns, print_json, say, say_lines
 from serverless_gpu.cli.runs.run_location import durable_home, this_home
 from serverless_gpu.cli.server_connection import server
-from serverless_gpu.client.remote.server import check_address, find_profile
+from serverless_gpu.client.remote.profile import check_address, find_profile
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, ServerProblem
 from serverless_gpu.lazy_import import load
 from serverless_gpu.model.hardware import CPU, Device

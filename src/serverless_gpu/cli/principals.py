@@ -14,7 +14,7 @@ from serverless_gpu.cli.amounts import duration_s
 from serverless_gpu.cli.output import columns, print_json, say
 from serverless_gpu.cli.runs.run_location import durable_home
 from serverless_gpu.cli.server_connection import connect, server
-from serverless_gpu.client.remote.server import ServerProfile, check_address, write_profile
+from serverless_gpu.client.remote.profile import ServerProfile, check_address, write_profile
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.access_control import AccessReach, Role, reach
 from serverless_gpu.model.scheduling.wait_messages import sharing_warnings

@@ -28,7 +28,7 @@ from serverless_gpu.cli.amounts import duration_s
 from serverless_gpu.cli.output import columns, print_json, say, say_lines
 from serverless_gpu.cli.runs.run_location import durable_home
 from serverless_gpu.cli.server_connection import server
-from serverless_gpu.client.remote.server import ServerProfile, write_profile
+from serverless_gpu.client.remote.profile import ServerProfile, write_profile
 from serverless_gpu.errors import NotFound, ServerProblem
 from serverless_gpu.lazy_import import load
 from serverless_gpu.model.scheduling.wait_messages import first_few, sharing_warnings

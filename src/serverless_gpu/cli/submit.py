@@ -40,7 +40,7 @@ from serverless_gpu.client.estimates import Estimate, estimate_run
 from serverless_gpu.client.launch import snapshot_environment
 from serverless_gpu.client.launch.launch import launch_command
 from serverless_gpu.client.launch.preflight import explain, no_server
-from serverless_gpu.client.remote.server import find_profile
+from serverless_gpu.client.remote.profile import find_profile
 from serverless_gpu.client.runs.run import Run
 from serverless_gpu.environment.service_messages import StoreLocation
 from serverless_gpu.errors import EnvironmentProblem, NoSuitableNode, ServerNotConfigured, ServerUnavailable

@@ -19,7 +19,7 @@ from serverless_gpu.cli.output import print_json, say, say_lines
 from serverless_gpu.cli.runs.run_location import durable_home
 from serverless_gpu.cli.runs.server_runs import sentence_of
 from serverless_gpu.client.agent import agent_status, stop_agent
-from serverless_gpu.client.remote.server import find_profile
+from serverless_gpu.client.remote.profile import find_profile
 from serverless_gpu.engines.ray.ray_keeper import stop_ray
 from serverless_gpu.errors import NotAllowed, ServerlessGpuError, ServerNotConfigured, ServerProblem
 from serverless_gpu.lazy_import import load

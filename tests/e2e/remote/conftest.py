@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.client.remote.server import ServerProfile, close_all, find_profile, write_profile
+from serverless_gpu.client.remote.profile import ServerProfile, find_profile, write_profile
+from serverless_gpu.client.remote.server import close_all
 from serverless_gpu.node.attempt.history import REMOTE_FILE
 from serverless_gpu.node.attempt.server_attempt import read_remote
 from serverless_gpu.node.base.home import Home

@@ -14,7 +14,7 @@ import pytest
 
 import serverless_gpu
 from serverless_gpu import distributed
-from serverless_gpu.client.remote.server import find_profile
+from serverless_gpu.client.remote.profile import find_profile
 from serverless_gpu.errors import InvalidValue, RankCrashed, RunCancelled, UntrustedResult
 from serverless_gpu.node.attempt.server_attempt import read_remote
 from serverless_gpu.node.base.home import Home

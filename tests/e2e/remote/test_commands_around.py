@@ -13,7 +13,7 @@ import httpx2
 import pytest
 
 from serverless_gpu import distributed
-from serverless_gpu.client.remote.server import ServerProfile, find_profile, write_profile
+from serverless_gpu.client.remote.profile import ServerProfile, find_profile, write_profile
 from serverless_gpu.doctor.examination import judge
 from serverless_gpu.doctor.facts import CheckOutcome, MachineFacts
 from serverless_gpu.doctor.probes.servers import look_at_server

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serverless_gpu.client.remote.server import find_profile
+from serverless_gpu.client.remote.profile import find_profile
 from serverless_gpu.engines.ray.pool_join import read_join_file
 from serverless_gpu.errors import InvalidValue, NotAllowed
 from serverless_gpu.node.uplink.server import UplinkProfile

@@ -12,7 +12,7 @@ import pytest
 
 import serverless_gpu
 from serverless_gpu import distributed
-from serverless_gpu.client.remote.server import ServerProfile, write_profile
+from serverless_gpu.client.remote.profile import ServerProfile, write_profile
 from serverless_gpu.errors import (
     IdempotencyConflict,
     InvalidValue,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.client.remote.server import find_profile
+from serverless_gpu.client.remote.profile import find_profile
 from tests.support.paths import REPOSITORY
 from tests.support.remote.commands import start
 

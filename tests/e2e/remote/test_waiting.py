@@ -14,7 +14,7 @@ import pytest
 import serverless_gpu
 from serverless_gpu import distributed
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.client.remote.server import ServerProfile, write_profile
+from serverless_gpu.client.remote.profile import ServerProfile, write_profile
 from serverless_gpu.errors import NotAuthenticated
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.scheduling.values import DeviceHolder, Wait, WaitReason

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.ambient import machine
-from serverless_gpu.client.remote.server import ServerProfile, close_all, write_profile
+from serverless_gpu.client.remote.profile import ServerProfile, write_profile
+from serverless_gpu.client.remote.server import close_all
 from serverless_gpu.testing import stop_agent
 from tests.support.local.observe import processes_of, wait_for
 from tests.support.server.served import served

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from serverless_gpu.client.remote.server import find_profile
+from serverless_gpu.client.remote.profile import find_profile
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink.control import ensure, stop_all
 from serverless_gpu.node.uplink.server import UplinkProfile, write_profile

@@ -14,7 +14,7 @@ import pytest
 
 import serverless_gpu
 from serverless_gpu.cli import program
-from serverless_gpu.client.remote.server import ServerProfile, write_profile
+from serverless_gpu.client.remote.profile import ServerProfile, write_profile
 
 SOURCE = Path(serverless_gpu.__path__[0]).parent
 COSTLY = {"alembic", "asyncio", "cloudpickle", "email", "fastapi", "http", "httpx2", "importlib.metadata", "json"}

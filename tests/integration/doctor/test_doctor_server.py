@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from serverless_gpu.client.remote.server import ServerProfile, write_profile
+from serverless_gpu.client.remote.profile import ServerProfile, write_profile
 from serverless_gpu.doctor.probes.servers import look_at_server
 
 

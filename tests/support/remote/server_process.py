@@ -21,7 +21,7 @@ from typing import IO
 import msgspec
 
 from serverless_gpu.ambient import machine
-from serverless_gpu.client.remote.server import ServerProfile, write_profile
+from serverless_gpu.client.remote.profile import ServerProfile, write_profile
 from serverless_gpu.lazy_import import load
 from serverless_gpu.server.core.settings import Settings, read_settings
 from serverless_gpu.server.process import UvicornServer, serve

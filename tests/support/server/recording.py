@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from serverless_gpu.ambient import format_utc, machine
-from serverless_gpu.client.remote.server import ServerProfile, write_profile
+from serverless_gpu.client.remote.profile import ServerProfile, write_profile
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink import control, server
 from serverless_gpu.testing import stop_agent

@@ -30,7 +30,7 @@ from serverless_gpu.cli.planning.advice_sources import (
 from serverless_gpu.cli.planning.pictures import load_drawing, write_picture
 from serverless_gpu.cli.runs.run_location import this_home
 from serverless_gpu.cli.server_connection import server
-from serverless_gpu.client.remote.server import find_profile
+from serverless_gpu.client.remote.profile import find_profile
 from serverless_gpu.errors import ServerNotConfigured
 from serverless_gpu.model.billing.advice import (
     Advice,

@@ -16,7 +16,7 @@ from serverless_gpu.cli.output import CANCELLED, columns, print_json, say
 from serverless_gpu.cli.planning.pictures import load_drawing, write_picture
 from serverless_gpu.cli.runs.run_location import this_home
 from serverless_gpu.cli.server_connection import connect
-from serverless_gpu.client.remote.server import find_profile
+from serverless_gpu.client.remote.profile import find_profile
 from serverless_gpu.lazy_import import load
 from serverless_gpu.model.scheduling.values import QueuePolicy
 from serverless_gpu.replay import (

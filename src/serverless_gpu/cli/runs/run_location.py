@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from serverless_gpu.cli.output import say
 from serverless_gpu.cli.server_connection import connect, connect_briefly, patient_server
-from serverless_gpu.client.remote.server import find_profile, is_configured
+from serverless_gpu.client.remote.profile import find_profile, is_configured
 from serverless_gpu.errors import InvalidValue, NotFound, ServerlessGpuError, ServerUnavailable
 from serverless_gpu.lazy_import import load
 from serverless_gpu.node.attempt.history import REMOTE_FILE, run_ids

@@ -12,7 +12,8 @@ import os
 import msgspec
 
 from serverless_gpu.client.estimates import Estimate, to_estimate, unknown_estimate
-from serverless_gpu.client.remote.server import RemoteServer, remote_home, server_of
+from serverless_gpu.client.remote.profile import remote_home
+from serverless_gpu.client.remote.server import RemoteServer, server_of
 from serverless_gpu.client.remote.submission import choose_pool, environment_of, target
 from serverless_gpu.errors import InvalidValue, NotFound, ServerUnavailable
 from serverless_gpu.model.spec import Command, Function, RunSpec

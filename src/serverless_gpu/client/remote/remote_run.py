@@ -33,7 +33,8 @@ import msgspec
 
 from serverless_gpu.ambient import SystemClock, format_soon
 from serverless_gpu.client.remote.event_stream import EventStream, Heard, ServerAway
-from serverless_gpu.client.remote.server import RemoteServer, is_configured, server_of
+from serverless_gpu.client.remote.profile import is_configured
+from serverless_gpu.client.remote.server import RemoteServer, server_of
 from serverless_gpu.client.runs.outcome import Origin
 from serverless_gpu.client.runs.run import Run
 from serverless_gpu.client.runs.run_source import ConnectionNote, RunSource

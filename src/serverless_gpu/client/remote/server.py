@@ -12,27 +12,20 @@ refuses the token: it may have restarted on another port or with other tokens.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
-import socket
 import threading
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
-from urllib.parse import urlsplit
-
-import msgspec
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.client.display.run_display import TerminalDisplay
+from serverless_gpu.client.remote.profile import TOKEN, ServerProfile, find_profile, patience_s, reread
 from serverless_gpu.environment.service_messages import StoreLocation
-from serverless_gpu.errors import InvalidValue, NotAuthenticated, ServerlessGpuError, ServerNotConfigured
-from serverless_gpu.json_codec import from_json
+from serverless_gpu.errors import NotAuthenticated
 from serverless_gpu.model.cost import Cost
 from serverless_gpu.model.lifecycle.attempt import StopReason
 from serverless_gpu.model.receipt import Receipt
-from serverless_gpu.node.base.home import Home, find_durable_home, find_home, storage_error
 from serverless_gpu.wire.access import PrincipalView
 from serverless_gpu.wire.blobs import DigestList
 from serverless_gpu.wire.estimates import EstimateRequest, EstimateView
@@ -236,162 +229,3 @@ def server_of(home: Path, environ: Mapping[str, str]) -> RemoteServer:
 
 def _say(sentence: str) -> None:
     TerminalDisplay(quiet=False).say(sentence)
-
-
-SERVER = "SERVERLESS_GPU_SERVER"
-TOKEN = "SERVERLESS_GPU_TOKEN"
-FILE = "server.json"
-PATIENCE = "SERVERLESS_GPU_PATIENCE"
-PATIENCE_S = 600.0
-_notes_said: set[str] = set()
-
-
-class ServerProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """A server, and the caller's principal on it."""
-
-    url: str
-    token: str
-    principal: str = ""  # owner of the token; "" where unknown
-    embedded: bool = False  # written by `sgpu up` of this home
-    machine: str = ""  # `ambient.machine()` of the server when written, or ""
-    ca: str = ""  # file with certificates to trust; "" for the system's
-
-
-def remote_home(environ: Mapping[str, str]) -> Home:
-    """Return the home for remote calls: it names the server and keeps copies of results.
-
-    A temporary replacement suffices where variables name the server, which keeps everything itself.
-    """
-    if not environ.get(SERVER):
-        return find_durable_home(environ, f"its {FILE} says which server there is")
-    home = find_home(environ)
-    if home.note and home.note not in _notes_said:
-        _notes_said.add(home.note)
-        warnings.warn(home.note, stacklevel=4)
-    return home
-
-
-def find_profile(home: Path, environ: Mapping[str, str]) -> ServerProfile:
-    """Return the configured server; raise ServerNotConfigured without one."""
-    url, token = environ.get(SERVER, ""), environ.get(TOKEN, "")
-    if url:
-        if not token:
-            raise ServerNotConfigured(
-                f"{SERVER} is set, and {TOKEN} is not", hint="a server needs a token: `sgpu token`"
-            )
-        profile = ServerProfile(url=url, token=token)
-    else:
-        profile = _read(home / FILE)
-        if token:
-            profile = msgspec.structs.replace(profile, token=token, principal="")
-    check_address(profile.url)
-    return profile
-
-
-def is_configured(home: Path, environ: Mapping[str, str]) -> bool:
-    """Return whether a variable or the home's file names a server, validly or not."""
-    return bool(environ.get(SERVER)) or (home / FILE).exists()
-
-
-def reread(home: Path, known: ServerProfile, environ: Mapping[str, str]) -> ServerProfile:
-    """Return the current address and token of a known server, or `known` without news.
-
-    Both may change at once: a restart on another port, replaced tokens. They come from one place, so that a token only
-    goes to the address stored with it. A different server or principal is ignored: the wait is on this server as this
-    principal.
-    """
-    try:
-        there = find_profile(home, environ)
-    except ServerlessGpuError:  # gone, or another process is writing it
-        return known
-    same_token = there.token == known.token and not environ.get(TOKEN)  # the variable's says nothing about the server
-    same_principal = there.principal == known.principal or not (there.principal and known.principal)
-    return there if same_token or (same_principal and _is_same_server(there, known)) else known
-
-
-def _is_same_server(there: ServerProfile, known: ServerProfile) -> bool:
-    """Return whether profiles share the address, this home's `sgpu up`, or host and principal."""
-    if there.url.rstrip("/") == known.url.rstrip("/"):
-        return True
-    if there.embedded and known.embedded:
-        return there.machine == known.machine or not (there.machine and known.machine)
-    if there.embedded or known.embedded or not there.principal:
-        return False
-    return _host(there) == _host(known) and there.principal == known.principal
-
-
-def _host(profile: ServerProfile) -> tuple[str, str | None]:
-    parts = urlsplit(profile.url)
-    return parts.scheme, parts.hostname
-
-
-def patience_s(environ: Mapping[str, str]) -> float:
-    """Return the seconds to wait for a server that is away."""
-    text = environ.get(PATIENCE)
-    if not text:
-        return PATIENCE_S
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 86_400:  # NaN is neither
-        raise InvalidValue(f"{PATIENCE}={text!r} is not a number of seconds up to a day", hint="the default is 600")
-    return value
-
-
-def write_profile(home: Path, profile: ServerProfile) -> None:
-    """Store a server, readable for its user only."""
-    path = home / FILE
-    temporary = path.with_name(f".{FILE}-{os.getpid()}")
-    try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with open(descriptor, "wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(profile)) + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise storage_error(error, path) from None
-
-
-def _read(path: Path) -> ServerProfile:
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        missing = ServerNotConfigured(
-            "remote=True needs a server, and none is configured",
-            hint="`sgpu up` starts one on this machine, `sgpu login` takes one that is there; "
-            "without remote, it runs on this machine",
-        )
-        missing.is_missing = True
-        raise missing from None
-    except OSError as error:
-        raise ServerNotConfigured(f"{path} cannot be read: {error.strerror}") from None
-    try:
-        return from_json(data, ServerProfile)
-    except msgspec.MsgspecError as error:
-        raise InvalidValue(f"{path} cannot be understood: {error}", hint="`sgpu login` writes it anew") from None
-
-
-def check_address(url: str) -> None:
-    """Raise InvalidValue for a malformed address, or one that would send the token unencrypted."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
-        raise InvalidValue(
-            "the address of the server is not one",
-            hint="it begins with https:// or http://, for example https://gpus.example.org or http://127.0.0.1:7878",
-        )
-    if parts.scheme == "http" and not _is_loopback(parts.hostname):
-        raise InvalidValue(
-            f"{url} would carry the token readably over the network",
-            hint="use https://, or a tunnel: ssh -L 7878:127.0.0.1:7878 the-server",
-        )
-
-
-def _is_loopback(host: str) -> bool:
-    for family, packed in ((socket.AF_INET, b"\x7f"), (socket.AF_INET6, bytes(15) + b"\x01")):
-        with contextlib.suppress(OSError, ValueError):
-            return socket.inet_pton(family, host).startswith(packed)
-    return host == "localhost"

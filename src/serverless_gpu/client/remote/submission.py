@@ -47,8 +47,9 @@ from serverless_gpu.client.launch import snapshot_environment
 from serverless_gpu.client.launch.preflight import explain, pack, refusing_reducer
 from serverless_gpu.client.mlflow_context import RemoteTracking, with_tracking
 from serverless_gpu.client.remote.event_stream import EventStream, ServerAway
+from serverless_gpu.client.remote.profile import remote_home
 from serverless_gpu.client.remote.remote_run import RemoteRun, clean_now_and_then, write_whole
-from serverless_gpu.client.remote.server import RemoteServer, remote_home, server_of
+from serverless_gpu.client.remote.server import RemoteServer, server_of
 from serverless_gpu.client.runs.run import Run
 from serverless_gpu.errors import (
     AlreadyFinished,

@@ -28,7 +28,7 @@ import psutil
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.client.mlflow_context import SWITCH
-from serverless_gpu.client.remote.server import SERVER, ServerProfile, find_profile
+from serverless_gpu.client.remote.profile import SERVER, ServerProfile, find_profile
 from serverless_gpu.doctor.facts import ListeningPort, PoolFacts, ServerFacts, ServerNode, TrackingFacts, TrackingServer
 from serverless_gpu.engines.ray import ray_machine
 from serverless_gpu.engines.ray.ray_keeper import marked_pids

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from serverless_gpu.cli import program
-from serverless_gpu.client.remote.server import find_profile
+from serverless_gpu.client.remote.profile import find_profile
 from tests.support.server.served import Served
 
 

@@ -10,7 +10,8 @@ import serverless_gpu
 from serverless_gpu.ambient import new_run_id
 from serverless_gpu.cli.runs import run_location
 from serverless_gpu.cli.runs.run_location import locate
-from serverless_gpu.client.remote.server import ServerProfile, close_all, write_profile
+from serverless_gpu.client.remote.profile import ServerProfile, write_profile
+from serverless_gpu.client.remote.server import close_all
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.wire.access import PrincipalRequest, TokenMade
