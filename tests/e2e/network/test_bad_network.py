@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.ambient import machine
-from serverless_gpu.client.remote import server as server_profile
+from serverless_gpu.client.remote import profile as server_profile
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink import control
 from serverless_gpu.node.uplink.server import UplinkProfile, write_profile
