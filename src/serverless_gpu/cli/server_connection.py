@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import click
 
 from serverless_gpu.cli.output import say
-from serverless_gpu.client.launch.preflight import no_server
+from serverless_gpu.client.launch.remedies import no_server
 from serverless_gpu.client.remote.profile import ServerProfile, find_profile, is_configured, remote_home, reread
 from serverless_gpu.client.remote.profile import patience_s as configured_patience_s
 from serverless_gpu.errors import ServerNotConfigured

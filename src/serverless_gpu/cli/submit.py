@@ -39,7 +39,7 @@ from serverless_gpu.client.decorator import parse_options
 from serverless_gpu.client.estimates import Estimate, estimate_run
 from serverless_gpu.client.launch import snapshot_environment
 from serverless_gpu.client.launch.launch import launch_command
-from serverless_gpu.client.launch.preflight import explain, no_server
+from serverless_gpu.client.launch.remedies import explain, no_server
 from serverless_gpu.client.remote.profile import find_profile
 from serverless_gpu.client.runs.run import Run
 from serverless_gpu.environment.service_messages import StoreLocation

@@ -34,7 +34,7 @@ from typing import NamedTuple, Protocol
 
 from serverless_gpu.client.decorator import distributed
 from serverless_gpu.client.launch.launch import prewarm, should_prewarm
-from serverless_gpu.client.launch.preflight import explain
+from serverless_gpu.client.launch.remedies import explain
 from serverless_gpu.client.runs.outcome import RemoteTraceback
 from serverless_gpu.errors import InvalidOption, NoSuitableNode, NotPicklable, UsageError
 from serverless_gpu.model.spec import RunSpec

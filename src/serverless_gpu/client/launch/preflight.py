@@ -26,17 +26,15 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from serverless_gpu.client.launch.call_contents import explain_unpicklable, largest_captured
 from serverless_gpu.client.runs.outcome import error_text
 from serverless_gpu.errors import (
     ArgumentMismatch,
-    NoSuitableNode,
     NotDistributable,
     NotPicklable,
     RayMissing,
-    ServerNotConfigured,
     StorageError,
 )
 from serverless_gpu.model.spec import RayCluster, RunSpec
@@ -364,32 +362,3 @@ def _loaded_classes(names: Sequence[tuple[str, str]]) -> tuple[type, ...]:
     """Return those of some classes that this process has imported."""
     found = (getattr(sys.modules.get(module), name, None) for module, name in names)
     return tuple(kind for kind in found if isinstance(kind, type))
-
-
-Syntax = Literal["python", "command line"]
-CHOICES_MAX = 4
-
-
-def explain(error: NoSuitableNode, syntax: Syntax) -> None:
-    """Replace an error's hint with one in the syntax of the request."""
-    written = [_choice_text(choice, syntax) for choice in error.choices[:CHOICES_MAX]]
-    wait = "wait=True" if syntax == "python" else "--wait"
-    parts = [f"would work: {' · '.join(written)}"] if written else []
-    parts.append(f"{wait} queues the run until a node joins that could serve it")
-    error.hint = "; ".join(parts)
-
-
-def no_server(typed: str, instead: str = "") -> ServerNotConfigured:
-    """Return the refusal of `typed`, which needs a server, with an alternative or ""."""
-    hint = "`sgpu up` starts one on this machine, `sgpu login` uses one that is there"
-    return ServerNotConfigured(
-        f"`{typed}` needs a server, and none is configured", hint="; ".join(filter(None, (hint, instead)))
-    )
-
-
-def _choice_text(choice: Mapping[str, int | str], syntax: Syntax) -> str:
-    if syntax == "python":
-        return ", ".join(
-            f'{name}="{value}"' if isinstance(value, str) else f"{name}={value}" for name, value in choice.items()
-        )
-    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in choice.items())

@@ -44,7 +44,8 @@ from serverless_gpu.ambient import SystemClock, machine, new_run_id
 from serverless_gpu.client.caller_context import caller_context, interruptible, variables_elsewhere, variables_here
 from serverless_gpu.client.display.run_display import TerminalDisplay
 from serverless_gpu.client.launch import snapshot_environment
-from serverless_gpu.client.launch.preflight import explain, pack, refusing_reducer
+from serverless_gpu.client.launch.preflight import pack, refusing_reducer
+from serverless_gpu.client.launch.remedies import explain
 from serverless_gpu.client.mlflow_context import RemoteTracking, with_tracking
 from serverless_gpu.client.remote.event_stream import EventStream, ServerAway
 from serverless_gpu.client.remote.profile import remote_home
