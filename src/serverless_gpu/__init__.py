@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from serverless_gpu.client.decorator import DistributedFunction as DistributedFunction
     from serverless_gpu.client.decorator import distributed as distributed
     from serverless_gpu.client.runs.attachment import attach as attach
-    from serverless_gpu.client.runs.futures import RunList as RunList
-    from serverless_gpu.client.runs.futures import as_completed as as_completed
     from serverless_gpu.client.runs.run import Run as Run
+    from serverless_gpu.client.runs.run_list import RunList as RunList
+    from serverless_gpu.client.runs.run_list import as_completed as as_completed
     from serverless_gpu.client.session import Session as Session
     from serverless_gpu.client.session import session as session
     from serverless_gpu.compute import GPUType as GPUType

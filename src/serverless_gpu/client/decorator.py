@@ -25,9 +25,9 @@ from serverless_gpu.client.caller_context import terminable
 from serverless_gpu.client.launch.launch import launch, prewarm, should_prewarm
 from serverless_gpu.client.launch.preflight import check_function
 from serverless_gpu.client.launch.snapshot_environment import shared_environment
-from serverless_gpu.client.runs.futures import RunList
 from serverless_gpu.client.runs.outcome import in_notebooks, without_own_frames
 from serverless_gpu.client.runs.run import Run
+from serverless_gpu.client.runs.run_list import RunList
 from serverless_gpu.errors import ArgumentMismatch, InvalidOption, ServerlessGpuError, UnknownGpuType
 from serverless_gpu.lazy_import import load
 from serverless_gpu.model.spec import Options, RunSpec, make_spec

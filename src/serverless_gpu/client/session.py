@@ -25,8 +25,8 @@ from serverless_gpu.client.decorator import DistributedFunction, parse_options
 from serverless_gpu.client.display.run_display import Display, TerminalDisplay, make_display, second_interrupt_text
 from serverless_gpu.client.launch.launch import LendingSession, launch, launch_session
 from serverless_gpu.client.launch.preflight import bind_arguments, check_function
-from serverless_gpu.client.runs.futures import RunList
 from serverless_gpu.client.runs.run import Run, own_sessions
+from serverless_gpu.client.runs.run_list import RunList
 from serverless_gpu.client.runs.run_source import ConnectionNote
 from serverless_gpu.errors import NotDistributable, ServerlessGpuError, SessionEnded, UsageError
 from serverless_gpu.model.hardware import Device
