@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import getpass
 import os
-import signal
-import socket
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 import click
@@ -19,20 +14,14 @@ import msgspec
 
 from serverless_gpu.ambient import SystemClock, format_moment, format_soon
 from serverless_gpu.cli.amounts import duration_s
-from serverless_gpu.cli.output import columns, print_json, say, say_lines
-from serverless_gpu.cli.runs.run_location import durable_home, this_home
+from serverless_gpu.cli.output import columns, print_json, say
+from serverless_gpu.cli.runs.run_location import this_home
 from serverless_gpu.cli.server_connection import server
-from serverless_gpu.client.remote.profile import check_address, find_profile
-from serverless_gpu.errors import InvalidValue, ServerlessGpuError, ServerProblem
+from serverless_gpu.client.remote.profile import find_profile
+from serverless_gpu.errors import InvalidValue, ServerProblem
 from serverless_gpu.lazy_import import load
 from serverless_gpu.model.hardware import CPU, Device
-from serverless_gpu.node.attempt.server_attempt import open_attempts
-from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.base.lock_files import hold
-from serverless_gpu.node.uplink import control
-from serverless_gpu.node.uplink.presence import LEFT
 from serverless_gpu.units import format_duration_ms
-from serverless_gpu.version import __version__
 from serverless_gpu.wire.agents import clock_text
 from serverless_gpu.wire.base import Request
 from serverless_gpu.wire.http_client import Connection
@@ -347,115 +336,3 @@ def _put_rule(connection: Connection, view: NodeView, what: str, body: Request) 
 def _runs_text(view: NodeView) -> str:
     count = len(view.runs)
     return f"{count} {'run goes' if count == 1 else 'runs go'} on there" if count else "nothing runs there"
-
-
-@click.command()
-@click.argument("host", metavar="HOST[:PORT]")
-@click.option(
-    "--token-file",
-    required=True,
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="A copy of server/join.json of the first machine; only you may read it.",
-)
-@click.option("--name", help="What the node is called; the host name without it.")
-@click.option("--node-address", metavar="IP", help="Of this machine, for the others; without it the one towards HOST.")
-@click.option("--ray-port", type=int, metavar="PORT", help="The first of the hundred ports that Ray uses; as on HOST.")
-@click.option("--server", metavar="URL", help="Where this machine reaches the server; without it as the file says.")
-@click.option("--unit", is_flag=True, help="Print a unit with which systemd does this, and do nothing else.")
-def join(host: str, token_file: Path, **options: Any) -> None:
-    """Make this machine a node of the pool of HOST, for as long as this runs.
-
-    HOST is where `sgpu up --engine ray` runs, as this machine reaches it. Ctrl-C takes the machine out of the pool: it
-    is given nothing new, and runs that go on here go on.
-    """
-    home = durable_home("a node keeps there what its server still has to hear of")
-    if options["unit"]:
-        say_lines(_unit(home).rstrip("\n"))
-        return
-    joining = load("serverless_gpu.engines.ray.pool_join")
-    file = joining.read_join_file(token_file)
-    if options["server"]:
-        file = msgspec.structs.replace(file, server=options["server"])
-    check_address(file.server)
-    wish = joining.JoinOptions(
-        host=host,
-        file=file,
-        path=token_file,
-        name=options["name"] or socket.gethostname(),
-        address=options["node_address"] or "",
-        port=options["ray_port"],
-    )
-    with _join_lock(home), _signal_pipe() as stop:
-        ready = joining.prepare(wish, home, os.environ)
-
-        def started() -> None:
-            say(f"{wish.name} gives {ready.offer} to the pool of {file.server}; Ray here has ports {ready.ports}")
-
-        say(f"Ray is being started here, with its head at {ready.plan.head}")
-        keeper = load("serverless_gpu.engines.ray.ray_keeper").RayKeeper(
-            ready.plan, say=lambda sentence: say(f"sgpu: {sentence}", err=True), started=started
-        )
-        try:
-            keeper.keep(stop)
-        finally:
-            _leave(home, ready.profile, wish.name)
-
-
-def _leave(home: Home, profile: Path, name: str) -> None:
-    """Drain this node; its runs continue."""
-    with contextlib.suppress(OSError):
-        (home.root / "ray" / LEFT).touch(mode=0o600)
-    count = sum(1 for _ in open_attempts(home.runs, str(profile)))
-    if not count:
-        with contextlib.suppress(ServerlessGpuError):
-            control.stop(home, profile)
-        say(f"{name} has left the pool; nothing ran here")
-        return
-    runs, how = ("1 run goes on", "it ends") if count == 1 else (f"{count} runs go on", "they end")
-    say(f"{name} has left the pool and is given nothing new; {runs} here, and the server hears how {how}")
-
-
-@contextlib.contextmanager
-def _join_lock(home: Home) -> Iterator[None]:
-    """Hold the lock that lets one process join for a home; raise ServerProblem when it is taken."""
-    directory = home.root / "ray"
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    lock = hold(directory / "keeper.lock", f"{os.getpid()} {__version__}")
-    if lock is None:
-        raise ServerProblem("this machine has joined already, by another `sgpu join`", hint="Ctrl-C ends that one")
-    try:
-        yield
-    finally:
-        os.close(lock)
-
-
-@contextlib.contextmanager
-def _signal_pipe() -> Iterator[int]:
-    """Yield a descriptor that can be read once Ctrl-C, or SIGTERM, has come."""
-    reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-
-    def tell(_number: int, _frame: object) -> None:
-        with contextlib.suppress(OSError):
-            os.write(writing, b"x")
-
-    before = {number: signal.signal(number, tell) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield reading
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        os.close(reading)
-        os.close(writing)
-
-
-def _unit(home: Home) -> str:
-    words = [word for word in sys.argv[1:] if word != "--unit"]
-    words = [
-        str(Path(word).absolute()) if before == "--token-file" else word
-        for before, word in zip(["", *words], words, strict=False)
-    ]
-    systemd = load("serverless_gpu.server.operations.systemd")
-    text: str = systemd.join_unit(
-        (sys.executable, "-m", "serverless_gpu.cli", *words), user=getpass.getuser(), home=home.root
-    )
-    return text
