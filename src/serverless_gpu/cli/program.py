@@ -85,7 +85,7 @@ COMMANDS = {
     ),
     "env": CommandEntry("environments:env", "Capture what Python sees, restore it elsewhere, and tell what changed."),
     "gpus": CommandEntry("this_machine:gpus", "List the GPUs and CPU slots of this node, and GPUs in quarantine."),
-    "join": CommandEntry("nodes:join", "Make this machine a node of the pool of HOST, for as long as this runs."),
+    "join": CommandEntry("join:join", "Make this machine a node of the pool of HOST, for as long as this runs."),
     "login": CommandEntry(
         "principals:login",
         "Use a server for remote calls from now on: its address and a token that it knows.",
