@@ -34,7 +34,7 @@ from serverless_gpu.server.records.runs import NewRun
 from serverless_gpu.testing import stop_agent
 from serverless_gpu.wire.agents import AgentHello, AgentWelcome, Order
 from serverless_gpu.wire.base import PROTOCOL
-from serverless_gpu.wire.http_client import Connection
+from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.runs import Target
 
 QUEUED = 10_000

@@ -18,7 +18,7 @@ from benchmarks.contestants import ContestantFailed
 from benchmarks.databases import held, new_postgresql
 from serverless_gpu.ambient import new_run_id
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.wire.http_client import Connection
+from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.runs import RunRequest, RunView, Target
 
 SUBMISSIONS = 256

@@ -7,7 +7,7 @@ import contextlib
 from serverless_gpu.ambient import machine
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink.presence import instance_of
-from serverless_gpu.wire.http_client import Connection
+from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.nodes import InviteAnswer, InviteRequest, JoinAnswer, JoinRequest
 
 

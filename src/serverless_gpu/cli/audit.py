@@ -31,7 +31,7 @@ from serverless_gpu.node.base.requirements import lock_error
 from serverless_gpu.wire.access import AuditPage
 
 if TYPE_CHECKING:
-    from serverless_gpu.wire.http_client import Connection
+    from serverless_gpu.wire.connection import Connection
 
 PENDING_S = 60.0
 """Entries are chained within a second or two; longer than this, something keeps them from it."""

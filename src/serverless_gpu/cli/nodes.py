@@ -24,7 +24,7 @@ from serverless_gpu.model.hardware import CPU, Device
 from serverless_gpu.units import format_duration_ms
 from serverless_gpu.wire.agents import clock_text
 from serverless_gpu.wire.base import Request
-from serverless_gpu.wire.http_client import Connection
+from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.nodes import (
     ApproveRequest,
     CalendarRequest,

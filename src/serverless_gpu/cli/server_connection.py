@@ -25,13 +25,14 @@ from serverless_gpu.errors import ServerNotConfigured
 from serverless_gpu.lazy_import import load
 
 if TYPE_CHECKING:
-    from serverless_gpu.wire.http_client import BriefConnection, Connection
+    from serverless_gpu.wire.connection import Connection
+    from serverless_gpu.wire.http_client import BriefConnection
 
 
 def connect(profile: ServerProfile, *, patience_s: float = 0.0, home: Path | None = None) -> Connection:
     """Return a connection, importing HTTP (60 ms) here; `home` names the file to re-read while waiting."""
     latest = _latest(profile, home)
-    connection: Connection = load("serverless_gpu.wire.http_client").Connection(
+    connection: Connection = load("serverless_gpu.wire.connection").Connection(
         lambda: latest().url,
         lambda: latest().token,
         ca=profile.ca,

@@ -30,7 +30,7 @@ from serverless_gpu.units import MS_PER_HOUR, format_gpu_ms, format_micros, is_a
 from serverless_gpu.wire.billing import GROUPS_DEFAULT, GROUPS_MAX, ListPrices, RecordPage, UsageView
 
 if TYPE_CHECKING:
-    from serverless_gpu.wire.http_client import Connection
+    from serverless_gpu.wire.connection import Connection
 
 FORMULAS = (
     "BUSY = device time with work / device time that telemetry saw",

@@ -21,11 +21,10 @@ import os
 import random
 import ssl
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar, cast
 from urllib.parse import urlencode, urlsplit
 
-import httpx2
 import msgspec
 
 from serverless_gpu.ambient import SystemClock
@@ -38,7 +37,7 @@ from serverless_gpu.errors import (
     ServerUnavailable,
     error_class,
 )
-from serverless_gpu.json_codec import decoder, from_json
+from serverless_gpu.json_codec import from_json
 from serverless_gpu.units import format_duration_ms
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.base import API, PROTOCOL, Problem, Request
@@ -317,94 +316,3 @@ def trust(ca: str) -> ssl.SSLContext:
             f"{ca or 'the system'} has no certificate that can be read: {error.strerror or error}",
             hint="`sgpu login URL --ca FILE`: the certificate of the server's authority, PEM",
         ) from error
-
-
-SILENCE_S = 30.0
-"""A stream says something, if only a comment, every 10 s."""
-EVENT_BYTES_MAX = 32 << 20
-
-
-class Connection(HttpClient):
-    """One server and one token; safe to use from several threads, not after a fork.
-
-    The arguments are those of `HttpClient`.
-    """
-
-    def __init__(
-        self,
-        url: str | Callable[[], str],
-        token: str | Callable[[], str],
-        *,
-        patience_s: float = 0.0,
-        announce: Callable[[str], None] | None = None,
-        ca: str = "",
-    ) -> None:
-        super().__init__(url, token, patience_s=patience_s, announce=announce, ca=ca)
-        self._client = httpx2.Client(
-            timeout=httpx2.Timeout(ANSWER_S, connect=CONNECT_S),
-            limits=httpx2.Limits(max_connections=64, max_keepalive_connections=16, keepalive_expiry=60.0),
-            verify=trust(ca) if self.url.startswith("https://") else False,
-            trust_env=False,  # a proxy from the environment would see the token
-        )
-
-    def stream(
-        self,
-        method: str,
-        path: str,
-        body: Request | None = None,
-        *,
-        answer: Any,
-        query: Mapping[str, str] | None = None,
-    ) -> Iterator[Any]:
-        """Yield the events of a stream until the server ends it; `answer` is their type or tagged union.
-
-        Raises ServerUnavailable when the connection breaks: only the reader knows where to go on.
-        """
-        decode = decoder(answer).decode
-        headers = {**self._headers(), "Accept": "text/event-stream"}
-        if body is not None:
-            headers["Content-Type"] = "application/json"
-        try:
-            with self._client.sse(
-                self.url + API + path,
-                method=method,
-                content=None if body is None else msgspec.json.encode(body),
-                params=dict(query or {}),
-                headers=headers,
-                timeout=httpx2.Timeout(SILENCE_S, connect=CONNECT_S),
-                max_event_size=EVENT_BYTES_MAX,
-            ) as source:
-                if source.response.status_code >= 400:
-                    source.response.read()
-                    raise problem_of(_reply(source.response))
-                for event in source:
-                    yield decode(event.data)
-        except httpx2.TransportError as error:
-            raise self._broken(error) from None
-        except msgspec.MsgspecError as error:
-            raise ServerProblem(f"what {self.url}{API}{path} says cannot be understood: {error}") from None
-
-    def close(self) -> None:
-        """Close all connections; waits for the server in other threads end."""
-        super().close()
-        self._client.close()
-
-    def _send(
-        self, method: str, path: str, *, content: bytes | None, headers: Mapping[str, str], params: Mapping[str, str]
-    ) -> Reply:
-        try:
-            response = self._client.request(
-                method, self.url + API + path, content=content, headers={**self._headers(), **headers}, params=params
-            )
-        except httpx2.TransportError as error:
-            raise self._broken(error) from None
-        except RuntimeError as error:  # closed in another thread meanwhile
-            raise ServerUnavailable(f"the connection to {self.url} was closed: {error}") from None
-        return _reply(response)
-
-    def _broken(self, error: httpx2.TransportError) -> ServerUnavailable:
-        return self._away(error, is_no_http=isinstance(error, httpx2.RemoteProtocolError))
-
-
-def _reply(response: httpx2.Response) -> Reply:
-    return Reply(response.status_code, response.content, response.headers, str(response.request.url))

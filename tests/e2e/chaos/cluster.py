@@ -24,7 +24,7 @@ from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink import control
 from serverless_gpu.node.uplink.server import UplinkProfile
 from serverless_gpu.testing import agent_status, stop_agent
-from serverless_gpu.wire.http_client import Connection
+from serverless_gpu.wire.connection import Connection
 from tests.e2e.chaos import plan
 from tests.e2e.chaos.verdict import Strike
 from tests.support.invited import node_token

@@ -13,7 +13,7 @@ from typing import Any
 from serverless_gpu.errors import NotFound
 from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.wire.billing import UsageView
-from serverless_gpu.wire.http_client import Connection
+from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.runs import AttemptList, AttemptView, RunPage, RunView
 from tests.e2e.chaos import plan
 from tests.e2e.chaos.cluster import ENDED_S, Cluster

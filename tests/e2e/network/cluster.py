@@ -31,7 +31,7 @@ from serverless_gpu.node.attempt.server_attempt import read_remote
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink import control
 from serverless_gpu.node.uplink.server import UplinkProfile, write_profile
-from serverless_gpu.wire.http_client import Connection
+from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.runs import RunRequest, RunView, Target
 from tests.support.invited import node_token
 from tests.support.local.observe import Process, agent, wait_for

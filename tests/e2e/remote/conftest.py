@@ -18,7 +18,7 @@ from serverless_gpu.node.attempt.server_attempt import read_remote
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink.control import stop_all
 from serverless_gpu.testing import stop_agent
-from serverless_gpu.wire.http_client import Connection
+from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.nodes import PoolRequest, PoolView
 from tests.e2e.conftest import FAKES
 from tests.support.homes import use_home

@@ -19,7 +19,7 @@ from serverless_gpu.errors import InvalidValue, RankCrashed, RunCancelled, Untru
 from serverless_gpu.node.attempt.server_attempt import read_remote
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.wire.access import PrincipalRequest, TokenMade
-from serverless_gpu.wire.http_client import Connection
+from serverless_gpu.wire.connection import Connection
 from tests.support.golden import golden
 from tests.support.local.observe import run_script, wait_for
 from tests.support.remote.server_process import ServerProcess

@@ -16,7 +16,7 @@ from serverless_gpu.engines.ray.pool_join import read_join_file
 from serverless_gpu.errors import InvalidValue, NotAllowed
 from serverless_gpu.node.uplink.server import UplinkProfile
 from serverless_gpu.server.lifecycle.liveness import PRESENT_S
-from serverless_gpu.wire.http_client import Connection
+from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.nodes import NodeList
 from tests.support.golden import golden
 from tests.support.local.observe import wait_for

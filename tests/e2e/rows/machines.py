@@ -13,7 +13,7 @@ from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink.control import ensure, stop_all
 from serverless_gpu.node.uplink.server import UplinkProfile, write_profile
 from serverless_gpu.testing import stop_agent
-from serverless_gpu.wire.http_client import Connection
+from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.nodes import NodeList, NodeView
 from serverless_gpu.wire.runs import AttemptList, AttemptView
 from tests.support.invited import node_token

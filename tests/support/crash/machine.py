@@ -21,7 +21,7 @@ from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.invariants import self_check
 from serverless_gpu.server.invariants.run_invariants import History
 from serverless_gpu.wire.billing import PriceRequest, PriceSet
-from serverless_gpu.wire.http_client import Connection
+from serverless_gpu.wire.connection import Connection
 from tests.e2e.remote.conftest import end_node
 from tests.support.local.observe import cancel_all, wait_for
 from tests.support.ports import own_port

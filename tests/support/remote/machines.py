@@ -26,7 +26,7 @@ from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink import control
 from serverless_gpu.node.uplink.server import UplinkProfile, write_profile
 from serverless_gpu.testing import stop_agent
-from serverless_gpu.wire.http_client import Connection
+from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.runs import RunView
 from tests.support.invited import node_token
 from tests.support.local.observe import Process, agent, cancel_all, nothing_of_a_run, processes_of, supervisor, wait_for

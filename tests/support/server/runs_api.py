@@ -10,7 +10,7 @@ import msgspec
 
 from serverless_gpu.ambient import machine, new_run_id
 from serverless_gpu.model.spec import Resources, RunSpec
-from serverless_gpu.wire.http_client import Connection
+from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.runs import (
     RunRequest,
     RunView,

@@ -18,7 +18,7 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.server.core.settings import read_settings
 from serverless_gpu.server.identity.uid_sharing import Exposure
 from serverless_gpu.server.process import UvicornServer, serve
-from serverless_gpu.wire.http_client import Connection
+from serverless_gpu.wire.connection import Connection
 
 STARTED_S = 60
 

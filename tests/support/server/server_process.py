@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from serverless_gpu.wire.http_client import Connection
+from serverless_gpu.wire.connection import Connection
 
 _PROGRAM = """
 import sys

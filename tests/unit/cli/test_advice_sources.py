@@ -25,7 +25,7 @@ from serverless_gpu.wire.billing import DemandPage, DemandRow
 from tests.support.golden import golden
 
 if TYPE_CHECKING:
-    from serverless_gpu.wire.http_client import Connection
+    from serverless_gpu.wire.connection import Connection
 
 HOUR_MS = 3_600_000
 ALL = UseFilter(start_ns=0, end_ns=100 * HOUR_NS)

@@ -33,7 +33,7 @@ from serverless_gpu.units import format_gpu_ms
 
 if TYPE_CHECKING:
     from serverless_gpu.wire.billing import DemandRow, PriceList
-    from serverless_gpu.wire.http_client import Connection
+    from serverless_gpu.wire.connection import Connection
 
 ROWS_MAX = 200_000
 _PAGE = 1000

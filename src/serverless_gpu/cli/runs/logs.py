@@ -36,7 +36,7 @@ from serverless_gpu.node.attempt.history import NOT_STARTED, RunRecord, is_live,
 from serverless_gpu.node.base.home import Home
 
 if TYPE_CHECKING:
-    from serverless_gpu.wire.http_client import Connection
+    from serverless_gpu.wire.connection import Connection
     from serverless_gpu.wire.runs import RunView
 
 _LOOK_S = 0.1

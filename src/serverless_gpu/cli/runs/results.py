@@ -26,7 +26,7 @@ from serverless_gpu.node.base.private_files import replacing_file
 from serverless_gpu.units import format_bytes
 
 if TYPE_CHECKING:
-    from serverless_gpu.wire.http_client import Connection
+    from serverless_gpu.wire.connection import Connection
     from serverless_gpu.wire.runs import FileView, RunView
 
 _PIECE_BYTES = 4 << 20

@@ -26,7 +26,7 @@ from serverless_gpu.node.base.home import Home, find_durable_home, find_home
 if TYPE_CHECKING:
     from serverless_gpu.model.cost import Cost
     from serverless_gpu.node.base.protocol import Status
-    from serverless_gpu.wire.http_client import Connection
+    from serverless_gpu.wire.connection import Connection
     from serverless_gpu.wire.runs import RunPage, RunView
 
 PAGE = 500

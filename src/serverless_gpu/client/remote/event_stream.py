@@ -29,7 +29,7 @@ from serverless_gpu.client.remote.server import RemoteServer
 from serverless_gpu.errors import NotAllowed, NotAuthenticated, ServerProblem, ServerUnavailable
 from serverless_gpu.operating_system import start_thread
 from serverless_gpu.units import format_duration_ms
-from serverless_gpu.wire.http_client import Connection
+from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.runs import (
     AcceptedMessage,
     EndedMessage,

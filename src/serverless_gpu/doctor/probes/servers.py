@@ -43,7 +43,7 @@ from serverless_gpu.node.inside.linux import descendants
 from serverless_gpu.node.mlflow_server.server import MlflowServer, local_path, servers, without_password
 
 if TYPE_CHECKING:
-    from serverless_gpu.wire.http_client import Connection
+    from serverless_gpu.wire.connection import Connection
 
 _FILE = "server.json"
 _LOOK_S = 5.0
@@ -79,7 +79,7 @@ def _asked(facts: ServerFacts, profile: ServerProfile) -> ServerFacts:
     """Ask one thing after the other, until it is clear what is wrong."""
     state, base = load("serverless_gpu.wire.server_status"), load("serverless_gpu.wire.base")
     access, fleet = load("serverless_gpu.wire.access"), load("serverless_gpu.wire.nodes")
-    connection = load("serverless_gpu.wire.http_client").Connection(profile.url, profile.token, ca=profile.ca)
+    connection = load("serverless_gpu.wire.connection").Connection(profile.url, profile.token, ca=profile.ca)
     replace = msgspec.structs.replace
     try:
         try:

@@ -36,7 +36,7 @@ from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.private_files import readers, write_private
 from serverless_gpu.node.uplink.presence import LEFT, instance_of
 from serverless_gpu.node.uplink.server import UplinkProfile, read_profile, write_profile
-from serverless_gpu.wire.http_client import Connection
+from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.nodes import JoinAnswer, JoinRequest, RayPool
 
 JOIN_FILE_NAME = "join.json"

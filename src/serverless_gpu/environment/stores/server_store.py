@@ -42,7 +42,7 @@ from serverless_gpu.errors import (
     TooLarge,
 )
 from serverless_gpu.wire.blobs import NAMES_MAX, CondemnedAnswer, Free, KeyList, StoredList
-from serverless_gpu.wire.http_client import Connection
+from serverless_gpu.wire.connection import Connection
 
 SCHEME = "sgpu+"
 BOUND_S = 300.0

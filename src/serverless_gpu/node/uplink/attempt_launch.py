@@ -37,7 +37,7 @@ from serverless_gpu.node.base.home import Home, storage_error
 from serverless_gpu.node.devices.inventory import offered
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.agents import Start
-from serverless_gpu.wire.http_client import Connection
+from serverless_gpu.wire.connection import Connection
 
 _FAKE = "SERVERLESS_GPU_FAKE"
 _OF_THE_NODE = ("HOME", "LANG", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "SHELL", "TMPDIR", "TZ", "USER")

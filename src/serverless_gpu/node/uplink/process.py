@@ -59,7 +59,7 @@ from serverless_gpu.wire.agents import (
     Start,
     Stop,
 )
-from serverless_gpu.wire.http_client import Connection
+from serverless_gpu.wire.connection import Connection
 
 IDLE_S = 600.0
 _HEARTBEAT_S = 5.0

@@ -28,7 +28,7 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.wire.agents import ClockReading
-from serverless_gpu.wire.http_client import Connection
+from serverless_gpu.wire.connection import Connection
 
 
 class UplinkProfile(msgspec.Struct, frozen=True, kw_only=True):

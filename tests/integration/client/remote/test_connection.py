@@ -12,7 +12,7 @@ import pytest
 
 from serverless_gpu.errors import NotFound, ServerProblem, ServerUnavailable
 from serverless_gpu.model.lifecycle.attempt import State, StopReason
-from serverless_gpu.wire.http_client import Connection
+from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.runs import SettledMessage, StateMessage, StopRequest
 from serverless_gpu.wire.server_status import Health
 from tests.support.golden import golden

@@ -21,7 +21,7 @@ from serverless_gpu.model.spec import BlobReference
 from serverless_gpu.server.storage import storage as storage_module
 from serverless_gpu.server.storage.storage import Storage, open_storage
 from serverless_gpu.testing.stores import StoreConformance
-from serverless_gpu.wire.http_client import Connection
+from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.server_status import Health
 from tests.integration.environment.stores.conftest import BUCKET
 from tests.support.environment.environments_in_stores import capture

@@ -9,7 +9,7 @@ import pytest
 
 from serverless_gpu.errors import ServerUnavailable
 from serverless_gpu.wire.access import PrincipalList, PrincipalRequest, PrincipalView, TokenMade
-from serverless_gpu.wire.http_client import Connection
+from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.server_status import Health
 from tests.support.server.postgres import Cluster
 from tests.support.server.served import served

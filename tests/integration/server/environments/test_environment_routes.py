@@ -36,7 +36,7 @@ from serverless_gpu.server.storage import environment_store as environment_store
 from serverless_gpu.server.storage.storage import DiskLimits, Storage, open_storage
 from serverless_gpu.testing.stores import StoreConformance, empty_unit, pack_key
 from serverless_gpu.wire.blobs import DigestList
-from serverless_gpu.wire.http_client import Connection
+from serverless_gpu.wire.connection import Connection
 from tests.support.environment.environments_in_stores import capture, make_pack, make_unit, snapshot_of
 from tests.support.environment.servers import Line, cut, flip
 from tests.support.golden import golden

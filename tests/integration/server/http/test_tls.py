@@ -18,7 +18,7 @@ from serverless_gpu.server.core.settings import read_settings
 from serverless_gpu.server.http.listener import bind_sockets
 from serverless_gpu.server.http.tls import FILE, Certificate, CertificateInUse
 from serverless_gpu.wire.access import PrincipalView
-from serverless_gpu.wire.http_client import Connection
+from serverless_gpu.wire.connection import Connection
 from tests.support.golden import golden
 from tests.support.server.certificates import Authority
 from tests.support.server.served import Served, served

@@ -13,7 +13,7 @@ from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
 from serverless_gpu.model.spec import Resources, RunSpec
 from serverless_gpu.wire.access import TokenMade, TokenRequest
 from serverless_gpu.wire.agents import AgentWelcome, Heartbeat, HeartbeatAnswer, Order, OrdersTaken, Start
-from serverless_gpu.wire.http_client import Connection
+from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.nodes import ForgetRequest, NodeList, NodeView, PoolList, PoolRequest, PoolView
 from serverless_gpu.wire.runs import RunRequest, RunView, Target
 from tests.support.server.agents import H100, hello

@@ -17,7 +17,7 @@ import pytest
 
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.server.operations.backup import DATABASE, restore, verify
-from serverless_gpu.wire.http_client import Connection
+from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.runs import RunView
 from tests.support.local.observe import wait_for
 from tests.support.ports import own_port

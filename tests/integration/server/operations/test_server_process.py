@@ -11,7 +11,7 @@ import pytest
 
 from serverless_gpu.errors import ServerUnavailable
 from serverless_gpu.model.lifecycle.attempt import State
-from serverless_gpu.wire.http_client import Connection
+from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.runs import AcceptedMessage, RunView, StreamMessage
 from serverless_gpu.wire.server_status import Health
 from tests.support.golden import golden

@@ -31,7 +31,7 @@ from serverless_gpu.server.core.settings import unknown_variables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.http.tls import Certificate
 from serverless_gpu.wire.access import PrincipalView, SecretRequest, SecretView
-from serverless_gpu.wire.http_client import Connection
+from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.runs import RunView
 from serverless_gpu.wire.server_status import Version
 from tests.support.golden import golden

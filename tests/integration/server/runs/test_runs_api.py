@@ -20,7 +20,7 @@ from serverless_gpu.server.http import routing
 from serverless_gpu.server.runs import run_stream
 from serverless_gpu.wire.access import PrincipalRequest, TeamRequest, TeamView, TokenMade, TokenView
 from serverless_gpu.wire.agents import Ending, File, LogPiece, Report, ReportAnswer
-from serverless_gpu.wire.http_client import Connection
+from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.runs import (
     AcceptedMessage,
     AttemptList,

@@ -7,8 +7,8 @@ import pytest
 
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.spec import Resources
+from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.estimates import EstimateRequest, EstimateView
-from serverless_gpu.wire.http_client import Connection
 from serverless_gpu.wire.queue import WaitView
 from serverless_gpu.wire.runs import RunPage, RunRequest, RunView, StateMessage, StopRequest, StreamMessage
 from tests.support.server.played import Played

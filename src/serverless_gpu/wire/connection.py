@@ -1,0 +1,113 @@
+"""The connection of clients and nodes to a server: bodies in, bodies out, problems as our own exceptions.
+
+    ask     one request, one answer            tried again while the server is away, for as long as `patience_s` says
+    put     bytes of a part or an object       tried again, too
+    get     bytes, or a range of them          tried again, too
+    stream  server-sent events, one by one     not tried again: only the reader knows where to go on
+
+Failure cases: those of `http_client.py`; a stream that is silent for longer than the server ever is →
+`ServerUnavailable`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import httpx2
+import msgspec
+
+from serverless_gpu.errors import ServerProblem, ServerUnavailable
+from serverless_gpu.json_codec import decoder
+from serverless_gpu.wire.base import API, Request
+from serverless_gpu.wire.http_client import ANSWER_S, CONNECT_S, HttpClient, Reply, problem_of, trust
+
+SILENCE_S = 30.0
+"""A stream says something, if only a comment, every 10 s."""
+EVENT_BYTES_MAX = 32 << 20
+
+
+class Connection(HttpClient):
+    """One server and one token; safe to use from several threads, not after a fork.
+
+    The arguments are those of `HttpClient`.
+    """
+
+    def __init__(
+        self,
+        url: str | Callable[[], str],
+        token: str | Callable[[], str],
+        *,
+        patience_s: float = 0.0,
+        announce: Callable[[str], None] | None = None,
+        ca: str = "",
+    ) -> None:
+        super().__init__(url, token, patience_s=patience_s, announce=announce, ca=ca)
+        self._client = httpx2.Client(
+            timeout=httpx2.Timeout(ANSWER_S, connect=CONNECT_S),
+            limits=httpx2.Limits(max_connections=64, max_keepalive_connections=16, keepalive_expiry=60.0),
+            verify=trust(ca) if self.url.startswith("https://") else False,
+            trust_env=False,  # a proxy from the environment would see the token
+        )
+
+    def stream(
+        self,
+        method: str,
+        path: str,
+        body: Request | None = None,
+        *,
+        answer: Any,
+        query: Mapping[str, str] | None = None,
+    ) -> Iterator[Any]:
+        """Yield the events of a stream until the server ends it; `answer` is their type or tagged union.
+
+        Raises ServerUnavailable when the connection breaks: only the reader knows where to go on.
+        """
+        decode = decoder(answer).decode
+        headers = {**self._headers(), "Accept": "text/event-stream"}
+        if body is not None:
+            headers["Content-Type"] = "application/json"
+        try:
+            with self._client.sse(
+                self.url + API + path,
+                method=method,
+                content=None if body is None else msgspec.json.encode(body),
+                params=dict(query or {}),
+                headers=headers,
+                timeout=httpx2.Timeout(SILENCE_S, connect=CONNECT_S),
+                max_event_size=EVENT_BYTES_MAX,
+            ) as source:
+                if source.response.status_code >= 400:
+                    source.response.read()
+                    raise problem_of(_reply(source.response))
+                for event in source:
+                    yield decode(event.data)
+        except httpx2.TransportError as error:
+            raise self._broken(error) from None
+        except msgspec.MsgspecError as error:
+            raise ServerProblem(f"what {self.url}{API}{path} says cannot be understood: {error}") from None
+
+    def close(self) -> None:
+        """Close all connections; waits for the server in other threads end."""
+        super().close()
+        self._client.close()
+
+    def _send(
+        self, method: str, path: str, *, content: bytes | None, headers: Mapping[str, str], params: Mapping[str, str]
+    ) -> Reply:
+        try:
+            response = self._client.request(
+                method, self.url + API + path, content=content, headers={**self._headers(), **headers}, params=params
+            )
+        except httpx2.TransportError as error:
+            raise self._broken(error) from None
+        except RuntimeError as error:  # closed in another thread meanwhile
+            raise ServerUnavailable(f"the connection to {self.url} was closed: {error}") from None
+        return _reply(response)
+
+    def _broken(self, error: httpx2.TransportError) -> ServerUnavailable:
+        return self._away(error, is_no_http=isinstance(error, httpx2.RemoteProtocolError))
+
+
+def _reply(response: httpx2.Response) -> Reply:
+    return Reply(response.status_code, response.content, response.headers, str(response.request.url))
