@@ -1,10 +1,14 @@
-"""Files that only their owner can read: tokens, keys, and what names them.
+"""Writes files whole: private ones (tokens, keys), and output files at paths that the user gives.
+
+    write_private     readable by its owner only, durable; with or without replacing an existing file
+    replacing_file    a report, a picture, a result: the old file stays if the new one cannot be completed
 
 Where the file system has no hard links (exFAT, some FUSE and object-storage mounts), files that must not replace others
-are given their names under a lock on their directory.
+are given their names under a lock on their directory. An output path that is no regular file (a device, a pipe, a
+directory) is refused; a link stays, and its target is written.
 
-Failure cases: no room, no permission (said as `OSError`); a process killed in the middle leaves a file that begins with
-a dot and ends with 16 digits, and the one of the right name as it was.
+Failure cases: a full disk, no permission (`OSError`); a process killed in the middle leaves a file that begins with a
+dot and ends with 16 digits, and the one of the right name as it was.
 """
 
 from __future__ import annotations
@@ -51,24 +55,6 @@ def write_private(path: Path, data: bytes, *, replace: bool = True) -> None:
         os.close(directory)
 
 
-def _name_new(beside: Path, path: Path) -> None:
-    """Give a file its name unless another one has it."""
-    try:
-        os.link(beside, path)
-    except FileExistsError:
-        return
-    except OSError as error:
-        if error.errno not in NO_LINKS:
-            raise
-        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(directory, fcntl.LOCK_EX)  # held by who is just naming a file; it ends with them
-            if not os.path.lexists(path):
-                beside.rename(path)
-        finally:
-            os.close(directory)
-
-
 def readers(path: Path) -> str:
     """Return who else but this user can read or change a file, or ""; raises OSError."""
     status = path.stat()
@@ -97,3 +83,21 @@ def replacing_file(path: Path, *, mode: int = 0o666) -> Iterator[Path]:
         beside.replace(place)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def _name_new(beside: Path, path: Path) -> None:
+    """Give a file its name unless another one has it."""
+    try:
+        os.link(beside, path)
+    except FileExistsError:
+        return
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise
+        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(directory, fcntl.LOCK_EX)  # held by who is just naming a file; it ends with them
+            if not os.path.lexists(path):
+                beside.rename(path)
+        finally:
+            os.close(directory)

@@ -20,7 +20,7 @@ Failure cases:
 backlog on disk has what was not delivered;
 - MLflow refuses, hangs, fails: its threads wait, samples lie on disk until it is back;
 - two started at once: the lock decides, the loser ends;
-- a driver hangs: its samples stop (`gpu_sampler.py`), messages are still read;
+- a driver hangs: its samples stop (`sampler.py`), messages are still read;
 - a peer does not read: passing messages are dropped for it, the rest waits, up to a bound;
 - the home, or its socket, is deleted: it ends;
 - it is idle: it ends a few seconds after the last connection, once everything has arrived in MLflow;

@@ -1,12 +1,20 @@
-"""One attempt in the monitor: writes samples to its telemetry file, sends sums to its supervisor.
+"""Records one attempt in the monitor: samples into its telemetry file, sums to its supervisor.
 
     Observe ─▶ known │ Ranks ─▶ sampled, once a second │ EndingNote ─▶ no more samples │ Settled, end of file ─▶ over
        │                    └─ with the latest metrics of its Ray cluster, if any (`RayFile`)
        └─▶ AttemptDelivery (`delivery.py`), where it is tracked; what that says goes to the supervisor, too
 
-Failure cases: the supervisor's connection ends without `Settled` (it was killed, or this process was: the recorder
-follows the attempt's files until they show its end); the home is full (samples are lost, reported once); the run's
-directory is deleted (nothing is written any more).
+    sample, 1 s ─▶ TelemetryFile ─ mean of the interval ─▶ logs/<node rank>.telemetry ─▶ delivery, Run.metrics(), server
+
+Rows become rarer the longer a run lasts.
+
+Failure cases:
+- the supervisor's connection ends without `Settled` (it was killed, or this process was): the recorder follows the
+  attempt's files until they show its end;
+- the disk is full: the row is lost and counted, the loss is reported once, and the next row is tried;
+- the run's directory is deleted: nothing is written any more;
+- a writer was killed in the middle of a line: the next writer ends the line, and readers leave it out;
+- the wall clock was set back: a row is due at once.
 """
 
 from __future__ import annotations
@@ -50,6 +58,7 @@ from serverless_gpu.tracking.metric_points import SampleReader
 
 _SAID_MAX = 8
 _LOST_NS = 10 * 10**9
+_EARLY_NS = SECOND_NS // 2  # a sampler's seconds are not exact
 
 
 class Recorder:
@@ -281,11 +290,8 @@ class RayFile:
         return read_ray(self._data, now_ns)
 
 
-_EARLY_NS = SECOND_NS // 2  # a sampler's seconds are not exact
-
-
 class TelemetryFile:
-    """The writer of one file; it goes on with a file that an earlier monitor left."""
+    """Writes one telemetry file; it goes on with a file that an earlier monitor left."""
 
     def __init__(self, path: Path, header: Header) -> None:
         self.rows = 0  # in the file

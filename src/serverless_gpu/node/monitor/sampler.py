@@ -1,20 +1,24 @@
-"""Samples the node once a second, in a thread of its own: a driver that hangs stops only samples.
+"""Samples the node and its devices once a second, in a thread of its own: a driver that hangs stops only samples.
 
     main thread ──ask(wanted)──▶ SamplerThread ──▶ NodeSample, and the main thread is woken ──take()──▶ main thread
 
     HostSampler ─────┐
     RankSampler ─────┼─▶ MachineSampler.sample(wanted) ─▶ NodeSample ─▶ one for each attempt, a frame for `sgpu top`
-    NvmlSampler ─────┤
+    NvmlSampler ─────┤      └─ waits 50 ms for its thread's reading at most, and takes the one before where it is late
     fake_gpus.json ──┘
 
 One sample serves all attempts. One question at a time: until it is answered the next ones are left out, so nothing
-piles up. A sample waits at most some tens of milliseconds, except for a list of GPUs (`sgpu top`) while the driver
-hangs.
+piles up. PCIe throughput is measured for 20 ms by the call that asks for it, so for two GPUs at a time, in turn.
 
-Failure cases: a figure that cannot be read is None, and `NodeSample.problems` says why, so that it is reported once; a
-failed sample (no descriptors, no memory, a bug of ours) is left out, and a repeated failure is logged once; a process
-that ends while it is looked at counts no more (its CPU time is its parent's by then, if that one waited for it); memory
-that processes share is counted in each, as in any list of processes.
+Failure cases, none an exception:
+- a figure that cannot be read is None, and `NodeSample.problems` says why, so that it is reported once;
+- a failed sample (no descriptors, no memory, a bug of ours) is left out, and a repeated failure is logged once;
+- a wedged driver blocks NVML: after 5 s the reading expires and samples have no GPUs until the one thread comes back; a
+  list of GPUs (`sgpu top`) waits for the driver;
+- a GPU that fell off the bus, or another error of the binding: an empty sample or reading, and the problem names it;
+- a process that ends while it is looked at counts no more: its CPU time is its parent's by then, if that one waited
+  for it;
+- memory that processes share is counted in each, as in any list of processes.
 """
 
 from __future__ import annotations
@@ -47,6 +51,20 @@ _LIST_EVERY_NS = 30 * SECOND_NS
 _NETWORKS = Path("/sys/class/net")
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_WAIT_S = 0.05
+_STALE_NS = 5 * SECOND_NS
+_PCIE_AT_ONCE = 2
+_FAKE_STATE_BYTES_MAX = 1 << 20
+_ALL_LINKS = 0xFFFFFFFF
+_KIB = 1024
+
+# NVML's own numbers, of nvml.h.
+TEMPERATURE_GPU = 0
+CLOCK_SM, CLOCK_MEMORY = 1, 2
+PCIE_TRANSMIT, PCIE_RECEIVE = 0, 1
+UNCORRECTED, SINCE_DRIVER_LOADED = 1, 0
+NVLINK_TRANSMIT, NVLINK_RECEIVE = 138, 139  # fields: KiB over all links
+
 RankKey = tuple[str, int]
 """An attempt, and a global rank of it."""
 
@@ -376,21 +394,6 @@ def read_stat(pid: int) -> ProcessStat | None:
         ticks = sum(int(field) for field in fields[11:15])
         return ProcessStat(int(fields[1]), ticks * _TICK_S, int(fields[21]) * _PAGE_BYTES)
     return None
-
-
-_WAIT_S = 0.05
-_STALE_NS = 5 * SECOND_NS
-_PCIE_AT_ONCE = 2
-_FAKE_STATE_BYTES_MAX = 1 << 20
-_ALL_LINKS = 0xFFFFFFFF
-_KIB = 1024
-
-# NVML's own numbers, of nvml.h.
-TEMPERATURE_GPU = 0
-CLOCK_SM, CLOCK_MEMORY = 1, 2
-PCIE_TRANSMIT, PCIE_RECEIVE = 0, 1
-UNCORRECTED, SINCE_DRIVER_LOADED = 1, 0
-NVLINK_TRANSMIT, NVLINK_RECEIVE = 138, 139  # fields: KiB over all links
 
 
 class GpuReading(NamedTuple):

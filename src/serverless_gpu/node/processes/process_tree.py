@@ -1,4 +1,4 @@
-"""Ending a tree of processes, and proving that it ended.
+"""Ends the tree of an attempt's processes, proves that it ended, and removes the shared memory that it left.
 
 An attempt's processes are all below its stem. Where cgroup v2 is writable the stem sits in a cgroup of its own and one
 write to `cgroup.kill` ends everything, whatever detached itself; `cgroup.events` says when it is empty. Elsewhere the
@@ -10,6 +10,16 @@ The number of processes and threads of an attempt is bounded where the pids cont
 is its own run's error. Memory: a limit is set where a memory controller is at hand, v2 first, v1 (hybrid hosts) for
 want of it. Whether a rank died of memory is read from the controller's counters, without one from the kernel's global
 counter, never from an exit code.
+
+Libraries make named segments in /dev/shm and remove them at the end of their process; a killed process does not, and in
+the end /dev/shm is full (`AttemptSegments`):
+
+    while it runs     candidates ─▶ those that the attempt's processes have open or mapped are its own
+    after its end     its own, not in use by any process ─▶ removed
+
+A candidate has a name that a library makes (never one that a user chose: files in /dev/shm may be theirs to keep), is
+owned by this user, and was made while the attempt ran. In doubt it stays: a segment that no process of the attempt was
+seen with, one that any process has, and one whose maker still lives.
 """
 
 from __future__ import annotations
@@ -29,8 +39,6 @@ import msgspec
 from serverless_gpu.node.inside.linux import descendants
 
 _MOUNT_LINE = re.compile(r"^\d+ \d+ \S+ (?P<root>\S+) (?P<point>\S+) .* - (?P<kind>\S+) \S+ (?P<options>\S+)$")
-
-
 TASKS_MAX = 32_768
 ZYGOTE = "-zygote"  # of the name of a zygote's cgroup
 AGENT = "sgpu-agent"  # of an agent's process
@@ -38,6 +46,20 @@ _CLOSING_LOOKS = 100
 _CLOSING_PAUSE_S = 0.01
 _LEFT_MAX = 16
 _NO_LIMIT_BYTES = 1 << 60  # what v1 says for none is the largest number of pages
+
+_SEGMENTS = Path("/dev/shm")
+_PROC = Path("/proc")
+_SEGMENT_NAME = re.compile(
+    r"torch_(?P<torch>\d+)_\d+_\d+"
+    r"|__KMP_REGISTERED_LIB_(?P<openmp>\d+)(_\d+)?"
+    r"|sem\.loky-(?P<loky>\d+)-\w+"
+    r"|psm_[0-9a-f]{8}"  # multiprocessing.shared_memory
+    r"|sem\.mp-[a-z0-9_]{8}"  # multiprocessing's locks
+    r"|nccl-[A-Za-z0-9]{6}"
+)
+_LOOK_NS = 1_000_000_000
+_LOOKS_MAX = 3  # at one name: no process of the attempt has it by then, so it is not the attempt's
+_COARSE_NS = 50_000_000  # the clock of file systems is behind by a tick
 
 
 class CgroupRoot:
@@ -330,25 +352,10 @@ def _kernel_oom_kills() -> int:
     return _counter(Path("/proc/vmstat"), "oom_kill")
 
 
-_PLACE = Path("/dev/shm")
-_PROC = Path("/proc")
-_NAME = re.compile(
-    r"torch_(?P<torch>\d+)_\d+_\d+"
-    r"|__KMP_REGISTERED_LIB_(?P<openmp>\d+)(_\d+)?"
-    r"|sem\.loky-(?P<loky>\d+)-\w+"
-    r"|psm_[0-9a-f]{8}"  # multiprocessing.shared_memory
-    r"|sem\.mp-[a-z0-9_]{8}"  # multiprocessing's locks
-    r"|nccl-[A-Za-z0-9]{6}"
-)
-_LOOK_NS = 1_000_000_000
-_LOOKS_MAX = 3  # at one name: no process of the attempt has it by then, so it is not the attempt's
-_COARSE_NS = 50_000_000  # the clock of file systems is behind by a tick
-
-
 class AttemptSegments:
     """The shared-memory segments of one attempt."""
 
-    def __init__(self, place: Path = _PLACE) -> None:
+    def __init__(self, place: Path = _SEGMENTS) -> None:
         self._place = place
         self._own: set[str] = set()
         self._looks: dict[str, int] = {}
@@ -397,7 +404,7 @@ class AttemptSegments:
         except OSError:
             return
         for name in names:
-            if _NAME.fullmatch(name):
+            if _SEGMENT_NAME.fullmatch(name):
                 with contextlib.suppress(OSError):
                     found = (self._place / name).lstat()
                     is_young = min(found.st_ctime_ns, found.st_mtime_ns) >= since_ns - _COARSE_NS
@@ -421,5 +428,5 @@ def _used(pid: int, place: Path, names: set[str]) -> set[str]:
 
 def _maker(name: str) -> int | None:
     """Return the process in a segment's name, or None where its name has none."""
-    found = _NAME.fullmatch(name)
+    found = _SEGMENT_NAME.fullmatch(name)
     return next((int(pid) for pid in found.groupdict().values() if pid), None) if found else None

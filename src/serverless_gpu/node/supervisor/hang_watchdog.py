@@ -1,4 +1,10 @@
-"""Hang detection of one attempt on one node: asks `model/hangs/hang_detection.py` what to do, and does it.
+"""Watchdogs of one attempt on one node: hang detection, idle devices, failing GPUs.
+
+    output, events ──heard──▶ Watchdogs ─▶ HangWatchdog or GangHangReporter, IdleWatchdog
+    the loop ────────look───▶    │
+    kernel's log ────────────────┴──faults──▶ AttemptFaults ─▶ GpuFailed, at once
+
+`HangWatchdog` asks `model/hangs/hang_detection.py` what to do, and does it:
 
     output, events ──heard──▶ HangWatchdog ──tell──▶ watchers, receipt, hang-<n>.txt
     the loop ────────look───▶     │ └──────────────▶ HangConfirmed, where `hang_timeout` was asked for
@@ -15,10 +21,17 @@ For a gang on several nodes, each crew reports its ranks and the server judges:
 A crew alone cannot tell a hang from ranks that rightly wait for those on another node. So it reports only how long its
 ranks were silent; once all nodes are silent, the server asks each to inspect its ranks, over the same time.
 
-Neither blocks: an inspection takes several turns of the loop, and output goes on meanwhile. Failure cases: a full disk
+`IdleWatchdog` asks `model/hangs/idleness.py`:
+
+    telemetry ───────seen──▶ IdleWatchdog ──tell──▶ watchers        at four fifths of the limit
+    output, events ─heard──▶     └───────────────▶ StopRequested    at the limit: ranks may save first, as at any stop
+    a client attaches heard──┘
+
+None blocks: an inspection takes several turns of the loop, and output goes on meanwhile. Failure cases: a full disk
 loses the file, not the sentence; a sign of progress during an inspection makes it void; the server does not answer (no
-judgement). The node that is judged first ends its ranks, and those of another one fail for it before that one's own
-judgement arrives: the inspection is written all the same.
+judgement); no limit or no telemetry (nothing is stopped: unobserved devices do not count as idle). The node that is
+judged first ends its ranks, and those of another one fail for it before that one's own judgement arrives: the
+inspection is written all the same.
 """
 
 from __future__ import annotations
@@ -59,9 +72,64 @@ from serverless_gpu.node.supervisor.rank_inspection import POLL_NS, RankInspecto
 from serverless_gpu.node.supervisor.rendezvous import Peers
 from serverless_gpu.units import format_duration_ms
 
+_LAST_WORDS_NS = 10_000_000_000  # who fails so soon after a sign of progress has not got on: that was its traceback
+_UNEXPLAINED = Hang(waiting=(), elsewhere=())
+
+
+class Watchdogs:
+    """Watchdogs of one attempt; they add to `notes` of the receipt."""
+
+    def __init__(self, launch: Launch, home: Home, clock: Clock, say: Callable[[str], None], notes: list[str]) -> None:
+        directory = Path(launch.directory)
+        self.hangs: HangWatchdog | GangHangReporter = HangWatchdog(directory, clock, say, notes)
+        if len(launch.all_crews) > 1:  # a rank may rightly wait for one on another node, which this node does not see
+            self.hangs = GangHangReporter(directory, launch.crews[launch.crew], clock, say, notes)
+        self.idleness = IdleWatchdog(launch.spec, clock, say, notes)
+        self.gpus = AttemptFaults(launch, home, clock, notes)
+
+    @property
+    def said(self) -> str:
+        """Return what stands of what was said, or ""."""
+        return self.hangs.said or self.idleness.said
+
+    def judged_by(self, peers: Peers) -> None:
+        """Send observations to the other crews, and act on their judgement; does nothing on one node."""
+        if isinstance(self.hangs, GangHangReporter):
+            self.hangs.tell_server = self.idleness.tell_server = peers.tell
+            peers.judge = self._judged
+
+    def heard(self, event: Event | None = None) -> None:
+        """Record progress or use of the run: an event, or output where that is None."""
+        self.hangs.heard(event)
+        self.idleness.heard()
+
+    def faults(self, attempt: Attempt, devices: Sequence[Device]) -> list[GpuFailed]:
+        """Return which of its devices failed since the last look."""
+        return self.gpus.hear(attempt, devices)
+
+    def look(self, attempt: Attempt, gang: LocalGang | None) -> list[Event]:
+        """Do what is due now; return what ends the run."""
+        found: tuple[Event | None, ...] = (self.hangs.look(attempt, gang), self.idleness.look(attempt))
+        return [event for event in found if event is not None]
+
+    def ended(self) -> Hang | None:
+        """Return who waited for whom, now that the run has ended."""
+        if isinstance(self.hangs, GangHangReporter):
+            self.hangs.ended()
+        return self.hangs.hang
+
+    def _judged(self, news: GangNews) -> list[Event]:
+        assert isinstance(self.hangs, GangHangReporter)
+        if news.ask is not None:
+            self.hangs.asked(news.ask)
+        if news.idle is not None:
+            self.idleness.judged(news.idle)
+        ended = self.hangs.judged(news.judgement) if news.judgement is not None else None
+        return [] if ended is None else [ended]
+
 
 class _HangDetector:
-    """What both ways of hang detection share; writes files with stacks to `directory`, and adds to `notes`."""
+    """Shares the parts of both ways of hang detection; writes files with stacks to `directory`, and adds to `notes`."""
 
     def __init__(self, directory: Path, clock: Clock, tell: Callable[[str], None], notes: list[str]) -> None:
         self.said = ""  # the last sentence for watchers, "" once the ranks make progress again
@@ -223,10 +291,6 @@ class HangWatchdog(_HangDetector):
         self._say(told)
 
 
-_LAST_WORDS_NS = 10_000_000_000  # who fails so soon after a sign of progress has not got on: that was its traceback
-_NOBODY = Hang(waiting=(), elsewhere=())
-
-
 class GangHangReporter(_HangDetector):
     """Reports the ranks of one crew of a gang; `hang` is what the server says."""
 
@@ -278,7 +342,7 @@ class GangHangReporter(_HangDetector):
                 self._say("")
             return None
         self._files = max(judgement.number, self._files + 1)
-        who, where = judgement.hang or _NOBODY, f"hang-*-{self._files}.txt"
+        who, where = judgement.hang or _UNEXPLAINED, f"hang-*-{self._files}.txt"
         self.hang = msgspec.structs.replace(who, file=where)
         path, problem = self._write(self._files, who, judgement.sentence)
         told = f"{path.name}{problem}" if problem else f"{where} have the stacks of all ranks"
@@ -294,7 +358,7 @@ class GangHangReporter(_HangDetector):
         has_returned = self._attempt is not None and self._attempt.phase is Phase.RETURNED
         has_moved = moved_ns is not None and now_ns - moved_ns >= _LAST_WORDS_NS
         if self._awaits_word and not has_returned and not has_moved:
-            self._write(self._files + 1, _NOBODY, "the run ended before it was said here who waits for whom")
+            self._write(self._files + 1, _UNEXPLAINED, "the run ended before it was said here who waits for whom")
         self._awaits_word = False
 
     def look(self, attempt: Attempt, gang: LocalGang | None) -> None:
@@ -406,58 +470,6 @@ class GangHangReporter(_HangDetector):
         told = f"{ranks_text(sorted(attempt.returned))} returned a minute ago, {others} still running"
         self._notes.append(told)
         self._say(told)
-
-
-class Watchdogs:
-    """Watchdogs of one attempt; they add to `notes` of the receipt."""
-
-    def __init__(self, launch: Launch, home: Home, clock: Clock, say: Callable[[str], None], notes: list[str]) -> None:
-        directory = Path(launch.directory)
-        self.hangs: HangWatchdog | GangHangReporter = HangWatchdog(directory, clock, say, notes)
-        if len(launch.all_crews) > 1:  # a rank may rightly wait for one on another node, which this node does not see
-            self.hangs = GangHangReporter(directory, launch.crews[launch.crew], clock, say, notes)
-        self.idleness = IdleWatchdog(launch.spec, clock, say, notes)
-        self.gpus = AttemptFaults(launch, home, clock, notes)
-
-    @property
-    def said(self) -> str:
-        """Return what stands of what was said, or ""."""
-        return self.hangs.said or self.idleness.said
-
-    def judged_by(self, peers: Peers) -> None:
-        """Send observations to the other crews, and act on their judgement; does nothing on one node."""
-        if isinstance(self.hangs, GangHangReporter):
-            self.hangs.tell_server = self.idleness.tell_server = peers.tell
-            peers.judge = self._judged
-
-    def heard(self, event: Event | None = None) -> None:
-        """Record progress or use of the run: an event, or output where that is None."""
-        self.hangs.heard(event)
-        self.idleness.heard()
-
-    def faults(self, attempt: Attempt, devices: Sequence[Device]) -> list[GpuFailed]:
-        """Return which of its devices failed since the last look."""
-        return self.gpus.hear(attempt, devices)
-
-    def look(self, attempt: Attempt, gang: LocalGang | None) -> list[Event]:
-        """Do what is due now; return what ends the run."""
-        found: tuple[Event | None, ...] = (self.hangs.look(attempt, gang), self.idleness.look(attempt))
-        return [event for event in found if event is not None]
-
-    def ended(self) -> Hang | None:
-        """Return who waited for whom, now that the run has ended."""
-        if isinstance(self.hangs, GangHangReporter):
-            self.hangs.ended()
-        return self.hangs.hang
-
-    def _judged(self, news: GangNews) -> list[Event]:
-        assert isinstance(self.hangs, GangHangReporter)
-        if news.ask is not None:
-            self.hangs.asked(news.ask)
-        if news.idle is not None:
-            self.idleness.judged(news.idle)
-        ended = self.hangs.judged(news.judgement) if news.judgement is not None else None
-        return [] if ended is None else [ended]
 
 
 class IdleWatchdog:

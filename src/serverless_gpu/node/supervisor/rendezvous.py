@@ -1,4 +1,16 @@
-"""Rendezvous of a gang's crews: each listens, tries the addresses of others, reports the results.
+"""Talks to the other crews of a gang, and tries whether they can reach each other before ranks begin.
+
+`Peers` is one crew's side. All but the rendezvous goes through the server; in brackets is what the server says:
+
+    devices, stem ─▶ offer ─▶ (offers) ─▶ reach ─▶ (chosen) ─▶ ranks begin
+    all ranks returned ─▶ returned ─▶ (release) ─▶ they may exit
+    it stops before its end ─▶ halt, at once                ◀─ (peer_failed): the same, of another one
+
+Messages are sent whole each time, to the present uplink and to a later one; they may arrive twice. Nothing here has a
+deadline: the server ends a failed rendezvous, and the lease bounds how long this crew goes on without it. A gang on one
+node has no other crews, and reserves a rendezvous port only.
+
+`Rendezvous` listens, tries the addresses of others, and reports the results:
 
     this crew   ── connects ─▶ word(this, other) ─▶                              another crew
                 ◀─ word(other, this) ─┘          who it is, and how long that took
@@ -61,7 +73,313 @@ _BACKLOG = 1024
 _WORD_BYTES = 32
 _FILL = bytes(FILL_BYTES)
 _RECEIVE_BYTES = 64 << 10
+_DETAIL_CHARACTERS_MAX = 1_000
 _TOO_LARGE = "it answers, but large packets get lost: has the network the same MTU everywhere?"
+
+
+class Peers:
+    """One crew's side of a gang on several nodes."""
+
+    def __init__(
+        self,
+        launch: protocol.Launch,
+        checkpoints: str,
+        clock: Clock,
+        selector: selectors.BaseSelector,
+        tell: Callable[[protocol.Message], None],
+    ) -> None:
+        # called with the server's news; returns the event that follows from its judgement of all nodes
+        self.judge: Callable[[protocol.GangNews], list[Event]] = lambda news: []
+        self._launch = launch
+        self._checkpoints = f"{checkpoints}/{launch.run_id}/{launch.fence}" if checkpoints else ""
+        self._tell = tell
+        self._port: socket.socket | None = None
+        self._chosen: Chosen | None = None
+        self._news = protocol.CrewNews()
+        self._meeting: Rendezvous | None = None
+        if len(launch.crews) > 1:
+            self._meeting = Rendezvous(launch.nonce, launch.crew, len(launch.crews), selector, clock)
+
+    @property
+    def news(self) -> protocol.CrewNews | None:
+        """Return the news for the others; None without others."""
+        return None if self._meeting is None else self._news
+
+    @property
+    def are_awaited(self) -> bool:
+        """Return whether this crew could begin, and has not met the others yet."""
+        return self._news.offer is not None and self._chosen is None
+
+    def met(self) -> bool:
+        """Return whether all crews have met (at once on one node); the first call begins the rendezvous.
+
+        Raises NoPort when no port can be reserved, or listened on.
+        """
+        if self._meeting is None:
+            return True
+        if self._news.offer is None:
+            port = self._reserved() if self._launch.crew == 0 else 0
+            saved: tuple[int, ...] = ()  # visible checkpoints: ranks of all nodes go on from the same
+            with contextlib.suppress(OSError):
+                saved = tuple(saved_before(self._checkpoints))[:SAVED_MAX] if self._checkpoints else ()
+            try:
+                offer = self._meeting.offer(port)
+                self._say(offer=msgspec.structs.replace(offer, saved=saved))
+            except OSError as error:
+                raise NoPort(
+                    f"there is no port on which the run's other nodes could reach this one: {error}"
+                ) from error
+        return self._chosen is not None
+
+    def network(self) -> Network:
+        """Return how ranks reach each other, once all have met; raises NoPort."""
+        if self._chosen is None:
+            return Network(master=("127.0.0.1", self._reserved()))
+        crew = self._launch.crew
+        return Network(self._chosen.master, self._chosen.addresses[crew], variables(self._chosen, crew))
+
+    def hear(self, heard: protocol.GangNews) -> list[Event]:
+        """Take what the server says; return what follows for this crew."""
+        if self._meeting is None:
+            return []
+        judged = self.judge(heard)  # before what failed: it may be the same, and has more to say
+        if heard.peer_failed:
+            return [*judged, PeerFailed(heard.peer_failed[:_DETAIL_CHARACTERS_MAX])]
+        if heard.offers and self._news.offer is not None and self._news.halt is None:
+            self._meeting.try_all(heard.offers)
+        chosen, crews = heard.chosen, len(self._launch.crews)
+        if chosen is not None and self.are_awaited and len(chosen.interfaces) == len(chosen.addresses) == crews:
+            self._chosen = chosen
+            self._meeting.close()
+        return [*judged, Released()] if heard.release else judged
+
+    def tell(self, **changes: object) -> None:
+        """Say something of this crew that others are to be asked about, too: fields of `CrewNews`."""
+        if self._meeting is not None:
+            self._say(**changes)
+
+    def watch(self, attempt: Attempt) -> None:
+        """Report changes of this crew."""
+        if self._meeting is None:
+            return
+        halt = self._news.halt
+        if attempt.state is State.STOPPING and halt is None and attempt.reason is not Reason.COMPLETED:
+            self._meeting.close()
+            halt = _halt(attempt)
+        returned = self._news.returned or attempt.phase is Phase.RETURNED
+        self._say(halt=halt, returned=returned)
+
+    @property
+    def wake_ns(self) -> int | None:
+        """Return when `tend` has something to do, or None."""
+        return None if self._meeting is None else self._meeting.wake_ns
+
+    def tend(self) -> None:
+        """Do what is due."""
+        if self._meeting is not None:
+            self._meeting.tend()
+            self._say(reach=self._meeting.reach)
+
+    def close(self) -> None:
+        """Listen no more, and give the rendezvous port up."""
+        if self._meeting is not None:
+            self._meeting.close()
+        if self._port is not None:
+            self._port.close()
+
+    def _reserved(self) -> int:
+        if self._port is None:
+            self._port = reserve_port()
+        number: int = self._port.getsockname()[1]
+        return number
+
+    def _say(self, **changes: object) -> None:
+        news = msgspec.structs.replace(self._news, **changes)
+        if news != self._news:
+            self._news = news
+            self._tell(news)
+
+
+def _halt(attempt: Attempt) -> Halt:
+    """Return why a crew stops before its end, as far as that is known when it does."""
+    assert attempt.reason is not None
+    cause = attempt.cause
+    if cause is None:
+        return Halt(reason=attempt.reason)
+    detail = cause.detail[:_DETAIL_CHARACTERS_MAX]
+    return Halt(reason=attempt.reason, rank=cause.rank, peer_lost=cause.peer_lost, detail=detail)
+
+
+class Rendezvous:
+    """One crew's part of a rendezvous."""
+
+    def __init__(self, nonce: str, crew: int, crews: int, selector: selectors.BaseSelector, clock: Clock) -> None:
+        self.reach: CrewReach | None = None  # what it reached of the others, once known
+        self._nonce = nonce
+        self._crew = crew
+        self._crews = crews
+        self._selector = selector
+        self._clock = clock
+        self._listeners: list[socket.socket] = []
+        self._guests: list[_Guest] = []
+        self._calls: list[_Call] = []
+        self._waiting: list[_Call] = []  # to be begun
+        self._offers: dict[int, Offer] = {}
+        self._enough_ns: int | None = None  # from then on what is missing is not waited for
+        self._look_ns = 0  # when it is next worth a look whether that is so
+
+    def offer(self, rendezvous_port: int = 0) -> Offer:
+        """Listen, and return where the others can try this crew; raises OSError without a port.
+
+        `rendezvous_port` is held for rank 0, on its node.
+        """
+        listeners = [listener()]
+        self._listeners = listeners
+        if rendezvous_port:
+            listeners.append(listener(rendezvous_port))  # beside who holds it, until the gang has met
+        others = [other for other in range(self._crews) if other != self._crew]
+        self._answers = {
+            word(self._nonce, frm=other, to=self._crew): word(self._nonce, frm=self._crew, to=other) for other in others
+        }
+        for one in listeners:
+            one.setblocking(False)
+            self._selector.register(one, selectors.EVENT_READ, functools.partial(self._accept, one))
+        return Offer(
+            crew=self._crew,
+            port=listeners[0].getsockname()[1],
+            rendezvous_port=rendezvous_port,
+            addresses=own_addresses(),
+        )
+
+    def try_all(self, offers: Sequence[Offer]) -> None:
+        """Try every address of the others, unless that was done; what is no list of all crews is left alone."""
+        if self._offers or [offer.crew for offer in offers] != list(range(self._crews)):
+            return
+        self._offers = {offer.crew: offer for offer in offers if offer.crew != self._crew}
+        places = [
+            (place, _Call(offer.crew, address, port))
+            for offer in self._offers.values()
+            for place, address in enumerate(offer.addresses[:ADDRESSES_MAX])
+            for port in (offer.port, offer.rendezvous_port)
+            if port
+        ]
+        self._waiting = [call for _, call in sorted(places, key=lambda one: one[0])]  # each crew's best one first
+        self.tend()
+
+    @property
+    def wake_ns(self) -> int | None:
+        """Return when `tend` has something to do, or None while that is for others to say."""
+        limits = [call.until_ns for call in self._calls if call.tried is None]
+        limits += [guest.wire.until_ns for guest in self._guests]
+        if self._offers and self.reach is None:
+            limits.append(self._look_ns if self._enough_ns is None else self._enough_ns)
+        return min(limits, default=None)
+
+    def tend(self) -> None:
+        """Begin, give up and count what is due."""
+        now_ns = self._clock.boottime_ns()
+        for guest in self._guests:
+            if now_ns >= guest.wire.until_ns:
+                guest.wire.close()
+        self._guests = [guest for guest in self._guests if guest.wire.is_open]
+        if self.reach is not None or not self._offers:
+            return
+        for call in self._calls:
+            if call.tried is None and now_ns >= call.until_ns:
+                call.expire(PROBE_S)
+        self._begin_calls()
+        self._look_for_enough(now_ns)
+        if not self._waiting and all(call.tried is not None for call in self._calls):
+            self.reach = CrewReach(crew=self._crew, tried=tuple(tried for _, tried in self._outcomes()))
+
+    def close(self) -> None:
+        """Listen no more, and hang up on all."""
+        for one in self._listeners:
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(one)
+            one.close()
+        for guest in self._guests:
+            guest.wire.close()
+        for call in self._calls:
+            call.end("the meeting was over")
+        self._listeners, self._guests, self._calls, self._waiting = [], [], [], []
+
+    def _begin_calls(self) -> None:
+        free = CALLS_MAX - sum(call.tried is None for call in self._calls)
+        now, self._waiting = self._waiting[: max(0, free)], self._waiting[max(0, free) :]
+        for call in now:
+            self._calls.append(call)
+            words = (
+                word(self._nonce, frm=self._crew, to=call.crew),
+                word(self._nonce, frm=call.crew, to=self._crew),
+            )
+            call.begin(words, self._selector, self._clock)
+
+    def _outcomes(self) -> list[tuple[Address, Tried]]:
+        """Return the outcome of each address whose ports have all been tried."""
+        calls: dict[tuple[int, Address], list[_Call]] = {}
+        for call in (*self._calls, *self._waiting):
+            calls.setdefault((call.crew, call.address), []).append(call)
+        found: list[tuple[Address, Tried]] = []
+        for (_, address), ports in calls.items():
+            tried = [call.tried for call in ports if call.tried is not None]
+            if len(tried) == len(ports):
+                # One that was not reached, or the slowest.
+                found.append((address, max(tried, key=lambda one: (one.microseconds is None, one.microseconds or 0))))
+        return found
+
+    def _look_for_enough(self, now_ns: int) -> None:
+        """Wait no longer for dead addresses when every crew was reached at one that other machines have, too."""
+        if self._enough_ns is None and now_ns >= self._look_ns:
+            self._look_ns = now_ns + _LOOK_NS
+            times: dict[int, int] = {}
+            for address, tried in self._outcomes():
+                took_us = tried.microseconds
+                if took_us is not None and not is_loopback(address):
+                    times[tried.crew] = min(took_us, times.get(tried.crew, took_us))
+            if len(times) == len(self._offers):
+                self._enough_ns = now_ns + max(round(SETTLE_S * 1e9), 4_000 * max(times.values()))
+        elif self._enough_ns is not None and now_ns >= self._enough_ns:
+            for call in [*self._calls, *self._waiting]:
+                if call.began_ns:
+                    call.expire((now_ns - call.began_ns) / 1e9)
+                else:
+                    call.end("not tried, for another one had answered")
+            self._calls += self._waiting
+            self._waiting = []
+
+    def _accept(self, listening: socket.socket) -> None:
+        for _ in range(_ACCEPTED_AT_ONCE if listening in self._listeners else 0):
+            if not self._has_room():
+                return  # those of ours that are here are soon through, and the others wait in the kernel's queue
+            try:
+                sock, _ = listening.accept()
+            except BlockingIOError:
+                return
+            except OSError:  # gone already; or no descriptors: a pending connection would wake it at once
+                select.select([], [], [], _BREATH_S)
+                return
+            until_ns = self._clock.boottime_ns() + round(PROBE_S * 1e9)
+            self._guests.append(_Guest(_Wire(sock, self._selector, until_ns), self._answers))
+
+    def _has_room(self) -> bool:
+        """Return whether one more may come; for that the oldest goes that has not said who it is."""
+        if len(self._guests) >= GUESTS_MAX:
+            self._guests = [guest for guest in self._guests if guest.wire.is_open]
+        if len(self._guests) < GUESTS_MAX:
+            return True
+        stranger = next((guest for guest in self._guests if not guest.is_known), None)
+        if stranger is not None:
+            stranger.wire.close()
+            self._guests.remove(stranger)
+        return stranger is not None
+
+
+def listener(port: int = 0) -> socket.socket:
+    """Return a socket that listens on every address, on this port or (0) the kernel's choice; OSError."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
+    return socket.create_server(("", port), backlog=_BACKLOG)
 
 
 class _Wire:
@@ -251,311 +569,3 @@ class _Call:
         if len(wire.got) > FILL_BYTES:
             return "somebody else answers there"
         return "" if self.answered_ns is not None and wire.has_said and len(wire.got) == FILL_BYTES else None
-
-
-class Rendezvous:
-    """One crew's part of a rendezvous."""
-
-    def __init__(self, nonce: str, crew: int, crews: int, selector: selectors.BaseSelector, clock: Clock) -> None:
-        self.reach: CrewReach | None = None  # what it reached of the others, once known
-        self._nonce = nonce
-        self._crew = crew
-        self._crews = crews
-        self._selector = selector
-        self._clock = clock
-        self._listeners: list[socket.socket] = []
-        self._guests: list[_Guest] = []
-        self._calls: list[_Call] = []
-        self._waiting: list[_Call] = []  # to be begun
-        self._offers: dict[int, Offer] = {}
-        self._enough_ns: int | None = None  # from then on what is missing is not waited for
-        self._look_ns = 0  # when it is next worth a look whether that is so
-
-    def offer(self, rendezvous_port: int = 0) -> Offer:
-        """Listen, and return where the others can try this crew; raises OSError without a port.
-
-        `rendezvous_port` is held for rank 0, on its node.
-        """
-        listeners = [listener()]
-        self._listeners = listeners
-        if rendezvous_port:
-            listeners.append(listener(rendezvous_port))  # beside who holds it, until the gang has met
-        others = [other for other in range(self._crews) if other != self._crew]
-        self._answers = {
-            word(self._nonce, frm=other, to=self._crew): word(self._nonce, frm=self._crew, to=other) for other in others
-        }
-        for one in listeners:
-            one.setblocking(False)
-            self._selector.register(one, selectors.EVENT_READ, functools.partial(self._accept, one))
-        return Offer(
-            crew=self._crew,
-            port=listeners[0].getsockname()[1],
-            rendezvous_port=rendezvous_port,
-            addresses=own_addresses(),
-        )
-
-    def try_all(self, offers: Sequence[Offer]) -> None:
-        """Try every address of the others, unless that was done; what is no list of all crews is left alone."""
-        if self._offers or [offer.crew for offer in offers] != list(range(self._crews)):
-            return
-        self._offers = {offer.crew: offer for offer in offers if offer.crew != self._crew}
-        places = [
-            (place, _Call(offer.crew, address, port))
-            for offer in self._offers.values()
-            for place, address in enumerate(offer.addresses[:ADDRESSES_MAX])
-            for port in (offer.port, offer.rendezvous_port)
-            if port
-        ]
-        self._waiting = [call for _, call in sorted(places, key=lambda one: one[0])]  # each crew's best one first
-        self.tend()
-
-    @property
-    def wake_ns(self) -> int | None:
-        """Return when `tend` has something to do, or None while that is for others to say."""
-        limits = [call.until_ns for call in self._calls if call.tried is None]
-        limits += [guest.wire.until_ns for guest in self._guests]
-        if self._offers and self.reach is None:
-            limits.append(self._look_ns if self._enough_ns is None else self._enough_ns)
-        return min(limits, default=None)
-
-    def tend(self) -> None:
-        """Begin, give up and count what is due."""
-        now_ns = self._clock.boottime_ns()
-        for guest in self._guests:
-            if now_ns >= guest.wire.until_ns:
-                guest.wire.close()
-        self._guests = [guest for guest in self._guests if guest.wire.is_open]
-        if self.reach is not None or not self._offers:
-            return
-        for call in self._calls:
-            if call.tried is None and now_ns >= call.until_ns:
-                call.expire(PROBE_S)
-        self._begin_calls()
-        self._look_for_enough(now_ns)
-        if not self._waiting and all(call.tried is not None for call in self._calls):
-            self.reach = CrewReach(crew=self._crew, tried=tuple(tried for _, tried in self._outcomes()))
-
-    def close(self) -> None:
-        """Listen no more, and hang up on all."""
-        for one in self._listeners:
-            with contextlib.suppress(KeyError, ValueError):
-                self._selector.unregister(one)
-            one.close()
-        for guest in self._guests:
-            guest.wire.close()
-        for call in self._calls:
-            call.end("the meeting was over")
-        self._listeners, self._guests, self._calls, self._waiting = [], [], [], []
-
-    def _begin_calls(self) -> None:
-        free = CALLS_MAX - sum(call.tried is None for call in self._calls)
-        now, self._waiting = self._waiting[: max(0, free)], self._waiting[max(0, free) :]
-        for call in now:
-            self._calls.append(call)
-            words = (
-                word(self._nonce, frm=self._crew, to=call.crew),
-                word(self._nonce, frm=call.crew, to=self._crew),
-            )
-            call.begin(words, self._selector, self._clock)
-
-    def _outcomes(self) -> list[tuple[Address, Tried]]:
-        """Return the outcome of each address whose ports have all been tried."""
-        calls: dict[tuple[int, Address], list[_Call]] = {}
-        for call in (*self._calls, *self._waiting):
-            calls.setdefault((call.crew, call.address), []).append(call)
-        found: list[tuple[Address, Tried]] = []
-        for (_, address), ports in calls.items():
-            tried = [call.tried for call in ports if call.tried is not None]
-            if len(tried) == len(ports):
-                # One that was not reached, or the slowest.
-                found.append((address, max(tried, key=lambda one: (one.microseconds is None, one.microseconds or 0))))
-        return found
-
-    def _look_for_enough(self, now_ns: int) -> None:
-        """Wait no longer for dead addresses when every crew was reached at one that other machines have, too."""
-        if self._enough_ns is None and now_ns >= self._look_ns:
-            self._look_ns = now_ns + _LOOK_NS
-            times: dict[int, int] = {}
-            for address, tried in self._outcomes():
-                took_us = tried.microseconds
-                if took_us is not None and not is_loopback(address):
-                    times[tried.crew] = min(took_us, times.get(tried.crew, took_us))
-            if len(times) == len(self._offers):
-                self._enough_ns = now_ns + max(round(SETTLE_S * 1e9), 4_000 * max(times.values()))
-        elif self._enough_ns is not None and now_ns >= self._enough_ns:
-            for call in [*self._calls, *self._waiting]:
-                if call.began_ns:
-                    call.expire((now_ns - call.began_ns) / 1e9)
-                else:
-                    call.end("not tried, for another one had answered")
-            self._calls += self._waiting
-            self._waiting = []
-
-    def _accept(self, listening: socket.socket) -> None:
-        for _ in range(_ACCEPTED_AT_ONCE if listening in self._listeners else 0):
-            if not self._has_room():
-                return  # those of ours that are here are soon through, and the others wait in the kernel's queue
-            try:
-                sock, _ = listening.accept()
-            except BlockingIOError:
-                return
-            except OSError:  # gone already; or no descriptors: a pending connection would wake it at once
-                select.select([], [], [], _BREATH_S)
-                return
-            until_ns = self._clock.boottime_ns() + round(PROBE_S * 1e9)
-            self._guests.append(_Guest(_Wire(sock, self._selector, until_ns), self._answers))
-
-    def _has_room(self) -> bool:
-        """Return whether one more may come; for that the oldest goes that has not said who it is."""
-        if len(self._guests) >= GUESTS_MAX:
-            self._guests = [guest for guest in self._guests if guest.wire.is_open]
-        if len(self._guests) < GUESTS_MAX:
-            return True
-        stranger = next((guest for guest in self._guests if not guest.is_known), None)
-        if stranger is not None:
-            stranger.wire.close()
-            self._guests.remove(stranger)
-        return stranger is not None
-
-
-def listener(port: int = 0) -> socket.socket:
-    """Return a socket that listens on every address, on this port or (0) the kernel's choice; OSError."""
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
-    return socket.create_server(("", port), backlog=_BACKLOG)
-
-
-_DETAIL_CHARACTERS_MAX = 1_000
-
-
-class Peers:
-    """One crew's dealings with the others."""
-
-    def __init__(
-        self,
-        launch: protocol.Launch,
-        checkpoints: str,
-        clock: Clock,
-        selector: selectors.BaseSelector,
-        tell: Callable[[protocol.Message], None],
-    ) -> None:
-        # called with the server's news; returns the event that follows from its judgement of all nodes
-        self.judge: Callable[[protocol.GangNews], list[Event]] = lambda news: []
-        self._launch = launch
-        self._checkpoints = f"{checkpoints}/{launch.run_id}/{launch.fence}" if checkpoints else ""
-        self._tell = tell
-        self._port: socket.socket | None = None
-        self._chosen: Chosen | None = None
-        self._news = protocol.CrewNews()
-        self._meeting: Rendezvous | None = None
-        if len(launch.crews) > 1:
-            self._meeting = Rendezvous(launch.nonce, launch.crew, len(launch.crews), selector, clock)
-
-    @property
-    def news(self) -> protocol.CrewNews | None:
-        """Return the news for the others; None without others."""
-        return None if self._meeting is None else self._news
-
-    @property
-    def are_awaited(self) -> bool:
-        """Return whether this crew could begin, and has not met the others yet."""
-        return self._news.offer is not None and self._chosen is None
-
-    def met(self) -> bool:
-        """Return whether all crews have met (at once on one node); the first call begins the rendezvous.
-
-        Raises NoPort when no port can be reserved, or listened on.
-        """
-        if self._meeting is None:
-            return True
-        if self._news.offer is None:
-            port = self._reserved() if self._launch.crew == 0 else 0
-            saved: tuple[int, ...] = ()  # visible checkpoints: ranks of all nodes go on from the same
-            with contextlib.suppress(OSError):
-                saved = tuple(saved_before(self._checkpoints))[:SAVED_MAX] if self._checkpoints else ()
-            try:
-                offer = self._meeting.offer(port)
-                self._say(offer=msgspec.structs.replace(offer, saved=saved))
-            except OSError as error:
-                raise NoPort(
-                    f"there is no port on which the run's other nodes could reach this one: {error}"
-                ) from error
-        return self._chosen is not None
-
-    def network(self) -> Network:
-        """Return how ranks reach each other, once all have met; raises NoPort."""
-        if self._chosen is None:
-            return Network(master=("127.0.0.1", self._reserved()))
-        crew = self._launch.crew
-        return Network(self._chosen.master, self._chosen.addresses[crew], variables(self._chosen, crew))
-
-    def hear(self, heard: protocol.GangNews) -> list[Event]:
-        """Take what the server says; return what follows for this crew."""
-        if self._meeting is None:
-            return []
-        judged = self.judge(heard)  # before what failed: it may be the same, and has more to say
-        if heard.peer_failed:
-            return [*judged, PeerFailed(heard.peer_failed[:_DETAIL_CHARACTERS_MAX])]
-        if heard.offers and self._news.offer is not None and self._news.halt is None:
-            self._meeting.try_all(heard.offers)
-        chosen, crews = heard.chosen, len(self._launch.crews)
-        if chosen is not None and self.are_awaited and len(chosen.interfaces) == len(chosen.addresses) == crews:
-            self._chosen = chosen
-            self._meeting.close()
-        return [*judged, Released()] if heard.release else judged
-
-    def tell(self, **changes: object) -> None:
-        """Say something of this crew that others are to be asked about, too: fields of `CrewNews`."""
-        if self._meeting is not None:
-            self._say(**changes)
-
-    def watch(self, attempt: Attempt) -> None:
-        """Report changes of this crew."""
-        if self._meeting is None:
-            return
-        halt = self._news.halt
-        if attempt.state is State.STOPPING and halt is None and attempt.reason is not Reason.COMPLETED:
-            self._meeting.close()
-            halt = _halt(attempt)
-        returned = self._news.returned or attempt.phase is Phase.RETURNED
-        self._say(halt=halt, returned=returned)
-
-    @property
-    def wake_ns(self) -> int | None:
-        """Return when `tend` has something to do, or None."""
-        return None if self._meeting is None else self._meeting.wake_ns
-
-    def tend(self) -> None:
-        """Do what is due."""
-        if self._meeting is not None:
-            self._meeting.tend()
-            self._say(reach=self._meeting.reach)
-
-    def close(self) -> None:
-        """Listen no more, and give the rendezvous port up."""
-        if self._meeting is not None:
-            self._meeting.close()
-        if self._port is not None:
-            self._port.close()
-
-    def _reserved(self) -> int:
-        if self._port is None:
-            self._port = reserve_port()
-        number: int = self._port.getsockname()[1]
-        return number
-
-    def _say(self, **changes: object) -> None:
-        news = msgspec.structs.replace(self._news, **changes)
-        if news != self._news:
-            self._news = news
-            self._tell(news)
-
-
-def _halt(attempt: Attempt) -> Halt:
-    """Return why a crew stops before its end, as far as that is known when it does."""
-    assert attempt.reason is not None
-    cause = attempt.cause
-    if cause is None:
-        return Halt(reason=attempt.reason)
-    detail = cause.detail[:_DETAIL_CHARACTERS_MAX]
-    return Halt(reason=attempt.reason, rank=cause.rank, peer_lost=cause.peer_lost, detail=detail)

@@ -21,7 +21,7 @@ Failure cases:
 - the attempt comes a second time: one supervisor has the lock, and what has ended does not begin again;
 - a process that the kernel cannot end (D state): the attempt ends without it after a minute (`ProcessDrain`); the code
   that gives back its devices looks at what is left;
-- the attempt has ranks on other nodes: `peers.py`.
+- the attempt has ranks on other nodes: `rendezvous.py`.
 """
 
 from __future__ import annotations

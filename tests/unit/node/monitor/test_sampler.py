@@ -299,7 +299,7 @@ def test_cpu_slots_are_what_their_ranks_use(monkeypatch: pytest.MonkeyPatch, tmp
     look = machine.sample(wanted({"a:1": (slots, {0: 1, 1: 2})}), 1)
     assert look.gpus == {"CPU-0": GpuSample(100.0, 10), "CPU-1": GpuSample(30.0, 20)}
     assert look.ranks["a:1"][0] == RankSample(0, 250.0, 10)
-    # One process for a node has all of its gpu_sampler.
+    # One process for a node has all of its devices.
     looks.pop(("a:1", 1))
     look = machine.sample(wanted({"a:1": (slots, {0: 1})}), 1)
     assert look.gpus == dict.fromkeys(("CPU-0", "CPU-1"), GpuSample(100.0, 5))

@@ -1,16 +1,16 @@
-"""The node task: one process per node of a Ray cluster; on node 0 it runs the function as driver.
+"""The node task, one process per node of a Ray cluster, and on node 0 its driver, which runs the function.
 
     supervisor ── "go" with "ray" ─▶ stem ─▶ rank process: the node task (one thread)
                                                ├─ init       of the family's pid namespace (`pid_namespace.py`)
-                                               ├─ driver     imports Ray meanwhile, waits (`driver.py`)
+                                               ├─ driver     a fork that imports Ray meanwhile and waits (`Driver`)
                                                ├─ ray start  --block --head … (`ray_start.py`)
                                                └─ monitor   Ray's metrics into a file (`metrics.py`)
-    ready ─▶ driver: function(*args) ─▶ events, passed on ─▶ supervisor
+    ready ─▶ driver ◀─ {"env": {…}}; function(*args) ─▶ exec enter returned failed, passed on ─▶ supervisor
     driver ends ─▶ family ends ─▶ ends as the driver did; the supervisor keeps Ray's logs and removes the directory
 
 On the other nodes of a cluster there is no driver (`cluster.py`). It speaks to the supervisor as any rank does. SIGTERM
 goes to the driver, and so do the signals by which a rank is asked where it is; the memfd for the answer is the same
-file in both.
+file in both. The driver's events go through the node task because only that one knows whether Ray died first.
 
 Failure cases:
 - Ray does not come up, or not on all nodes, before the driver has begun: the failure is `start_failed`: nothing of the
@@ -18,7 +18,9 @@ Failure cases:
 - one of its processes without which it is no cluster ends, or another node is lost: the failure is `engine_head_lost`
   and names node and process. What the driver raises then is a consequence of it, told as a note. A driver that hangs is
   given `_CONSEQUENCE_S` and ended;
-- the driver fails, or ends without a word: told as for any rank, after a look whether Ray is gone;
+- the driver cannot import Ray: the function's own import says so;
+- the driver fails, or ends without a word (even before its start): told as for any rank, after a look whether Ray is
+  gone;
 - Ray ends after the driver has returned: nothing, the result is there; the driver is given `_FAREWELL_S` to end;
 - there is no room for the token, or no process can be had: the failure says so, as where Ray does not come up;
 - this process dies: init, driver and Ray follow (PR_SET_PDEATHSIG).
@@ -52,6 +54,10 @@ _SUSPICION_S = 0.5  # for a death of Ray's to show that the driver may have noti
 _STRANGER_S = 0.1
 _FAREWELL_S = 10.0  # for a driver whose outcome is known: without Ray it may try to say goodbye for a minute
 _GATHER_S = 300.0  # for the other nodes to join once Ray's head is up
+_KILLED_S = 1.0  # for a killed driver to end; one in the middle of a device call may take longer, and is left
+# Ray connects by itself at the first task, actor or object, but not when it is asked for what a cluster has. A function
+# of `ray_launch` needs no `ray.init()`, whatever it does first.
+_ASKED_FIRST = ("available_resources", "cluster_resources", "nodes", "timeline")
 
 
 class RayTaskWork(NamedTuple):
@@ -324,15 +330,8 @@ def _record(text: str, consequence: protocol.Message | None, kind: str) -> proto
     return record
 
 
-# Ray connects by itself at the first task, actor or object, but not when it is asked for what a cluster has. A function
-# of `ray_launch` needs no `ray.init()`, whatever it does first.
-_ASKED_FIRST = ("available_resources", "cluster_resources", "nodes", "timeline")
-
-_KILLED_S = 1.0  # a process in the middle of a device call may take longer, and is left
-
-
 class Driver:
-    """The process the function runs in.
+    """The process the function runs in, on node 0.
 
     `variables` is its environment while it imports Ray, which reads some of it then. `drive` runs the function with a
     way to report, and returns the exit code.
