@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import select
 from collections.abc import Iterable, Iterator
-from typing import Literal, cast, overload
+from typing import Literal, TypeVar, cast, overload
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.client.caller_context import interruptible
 from serverless_gpu.client.display.run_display import TerminalDisplay
-from serverless_gpu.client.runs.futures import _LOOK_S, R
 from serverless_gpu.client.runs.run import Run
 from serverless_gpu.errors import InvalidOption
 from serverless_gpu.model.spec import patience
+
+R = TypeVar("R")
+_LOOK_S = 1.0  # another thread may be waiting for one of the runs, and have read what its end says
 
 
 class RunList(list[Run[R]]):
