@@ -17,8 +17,8 @@ from serverless_gpu.ambient import format_soon
 from serverless_gpu.errors import ArgumentMismatch, InvalidValue, NotAuthenticated
 from serverless_gpu.model.cost import CostEstimate
 from serverless_gpu.model.spec import Function
-from serverless_gpu.wire.estimates import EstimateRequest, EstimateView
 from serverless_gpu.wire.queue import HolderView, WaitView
+from serverless_gpu.wire.runs import EstimateRequest, EstimateView
 from tests.support.golden import golden
 from tests.support.remote.commands import sgpu
 from tests.support.remote.fake_server import FakeServer

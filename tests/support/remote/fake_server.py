@@ -34,10 +34,10 @@ from serverless_gpu.node.base.protocol import Stopped
 from serverless_gpu.wire.access import PrincipalView
 from serverless_gpu.wire.base import API, Problem
 from serverless_gpu.wire.blobs import DigestList
-from serverless_gpu.wire.estimates import EstimateView
 from serverless_gpu.wire.runs import (
     AcceptedMessage,
     EndedMessage,
+    EstimateView,
     FileView,
     GapMessage,
     LogMessage,

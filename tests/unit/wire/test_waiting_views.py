@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from serverless_gpu.model.scheduling.values import DeviceHolder, GangPart, StartEstimate, Wait, WaitReason
-from serverless_gpu.wire.estimates import EstimateView, estimate_of, estimate_view
 from serverless_gpu.wire.queue import HOLDERS_MAX, HolderView, WaitView, wait_of, wait_view
+from serverless_gpu.wire.runs import EstimateView, estimate_of, estimate_view
 
 VALUES: dict[str, Any] = {
     "reason": WaitReason.RESERVED,

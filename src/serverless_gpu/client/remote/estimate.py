@@ -17,7 +17,7 @@ from serverless_gpu.client.remote.server import RemoteServer, server_of
 from serverless_gpu.client.remote.submission import choose_pool, environment_of, target
 from serverless_gpu.errors import InvalidValue, NotFound, ServerUnavailable
 from serverless_gpu.model.spec import Command, Function, RunSpec
-from serverless_gpu.wire.estimates import EstimateRequest, estimate_of
+from serverless_gpu.wire.runs import EstimateRequest, estimate_of
 
 
 def estimate(spec: RunSpec) -> Estimate:

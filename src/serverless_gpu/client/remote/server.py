@@ -29,9 +29,17 @@ from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.wire.access import PrincipalView
 from serverless_gpu.wire.blobs import DigestList
 from serverless_gpu.wire.connection import Connection
-from serverless_gpu.wire.estimates import EstimateRequest, EstimateView
 from serverless_gpu.wire.nodes import PoolList, PoolView
-from serverless_gpu.wire.runs import AttemptList, AttemptView, CostView, RunRequest, RunView, StopRequest
+from serverless_gpu.wire.runs import (
+    AttemptList,
+    AttemptView,
+    CostView,
+    EstimateRequest,
+    EstimateView,
+    RunRequest,
+    RunView,
+    StopRequest,
+)
 from serverless_gpu.wire.server_status import Version
 
 T = TypeVar("T")

@@ -34,7 +34,7 @@ from serverless_gpu.server.runs import submission
 from serverless_gpu.server.scheduling import queue_snapshot
 from serverless_gpu.server.scheduling.queue_snapshot import Past, queued_run
 from serverless_gpu.server.scheduling.wait_reasons import WaitReasons
-from serverless_gpu.wire.estimates import EstimateRequest, EstimateView, estimate_view
+from serverless_gpu.wire.runs import EstimateRequest, EstimateView, estimate_view
 
 
 class EstimateService:

@@ -24,8 +24,7 @@ from serverless_gpu.server.lifecycle.metering import Now
 from serverless_gpu.server.records import crews, facts, prices, runs
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import AgentHello
-from serverless_gpu.wire.estimates import EstimateRequest
-from serverless_gpu.wire.runs import CostView, RunPage
+from serverless_gpu.wire.runs import CostView, EstimateRequest, RunPage
 from tests.support.golden import golden
 from tests.support.server.charged import charge_all
 from tests.support.server.charging import begun, end, fact, used, write_facts

@@ -42,9 +42,8 @@ from serverless_gpu.wire.access import (
     SecretView,
     TokenMade,
 )
-from serverless_gpu.wire.estimates import EstimateRequest
 from serverless_gpu.wire.nodes import PoolRequest, PoolView
-from serverless_gpu.wire.runs import Target
+from serverless_gpu.wire.runs import EstimateRequest, Target
 from tests.support.golden import golden
 from tests.support.server.agents import NODE, find, hello
 from tests.support.server.late import before_next_write

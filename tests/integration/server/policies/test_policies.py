@@ -31,8 +31,8 @@ from serverless_gpu.server.records.runs import StoredRun
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.access import PrincipalRequest
 from serverless_gpu.wire.agents import Start
-from serverless_gpu.wire.estimates import EstimateRequest
 from serverless_gpu.wire.nodes import PoolRequest
+from serverless_gpu.wire.runs import EstimateRequest
 from tests.support.environment.environments_in_stores import PYTHON
 from tests.support.golden import golden
 from tests.support.server.agents import NODE, hello

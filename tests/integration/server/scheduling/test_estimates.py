@@ -17,8 +17,7 @@ from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.scheduling.wait_reasons import WaitReasons
 from serverless_gpu.testing import FakeClock
-from serverless_gpu.wire.estimates import EstimateRequest, EstimateView
-from serverless_gpu.wire.runs import Target
+from serverless_gpu.wire.runs import EstimateRequest, EstimateView, Target
 from serverless_gpu.wire.server_status import DrainRequest
 from tests.support.golden import golden
 from tests.support.server.made import made_services, recomposed

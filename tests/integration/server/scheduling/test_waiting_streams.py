@@ -8,9 +8,17 @@ import pytest
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.spec import Resources
 from serverless_gpu.wire.connection import Connection
-from serverless_gpu.wire.estimates import EstimateRequest, EstimateView
 from serverless_gpu.wire.queue import WaitView
-from serverless_gpu.wire.runs import RunPage, RunRequest, RunView, StateMessage, StopRequest, StreamMessage
+from serverless_gpu.wire.runs import (
+    EstimateRequest,
+    EstimateView,
+    RunPage,
+    RunRequest,
+    RunView,
+    StateMessage,
+    StopRequest,
+    StreamMessage,
+)
 from tests.support.server.played import Played
 from tests.support.server.runs_api import Reader, request
 from tests.support.server.served import Served
