@@ -13,7 +13,7 @@ from benchmarks.environment_neighbours import new_directory
 from benchmarks.environment_sets import now_ns
 from serverless_gpu.environment.capture.snapshot_capture import CaptureResult, scan_and_capture
 from serverless_gpu.environment.compression import LEVEL_LOCAL
-from serverless_gpu.environment.progress import ignore_progress
+from serverless_gpu.environment.documents import ignore_progress
 from serverless_gpu.environment.restore.cache.unit_cache import UnitCache
 from serverless_gpu.environment.restore.restore import RestoreMethod, restore
 from serverless_gpu.environment.scan.description import Description, read_description

@@ -20,7 +20,7 @@ Readers of a store go through `stores/blobs.py`, which checks each document (`un
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 import msgspec
@@ -285,3 +285,26 @@ def _listed(labels: Iterable[str]) -> str:
     there = sorted(labels)
     rest = f" and {len(there) - _TOLD_MAX} others" if len(there) > _TOLD_MAX else ""
     return ", ".join(there[:_TOLD_MAX]) + rest
+
+
+Phase = Literal["scan", "capture", "fetch", "restore", "compile", "collect"]
+
+
+class ProgressPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """A point on the way."""
+
+    phase: Phase
+    bytes_done: int = 0  # content bytes dealt with so far
+    bytes_total: int = 0  # of how many; 0 while not known
+    files_done: int = 0
+    files_total: int = 0  # of how many; 0 while not known
+    moved_bytes: int = 0  # bytes that really went to or came from the store, compressed
+    name: str = ""  # what is being dealt with, for example ``torch 2.13.0``, or ""
+    waits_for: str = ""  # what another process brings, and is waited for, or ""
+
+
+Report = Callable[[ProgressPoint], None]
+
+
+def ignore_progress(progress: ProgressPoint) -> None:
+    """Take a report and ignore it."""

@@ -41,8 +41,7 @@ import msgspec
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.environment.capture.snapshot_capture import CaptureResult, capture, capture_remarks
 from serverless_gpu.environment.compression import LEVEL_LOCAL, LEVEL_REMOTE
-from serverless_gpu.environment.documents import Snapshot
-from serverless_gpu.environment.progress import ProgressPoint
+from serverless_gpu.environment.documents import ProgressPoint, Snapshot
 from serverless_gpu.environment.scan.changes import differences
 from serverless_gpu.environment.scan.description import Description, read_description
 from serverless_gpu.environment.scan.index import ENTRIES_MAX

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from serverless_gpu.environment.progress import ProgressPoint
+from serverless_gpu.environment.documents import ProgressPoint
 
 _STORE_PREFIXES = ("AWS_", "GOOGLE_", "AZURE_", "SSL_CERT_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serverless_gpu.environment.progress import ignore_progress
+from serverless_gpu.environment.documents import ignore_progress
 from serverless_gpu.environment.scan import watcher
 from serverless_gpu.environment.scan.description import Description
 from serverless_gpu.environment.scan.interpreter import describe

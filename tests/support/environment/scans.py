@@ -8,8 +8,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from serverless_gpu.environment.documents import FileRow, Snapshot
-from serverless_gpu.environment.progress import ignore_progress
+from serverless_gpu.environment.documents import FileRow, Snapshot, ignore_progress
 from serverless_gpu.environment.scan.index import UNKNOWN, known_mtime
 from serverless_gpu.environment.scan.scan import Recogniser, Scan
 from serverless_gpu.environment.snapshot_rules import check_rows, check_snapshot

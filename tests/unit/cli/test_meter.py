@@ -9,7 +9,7 @@ import pty
 import threading
 
 from serverless_gpu.cli.environments.progress_meter import Meters, ProgressMeter
-from serverless_gpu.environment.progress import Phase, ProgressPoint
+from serverless_gpu.environment.documents import Phase, ProgressPoint
 from serverless_gpu.testing import FakeClock
 from tests.support.golden import golden
 

@@ -19,7 +19,7 @@ from typing import TextIO
 
 from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.client.display.terminal_screen import fit, safe
-from serverless_gpu.environment.progress import Phase, ProgressPoint
+from serverless_gpu.environment.documents import Phase, ProgressPoint
 from serverless_gpu.units import format_bytes, format_duration_ms
 
 _WORDS: dict[Phase, str] = {

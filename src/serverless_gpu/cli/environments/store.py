@@ -16,8 +16,7 @@ from serverless_gpu.cli.environments.show import SHORT, titles
 from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.environment.capture.snapshot_capture import CaptureResult, scan_and_capture
 from serverless_gpu.environment.compression import LEVEL_LOCAL, LEVEL_REMOTE
-from serverless_gpu.environment.documents import Snapshot, SnapshotMember
-from serverless_gpu.environment.progress import ProgressPoint
+from serverless_gpu.environment.documents import ProgressPoint, Snapshot, SnapshotMember
 from serverless_gpu.environment.restore.cache.eviction import environments
 from serverless_gpu.environment.restore.cache.unit_cache import UnitCache
 from serverless_gpu.environment.restore.export import ExportedTree, ExportRequest, export

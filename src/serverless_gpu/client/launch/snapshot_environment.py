@@ -24,7 +24,7 @@ from serverless_gpu.ambient import SystemClock
 from serverless_gpu.client.caller_context import interruptible
 from serverless_gpu.client.display.run_display import Display, make_display
 from serverless_gpu.environment import service_messages
-from serverless_gpu.environment.progress import ProgressPoint
+from serverless_gpu.environment.documents import ProgressPoint
 from serverless_gpu.environment.scan.interpreter import describe
 from serverless_gpu.environment.service_messages import StoreLocation
 from serverless_gpu.errors import EnvironmentProblem, InvalidValue, error_class

@@ -27,8 +27,18 @@ import msgspec
 from serverless_gpu.environment.capture.packer import CaptureCounts, PackedUnit, Packer, PackJob, PackSettings
 from serverless_gpu.environment.capture.unit_blocks import unreadable
 from serverless_gpu.environment.compression import LEVEL_LOCAL
-from serverless_gpu.environment.documents import FileRow, Root, Snapshot, SnapshotMember, Unit, in_order, make_snapshot
-from serverless_gpu.environment.progress import ProgressPoint, Report, ignore_progress
+from serverless_gpu.environment.documents import (
+    FileRow,
+    ProgressPoint,
+    Report,
+    Root,
+    Snapshot,
+    SnapshotMember,
+    Unit,
+    ignore_progress,
+    in_order,
+    make_snapshot,
+)
 from serverless_gpu.environment.scan.description import Description
 from serverless_gpu.environment.scan.project_files import same_matter
 from serverless_gpu.environment.scan.scan import Recogniser, Scan, garbage_kept

@@ -24,8 +24,7 @@ from pathlib import Path
 
 import msgspec
 
-from serverless_gpu.environment.documents import FileRow
-from serverless_gpu.environment.progress import ProgressPoint, Report, ignore_progress
+from serverless_gpu.environment.documents import FileRow, ProgressPoint, Report, ignore_progress
 from serverless_gpu.environment.restore import compiler_process
 
 PROCESSES = 2

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from serverless_gpu.environment.progress import Report, ignore_progress
+from serverless_gpu.environment.documents import Report, ignore_progress
 from serverless_gpu.environment.restore.assembly import AssemblyTarget
 from serverless_gpu.environment.restore.cache.cache_directory import (
     delete,

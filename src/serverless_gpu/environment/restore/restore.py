@@ -24,8 +24,7 @@ from typing import Literal
 
 import msgspec
 
-from serverless_gpu.environment.documents import Root, Snapshot, Unit
-from serverless_gpu.environment.progress import ProgressPoint, Report, ignore_progress
+from serverless_gpu.environment.documents import ProgressPoint, Report, Root, Snapshot, Unit, ignore_progress
 from serverless_gpu.environment.restore.assembly import paths_before
 from serverless_gpu.environment.restore.bytecode import CompileJob, compile_jobs
 from serverless_gpu.environment.restore.cache.cache_directory import (

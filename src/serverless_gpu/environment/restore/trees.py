@@ -35,8 +35,7 @@ from pathlib import Path
 
 import msgspec
 
-from serverless_gpu.environment.documents import Snapshot
-from serverless_gpu.environment.progress import Report
+from serverless_gpu.environment.documents import Report, Snapshot
 from serverless_gpu.environment.restore.assembly import AssemblyTarget, TreePart, assemble, site_of
 from serverless_gpu.environment.restore.cache.cache_directory import (
     delete,

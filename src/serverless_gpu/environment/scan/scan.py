@@ -22,8 +22,7 @@ import msgspec
 from blake3 import blake3
 
 from serverless_gpu.ambient import Clock, SystemClock
-from serverless_gpu.environment.documents import Snapshot
-from serverless_gpu.environment.progress import ProgressPoint, Report
+from serverless_gpu.environment.documents import ProgressPoint, Report, Snapshot
 from serverless_gpu.environment.scan.changes import Change, compare
 from serverless_gpu.environment.scan.description import Description
 from serverless_gpu.environment.scan.gitignore import user_patterns

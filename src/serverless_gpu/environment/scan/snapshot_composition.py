@@ -15,6 +15,8 @@ import msgspec
 
 from serverless_gpu.environment.documents import (
     FileRow,
+    ProgressPoint,
+    Report,
     Root,
     RowKind,
     Snapshot,
@@ -24,7 +26,6 @@ from serverless_gpu.environment.documents import (
     make_snapshot,
     unit_address,
 )
-from serverless_gpu.environment.progress import ProgressPoint, Report
 from serverless_gpu.environment.scan.description import Description
 from serverless_gpu.environment.scan.digests import Digest, digest_files, may_be_script
 from serverless_gpu.environment.scan.directory_listing import ListedFile, is_plain

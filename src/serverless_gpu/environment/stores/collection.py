@@ -36,7 +36,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from serverless_gpu.environment.progress import ProgressPoint, Report, ignore_progress
+from serverless_gpu.environment.documents import ProgressPoint, Report, ignore_progress
 from serverless_gpu.environment.stores.base import Stored
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.codec import ITEMS_MAX

@@ -25,8 +25,7 @@ from typing import NoReturn
 import msgspec
 
 from serverless_gpu.ambient import Clock, SystemClock
-from serverless_gpu.environment.documents import Snapshot
-from serverless_gpu.environment.progress import ProgressPoint
+from serverless_gpu.environment.documents import ProgressPoint, Snapshot
 from serverless_gpu.environment.restore.cache.cache_directory import DiskFull, is_full, read_document
 from serverless_gpu.environment.restore.cache.unit_cache import UnitCache
 from serverless_gpu.environment.restore.restore import RestoredTree, RestoreMethod, compile_rest, restore

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.environment.capture.snapshot_capture import CaptureResult, scan_and_capture
-from serverless_gpu.environment.documents import Snapshot
-from serverless_gpu.environment.progress import ProgressPoint, ignore_progress
+from serverless_gpu.environment.documents import ProgressPoint, Snapshot, ignore_progress
 from serverless_gpu.environment.restore.cache.unpack import unpack
 from serverless_gpu.environment.scan.scan import Recogniser
 from serverless_gpu.environment.stores.blobs import StoreBlobs

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.environment.documents import Snapshot
-from serverless_gpu.environment.progress import ignore_progress
+from serverless_gpu.environment.documents import Snapshot, ignore_progress
 from serverless_gpu.environment.scan.scan import Recogniser, Scan
 from tests.support.environment.wheels import PIP_OPTIONS, Venv, Wheel, build_wheel, run
 

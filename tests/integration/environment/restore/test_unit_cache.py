@@ -13,7 +13,7 @@ from typing import Literal
 
 import pytest
 
-from serverless_gpu.environment.progress import ProgressPoint
+from serverless_gpu.environment.documents import ProgressPoint
 from serverless_gpu.environment.restore.cache.unit_cache import UnitCache, UnitFetch
 from serverless_gpu.environment.restore.cache.unpack import MTIME_S
 from serverless_gpu.environment.restore.restore import RestoreMethod, restore

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serverless_gpu.environment.progress import ignore_progress
+from serverless_gpu.environment.documents import ignore_progress
 from serverless_gpu.environment.scan import project_files, recognition
 from serverless_gpu.environment.scan.description import Description
 from serverless_gpu.environment.scan.project_files import CodeDirectory, CodeListing, list_code

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from serverless_gpu.environment.progress import ignore_progress
+from serverless_gpu.environment.documents import ignore_progress
 from serverless_gpu.environment.scan import recognition
 from serverless_gpu.environment.scan import scan as scan_module
 from serverless_gpu.environment.scan.changes import Change

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.environment.progress import ignore_progress
+from serverless_gpu.environment.documents import ignore_progress
 from serverless_gpu.environment.scan.scan import Recogniser
 from serverless_gpu.errors import EnvironmentUnsupported
 from tests.support.environment.laid_out import LaidOut

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serverless_gpu.environment.progress import ignore_progress
+from serverless_gpu.environment.documents import ignore_progress
 from serverless_gpu.environment.scan.scan import Recogniser, Scan
 from serverless_gpu.errors import EnvironmentUnsupported
 from tests.support.environment.laid_out import LaidOut

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.environment.capture.snapshot_capture import capture
-from serverless_gpu.environment.documents import FileRow
-from serverless_gpu.environment.progress import ProgressPoint
+from serverless_gpu.environment.documents import FileRow, ProgressPoint
 from serverless_gpu.environment.restore.cache.unpack import unpack
 from serverless_gpu.environment.scan.snapshot_composition import LocalUnit
 from serverless_gpu.environment.stores.blobs import StoreBlobs

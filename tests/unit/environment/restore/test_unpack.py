@@ -24,8 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from serverless_gpu.environment.capture.packer import PackSettings
 from serverless_gpu.environment.capture.snapshot_capture import capture
 from serverless_gpu.environment.compression import compress
-from serverless_gpu.environment.documents import ContentPlace, FileRow, PackBlock, Unit, unit_address
-from serverless_gpu.environment.progress import ProgressPoint
+from serverless_gpu.environment.documents import ContentPlace, FileRow, PackBlock, ProgressPoint, Unit, unit_address
 from serverless_gpu.environment.restore.cache.unpack import MTIME_S, DirectoryWalk, WrittenTree, unpack, unpack_each
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.memory_store import MemoryStore

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.environment.documents import Snapshot
-from serverless_gpu.environment.progress import ProgressPoint
+from serverless_gpu.environment.documents import ProgressPoint, Snapshot
 from serverless_gpu.environment.stores.base import Store
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.codec import encode

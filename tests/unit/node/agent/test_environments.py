@@ -9,8 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serverless_gpu.environment.documents import Root, SnapshotOrigin, make_snapshot
-from serverless_gpu.environment.progress import ProgressPoint
+from serverless_gpu.environment.documents import ProgressPoint, Root, SnapshotOrigin, make_snapshot
 from serverless_gpu.environment.restore.zygote_compatibility import LoadedModules
 from serverless_gpu.errors import EnvironmentUnsupported
 from serverless_gpu.node.agent.restore_process import sentence, way_for

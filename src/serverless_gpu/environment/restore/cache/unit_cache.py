@@ -29,8 +29,7 @@ from typing import TypeVar
 import msgspec
 
 from serverless_gpu.ambient import Clock, SystemClock
-from serverless_gpu.environment.documents import Snapshot, Unit, unit_address
-from serverless_gpu.environment.progress import ProgressPoint, Report, ignore_progress
+from serverless_gpu.environment.documents import ProgressPoint, Report, Snapshot, Unit, ignore_progress, unit_address
 from serverless_gpu.environment.restore.bytecode import CompileJob, compile_all
 from serverless_gpu.environment.restore.cache import eviction
 from serverless_gpu.environment.restore.cache.cache_directory import (

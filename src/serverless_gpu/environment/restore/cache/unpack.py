@@ -35,8 +35,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from serverless_gpu.environment.compression import pieces
-from serverless_gpu.environment.documents import FileRow, Unit
-from serverless_gpu.environment.progress import ProgressPoint, Report, ignore_progress
+from serverless_gpu.environment.documents import FileRow, ProgressPoint, Report, Unit, ignore_progress
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentRejected, StorageError
 from serverless_gpu.operating_system import lacks_inodes
