@@ -23,8 +23,7 @@ from serverless_gpu.model.scheduling.availability_timeline import OVERDUE_NS
 from serverless_gpu.model.scheduling.capacity import Capacity, NodeDevices, NodeGroup, PartReady
 from serverless_gpu.model.scheduling.gang_placement import Kind, are_one, is_several, is_usable, unkept, usable
 from serverless_gpu.model.scheduling.preemption import may_use
-from serverless_gpu.model.scheduling.request_shapes import TimedShape
-from serverless_gpu.model.scheduling.values import DeviceShare, QueuedRun, Reservation
+from serverless_gpu.model.scheduling.values import DeviceShare, QueuedRun, Reservation, TimedShape
 
 Ready = tuple[float, float, str, str, NodeDevices, str, int]
 """When devices of a node are free, likely and at the latest; its name and identifier; the node, the type, how many."""

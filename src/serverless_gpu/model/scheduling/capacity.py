@@ -33,8 +33,16 @@ from serverless_gpu.model.scheduling.availability_timeline import (
 )
 from serverless_gpu.model.scheduling.duration_estimates import Medians
 from serverless_gpu.model.scheduling.preemption import NO_CLAIM, PoolTerms, may_use, standing
-from serverless_gpu.model.scheduling.request_shapes import Shape, TimedShape
-from serverless_gpu.model.scheduling.values import DeviceShare, Node, Pool, QueuedRun, QueuePolicy, RunningRun
+from serverless_gpu.model.scheduling.values import (
+    DeviceShare,
+    Node,
+    Pool,
+    QueuedRun,
+    QueuePolicy,
+    RunningRun,
+    Shape,
+    TimedShape,
+)
 
 _P = TypeVar("_P")
 Row = tuple[Any, ...]

@@ -34,7 +34,6 @@ from serverless_gpu.model.scheduling.preemption import (
     plan_preemption,
     standing,
 )
-from serverless_gpu.model.scheduling.request_shapes import TimedShape
 from serverless_gpu.model.scheduling.values import (
     BEST_EFFORT,
     DeviceShare,
@@ -42,6 +41,7 @@ from serverless_gpu.model.scheduling.values import (
     QueuedRun,
     Reservation,
     RunningRun,
+    TimedShape,
 )
 
 SITES_MAX = 32

@@ -21,8 +21,7 @@ from serverless_gpu.model.scheduling.capacity import Capacity, has_python
 from serverless_gpu.model.scheduling.gang_placement import most, sizes
 from serverless_gpu.model.scheduling.planner_state import PlannerState
 from serverless_gpu.model.scheduling.preemption import could_use, is_open
-from serverless_gpu.model.scheduling.request_shapes import TimedShape
-from serverless_gpu.model.scheduling.values import Node, Pool, QueuedRun, QueuePolicy
+from serverless_gpu.model.scheduling.values import Node, Pool, QueuedRun, QueuePolicy, TimedShape
 from serverless_gpu.model.scheduling.wait_messages import first_few, isolation_sentence
 
 NO_GPU_REMEDY = '; gpu_type="CPU" runs on CPU slots'

@@ -26,8 +26,7 @@ from collections.abc import Iterator
 from serverless_gpu.model.placement import NODES_MAX
 from serverless_gpu.model.scheduling.capacity import Capacity, Index, NodeDevices, together
 from serverless_gpu.model.scheduling.preemption import could_use, is_open
-from serverless_gpu.model.scheduling.request_shapes import TimedShape
-from serverless_gpu.model.scheduling.values import DeviceShare, QueuedRun
+from serverless_gpu.model.scheduling.values import DeviceShare, QueuedRun, TimedShape
 
 Kind = tuple[str, str]
 """A pool and a type: of one such all devices of a gang are."""

@@ -36,7 +36,6 @@ from serverless_gpu.model.scheduling.cleared_devices import Clearing, close_to_g
 from serverless_gpu.model.scheduling.fairness import charged_all
 from serverless_gpu.model.scheduling.feasibility import never_served
 from serverless_gpu.model.scheduling.planner_state import PlannerState, QueueLine
-from serverless_gpu.model.scheduling.request_shapes import TimedShape
 from serverless_gpu.model.scheduling.values import (
     Arrived,
     Change,
@@ -57,6 +56,7 @@ from serverless_gpu.model.scheduling.values import (
     RunningRun,
     StartEstimate,
     TeamUse,
+    TimedShape,
     Used,
     Wait,
 )

@@ -16,8 +16,15 @@ from weakref import WeakValueDictionary
 from serverless_gpu.model.hardware import CPU
 from serverless_gpu.model.scheduling.capacity import Capacity
 from serverless_gpu.model.scheduling.fairness import Fairness, team_of
-from serverless_gpu.model.scheduling.request_shapes import Shape, TimedShape
-from serverless_gpu.model.scheduling.values import DeviceShare, QueuedRun, QueuePolicy, Reservation, RunningRun
+from serverless_gpu.model.scheduling.values import (
+    DeviceShare,
+    QueuedRun,
+    QueuePolicy,
+    Reservation,
+    RunningRun,
+    Shape,
+    TimedShape,
+)
 
 _AGES_SPARE = 1000
 _S = 1e9

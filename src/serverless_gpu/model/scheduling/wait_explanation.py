@@ -21,7 +21,6 @@ from serverless_gpu.model.scheduling.feasibility import isolation_problem, never
 from serverless_gpu.model.scheduling.gang_placement import is_several
 from serverless_gpu.model.scheduling.planner_state import PlannerState, QueueLine
 from serverless_gpu.model.scheduling.preemption import may_ask, standing
-from serverless_gpu.model.scheduling.request_shapes import TimedShape
 from serverless_gpu.model.scheduling.values import (
     DeviceHolder,
     DeviceShare,
@@ -29,6 +28,7 @@ from serverless_gpu.model.scheduling.values import (
     QueuedRun,
     Reservation,
     StartEstimate,
+    TimedShape,
     Wait,
     WaitReason,
 )
