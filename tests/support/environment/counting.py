@@ -11,7 +11,7 @@ import msgspec
 
 from serverless_gpu.environment.capture.packer import PackSettings
 from serverless_gpu.environment.scan.scan import Scan
-from serverless_gpu.environment.stores.memory_store import MemoryStore
+from serverless_gpu.environment.stores.directory_store import MemoryStore
 from serverless_gpu.errors import StoreUnavailable
 from tests.support.environment.scanned import scan_of, source_of
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from serverless_gpu.environment.stores.memory_store import MemoryStore
+from serverless_gpu.environment.stores.directory_store import MemoryStore
 from serverless_gpu.server.storage.environment_store import EnvironmentStore
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.testing.stores import pack_key

@@ -35,7 +35,7 @@ from serverless_gpu.environment.documents import (
 )
 from serverless_gpu.environment.restore.pythons import ask
 from serverless_gpu.environment.stores.blobs import StoreBlobs
-from serverless_gpu.environment.stores.memory_store import MemoryStore
+from serverless_gpu.environment.stores.directory_store import MemoryStore
 
 FRAMES = 4  # in a pack
 

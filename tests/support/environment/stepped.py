@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from serverless_gpu.environment.stores.base import Store, Stored
-from serverless_gpu.environment.stores.memory_store import MemoryStore
+from serverless_gpu.environment.stores.directory_store import MemoryStore
 from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.testing import FakeClock
 

@@ -14,8 +14,7 @@ from typing import cast
 from urllib.parse import unquote, urlsplit
 
 from serverless_gpu.environment.stores.base import Store
-from serverless_gpu.environment.stores.directory_store import DirectoryStore
-from serverless_gpu.environment.stores.memory_store import MemoryStore
+from serverless_gpu.environment.stores.directory_store import DirectoryStore, MemoryStore
 from serverless_gpu.environment.stores.object_store import BOUND_S, CLOUDS, ObjectStore
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.lazy_import import load

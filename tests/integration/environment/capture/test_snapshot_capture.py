@@ -14,7 +14,7 @@ from serverless_gpu.environment.capture.snapshot_capture import capture
 from serverless_gpu.environment.documents import FileRow
 from serverless_gpu.environment.scan.snapshot_composition import LocalUnit
 from serverless_gpu.environment.stores.blobs import StoreBlobs
-from serverless_gpu.environment.stores.memory_store import MemoryStore
+from serverless_gpu.environment.stores.directory_store import MemoryStore
 from serverless_gpu.errors import EnvironmentUnsupported
 from tests.support.environment.counting import TINY
 from tests.support.environment.scanned import scan_of

@@ -16,8 +16,7 @@ from serverless_gpu.environment.restore.restore import RestoreMethod, restore
 from serverless_gpu.environment.scan.scan import Scan
 from serverless_gpu.environment.stores.base import Store
 from serverless_gpu.environment.stores.blobs import StoreBlobs
-from serverless_gpu.environment.stores.directory_store import DirectoryStore
-from serverless_gpu.environment.stores.memory_store import MemoryStore
+from serverless_gpu.environment.stores.directory_store import DirectoryStore, MemoryStore
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentMissing, StoreUnavailable
 from serverless_gpu.testing import FakeClock
 from tests.support.environment.counting import TINY

@@ -14,8 +14,7 @@ from blake3 import blake3
 from serverless_gpu.environment.stores.base import Stored
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.collection import GRACE_S, KEEP_S
-from serverless_gpu.environment.stores.directory_store import DirectoryStore
-from serverless_gpu.environment.stores.memory_store import MemoryStore
+from serverless_gpu.environment.stores.directory_store import DirectoryStore, MemoryStore
 from serverless_gpu.errors import EnvironmentMissing, StoreUnavailable
 from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, UserCodeStarted

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.environment.stores.memory_store import MemoryStore
+from serverless_gpu.environment.stores.directory_store import MemoryStore
 from serverless_gpu.errors import StorageError, StoreUnavailable
 from serverless_gpu.server import startup
 from serverless_gpu.server.core.health import PartHealth, Probe, ServerHealth

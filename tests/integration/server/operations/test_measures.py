@@ -9,7 +9,7 @@ import pytest
 import sqlalchemy as sa
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.environment.stores.memory_store import MemoryStore
+from serverless_gpu.environment.stores.directory_store import MemoryStore
 from serverless_gpu.errors import EnvironmentRejected, NotFound, ServerUnavailable
 from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, Event, GivenUp, UserCodeStarted

@@ -18,7 +18,7 @@ from serverless_gpu.environment.documents import FileRow, ProgressPoint
 from serverless_gpu.environment.restore.cache.unpack import unpack
 from serverless_gpu.environment.scan.snapshot_composition import LocalUnit
 from serverless_gpu.environment.stores.blobs import StoreBlobs
-from serverless_gpu.environment.stores.memory_store import MemoryStore
+from serverless_gpu.environment.stores.directory_store import MemoryStore
 from serverless_gpu.errors import EnvironmentTooLarge, EnvironmentUnsupported, StorageError
 from tests.support.environment.counting import TINY, WHOLE_PACKS, CountingStore, claiming, two_units
 from tests.support.environment.scanned import contents, scan_of, source_of

@@ -27,7 +27,7 @@ from serverless_gpu.environment.compression import compress
 from serverless_gpu.environment.documents import ContentPlace, FileRow, PackBlock, ProgressPoint, Unit, unit_address
 from serverless_gpu.environment.restore.cache.unpack import MTIME_S, DirectoryWalk, WrittenTree, unpack, unpack_each
 from serverless_gpu.environment.stores.blobs import StoreBlobs
-from serverless_gpu.environment.stores.memory_store import MemoryStore
+from serverless_gpu.environment.stores.directory_store import MemoryStore
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentProblem, StorageError
 from tests.support.environment.scanned import contents, scan_of, source_of
 from tests.support.golden import golden

@@ -17,8 +17,7 @@ from serverless_gpu.environment.stores.base import Store
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.codec import DOCUMENT_BYTES_MAX, encode
 from serverless_gpu.environment.stores.condemned_objects import CondemnedEntry, CondemnedList, write_condemned
-from serverless_gpu.environment.stores.directory_store import DirectoryStore
-from serverless_gpu.environment.stores.memory_store import MemoryStore
+from serverless_gpu.environment.stores.directory_store import DirectoryStore, MemoryStore
 from serverless_gpu.errors import (
     EnvironmentCorrupt,
     EnvironmentMissing,

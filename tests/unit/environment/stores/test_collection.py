@@ -14,8 +14,7 @@ from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.codec import encode
 from serverless_gpu.environment.stores.collection import CollectionResult, Tally, collect
 from serverless_gpu.environment.stores.condemned_objects import COLLECTOR, CONDEMNED, CondemnedList, read_condemned
-from serverless_gpu.environment.stores.directory_store import DirectoryStore
-from serverless_gpu.environment.stores.memory_store import MemoryStore
+from serverless_gpu.environment.stores.directory_store import DirectoryStore, MemoryStore
 from serverless_gpu.errors import EnvironmentMissing, EnvironmentRejected, StoreUnavailable
 from serverless_gpu.testing import FakeClock
 from tests.support.environment.environments_in_stores import capture, make_pack, make_unit, snapshot_of

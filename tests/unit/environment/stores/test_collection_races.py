@@ -13,7 +13,7 @@ from serverless_gpu.environment.stores.base import Stored
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.collection import collect, make_plan
 from serverless_gpu.environment.stores.condemned_objects import CONDEMNED, CondemnedEntry, CondemnedList
-from serverless_gpu.environment.stores.memory_store import MemoryStore
+from serverless_gpu.environment.stores.directory_store import MemoryStore
 from serverless_gpu.errors import EnvironmentMissing, StoreUnavailable
 from serverless_gpu.testing import FakeClock
 from tests.support.environment.environments_in_stores import capture

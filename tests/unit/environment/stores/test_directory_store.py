@@ -11,8 +11,7 @@ import pytest
 
 from serverless_gpu.environment.stores.base import OBJECT_BYTES_MAX, Store
 from serverless_gpu.environment.stores.blobs import StoreBlobs
-from serverless_gpu.environment.stores.directory_store import INCOMING, DirectoryStore
-from serverless_gpu.environment.stores.memory_store import MemoryStore
+from serverless_gpu.environment.stores.directory_store import INCOMING, DirectoryStore, MemoryStore
 from serverless_gpu.environment.stores.store_urls import open_store
 from serverless_gpu.errors import EnvironmentRejected, StorageError, StoreUnavailable
 from serverless_gpu.testing import FakeClock

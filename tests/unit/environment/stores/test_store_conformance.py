@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.environment.stores.base import Store
-from serverless_gpu.environment.stores.directory_store import DirectoryStore
-from serverless_gpu.environment.stores.memory_store import MemoryStore
+from serverless_gpu.environment.stores.directory_store import DirectoryStore, MemoryStore
 from serverless_gpu.testing.stores import StoreConformance
 
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 
-from serverless_gpu.environment.stores.directory_store import DirectoryStore
-from serverless_gpu.environment.stores.memory_store import MemoryStore
+from serverless_gpu.environment.stores.directory_store import DirectoryStore, MemoryStore
 from serverless_gpu.errors import HashMismatch, InvalidValue, NotFound, ServerStorageFull
 from serverless_gpu.model.spec import BLOB_PART_BYTES, BlobReference
 from serverless_gpu.server.storage import blobs as blobs_module
