@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from serverless_gpu.client.metrics import read_metrics
 from serverless_gpu.client.runs.run_source import RunSource
+from serverless_gpu.client.runs.timeline import lanes, marks, span
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, StorageError
 from serverless_gpu.lazy_import import load
 from serverless_gpu.model.hardware import DeviceKind
@@ -18,7 +19,6 @@ from serverless_gpu.units import format_duration_ms
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-from serverless_gpu.client.runs.timeline import lanes, marks, span
 
 
 def plot(source: RunSource, name: str, state: str, path: str | os.PathLike[str] | None) -> Figure:

@@ -17,17 +17,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, FactKind, Reason, State
 from serverless_gpu.node.attempt.history import first_facts, read_ending
 from serverless_gpu.node.supervisor.rank_environment import STOP_FILE
-
-if TYPE_CHECKING:
-    pass
-
 
 Curve = tuple[Sequence[float], Sequence[float]]
 """Times in seconds since 1970, and values."""
