@@ -137,7 +137,10 @@ def _text(value: object) -> str | None:
         package, shape = kind.__module__.partition(".")[0], getattr(value, "shape", None)
         if package == "numpy" and shape == ():
             return _plain(value.item())  # type: ignore[attr-defined]  # one of NumPy's own numbers
-        return " ".join([f"{package}.{kind.__qualname__}", *_shape(shape)])
+        name = f"{package}.{kind.__qualname__}"
+        if isinstance(shape, tuple) and all(isinstance(size, int) for size in shape):
+            return f"{name} ({', '.join(f'{size}' for size in shape)})"
+        return name
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
@@ -174,11 +177,6 @@ def _items(values: Sequence[object] | set[object] | frozenset[object]) -> str | 
             return None
         texts.append(plain)
     return f"[{', '.join(texts)}]"
-
-
-def _shape(shape: object) -> Iterator[str]:
-    if isinstance(shape, tuple) and all(isinstance(size, int) for size in shape):
-        yield f"({', '.join(f'{size}' for size in shape)})"
 
 
 def _clean(text: str, characters_max: int = CHARACTERS_MAX) -> str:

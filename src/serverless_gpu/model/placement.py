@@ -74,7 +74,11 @@ def restrict(devices: Sequence[Device], cuda_visible_devices: str | None) -> tup
     # The first entry decides how all are read; CUDA does not mix the two forms.
     by_index = _is_number(entries[0])
     for entry in entries:
-        device = _by_index(cuda, entry) if by_index else _by_uuid(cuda, entry)
+        if by_index:
+            device = _by_index(cuda, entry)
+        else:  # the device whose identifier starts like this, if exactly one does
+            found = [one for one in cuda if entry.startswith(_UUID_PREFIXES) and one.uuid.startswith(entry)]
+            device = found[0] if len(found) == 1 else None
         if device is None:
             break
         if device in visible:
@@ -97,8 +101,16 @@ def candidates(
             f"gpus must be at least 1, not {gpus}", hint="leave gpus out to use every GPU of the machine"
         )
     present = [device for device in devices if device.type != CPU]
-    wanted = _only_type(present) if gpu_type is None else _asked_type(gpu_type, present, own)
-    fitting = _of_type(wanted, devices, own)
+    if gpu_type is None:
+        wanted = _only_type(present)
+    else:
+        # A card no catalogue knows has its product string for a type, and can be asked for by it.
+        unlisted = [GpuType(name=name, memory_bytes=0) for name in _types(present) if not is_listed(name, own)]
+        wanted = find_type(gpu_type, (*own, *unlisted)).name
+    types = {name for name in {device.type for device in devices} if matches(wanted, name, own)}
+    fitting = tuple(device for device in devices if device.type in types)
+    # Fake CPU slots are there instead of the machine's own, not in addition.
+    fitting = tuple(device for device in fitting if device.kind is DeviceKind.FAKE) or fitting
     if not fitting and wanted != CPU:
         raise _none_of(wanted, present)
     count = gpus or len(fitting) or 1
@@ -204,12 +216,6 @@ def _by_index(devices: Sequence[Device], entry: str) -> Device | None:
     return next((device for device in devices if str(device.index) == wanted), None)
 
 
-def _by_uuid(devices: Sequence[Device], entry: str) -> Device | None:
-    """Return the device whose identifier starts like this, if exactly one does."""
-    found = [device for device in devices if entry.startswith(_UUID_PREFIXES) and device.uuid.startswith(entry)]
-    return found[0] if len(found) == 1 else None
-
-
 def _only_type(present: Sequence[Device]) -> str:
     types = _types(present)
     if not types:
@@ -220,20 +226,6 @@ def _only_type(present: Sequence[Device]) -> str:
             hint=f"use {_choices(types)}",
         )
     return types[0]
-
-
-def _asked_type(gpu_type: str, present: Sequence[Device], own: Sequence[GpuType]) -> str:
-    # A card no catalogue knows has its product string for a type, and can be asked for by it.
-    unlisted = [name for name in _types(present) if not is_listed(name, own)]
-    return find_type(gpu_type, (*own, *(GpuType(name=name, memory_bytes=0) for name in unlisted))).name
-
-
-def _of_type(wanted: str, devices: Sequence[Device], own: Sequence[GpuType]) -> tuple[Device, ...]:
-    types = {name for name in {device.type for device in devices} if matches(wanted, name, own)}
-    fitting = [device for device in devices if device.type in types]
-    # Fake CPU slots are there instead of the machine's own, not in addition.
-    fakes = [device for device in fitting if device.kind is DeviceKind.FAKE]
-    return tuple(fakes or fitting)
 
 
 def _none_of(wanted: str, present: Sequence[Device]) -> HardwareError:

@@ -431,6 +431,10 @@ class DeviceTotals(msgspec.Struct, frozen=True, kw_only=True):
         stands_ns = gap_ns or SECOND_NS
         throttled_ns = stands_ns if (gpu.throttle or 0) & THROTTLED else 0
         peaks = [peak for peak in (self.peak_memory_bytes, gpu.memory_bytes) if peak is not None]
+        energy_joules = self.energy_joules
+        if gpu.power_watts is not None:
+            mean_watts = gpu.power_watts if self.watts is None else (gpu.power_watts + self.watts) / 2
+            energy_joules = (energy_joules or 0.0) + mean_watts * gap_ns / 1e9
         return msgspec.structs.replace(
             self,
             samples=self.samples + 1,
@@ -439,7 +443,7 @@ class DeviceTotals(msgspec.Struct, frozen=True, kw_only=True):
             busy_percent_ns=self.busy_percent_ns + (gpu.busy_percent or 0.0) * stands_ns,
             busy_known_ns=self.busy_known_ns + (0 if gpu.busy_percent is None else stands_ns),
             peak_memory_bytes=max(peaks, default=None),
-            energy_joules=self._energy(gap_ns, gpu.power_watts),
+            energy_joules=energy_joules,
             throttled_ns=self.throttled_ns if gpu.throttle is None else (self.throttled_ns or 0) + throttled_ns,
         )
 
@@ -453,12 +457,6 @@ class DeviceTotals(msgspec.Struct, frozen=True, kw_only=True):
             energy_joules=None if self.energy_joules is None else round(self.energy_joules, 1),
             throttled_s=None if self.throttled_ns is None else round(self.throttled_ns / 1e9, 1),
         )
-
-    def _energy(self, gap_ns: int, watts: float | None) -> float | None:
-        if watts is None:
-            return self.energy_joules
-        mean = watts if self.watts is None else (watts + self.watts) / 2
-        return (self.energy_joules or 0.0) + mean * gap_ns / 1e9
 
 
 def add(uses: Mapping[str, DeviceTotals], header: Header, sample: Sample) -> dict[str, DeviceTotals]:

@@ -151,7 +151,11 @@ def apply(
     for each in policies:
         _check_devices(each, spec.resources.gpus, refused)
     priority = _priority(policies, spec.priority, refused)
-    _check_pool(policies, spec, refused)
+    pool = where(policies, spec)
+    for each in policies:
+        if (spec.pool is not None or pool) and not _is_accepted(each.policy, pool):
+            what = f"pool={pool!r}" if spec.pool is not None else f"pool {pool!r}, where the run would go"
+            refused.note(each.name, what, f"pools {_listed(dict.fromkeys((each.policy.home, *each.policy.pools)))}")
     for name, policy in ((each.name, each.policy) for each in policies):
         if policy.idle_s is not None and spec.idle_timeout_s is not None and spec.idle_timeout_s > policy.idle_s:
             refused.note(name, f"idle_timeout={spec.idle_timeout_s:g}", f"idle_timeout up to {policy.idle_s:g}")
@@ -316,14 +320,6 @@ def _check_devices(each: NamedPolicy, gpus: int | None, refused: _Refused) -> No
         refused.note(each.name, what, accepted)
     elif gpus > min(limits):
         refused.note(each.name, f"gpus={gpus}", f"gpus={min(limits)} at most")
-
-
-def _check_pool(policies: Sequence[NamedPolicy], spec: RunSpec, refused: _Refused) -> None:
-    pool = where(policies, spec)
-    for each in policies:
-        if (spec.pool is not None or pool) and not _is_accepted(each.policy, pool):
-            what = f"pool={pool!r}" if spec.pool is not None else f"pool {pool!r}, where the run would go"
-            refused.note(each.name, what, f"pools {_listed(dict.fromkeys((each.policy.home, *each.policy.pools)))}")
 
 
 def _priority(policies: Sequence[NamedPolicy], asked: Priority, refused: _Refused) -> Priority:

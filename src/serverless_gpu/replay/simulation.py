@@ -209,20 +209,16 @@ class PlannerReplay:
             now_ns = int(min(arrival_ns, end_ns, wake_ns))
             changes: list[Change] = self._end(now_ns)
             while arrived < len(jobs) and self._ns(jobs[arrived].submit_s) <= now_ns:
-                changes.append(Arrived(self._arriving(arrived)))
+                job = jobs[arrived]
+                if self._durations == "learned" and (past := self._past.get((job.user, job.name))):
+                    expected_s = duration_estimates.expected_s(tuple(past))
+                    self._wanted[arrived] = msgspec.structs.replace(self._wanted[arrived], expected_s=expected_s)
+                changes.append(Arrived(self._wanted[arrived]))
                 arrived += 1
             decision = self._decide(changes, now_ns)
             idle = arrived == len(jobs) and not self._since
             # Nothing will change any more: what was not placed now never is.
             wake_ns = math.inf if decision.wake_ns is None or idle else max(decision.wake_ns, now_ns + 1)
-
-    def _arriving(self, place: int) -> QueuedRun:
-        """Return what a job wants, with what was learned until it came."""
-        job, wanted = self._jobs[place], self._wanted[place]
-        if self._durations == "learned" and (past := self._past.get((job.user, job.name))):
-            wanted = msgspec.structs.replace(wanted, expected_s=duration_estimates.expected_s(tuple(past)))
-            self._wanted[place] = wanted
-        return wanted
 
     def _decide(self, changes: list[Change], now_ns: int) -> Decision:
         """Let the scheduler decide until no more runs have to leave at this moment."""

@@ -161,7 +161,9 @@ class FakeStore:
             ("POST", "runs/log-metric"): lambda asked: self._log(asked, metrics=[asked]),
             ("POST", "runs/log-parameter"): lambda asked: self._log(asked, params=[asked]),
             ("POST", "runs/set-tag"): lambda asked: self._log(asked, tags=[asked]),
-            ("GET", "metrics/get-history"): self._history,
+            ("GET", "metrics/get-history"): lambda asked: {
+                "metrics": [point._asdict() for point in self._run(asked).points if point.key == asked["metric_key"]]
+            },
         }
         verb = verbs.get((method, name))
         if verb is None:
@@ -295,10 +297,6 @@ class FakeStore:
         run.params.update({entry["key"]: entry["value"] for entry in params or ()})
         run.tags.update({entry["key"]: entry["value"] for entry in tags or ()})
         return {}
-
-    def _history(self, asked: Asked) -> dict[str, Any]:
-        run = self._run(asked)
-        return {"metrics": [point._asdict() for point in run.points if point.key == asked["metric_key"]]}
 
 
 def _point(entry: Asked) -> Point:

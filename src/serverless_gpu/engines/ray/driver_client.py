@@ -97,7 +97,10 @@ class DriverClient:
             number = self._count
             self._waiting[number] = box
         try:
-            self._send({**arguments, "op": operation, "id": number})
+            line = json.dumps({**arguments, "op": operation, "id": number}).encode() + b"\n"
+            with self._lock, contextlib.suppress(OSError, ValueError):  # gone: the reader tells all who wait
+                self._requests.write(line)
+                self._requests.flush()
             answer = box.get(timeout=deadline_s)
         except Empty:
             self.kill()
@@ -120,12 +123,6 @@ class DriverClient:
         self._reader.join(_KILL_WAIT_S)
         with contextlib.suppress(OSError):
             self._requests.close()
-
-    def _send(self, request: Mapping[str, object]) -> None:
-        line = json.dumps(request).encode() + b"\n"
-        with self._lock, contextlib.suppress(OSError, ValueError):  # gone: the reader tells all who wait
-            self._requests.write(line)
-            self._requests.flush()
 
     def _read(self, answers: IO[bytes]) -> None:
         with answers:

@@ -110,7 +110,10 @@ class RayKeeper:
             while not _waited(stop, 0):
                 why = unreachable(self._plan.head)
                 if why:
-                    self._say_away(why)
+                    if why != self._away:
+                        head = self._plan.head
+                        self._say(f"the head of the pool at {head} does not answer ({why}); it is asked again")
+                    self._away = why
                     if self._over() or _waited(stop, self._next_pause_s()):
                         return
                     continue
@@ -185,11 +188,6 @@ class RayKeeper:
         if why:
             self._say(f"Ray ends: {why}")
         return bool(why)
-
-    def _say_away(self, why: str) -> None:
-        if why != self._away:
-            self._say(f"the head of the pool at {self._plan.head} does not answer ({why}); it is asked again")
-        self._away = why
 
     def _next_pause_s(self) -> float:
         pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, _PAUSE_S_MAX)

@@ -228,7 +228,10 @@ def refusal(gang: Gang, known: Mapping[str, KnownNode]) -> Waiting | Impossible 
         if share.node not in known:
             return Impossible(sentence=f"there is no node {share.node!r} in the Ray cluster")
         one = known[share.node].row
-        total = _total(one, share.gpu_type)
+        if one.declares or (one.counts and share.gpu_type != CPU):
+            total = one.counts.get(share.gpu_type, 0)
+        else:
+            total = one.cpus if share.gpu_type == CPU else one.gpus
         if share.count > total:
             return Impossible(sentence=f"{share.node} has {total} {share.gpu_type}, not {share.count}")
     for share in gang.shares:
@@ -306,12 +309,6 @@ def _bundle(share: Share, one: NodeRow) -> dict[str, float]:
     if not wanted or has >= share.count:  # devices that only we know of are none of Ray's
         wanted[base] = count
     return {**wanted, RESOURCE + share.node: PIN}
-
-
-def _total(one: NodeRow, gpu_type: str) -> int:
-    if one.declares or (one.counts and gpu_type != CPU):
-        return one.counts.get(gpu_type, 0)
-    return one.cpus if gpu_type == CPU else one.gpus
 
 
 def _numbers(raw: object) -> dict[str, float]:

@@ -227,6 +227,12 @@ def advise(curve: Curve, rates: GpuRates, *, gpu_type: str = "", now: int = 0) -
             hint="give the price of one GPU for one hour: --reserved 1.90 --on-demand 2.99",
         )
     best = mix(curve, rates, best_slots(curve, rates))
+    slots: list[Slot] = []
+    before = 0
+    for level, at_least_ns in curve.steps():
+        share = 100 * at_least_ns / curve.span_ns
+        slots.append(Slot(first=before + 1, last=level, share_percent=share, pays=level <= best.slots))
+        before = level
     return Advice(
         gpu_type=gpu_type,
         curve=curve,
@@ -236,17 +242,9 @@ def advise(curve: Curve, rates: GpuRates, *, gpu_type: str = "", now: int = 0) -
         now=mix(curve, rates, now),
         none=mix(curve, rates, 0),
         all_reserved=mix(curve, rates, curve.peak),
-        slots=tuple(_slots(curve, rates)),
+        slots=tuple(slots),
         changed=tuple(_changed(curve, rates, best.slots)),
     )
-
-
-def _slots(curve: Curve, rates: GpuRates) -> Iterator[Slot]:
-    best, before = best_slots(curve, rates), 0
-    for level, at_least_ns in curve.steps():
-        share = 100 * at_least_ns / curve.span_ns
-        yield Slot(first=before + 1, last=level, share_percent=share, pays=level <= best)
-        before = level
 
 
 def _changed(curve: Curve, rates: GpuRates, slots: int) -> Iterator[AdviceVariation]:

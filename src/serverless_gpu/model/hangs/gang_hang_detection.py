@@ -14,7 +14,7 @@ forget everything: crews say all of it again, and at worst a warning comes twice
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import msgspec
@@ -170,6 +170,9 @@ def _judged(
     ]
     returned += [number for seen in gang.seen.values() for number in seen.returned]
     waiting, elsewhere = hang_detection.divided(ranks, returned)
+    # The stacks of the few ranks that explain it most: those elsewhere, else those that wait.
+    stacks = {rank: text for seen in gang.seen.values() for rank, text in seen.stacks.items()}
+    explaining = [rank for rank in elsewhere if rank in stacks] or [rank for rank in waiting if rank in stacks]
     named = ranks_on(crews, per_node=per_node)
     silent_ms = (now_ns - watch.since_ns) // 1_000_000
     number = 1 if gang.judgement is None else gang.judgement.number + 1
@@ -180,18 +183,11 @@ def _judged(
         hang=Hang(
             waiting=tuple(waiting),
             elsewhere=tuple(elsewhere),
-            stacks=_stacks(gang.seen.values(), waiting, elsewhere),
+            stacks={rank: stacks[rank] for rank in explaining[:STACKS_TOLD]},
             file=f"hang-*-{number}.txt",
         ),
     )
     return msgspec.structs.replace(gang, watch=hang_detection.warned(watch), judgement=judgement)
-
-
-def _stacks(seen: Collection[CrewObservation], waiting: Sequence[int], elsewhere: Sequence[int]) -> dict[int, str]:
-    """Return stacks of the few ranks that explain it most: those elsewhere, else those that wait."""
-    known = {rank: text for one in seen for rank, text in one.stacks.items()}
-    chosen = [rank for rank in elsewhere if rank in known] or [rank for rank in waiting if rank in known]
-    return {rank: known[rank] for rank in chosen[:STACKS_TOLD]}
 
 
 def _at_work(gang: GangWatch, since_ns: int) -> GangWatch:

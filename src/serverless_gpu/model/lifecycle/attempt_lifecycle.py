@@ -112,11 +112,6 @@ def advance(attempt: Attempt, event: Event, now_ns: int) -> Step:
     return handler(attempt, event, now_ns)
 
 
-def _placed(attempt: Attempt, _: GangPlaced, now_ns: int) -> Step:
-    wake_ns = now_ns + attempt.limits.start_ns
-    return replace(attempt, state=State.STARTING, wake_ns=wake_ns), (AttemptInstruction.START_RANKS,)
-
-
 def _start_failed(attempt: Attempt, event: RanksNotStarted, now_ns: int) -> Step:
     failure = Failure(rank=None, reason=event.reason, at_ns=now_ns, detail=event.detail)
     return _kill(_with_failure(attempt, failure), now_ns, event.reason)
@@ -235,10 +230,6 @@ def _hang(attempt: Attempt, event: HangConfirmed, now_ns: int) -> Step:
     return _stop_for_failure(_with_failure(attempt, failure), now_ns)
 
 
-def _gpu_failed_at_start(attempt: Attempt, event: GpuFailed, now_ns: int) -> Step:
-    return _start_failed(attempt, RanksNotStarted(Reason.START_FAILED, event.detail), now_ns)
-
-
 def _gpu_failed(attempt: Attempt, event: GpuFailed, now_ns: int) -> Step:
     """The rank on the GPU soon dies and reports it, or hangs; a hang need not be awaited."""
     attempt = _gpu_failed_while_stopping(attempt, event, now_ns)[0]
@@ -341,7 +332,10 @@ def _kill(attempt: Attempt, now_ns: int, reason: Reason) -> Step:
 # Rows: state → event → handler. A terminal state has an empty row: nothing can happen to it any more.
 TABLE: Mapping[State, Mapping[type, _Handler]] = {
     State.QUEUED: {
-        GangPlaced: _placed,
+        GangPlaced: lambda attempt, _, now_ns: (
+            replace(attempt, state=State.STARTING, wake_ns=now_ns + attempt.limits.start_ns),
+            (AttemptInstruction.START_RANKS,),
+        ),
         Preparing: _nothing,
         RanksNotStarted: _start_failed,
         StemLost: _stem_lost,
@@ -357,7 +351,9 @@ TABLE: Mapping[State, Mapping[type, _Handler]] = {
         RankExecuting: _executing,
         RankFailed: _failed,
         RankExited: _exited,
-        GpuFailed: _gpu_failed_at_start,
+        GpuFailed: lambda attempt, event, now_ns: _start_failed(
+            attempt, RanksNotStarted(Reason.START_FAILED, event.detail), now_ns
+        ),
         StemLost: _stem_lost,
         StopRequested: _asked_to_stop,
         LeaseExpired: _expired,

@@ -223,10 +223,6 @@ def _silent(run: Run, _: Silent) -> Step:
     return replace(run, state=State.UNREACHABLE, before=run.state), ()
 
 
-def _heard_again(run: Run, event: Heard) -> Step:
-    return replace(run, state=_later(run.before or State.STARTING, event.state), before=None), ()
-
-
 def _stop_in_queue(run: Run, event: StopAsked) -> Step:
     if event.why not in _FINAL_STOPS:
         return run, ()  # it has nothing that it could make room with
@@ -350,7 +346,10 @@ TABLE: Mapping[State, Mapping[type, _Handler]] = {
     },
     State.UNREACHABLE: {
         Silent: _nothing,
-        Heard: _heard_again,
+        Heard: lambda run, event: (
+            replace(run, state=_later(run.before or State.STARTING, event.state), before=None),
+            (),
+        ),
         StopAsked: _stop,
         **_OVER,
     },

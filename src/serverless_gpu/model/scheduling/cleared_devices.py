@@ -154,7 +154,14 @@ class Clearing:
         """Return who has to leave for a run, of the first nodes that lack the fewest devices."""
         state = self._state
         if is_several(state.capacity, wanted, ask):
-            found = [self._site(where, name, ask) for where, name in self._parts(wanted, ask)]
+            usable = gang_placement.usable(state.capacity, wanted, ask, state.now_ns)
+            parts = [(where, name) for where, name in usable if where.node.crews and where.usable(name) > 0]
+            # Nodes on which an attempt of it failed only where the others have too few devices.
+            well = [(where, name) for where, name in parts if where.node.id not in wanted.avoid]
+            if sum(where.usable(name) for where, name in well) >= (wanted.gpus or 0):
+                parts = well
+            parts.sort(key=lambda part: (*part[0].entry[:2], part[1]))
+            found = [self._site(where, name, ask) for where, name in parts]
             self._looked += len(found)
             sites = [site for site in found if site is not None]
             return plan_preemption(wanted, sites, state.capacity.terms, state.now_ns) or PreemptionPlan()
@@ -181,7 +188,10 @@ class Clearing:
                 orders += [self._order(group, name, is_whole=count is None) for name in types]
         beside: list[Row] = []
         for where, *_ in reach.singles.values():
-            for name in self._types(wanted, ask, where):
+            found = reach.of(where)
+            if found is None or where.group.rank(capacity.terms, wanted, found[1], self._state.now_ns) is None:
+                continue  # the run may not use it now
+            for name in found[0]:
                 if (where.node.id, name) in leavers.counts:
                     beside.append(_lacking(where, name, is_whole=count is None))
         for _, _, node_id, name, where in heapq.merge(*orders, sorted(beside)):
@@ -200,14 +210,6 @@ class Clearing:
             return _lacking(where, gpu_type, is_whole=is_whole) if is_there else None, math.inf
 
         return group.rows(gpu_type, is_whole, look, self._state.now_ns)
-
-    def _parts(self, wanted: QueuedRun, ask: TimedShape) -> list[tuple[NodeDevices, str]]:
-        """Return nodes of which a gang on several could have some, those on which an attempt failed last of all."""
-        usable = gang_placement.usable(self._state.capacity, wanted, ask, self._state.now_ns)
-        found = [(where, name) for where, name in usable if where.node.crews and where.usable(name) > 0]
-        well = [entry for entry in found if entry[0].node.id not in wanted.avoid]
-        several = well if sum(where.usable(name) for where, name in well) >= (wanted.gpus or 0) else found
-        return sorted(several, key=lambda entry: (*entry[0].entry[:2], entry[1]))
 
     def _site(self, where: NodeDevices, gpu_type: str, ask: TimedShape) -> Site | None:
         """Return a node with those who are there; None where a run waits for what gets free by itself."""
@@ -266,13 +268,6 @@ class Clearing:
             return None
         missing = share.count - gang_placement.unkept(state.capacity, where, share.gpu_type)
         return None if missing > state.capacity.leavers.leaving(share.node_id, share.gpu_type) else max(0, missing)
-
-    def _types(self, wanted: QueuedRun, ask: TimedShape, where: NodeDevices) -> tuple[str, ...]:
-        """Return the types that a run may use on a node now."""
-        found = self._state.capacity.reach(ask.shape).of(where)
-        if found is None or where.group.rank(self._state.capacity.terms, wanted, found[1], self._state.now_ns) is None:
-            return ()
-        return found[0]
 
 
 def _has_room(group: NodeGroup, types: tuple[str, ...], wanted: QueuedRun) -> bool:

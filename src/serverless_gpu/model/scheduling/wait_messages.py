@@ -151,22 +151,18 @@ def _holder(holder: DeviceHolder, clock: Clock) -> str:
 
 def _together(one: DeviceHolder, other: DeviceHolder) -> DeviceHolder:
     known = one.until_ns is not None and other.until_ns is not None
+    likely_ns = None
+    if known and (one.likely_ns is not None or other.likely_ns is not None):
+        likely_ns = max(one.likely_ns or one.until_ns or 0, other.likely_ns or other.until_ns or 0)
     return msgspec.structs.replace(
         one,
         count=one.count + other.count,
         until_ns=max(one.until_ns or 0, other.until_ns or 0) if known else None,
-        likely_ns=_last_likely(one, other) if known else None,
+        likely_ns=likely_ns,
         asked_ns=None if one.asked_ns is None or other.asked_ns is None else max(one.asked_ns, other.asked_ns),
         is_bound=one.is_bound and other.is_bound,
         node=_joined(one.node, other.node),
     )
-
-
-def _last_likely(one: DeviceHolder, other: DeviceHolder) -> int | None:
-    """Return when the last of two holders likely leaves, where something was learned of either."""
-    if one.likely_ns is None and other.likely_ns is None:
-        return None
-    return max(one.likely_ns or one.until_ns or 0, other.likely_ns or other.until_ns or 0)
 
 
 def _joined(nodes: str, node: str) -> str:
