@@ -88,7 +88,12 @@ def _torch_sees_fewer(facts: MachineFacts) -> list[Finding]:
     if torch.devices is None:
         return unknown(f"torch could not be asked how many GPUs it sees: {torch.problem}")
     visible = facts.environ.get("CUDA_VISIBLE_DEVICES")
-    expected = len(gpus.devices) if visible is None else len(_visible(gpus, visible))
+    expected = len(gpus.devices)
+    if visible is not None:
+        try:
+            expected = len(restrict(gpus.devices, visible))
+        except ServerlessGpuError:
+            expected = 0
     sentence = f"torch sees {torch.devices} of {len(gpus.devices)} GPUs"
     if visible is not None:
         sentence += f" (CUDA_VISIBLE_DEVICES={visible})"
@@ -208,13 +213,6 @@ def _fakes(facts: MachineFacts) -> list[Finding]:
 
 def _torch(facts: MachineFacts) -> TorchFacts | None:
     return facts.imports.torch if isinstance(facts.imports, ImportFacts) else None
-
-
-def _visible(gpus: GpuFacts, value: str) -> tuple[object, ...]:
-    try:
-        return tuple(restrict(gpus.devices, value))
-    except ServerlessGpuError:
-        return ()
 
 
 def _runs(capability: tuple[int, int], architectures: tuple[str, ...]) -> bool:

@@ -73,12 +73,16 @@ def gather(environ: Mapping[str, str], limit_s: float) -> MachineFacts:
         found = seen[name]
         return found if isinstance(found, kind) else _why(found)
 
+    try:
+        cwd = os.getcwd()
+    except OSError:
+        cwd = ""
     service = seen["service"]
     agent, cgroups = service if isinstance(service, tuple) else (_why(service), _why(service))
     return MachineFacts(
         environ=dict(environ),
         python=sys.executable,
-        cwd=_cwd(),
+        cwd=cwd,
         home=area("home", HomeFacts),
         runs=area("runs", RunsFacts),
         agent=agent if isinstance(agent, AgentFacts) else _why(agent),
@@ -109,10 +113,3 @@ def _told_once(seen: Mapping[str, object]) -> Mapping[str, object]:
 
 def _why(found: object) -> UnknownFact:
     return found if isinstance(found, UnknownFact) else UnknownFact()
-
-
-def _cwd() -> str:
-    try:
-        return os.getcwd()
-    except OSError:
-        return ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -45,12 +45,14 @@ def look_at_gpus(environ: Mapping[str, str], limit_s: float) -> GpuFacts | Unkno
         return UnknownFact(f"NVML said nothing: {ended.why}. {ended.written.strip()[-300:]}")
     directory = next((path for path in MACHINE_DIRECTORIES if path.is_dir()), None)
     if directory is not None:
-        facts = msgspec.structs.replace(
-            facts,
-            held=_held(directory),
-            quarantined=_quarantined(directory),
-            suspects=_suspects(directory, [device.uuid for device in facts.devices]),
-        )
+        facts = msgspec.structs.replace(facts, held=_held(directory))
+        with contextlib.suppress(StorageError):
+            notes = DeviceLocks(directory).quarantined()
+            quarantined = {uuid: (note.reason, str(directory / f"{uuid}.quarantine")) for uuid, note in notes.items()}
+            facts = msgspec.structs.replace(facts, quarantined=quarantined)
+        with contextlib.suppress(StorageError):
+            suspected = suspects(directory, [device.uuid for device in facts.devices], SystemClock().wall_ns())
+            facts = msgspec.structs.replace(facts, suspects=tuple(suspected))
     log = KernelLog(KERNEL, SystemClock())
     log.close()
     return msgspec.structs.replace(facts, on_bus=_on_bus(), device_files=_device_files(), kernel_log=log.problem)
@@ -62,28 +64,10 @@ def _held(directory: Path) -> dict[str, str]:
     for path in sorted(directory.glob("*.lock")):
         note = held_note(path)
         if note is not None:
-            held[path.stem] = _run_of(note)
+            held[path.stem] = ""
+            with contextlib.suppress(msgspec.MsgspecError):
+                held[path.stem] = from_json(note, LockHolder).run_id
     return held
-
-
-def _run_of(text: bytes) -> str:
-    try:
-        return from_json(text, LockHolder).run_id
-    except msgspec.MsgspecError:
-        return ""
-
-
-def _quarantined(directory: Path) -> dict[str, tuple[str, str]]:
-    with contextlib.suppress(StorageError):
-        notes = DeviceLocks(directory).quarantined()
-        return {uuid: (note.reason, str(directory / f"{uuid}.quarantine")) for uuid, note in notes.items()}
-    return {}
-
-
-def _suspects(directory: Path, uuids: Sequence[str]) -> tuple[str, ...]:
-    with contextlib.suppress(StorageError):
-        return tuple(suspects(directory, uuids, SystemClock().wall_ns()))
-    return ()
 
 
 def _on_bus() -> int:
@@ -123,7 +107,11 @@ def ask_nvml(home: str) -> GpuFacts:
         import pynvml
     except ImportError as error:
         return GpuFacts(binding_problem=f"nvidia-ml-py is not installed: {error}")
-    provider = NvmlProvider(nvml=cast(Nvml, pynvml), own=_own_types(home))
+    own: tuple[GpuType, ...] = ()
+    if home:
+        with contextlib.suppress(ServerlessGpuError):
+            own = read_configuration(Home(Path(home))).types
+    provider = NvmlProvider(nvml=cast(Nvml, pynvml), own=own)
     devices, unavailable = provider.devices(), provider.unavailable()
     facts = GpuFacts(
         devices=devices, unavailable=unavailable, usage=provider.usage([device.uuid for device in devices])
@@ -163,10 +151,3 @@ def _asked(pynvml: Any, ask: Callable[[], Any], *, fails: bool = False) -> Any:
     except (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError):
         return True if fails else None
     return None if fails else answer
-
-
-def _own_types(home: str) -> tuple[GpuType, ...]:
-    try:
-        return read_configuration(Home(Path(home))).types if home else ()
-    except ServerlessGpuError:
-        return ()

@@ -34,7 +34,7 @@ from serverless_gpu.model.calendars import DAY_NS
 from serverless_gpu.model.lifecycle.retention import Policy
 from serverless_gpu.node.attempt.history import read_run, run_ids, size_on_disk
 from serverless_gpu.node.base.configuration import read_configuration
-from serverless_gpu.node.base.home import Home, find_home, storage_error
+from serverless_gpu.node.base.home import find_home, storage_error
 from serverless_gpu.node.base.lock_files import held_note
 from serverless_gpu.node.base.network import NoPort, reserve_port
 from serverless_gpu.node.base.protocol import agent_socket
@@ -66,6 +66,11 @@ def look_at_home(environ: Mapping[str, str]) -> HomeFacts:
         sockets = str(home.sockets())
     except (StorageError, OSError) as error:
         sockets_problem = str(getattr(error, "message", error))
+    configuration_problem = ""
+    try:
+        read_configuration(home)
+    except ServerlessGpuError as error:
+        configuration_problem = str(error)
     flock, records = ("", "") if problem else (flock_refusal(home.root), record_lock_refusal(home.root))
     return HomeFacts(
         root=str(home.root),
@@ -76,7 +81,7 @@ def look_at_home(environ: Mapping[str, str]) -> HomeFacts:
         is_noexec=is_noexec(home.root),
         flock_refusal=flock,
         record_lock_refusal=records,
-        configuration_problem=_configuration_problem(home),
+        configuration_problem=configuration_problem,
         temporary_problem=_temporary_problem(),
         sockets=sockets,
         sockets_problem=sockets_problem,
@@ -229,14 +234,6 @@ def _temporary_problem() -> str:
         tempfile.gettempdir()
     except FileNotFoundError as error:
         return error.strerror or str(error)
-    return ""
-
-
-def _configuration_problem(home: Home) -> str:
-    try:
-        read_configuration(home)
-    except ServerlessGpuError as error:
-        return str(error)
     return ""
 
 

@@ -199,10 +199,12 @@ def look_at_pool(environ: Mapping[str, str]) -> PoolFacts:
     directory = found[0]
     roots = marked_pids(ray_machine.directory_of(directory))
     pids = sorted({*roots, *(each for pid in roots for each in descendants(pid))})
+    commands = (_bytes(pid, "cmdline").replace(b"\0", b" ") for pid in roots)
+    addresses = (str(found[1], "ascii", "replace") for found in map(_ADDRESS.search, commands) if found)
     with_token = f"RAY_AUTH_MODE={ray_machine.variables('')['RAY_AUTH_MODE']}".encode()
     return PoolFacts(
         directory=str(directory),
-        address=_address(roots),
+        address=next(addresses, ""),
         version=_version(pids),
         without_token=tuple(_called(pid) for pid in roots if with_token not in _bytes(pid, "environ").split(b"\0")),
         token_problem=_token_problem(directory / ray_machine.TOKEN),
@@ -211,14 +213,6 @@ def look_at_pool(environ: Mapping[str, str]) -> PoolFacts:
         unfenced=linux.landlock_refusal(),
         processes=len(pids),
     )
-
-
-def _address(pids: list[int]) -> str:
-    for pid in pids:
-        found = _ADDRESS.search(_bytes(pid, "cmdline").replace(b"\0", b" "))
-        if found is not None:
-            return str(found[1], "ascii", "replace")
-    return ""
 
 
 def _version(pids: list[int]) -> str:

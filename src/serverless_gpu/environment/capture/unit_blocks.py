@@ -113,7 +113,10 @@ def places_of(plans: Sequence[BlockPlan], first: int) -> dict[int, ContentPlace]
 
 def reuse(rows: Sequence[FileRow], old: Unit) -> ReusedBlocks:
     """Return which bytes of an older version can stand for files of a new one, or nothing if that is not worth it."""
-    known = _places_by_content(old)
+    known: dict[tuple[bytes, int], list[ContentPlace]] = defaultdict(list)  # by digest and size
+    filled = (row for row in old.rows if row.has_content and row.size)
+    for row, place in zip(filled, old.places, strict=True):
+        known[row.sha256, row.size].append(place)
     taken: dict[int, ContentPlace] = {}
     used_blocks: dict[int, int] = defaultdict(int)
     for index, row in enumerate(rows):
@@ -137,15 +140,6 @@ def reuse(rows: Sequence[FileRow], old: Unit) -> ReusedBlocks:
         ),
         places={row: ContentPlace(block_index[place.block], place.start) for row, place in taken.items()},
     )
-
-
-def _places_by_content(old: Unit) -> dict[tuple[bytes, int], list[ContentPlace]]:
-    """Return where each content lies, by digest and size."""
-    known: dict[tuple[bytes, int], list[ContentPlace]] = defaultdict(list)
-    filled = (row for row in old.rows if row.has_content and row.size)
-    for row, place in zip(filled, old.places, strict=True):
-        known[row.sha256, row.size].append(place)
-    return known
 
 
 def _spread(place: ContentPlace, size: int, blocks: Sequence[PackBlock]) -> list[tuple[int, int]]:

@@ -19,7 +19,7 @@ import os
 import select
 import subprocess
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import msgspec
@@ -82,7 +82,9 @@ def compile_all(
                     worker.take([waiting.pop() for _ in range(min(_BATCH, len(waiting)))], patience_s)
             if not crew:
                 break
-            for worker in _ready(crew):
+            if running := [worker for worker in crew if not worker.over]:
+                select.select(running, [], [], 0.2)
+            for worker in list(crew):
                 finished, compiled = worker.look(patience_s)
                 done += finished
                 made += compiled
@@ -164,10 +166,3 @@ class _Worker:
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
-
-
-def _ready(crew: Iterable[_Worker]) -> list[_Worker]:
-    workers = [worker for worker in crew if not worker.over]
-    if workers:
-        select.select(workers, [], [], 0.2)
-    return list(crew)

@@ -72,6 +72,7 @@ def find_python(
     looked: list[str] = []
     fitting: list[Python] = []
     seen: set[str] = set()
+    wanted = (interpreter.implementation, interpreter.abi, interpreter.minor.split("."))
     for path in candidates(interpreter, hints, os.environ if environ is None else environ):
         real = os.path.realpath(path)
         if real in seen or len(seen) >= _CANDIDATES_MAX or not os.access(path, os.X_OK):
@@ -79,7 +80,7 @@ def find_python(
         seen.add(real)
         looked.append(path)
         python = ask(path)
-        if python is not None and _fits(python, interpreter):
+        if python is not None and (python.implementation, python.abi, python.version.split(".")[:2]) == wanted:
             if python.version == interpreter.version:
                 return python
             fitting.append(python)
@@ -196,11 +197,6 @@ def _run(path: str) -> Python | None:
     except (OSError, subprocess.SubprocessError, ValueError):
         return None
     return Python(path=str(base), implementation=implementation, version=version, abi=abi, platform=platform, tag=tag)
-
-
-def _fits(python: Python, interpreter: Interpreter) -> bool:
-    same_minor = python.version.split(".")[:2] == interpreter.minor.split(".")
-    return same_minor and python.implementation == interpreter.implementation and python.abi == interpreter.abi
 
 
 class LoadedModules(msgspec.Struct, frozen=True, kw_only=True):

@@ -272,7 +272,10 @@ def prepare(snapshot: Snapshot, blobs: StoreBlobs, cache: UnitCache, python: str
     make_public(cache.root)
     answers = cache.root / "interpreters"
     recall(answers, cache.boot)
-    base = find_python(snapshot.interpreter, _hints(snapshot, python))
+    hints = [python] if python else []
+    if trusted(snapshot.facts.python):
+        hints.append(snapshot.facts.python)
+    base = find_python(snapshot.interpreter, hints)
     keep(answers, cache.boot)
     base = msgspec.structs.replace(base, note="; ".join(filter(None, (base.note, _glibc_note(snapshot)))))
     cache.register(snapshot)
@@ -308,13 +311,6 @@ def loaded_jobs(prepared: Prepared, cache: UnitCache) -> dict[str, list[CompileJ
     for address, missing in _loaded(prepared.snapshot, cache, prepared.base.tag):
         work.setdefault(address, []).extend(missing)
     return work if sum(job.size for each in work.values() for job in each) > FEW_BYTES else {}
-
-
-def _hints(snapshot: Snapshot, python: str) -> Iterator[str]:
-    if python:
-        yield python
-    if trusted(snapshot.facts.python):
-        yield snapshot.facts.python
 
 
 def _glibc_note(snapshot: Snapshot) -> str:

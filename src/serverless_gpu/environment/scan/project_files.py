@@ -244,8 +244,10 @@ class _CodeWalk:
         if not above:
             if self._is_venv and name in _VENV_NAMES:
                 return False
-            if self.place.shallow and not _is_python(f"{top}/{name}", is_directory):
-                return False
+            if self.place.shallow:  # only what can be imported from there
+                is_package = is_directory and os.path.lexists(f"{top}/{name}/__init__.py")
+                if not is_package and (is_directory or not name.endswith(_IMPORTABLE)):
+                    return False
             if is_directory and name.endswith(".egg-info"):
                 return True
         elif above.endswith(".egg-info/") and above.count("/") == 1:
@@ -273,12 +275,6 @@ def wanted_files(directory: str, loaded: Collection[str], deeper: Collection[str
     return tuple(
         file[len(start) :] for file in loaded if file.startswith(start) and not (others and file.startswith(others))
     )
-
-
-def _is_python(path: str, is_directory: bool) -> bool:
-    if is_directory:
-        return os.path.lexists(f"{path}/__init__.py")
-    return path.endswith(_IMPORTABLE)
 
 
 def _check_size(listing: Listing) -> None:

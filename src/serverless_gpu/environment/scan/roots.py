@@ -119,7 +119,11 @@ class _Search:
     def __init__(self, description: Description) -> None:
         self._description = description
         self._stdlib = _standard_library(description)
-        self._scripts = _script_directories(description)
+        # A program's own directory is on `sys.path`, and holds no modules of the user.
+        prefixes = (description.prefix, description.base_prefix, os.path.join(description.home, ".local"))
+        programs = (description.executable, description.base_executable)
+        places = [os.path.join(prefix, "bin") for prefix in prefixes] + [os.path.dirname(path) for path in programs]
+        self._scripts = frozenset(os.path.realpath(place) for place in places if place) | _SYSTEM_SCRIPTS
         self._before = any(os.path.realpath(entry) in self._stdlib for entry in description.search_path())
         self.spots: dict[str, ImportRoot] = {}
         self.absent: list[str] = []
@@ -218,14 +222,6 @@ def _standard_library(description: Description) -> frozenset[str]:
             os.path.join(os.path.dirname(directory), f"python{version}.zip"),
         )
     )
-
-
-def _script_directories(description: Description) -> frozenset[str]:
-    """Return where programs lie: a program's own directory is on `sys.path`, and holds no modules of the user."""
-    prefixes = (description.prefix, description.base_prefix, os.path.join(description.home, ".local"))
-    programs = (description.executable, description.base_executable)
-    places = [os.path.join(prefix, "bin") for prefix in prefixes] + [os.path.dirname(program) for program in programs]
-    return frozenset(os.path.realpath(place) for place in places if place) | _SYSTEM_SCRIPTS
 
 
 def _pth_directories(directory: str) -> Iterator[str]:

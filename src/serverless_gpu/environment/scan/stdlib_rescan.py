@@ -221,7 +221,10 @@ class _Choice:
             files.update((path, file) for path, file in fresh.items() if owner_of.get(path, NO_OWNER) not in reused)
             by_row = {own_row_path(spot, path): file for path, file in files.items()}
             distributions = self._read(by_row, {one.info for one in reused.values()})
-            hit = {owner_of.get(path, NO_OWNER) for path in self._claims(distributions)} & reused.keys()
+            claimed = (path for one in distributions for path in _claimed(one, spot.site, spot.prefix))
+            split = (path.partition("/") for path in claimed)
+            files_claimed = (f"{spot.directory if area == 'site' else spot.prefix}/{below}" for area, _, below in split)
+            hit = {owner_of.get(path, NO_OWNER) for path in files_claimed} & reused.keys()
             if not hit:
                 break
             for owner in hit:  # another unit claims what they have
@@ -270,13 +273,6 @@ class _Choice:
         files = {path[5:]: file for path, file in by_row.items() if path.startswith("site/") and _INFO in path}
         directories = {info: Directory(f"{top}/{info}", 0, b"") for info in infos if info not in reused}
         return read_distributions(Listing(top=top, files=files, directories=directories, odd={}))
-
-    def _claims(self, distributions: Iterable[Distribution]) -> Iterator[str]:
-        spot = self._spot
-        for distribution in distributions:
-            for path in _claimed(distribution, spot.site, spot.prefix):
-                area, _, below = path.partition("/")
-                yield f"{spot.directory if area == 'site' else spot.prefix}/{below}"
 
     def _reused(self, reused: dict[int, KeptDistribution], kept: Sequence[tuple[ListedFile, int]]) -> ReusedUnits:
         memory = self._memory

@@ -72,6 +72,10 @@ WATCHES_LIMIT = "/proc/sys/fs/inotify/max_user_watches"
 _MOUNTS = "/proc/self/mountinfo"
 _ESCAPED = re.compile(r"\\([0-7]{3})")
 _STATFS_BYTES = 256
+_SHORTAGES: dict[int | None, str] = {
+    errno.ENOSPC: "the user's watches are used up (fs.inotify.max_user_watches)",
+    errno.EMFILE: "the user's queues are used up (fs.inotify.max_user_instances)",
+}
 
 
 class Unwatchable(Exception):
@@ -106,7 +110,7 @@ class LibraryWatcher:
             self._place(names)
         except OSError as error:
             self.close()
-            raise Unwatchable(_explain(error)) from None
+            raise Unwatchable(_SHORTAGES.get(error.errno, str(error))) from None
         except Unwatchable:
             self.close()
             raise
@@ -279,14 +283,6 @@ def _identities(tops: Iterable[str]) -> tuple[tuple[int, int], ...]:
 
 def _unescape(point: str) -> str:
     return _ESCAPED.sub(lambda match: chr(int(match[1], 8)), point)
-
-
-def _explain(error: OSError) -> str:
-    if error.errno == errno.ENOSPC:
-        return "the user's watches are used up (fs.inotify.max_user_watches)"
-    if error.errno == errno.EMFILE:
-        return "the user's queues are used up (fs.inotify.max_user_instances)"
-    return str(error)
 
 
 class Event(NamedTuple):

@@ -151,8 +151,10 @@ class ObjectStore(Store):
         """Return which of these objects are there, asking for several at once."""
 
         def look(key: str) -> bool:
+            import obstore
+
             try:
-                return self._ask(f"look for {key}", lambda client: _head(client, key))
+                return bool(self._ask(f"look for {key}", lambda client: obstore.head(client, key)))
             except _Final:
                 return False
 
@@ -316,13 +318,6 @@ class _Pages:
         if page:
             self._last = page[-1].key
         return page
-
-
-def _head(client: Client, key: str) -> bool:
-    import obstore
-
-    obstore.head(client, key)
-    return True
 
 
 def _delete(keys: list[str], client: Client) -> None:

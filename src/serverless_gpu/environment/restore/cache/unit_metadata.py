@@ -87,7 +87,12 @@ def outline(unit: Unit, read: Read) -> UnitOutline:
     """Return the outline of a unit."""
     areas = dict.fromkeys(row.path.partition("/")[0] for row in unit.rows)
     dist_info = next((match[1] for row in unit.rows if (match := _DIST_INFO.fullmatch(row.path))), "")
-    generic = {row.path: content for row in unit.rows if _may_be_script(row) and is_generic(content := read(row.path))}
+    scripts = (
+        row.path
+        for row in unit.rows
+        if row.path.startswith("prefix/bin/") and row.has_content and 8 <= row.size <= _SCRIPT_BYTES_MAX
+    )
+    generic = {path: content for path in scripts if is_generic(content := read(path))}
     record, points = "", {}
     if dist_info:
         record = "".join(
@@ -122,10 +127,6 @@ def record_line(row: FileRow, dist_info: str) -> str:
 def record_row(path: str, content: bytes) -> FileRow:
     """Return the row a generated file would have."""
     return FileRow(path=path, size=len(content), sha256=hashlib.sha256(content).digest())
-
-
-def _may_be_script(row: FileRow) -> bool:
-    return row.path.startswith("prefix/bin/") and row.has_content and 8 <= row.size <= _SCRIPT_BYTES_MAX
 
 
 Outlines = Mapping[str, UnitOutline]

@@ -169,7 +169,9 @@ class _Unpacker:
         for unit, directory in jobs:
             self._meter.begin(unit)
             work = self._open[directory] = _Work(unit, directory)
-            for piece in _pieces(unit, work.writer.used_blocks):
+            # Blocks that lie in one pack, in their order: a large file waits for no block that comes after it.
+            for _, blocks in itertools.groupby(work.writer.used_blocks, key=lambda index: unit.blocks[index].pack):
+                piece = tuple(blocks)
                 work.outstanding += len(piece)
                 self._packs.append((work, piece, self._fetching.submit(self._fetch, unit, piece)))
                 yield len(piece)
@@ -258,12 +260,6 @@ class _Work:
         self.writer.close()
         self._tree.close()
         shutil.rmtree(self.directory, ignore_errors=True)
-
-
-def _pieces(unit: Unit, used: Sequence[int]) -> Iterator[Sequence[int]]:
-    """Yield blocks that lie in one pack, in their order: a large file waits for no block that comes after it."""
-    for _, piece in itertools.groupby(used, key=lambda index: unit.blocks[index].pack):
-        yield tuple(piece)
 
 
 @contextlib.contextmanager
