@@ -26,7 +26,7 @@ from serverless_gpu.doctor.facts import (
     warning,
 )
 
-_Mend = Callable[[MachineFacts, str], str]
+_Mend = Callable[[str], str]
 
 _TEXT_MAX = 200
 _MORE_TIME = "sgpu doctor --limit 60"
@@ -159,10 +159,10 @@ def _matching(facts: MachineFacts, pattern: re.Pattern[str], fine: str, mend: _M
         if match is None:
             continue
         if imported.outcome in _TROUBLE:
-            found += failed(f"import {name}: {_short(imported.error)}", mend(facts, name))
+            found += failed(f"import {name}: {_short(imported.error)}", mend(name))
         else:
             line = next((line for line in imported.written.splitlines() if match[0] in line), match[0])
-            found += warning(f"import {name} complains: {_short(line)}", mend(facts, name))
+            found += warning(f"import {name} complains: {_short(line)}", mend(name))
     if found or not fine:
         return found
     asked = [imports.modules[only]] if only in imports.modules else list(imports.modules.values())
@@ -181,20 +181,6 @@ def _mend_numpy(facts: MachineFacts, name: str) -> str:
         else ""
     )
     return f"{facts.python_command} -m pip install --upgrade --force-reinstall numpy {_package(name)}{older}"
-
-
-def _mend_torchvision(facts: MachineFacts, name: str) -> str:
-    command = f"{facts.python_command} -m pip install --upgrade --force-reinstall torch torchvision"
-    return f"{command}   (both, from the same index)"
-
-
-def _mend_cuda_libraries(facts: MachineFacts, name: str) -> str:
-    return f"{facts.python_command} -m pip install --force-reinstall torch"
-
-
-def _mend_libstdcxx(facts: MachineFacts, name: str) -> str:
-    command = f"{facts.python_command} -m pip install --force-reinstall {_package(name)}"
-    return f"{command}   (or unset LD_LIBRARY_PATH; with conda: conda install -c conda-forge libstdcxx-ng)"
 
 
 def _package(name: str) -> str:
@@ -243,7 +229,12 @@ CHECKS = (
         ),
         cause="Installing a package changed NumPy's version, and others were compiled against the one before.",
         mend="python -m pip install --upgrade --force-reinstall numpy <package>",
-        probe=lambda facts: _matching(facts, _NUMPY_ABI, "NumPy and what is compiled against it fit", _mend_numpy),
+        probe=lambda facts: _matching(
+            facts,
+            _NUMPY_ABI,
+            "NumPy and what is compiled against it fit",
+            lambda name: _mend_numpy(facts, name),
+        ),
     ),
     Check(
         code="torchvision",
@@ -253,7 +244,14 @@ CHECKS = (
         cause="torch was upgraded and torchvision was not, or they come from different indexes (CPU and CUDA).",
         mend="python -m pip install --upgrade --force-reinstall torch torchvision   (both, from the same index)",
         probe=lambda facts: _matching(
-            facts, _TORCHVISION, "torchvision fits torch", _mend_torchvision, only="torchvision"
+            facts,
+            _TORCHVISION,
+            "torchvision fits torch",
+            lambda _: (
+                f"{facts.python_command} -m pip install --upgrade --force-reinstall torch torchvision"
+                "   (both, from the same index)"
+            ),
+            only="torchvision",
         ),
     ),
     Check(
@@ -264,7 +262,11 @@ CHECKS = (
         cause="torch looks for cuDNN, NCCL and the like beside itself; another installation replaced or removed them.",
         mend="python -m pip install --force-reinstall torch",
         probe=lambda facts: _matching(
-            facts, _CUDA_LIBRARY, "torch finds its libraries", _mend_cuda_libraries, only="torch"
+            facts,
+            _CUDA_LIBRARY,
+            "torch finds its libraries",
+            lambda _: f"{facts.python_command} -m pip install --force-reinstall torch",
+            only="torch",
         ),
     ),
     Check(
@@ -274,7 +276,15 @@ CHECKS = (
         symptoms=("ImportError: …/libstdc++.so.6: version `GLIBCXX_3.4.29' not found",),
         cause="LD_LIBRARY_PATH or an old distribution brings a C++ runtime that is older than the package needs.",
         mend="unset LD_LIBRARY_PATH; with conda: conda install -c conda-forge libstdcxx-ng",
-        probe=lambda facts: _matching(facts, _LIBSTDCXX, "", _mend_libstdcxx),
+        probe=lambda facts: _matching(
+            facts,
+            _LIBSTDCXX,
+            "",
+            lambda name: (
+                f"{facts.python_command} -m pip install --force-reinstall {_package(name)}"
+                "   (or unset LD_LIBRARY_PATH; with conda: conda install -c conda-forge libstdcxx-ng)"
+            ),
+        ),
     ),
     Check(
         code="requirements",

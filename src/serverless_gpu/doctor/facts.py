@@ -1,6 +1,7 @@
-"""What was seen on this machine, as values: what checks judge, and what tests write down by hand.
+"""Values of a diagnosis: facts that were seen on this machine, checks that judge them, and what a check found.
 
-An area that could not be looked at is `UnknownFact`, with the reason; so is every area that was not gathered.
+Probes gather facts, and tests write them by hand. An area that could not be looked at is `UnknownFact`, with the
+reason; so is every area that was not gathered.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rows, units and snapshots: what an environment is made of, as values; what gives them their addresses.
+"""Values an environment is made of (rows, units, snapshots), their addresses, and the packages it has installed.
 
     snapshot ─ interpreter
              ├ root 0, the interpreter's own site-packages ─ unit numpy, unit torch, …, unit of unowned files
@@ -15,7 +15,11 @@ The address of a snapshot covers everything that a restore acts on: the interpre
 order, the files that are generated, and where the snapshot came from. Two documents with one address differ only in
 facts that decide nothing (`UNADDRESSED_FACTS`). Snapshots of version 1 covered less: see `snapshot_address_1`.
 
-Readers of a store go through `stores/blobs.py`, which checks each document (`unit_rules.py`, `snapshot_rules.py`).
+`Packages` says whether the same is installed in two environments. It leaves out the project's own code, which may
+differ, and distributions that bring nothing to import: an editable install of the project is one, and its metadata
+names the project's version.
+
+Readers of a store go through `stores/blobs.py`, which checks each document (`snapshot_rules.py`).
 """
 
 from __future__ import annotations
@@ -36,6 +40,8 @@ BLOCK_BYTES = 4 * 1024 * 1024
 """Content bytes of a block: what is compressed as one zstd frame, and restored by itself."""
 PACK_BYTES = 16 * 1024 * 1024
 """Compressed bytes after which a pack is closed: what is sent, verified and resumed as one object."""
+_LISTED_MAX = 5
+"""Packages that `difference` names; it counts the others."""
 
 RowKind = Literal["f", "x", "l", "d"]  # file, executable file, link, empty directory
 UnitKind = Literal["distribution", "unowned", "code"]
@@ -236,13 +242,6 @@ def make_snapshot(interpreter: Interpreter, roots: tuple[Root, ...], facts: Snap
     return msgspec.structs.replace(made, address=snapshot_address(made))
 
 
-def _path(item: FileRow | Generated) -> bytes:
-    return item.path.encode()
-
-
-_TOLD_MAX = 5
-
-
 class Packages(msgspec.Struct, frozen=True, kw_only=True):
     """What is installed."""
 
@@ -283,8 +282,12 @@ def difference(asked: Packages, accepted: Packages) -> str:
 
 def _listed(labels: Iterable[str]) -> str:
     there = sorted(labels)
-    rest = f" and {len(there) - _TOLD_MAX} others" if len(there) > _TOLD_MAX else ""
-    return ", ".join(there[:_TOLD_MAX]) + rest
+    rest = f" and {len(there) - _LISTED_MAX} others" if len(there) > _LISTED_MAX else ""
+    return ", ".join(there[:_LISTED_MAX]) + rest
+
+
+def _path(item: FileRow | Generated) -> bytes:
+    return item.path.encode()
 
 
 Phase = Literal["scan", "capture", "fetch", "restore", "compile", "collect"]

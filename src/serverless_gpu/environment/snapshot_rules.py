@@ -1,12 +1,27 @@
-"""Rules of a snapshot: names that become paths, sums, generated files, facts.
+"""Rules and limits of units and snapshots that come from somewhere else.
 
     check_snapshot  interpreter, roots, members ─ files that are generated ─ facts and notes
     check_together  a snapshot with its units: sizes as it says, nothing generated on top of a file, or below one
+    check_unit      its address ─ rows (paths, kinds, links) ─ where their bytes lie (packs, blocks, places), and how
+                    much they can become
 
-Nothing that a snapshot says is worth believing for a decision, but some of it becomes part of a path (the interpreter's
-version), of a generated file (placeholders), or of a line in a terminal (names). `unit_rules.py` has the limits.
+The rules are pure and linear in the size of the document, and run before a byte of content is asked for. Some of what
+a snapshot says becomes part of a path (the interpreter's version), of a generated file (placeholders), or of a line in
+a terminal (names), so no text is taken as it comes.
 
-Failure: `EnvironmentRejected` naming the snapshot, the path, and the rule it breaks.
+A unit names regular files, links inside the tree and empty directories, and nothing else: modes, owners, devices, hard
+links and times have no place in the format, so they need no rule. On restore a file is 0444 or 0555.
+
+Paths mean the same on every file system: two names that differ only in case or in their Unicode form are one file on
+some machines, so the rules refuse them on all. A link's target is followed name by name through the tree as the rows
+describe it. Every directory on the way has to be a real one, so the rules check what the kernel will do.
+
+No two blocks share a byte of a pack and no two files a byte of a block. So what was really sent, times a ratio, bounds
+the content of a unit. zstd makes 150 bytes of 4 MiB of zeros, so no ratio per block tells a bomb from weights that were
+initialised with zeros. A whole unit may hold 200 bytes for each compressed one, and 256 MiB for nothing: a file of
+256 MiB of zeros passes, 1 GB of zeros in 1 MB does not. Real distributions are at 2 to 20.
+
+Failure: `EnvironmentRejected` naming the unit or snapshot, the path, and the rule it breaks.
 """
 
 from __future__ import annotations
@@ -41,9 +56,47 @@ from serverless_gpu.errors import EnvironmentRejected
 
 _VERSION = re.compile(r"\d{1,2}\.\d{1,3}(\.\d{1,3})?[a-z0-9.+]{0,16}", re.ASCII)
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", re.ASCII)
+# Control characters, and halves of surrogate pairs (they stand for bytes that are not UTF-8).
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _PLACEHOLDER = re.compile(r"\{\{sgpu:([^{}]*)\}\}")
 _NATIVE = re.compile(r"\.(so|pyd|dylib|pyc)(\.|$)", re.ASCII | re.IGNORECASE)
+_DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
+_KINDS = ("f", "x", "l", "d")
+_DIRECTORY = "directory"
+AREAS = ("site", "prefix")
+EMPTY_SHA256 = hashlib.sha256().digest()
+
+ROWS_MAX = 1_000_000
+"""Rows of a unit, and files of a snapshot."""
+CONTENT_BYTES_MAX = 15 * 10**9
+"""Content bytes of an environment, and so of a unit."""
+PATH_BYTES_MAX = 1024
+NAME_BYTES_MAX = 255
+DEPTH_MAX = 64
+"""Names in a path, its area included."""
+LINK_HOPS_MAX = 8
+"""Links that may point to one another in a row."""
+
+PACK_BYTES_MAX = 2 * PACK_BYTES
+"""A pack is closed when it is full, so it is longer than `PACK_BYTES` by the block that filled it."""
+PACKS_MAX = 100_000
+BLOCKS_MAX = 1_000_000
+RATIO_MAX = 200
+"""Content bytes of a unit for each compressed byte …"""
+FREE_RATIO_BYTES = 256 * 1024 * 1024
+"""… after these."""
+
+ROOTS_MAX = 64
+MEMBERS_MAX = 10_000
+TEXT_BYTES_MAX = 64 * 1024
+"""A generated file; they are scripts and `.pth` files."""
+TEXTS_MAX = 10_000
+NOTE_NAMES = frozenset({"INSTALLER", "REQUESTED", "direct_url.json", "uv_cache.json", "uv_build.json"})
+NOTE_BYTES_MAX = 64 * 1024
+FACTS_MAX = 200_000
+"""Entries of any list of facts."""
+FACT_BYTES_MAX = 8 * 1024
+"""One sentence or path among the facts."""
 
 
 def check_snapshot(snapshot: Snapshot) -> None:
@@ -95,6 +148,76 @@ def check_together(snapshot: Snapshot, units: Mapping[str, Unit]) -> None:
                 # Units may share directories, and even files (then the order of layers decides): only generated
                 # files are looked for.
                 tree.meet(row.path, row.kind)
+
+
+def check_unit(unit: Unit) -> None:
+    """Check everything a unit says: its address, its rows, and where their bytes lie.
+
+    It is as decoded; nothing of it is believed.
+    """
+    if not is_digest(unit.address):
+        refuse("a unit", unit.address, "an address is 64 hexadecimal digits")
+    what = f"unit {unit.address[:12]}"
+    if unit.version != VERSION:
+        refuse(what, "", f"its format is {unit.version!r}, and this program reads {VERSION}")
+    for pack in unit.packs:
+        if not is_digest(pack):
+            refuse(what, pack, "the name of a pack is 64 hexadecimal digits")
+    check_rows(unit.rows, what)
+    if unit_address(unit.rows) != unit.address:
+        refuse(what, "", "its address is not that of its rows")
+    check_blocks(unit, what)
+
+
+def check_rows(rows: Sequence[FileRow], what: str = "a unit") -> None:
+    """Check all rows of a unit: each by itself, and the tree they make."""
+    if len(rows) > ROWS_MAX:
+        refuse(what, "", f"it has {len(rows)} rows, and at most {ROWS_MAX} are allowed")
+    tree = RowTree(what)
+    before, size = "", 0
+    for row in rows:
+        _check_row(row, what)
+        tree.add(row.path, row.kind)
+        if row.path < before:
+            refuse(what, row.path, "rows are in order of their paths")
+        before = row.path
+        size += row.size
+    if size > CONTENT_BYTES_MAX:
+        refuse(what, "", f"it holds {size} bytes, and at most {CONTENT_BYTES_MAX} are allowed")
+    for row in rows:
+        if row.kind == "l":
+            tree.targets[row.path] = row.target
+    for path in tree.targets:
+        tree.check_link(path)
+
+
+def check_path(path: str, what: str = "a path") -> None:
+    """Check one path of a row: area, names, lengths, depth."""
+    _check_text(path, what)
+    if path.startswith("/"):
+        refuse(what, path, "a path is not absolute")
+    area, _, rest = path.partition("/")
+    if area not in AREAS or not rest:
+        refuse(what, path, "a path starts with site/ or prefix/ and goes on")
+    names = path.split("/")
+    if len(names) > DEPTH_MAX:
+        refuse(what, path, f"a path has at most {DEPTH_MAX} names")
+    for name in names:
+        _check_name(name, path, what)
+
+
+def check_blocks(unit: Unit, what: str) -> None:
+    """Check where the bytes of a unit lie."""
+    if len(unit.packs) > PACKS_MAX or len(unit.blocks) > BLOCKS_MAX:
+        refuse(what, "", f"it has at most {PACKS_MAX} packs and {BLOCKS_MAX} blocks")
+    for index, block in enumerate(unit.blocks):
+        _check_block(index, block, len(unit.packs), what)
+    _check_overlap(unit.blocks, what)
+    filled = [row for row in unit.rows if row.has_content and row.size]
+    if len(filled) != len(unit.places):
+        refuse(what, "", f"it has {len(unit.places)} places for {len(filled)} files that are not empty")
+    _check_places(filled, unit.places, unit.blocks, what)
+    _check_ratio(unit, sum(row.size for row in filled), what)
 
 
 def _check_interpreter(python: Interpreter, what: str) -> None:
@@ -190,109 +313,6 @@ def _bytes(text: str, what: str) -> int:
         return len(text.encode())
     except UnicodeEncodeError:
         refuse(what, "a text", "it is not UTF-8")
-
-
-ROWS_MAX = 1_000_000
-"""Rows of a unit, and files of a snapshot."""
-CONTENT_BYTES_MAX = 15 * 10**9
-"""Content bytes of an environment, and so of a unit."""
-PATH_BYTES_MAX = 1024
-NAME_BYTES_MAX = 255
-DEPTH_MAX = 64
-"""Names in a path, its area included."""
-LINK_HOPS_MAX = 8
-"""Links that may point to one another in a row."""
-
-PACK_BYTES_MAX = 2 * PACK_BYTES
-"""A pack is closed when it is full, so it is longer than `PACK_BYTES` by the block that filled it."""
-PACKS_MAX = 100_000
-BLOCKS_MAX = 1_000_000
-RATIO_MAX = 200
-"""Content bytes of a unit for each compressed byte …"""
-FREE_RATIO_BYTES = 256 * 1024 * 1024
-"""… after these."""
-
-ROOTS_MAX = 64
-MEMBERS_MAX = 10_000
-TEXT_BYTES_MAX = 64 * 1024
-"""A generated file; they are scripts and `.pth` files."""
-TEXTS_MAX = 10_000
-NOTE_NAMES = frozenset({"INSTALLER", "REQUESTED", "direct_url.json", "uv_cache.json", "uv_build.json"})
-NOTE_BYTES_MAX = 64 * 1024
-FACTS_MAX = 200_000
-"""Entries of any list of facts."""
-FACT_BYTES_MAX = 8 * 1024
-"""One sentence or path among the facts."""
-
-
-def refuse(what: str, path: str, rule: str) -> NoReturn:
-    """Raise that something breaks a rule."""
-    shown = path if len(path) <= 200 else f"{path[:100]}…{path[-60:]}"
-    raise EnvironmentRejected(f"{what}: {shown!r}: {rule}" if path else f"{what}: {rule}")
-
-
-AREAS = ("site", "prefix")
-EMPTY_SHA256 = hashlib.sha256().digest()
-# Control characters, and halves of surrogate pairs (they stand for bytes that are not UTF-8).
-_DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
-_KINDS = ("f", "x", "l", "d")
-_DIRECTORY = "directory"
-
-
-def check_unit(unit: Unit) -> None:
-    """Check everything a unit says: its address, its rows, and where their bytes lie.
-
-    It is as decoded; nothing of it is believed.
-    """
-    if not is_digest(unit.address):
-        refuse("a unit", unit.address, "an address is 64 hexadecimal digits")
-    what = f"unit {unit.address[:12]}"
-    if unit.version != VERSION:
-        refuse(what, "", f"its format is {unit.version!r}, and this program reads {VERSION}")
-    for pack in unit.packs:
-        if not is_digest(pack):
-            refuse(what, pack, "the name of a pack is 64 hexadecimal digits")
-    check_rows(unit.rows, what)
-    if unit_address(unit.rows) != unit.address:
-        refuse(what, "", "its address is not that of its rows")
-    check_blocks(unit, what)
-
-
-def check_path(path: str, what: str = "a path") -> None:
-    """Check one path of a row: area, names, lengths, depth."""
-    _check_text(path, what)
-    if path.startswith("/"):
-        refuse(what, path, "a path is not absolute")
-    area, _, rest = path.partition("/")
-    if area not in AREAS or not rest:
-        refuse(what, path, "a path starts with site/ or prefix/ and goes on")
-    names = path.split("/")
-    if len(names) > DEPTH_MAX:
-        refuse(what, path, f"a path has at most {DEPTH_MAX} names")
-    for name in names:
-        _check_name(name, path, what)
-
-
-def check_rows(rows: Sequence[FileRow], what: str = "a unit") -> None:
-    """Check all rows of a unit: each by itself, and the tree they make."""
-    if len(rows) > ROWS_MAX:
-        refuse(what, "", f"it has {len(rows)} rows, and at most {ROWS_MAX} are allowed")
-    tree = RowTree(what)
-    before, size = "", 0
-    for row in rows:
-        _check_row(row, what)
-        tree.add(row.path, row.kind)
-        if row.path < before:
-            refuse(what, row.path, "rows are in order of their paths")
-        before = row.path
-        size += row.size
-    if size > CONTENT_BYTES_MAX:
-        refuse(what, "", f"it holds {size} bytes, and at most {CONTENT_BYTES_MAX} are allowed")
-    for row in rows:
-        if row.kind == "l":
-            tree.targets[row.path] = row.target
-    for path in tree.targets:
-        tree.check_link(path)
 
 
 class RowTree:
@@ -424,35 +444,8 @@ def _check_name(name: str, path: str, what: str) -> None:
         refuse(what, path, f"a name has at most {NAME_BYTES_MAX} bytes")
 
 
-def is_digest(text: str) -> bool:
-    """Return whether this is a BLAKE3 digest as we write it: 64 hexadecimal digits, lower case."""
-    return _DIGEST.fullmatch(text) is not None
-
-
-def fold_name(name: str) -> str:
-    """Return what two names have in common that are one where case or Unicode forms do not count."""
-    if name.isascii():
-        return name.lower()
-    # Folding case can bring back what normalising took away, so it is done around it.
-    return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold())
-
-
 def _fold_path(path: str) -> str:
     return path.lower() if path.isascii() else "/".join(fold_name(name) for name in path.split("/"))
-
-
-def check_blocks(unit: Unit, what: str) -> None:
-    """Check where the bytes of a unit lie."""
-    if len(unit.packs) > PACKS_MAX or len(unit.blocks) > BLOCKS_MAX:
-        refuse(what, "", f"it has at most {PACKS_MAX} packs and {BLOCKS_MAX} blocks")
-    for index, block in enumerate(unit.blocks):
-        _check_block(index, block, len(unit.packs), what)
-    _check_overlap(unit.blocks, what)
-    filled = [row for row in unit.rows if row.has_content and row.size]
-    if len(filled) != len(unit.places):
-        refuse(what, "", f"it has {len(unit.places)} places for {len(filled)} files that are not empty")
-    _check_places(filled, unit.places, unit.blocks, what)
-    _check_ratio(unit, sum(row.size for row in filled), what)
 
 
 def _check_ratio(unit: Unit, content_bytes: int, what: str) -> None:
@@ -521,3 +514,22 @@ def _run(row: FileRow, first: int, blocks: Sequence[PackBlock], what: str) -> li
         parts.append((index, 0, size, row.path))
         left, index = left - size, index + 1
     return parts
+
+
+def refuse(what: str, path: str, rule: str) -> NoReturn:
+    """Raise that something breaks a rule."""
+    shown = path if len(path) <= 200 else f"{path[:100]}…{path[-60:]}"
+    raise EnvironmentRejected(f"{what}: {shown!r}: {rule}" if path else f"{what}: {rule}")
+
+
+def is_digest(text: str) -> bool:
+    """Return whether this is a BLAKE3 digest as we write it: 64 hexadecimal digits, lower case."""
+    return _DIGEST.fullmatch(text) is not None
+
+
+def fold_name(name: str) -> str:
+    """Return what two names have in common that are one where case or Unicode forms do not count."""
+    if name.isascii():
+        return name.lower()
+    # Folding case can bring back what normalising took away, so it is done around it.
+    return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold())

@@ -55,7 +55,11 @@ def look_at_gpus(environ: Mapping[str, str], limit_s: float) -> GpuFacts | Unkno
             facts = msgspec.structs.replace(facts, suspects=tuple(suspected))
     log = KernelLog(KERNEL, SystemClock())
     log.close()
-    return msgspec.structs.replace(facts, on_bus=_on_bus(), device_files=_device_files(), kernel_log=log.problem)
+    device_files = 0
+    with contextlib.suppress(OSError):
+        for path in Path("/dev").glob("nvidia[0-9]*"):
+            device_files += stat.S_ISCHR(path.stat().st_mode)
+    return msgspec.structs.replace(facts, on_bus=_on_bus(), device_files=device_files, kernel_log=log.problem)
 
 
 def _held(directory: Path) -> dict[str, str]:
@@ -78,14 +82,6 @@ def _on_bus() -> int:
             with contextlib.suppress(OSError):
                 vendor, kind = (device / "vendor").read_text().strip(), (device / "class").read_text().strip()
                 count += vendor == "0x10de" and kind.startswith("0x03")
-    return count
-
-
-def _device_files() -> int:
-    count = 0
-    with contextlib.suppress(OSError):
-        for path in Path("/dev").glob("nvidia[0-9]*"):
-            count += stat.S_ISCHR(path.stat().st_mode)
     return count
 
 

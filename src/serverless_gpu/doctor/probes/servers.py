@@ -202,12 +202,16 @@ def look_at_pool(environ: Mapping[str, str]) -> PoolFacts:
     commands = (_bytes(pid, "cmdline").replace(b"\0", b" ") for pid in roots)
     addresses = (str(found[1], "ascii", "replace") for found in map(_ADDRESS.search, commands) if found)
     with_token = f"RAY_AUTH_MODE={ray_machine.variables('')['RAY_AUTH_MODE']}".encode()
+    try:
+        token_problem = readers(directory / ray_machine.TOKEN)
+    except OSError as error:
+        token_problem = f"it cannot be read: {error.strerror}"
     return PoolFacts(
         directory=str(directory),
         address=next(addresses, ""),
         version=_version(pids),
         without_token=tuple(_called(pid) for pid in roots if with_token not in _bytes(pid, "environ").split(b"\0")),
-        token_problem=_token_problem(directory / ray_machine.TOKEN),
+        token_problem=token_problem,
         listeners=tuple(sorted(_listeners(pids))),
         addresses=_addresses(),
         unfenced=linux.landlock_refusal(),
@@ -226,13 +230,6 @@ def _version(pids: list[int]) -> str:
                 known = _VERSION.search(text)
                 return "" if known is None else str(known[1])
     return ""
-
-
-def _token_problem(path: Path) -> str:
-    try:
-        return readers(path)
-    except OSError as error:
-        return f"it cannot be read: {error.strerror}"
 
 
 def _listeners(pids: list[int]) -> Iterator[ListeningPort]:

@@ -1,7 +1,7 @@
-"""Filling a directory from units: a hard link per file, a copy where a link is refused, and generated files.
+"""Fills a directory from units: a hard link per file, a copy where a link is refused, and generated files.
 
     1 directories of several units  here, one after another
-    2 all that is below them        has one unit each, or generated files only; two processes (`fork_pool.py`) do it
+    2 all that is below them        has one unit each, or generated files only; two processes do it (`divide`)
 
 In each directory generated files and links come first, then the directories in it, then files of units, then their
 links. Existing entries are not replaced.
@@ -15,8 +15,14 @@ the 65,000th of a file (EMLINK): those files are copied.
 
 It works on a fresh, private directory, and knows nothing of where that goes, or what a unit is.
 
-Failure cases: any OSError, or a file that may have been written to (`LinkResult.suspect`): the directory is then to be
-thrown away; a directory of one unit that is a file of another (EnvironmentRejected).
+Two threads would pass the interpreter to and fro at each of the system calls, and there are ten thousands of them. So
+`divide` forks: each process takes the next piece of work from a pipe when it has done the one before. Where this
+process has other threads no fork is safe, and with one core it is of no use: then this process does it all.
+
+Failure cases: any OSError, in either process (it is raised here, once both have stopped); the fork is killed (an
+`OSError` that says so); this process is killed (the fork goes on for less than a second with what is left in the pipe,
+and holds this process's locks until then); a file that may have been written to (`LinkResult.suspect`): the directory
+is then to be thrown away; a directory of one unit that is a file of another (EnvironmentRejected).
 """
 
 from __future__ import annotations
@@ -43,6 +49,12 @@ _REFUSED = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _MAKE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _COPY_BYTES = 8 * 1024 * 1024
+_NUMBER = struct.Struct("=H")
+_NUMBERS_MAX = 2048
+"""So many fit into any pipe."""
+_DONE, _FAILED = b"+", b"!"
+
+_Result = TypeVar("_Result")
 
 
 class LinkResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,6 +124,65 @@ def fill(tree: Path, sources: Sequence[ContentSource], *, read_only: bool = Fals
     return sum(divide(len(below), work, LinkResult), merged)
 
 
+def write_generated(directory: Path, part: TreePart) -> None:
+    """Write the generated files, links and directories of a part."""
+    os.mkdir(directory, 0o755)
+    fill(directory, [ContentSource(msgspec.structs.replace(part, at=""), ())])
+
+
+def link_new(source: Path, target: Path) -> None:
+    """Link files that came to one unit into a tree that has its others: bytecode, made later.
+
+    The target is made when needed.
+    """
+    try:
+        target.mkdir()
+        target.chmod(0o755)  # whatever the umask is: others use the tree, too
+    except FileExistsError:
+        if target.is_symlink() or not target.is_dir():
+            raise _mixed(str(target)) from None
+    with os.scandir(source) as entries:
+        names = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
+    files = [name for name in names if name.endswith(".pyc")]  # others are half-written
+    with _opened(str(source)) as here, _opened(str(target)) as there:
+        _link(files, here, there, copies=False)
+
+
+def divide(count: int, work: Callable[[Iterator[int]], _Result], kind: type[_Result]) -> list[_Result]:
+    """Do pieces of work, in two processes where that is possible.
+
+    `work` does the pieces whose numbers it is given, and raises `OSError` or `EnvironmentRejected`; `kind` is what it
+    returns, as msgspec knows it.
+    """
+    if count < 2 or len(os.sched_getaffinity(0)) < 2 or len(os.listdir("/proc/self/task")) > 1:
+        return [work(iter(range(count)))]
+    numbers, writing = os.pipe()
+    answer, answering = os.pipe()
+    step = -(-count // _NUMBERS_MAX)
+    os.write(writing, b"".join(_NUMBER.pack(number) for number in range(-(-count // step))))
+    os.close(writing)
+    try:
+        pid = os.fork()
+    except OSError:  # no process can be started
+        for fd in (numbers, answer, answering):
+            os.close(fd)
+        return [work(iter(range(count)))]
+    mine = _next_pieces(numbers, step, count)
+    if pid == 0:
+        _be_fork(work, mine, answering)
+    os.close(answering)
+    try:
+        ours = work(mine)
+    finally:
+        while os.read(numbers, _NUMBERS_MAX):  # after an error the rest is not needed
+            pass
+        os.close(numbers)
+        with open(answer, "rb") as file:
+            said = file.read()
+        status = os.waitpid(pid, 0)[1]
+    return [ours, _result(said, status, kind)]
+
+
 class _Folder(msgspec.Struct):
     """What is generated in one directory: files with their modes, targets of links, and names of directories."""
 
@@ -175,7 +246,8 @@ class _Merging:
                 since_ns = source.since_ns[index] if source.since_ns else 0
                 origins.append(_Origin(number, str(directory), source.copies, files, since_ns))
                 number += 1
-        self._shared = {at[:end] for at in self._parts for end in _ends(at)}
+        # Each part's place, and all above it.
+        self._shared = {at[:end] for at in self._parts for end, letter in enumerate(f"{at}/") if letter == "/"} | {""}
 
     def run(self) -> None:
         while self._parts:
@@ -191,11 +263,6 @@ class _Merging:
                 self.below[below] = found[0] if found else None
             else:
                 self._merge(below, found)
-
-
-def _ends(path: str) -> list[int]:
-    """Return where the paths above one end, and it itself."""
-    return [0, *(index for index, letter in enumerate(path) if letter == "/"), len(path)]
 
 
 class _Filler:
@@ -293,18 +360,16 @@ class _Filler:
         for source, listing, copies in listed:
             if listing.suspects and not self._suspect:
                 self._suspect = posixpath.join(path, listing.suspects[0])
-            self._count(path, _link(listing.files, source, directory, copies=copies))
+            linked = _link(listing.files, source, directory, copies=copies)
+            self._linked += linked.linked
+            self._why = self._why or linked.why_copied
+            self._copies += [posixpath.join(path, name) for name in linked.copies]
         for source, listing, _ in listed:
             for name in listing.links:
                 with contextlib.suppress(FileExistsError):
                     os.symlink(os.readlink(name, dir_fd=source), name, dir_fd=directory)
         os.fchmod(directory, self._mode)  # whatever the umask is: others use the tree, too
         self._directories[path] = os.fstat(directory).st_mtime_ns
-
-    def _count(self, path: str, linked: LinkResult) -> None:
-        self._linked += linked.linked
-        self._why = self._why or linked.why_copied
-        self._copies += [posixpath.join(path, name) for name in linked.copies]
 
     def _make(self, directory: int, path: str, name: str) -> None:
         try:
@@ -363,30 +428,6 @@ def _list(directory: int, path: str, since_ns: int) -> _Listing:
     return listing
 
 
-def write_generated(directory: Path, part: TreePart) -> None:
-    """Write the generated files, links and directories of a part."""
-    os.mkdir(directory, 0o755)
-    fill(directory, [ContentSource(msgspec.structs.replace(part, at=""), ())])
-
-
-def link_new(source: Path, target: Path) -> None:
-    """Link files that came to one unit into a tree that has its others: bytecode, made later.
-
-    The target is made when needed.
-    """
-    try:
-        target.mkdir()
-        target.chmod(0o755)  # whatever the umask is: others use the tree, too
-    except FileExistsError:
-        if target.is_symlink() or not target.is_dir():
-            raise _mixed(str(target)) from None
-    with os.scandir(source) as entries:
-        names = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
-    files = [name for name in names if name.endswith(".pyc")]  # others are half-written
-    with _opened(str(source)) as here, _opened(str(target)) as there:
-        _link(files, here, there, copies=False)
-
-
 def _copy(name: str, source: int, target: int, *, writable: bool) -> bool:
     reading = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=source)
     try:
@@ -411,14 +452,6 @@ def _mixed(path: str) -> EnvironmentRejected:
     return EnvironmentRejected(f"{path} is a file in one unit, and a directory in another")
 
 
-_NUMBER = struct.Struct("=H")
-_NUMBERS_MAX = 2048
-"""So many fit into any pipe."""
-_DONE, _FAILED = b"+", b"!"
-
-_Result = TypeVar("_Result")
-
-
 class _Problem(msgspec.Struct, frozen=True):
     """An error of the fork: an `OSError`, or with number 0 a message of the rules."""
 
@@ -427,42 +460,7 @@ class _Problem(msgspec.Struct, frozen=True):
     file: str = ""
 
 
-def divide(count: int, work: Callable[[Iterator[int]], _Result], kind: type[_Result]) -> list[_Result]:
-    """Do pieces of work, in two processes where that is possible.
-
-    `work` does the pieces whose numbers it is given, and raises `OSError` or `EnvironmentRejected`; `kind` is what it
-    returns, as msgspec knows it.
-    """
-    if count < 2 or len(os.sched_getaffinity(0)) < 2 or len(os.listdir("/proc/self/task")) > 1:
-        return [work(iter(range(count)))]
-    numbers, writing = os.pipe()
-    answer, answering = os.pipe()
-    step = -(-count // _NUMBERS_MAX)
-    os.write(writing, b"".join(_NUMBER.pack(number) for number in range(-(-count // step))))
-    os.close(writing)
-    try:
-        pid = os.fork()
-    except OSError:  # no process can be started
-        for fd in (numbers, answer, answering):
-            os.close(fd)
-        return [work(iter(range(count)))]
-    mine = _taken(numbers, step, count)
-    if pid == 0:
-        _be_fork(work, mine, answering)
-    os.close(answering)
-    try:
-        ours = work(mine)
-    finally:
-        while os.read(numbers, _NUMBERS_MAX):  # after an error the rest is not needed
-            pass
-        os.close(numbers)
-        with open(answer, "rb") as file:
-            said = file.read()
-        status = os.waitpid(pid, 0)[1]
-    return [ours, _result(said, status, kind)]
-
-
-def _taken(numbers: int, step: int, count: int) -> Iterator[int]:
+def _next_pieces(numbers: int, step: int, count: int) -> Iterator[int]:
     while data := os.read(numbers, _NUMBER.size):
         first = _NUMBER.unpack(data)[0] * step
         yield from range(first, min(first + step, count))

@@ -1,4 +1,6 @@
-"""Finding the interpreter an environment needs on this machine: same implementation, version and ABI.
+"""Interpreters for an environment: finds one on this machine, and says whether a started one fits another environment.
+
+`find_python` wants the same implementation, version and ABI:
 
     where the caller says · our own · pythonX.Y on PATH · /usr/bin, /usr/local/bin · uv's · pyenv's
 
@@ -6,8 +8,21 @@ Each candidate is run once in a boot of the machine, without any environment, an
 exact version is taken, else the first that fits. A path that a snapshot names is run only if no user but root and this
 one could have put something else there.
 
+`fits` compares two snapshots and looks at no files: `UnitFindings` says what was seen in them.
+
+    loaded: names, files ─┐
+    old snapshot ─────────┼─▶ fits(…) ─▶ "" (yes: mount the new one over the old) or why not, in words
+    new snapshot ─────────┘
+
+An interpreter keeps what it has imported. So it fits an environment that has the same of everything it imported, in
+which no other unit provides a name it imported, and whose start-up would have run the same code. What it never
+imported may change, come and go: Python looks up modules and metadata when they are asked for.
+
+What a snapshot says of its units beside their addresses (names, modules) is for people: addresses do not cover it.
+
 Failure cases: none fits (EnvironmentUnsupported naming where it was looked for), one that does not answer (passed
-over)."""
+over).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Snapshots, units and packs in a store: the one door through which documents come in and go out.
+"""Reads and writes the snapshots, units and packs of a store, and checks each on its way in and out.
 
     read_*    bounded, decoded strictly, checked by its rules and against its address before a caller sees it; what is
               wrong is read once more (a line that cut or flipped it), then it is an error

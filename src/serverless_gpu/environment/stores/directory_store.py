@@ -1,4 +1,4 @@
-"""A store in a directory of this machine, or of a file system that several machines mount.
+"""A store in a directory of this machine or of a mounted file system, and one in memory for tests (`MemoryStore`).
 
     <root>/packs/3f/3f09…      objects, 0400, in directories 0700; the first two digits keep directories small
     <root>/gc/condemned

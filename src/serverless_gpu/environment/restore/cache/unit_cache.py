@@ -8,12 +8,21 @@
              keeps seeing it
     evict  ─ what was not used for longest goes; never what is in use
 
-Here is decided who does what when. `cache_directory.py` says where, `fetch.py` brings, `unit_integrity.py` looks,
-`eviction.py` removes.
+`UnitFetch` brings units from a store:
+
+    all missing units ─ room for them above the floor of free disk; what was not used for longest goes first
+      each: its lock is free? ─ .new-<address>, every byte verified ─▶ <address>, from here on anybody may use it
+            another fetches it? look at it again when the others are done; the report says which is waited for
+
+One stream unpacks them all (`unpack_each`), so a small unit does not wait for its own round trip. A killed process
+leaves `.new-<address>` and a lock that the kernel has freed: the next process that gets the lock begins again.
+
+`cache_directory.py` says where things lie, `unit_integrity.py` looks, `eviction.py` removes.
 
 Failure cases: disk full (StorageError naming it; nothing half-visible, F27), a unit damaged on the disk (refetched,
-F29), a process killed at any point (the kernel frees its lock, the next one goes on from what is whole), an altered
-store (EnvironmentCorrupt)."""
+F29), a process killed at any point (the next one goes on from what is whole), a unit altered on its way or in the store
+(asked for once more, then EnvironmentCorrupt), another process that fetches one unit for an hour (StorageError).
+"""
 
 from __future__ import annotations
 
@@ -77,8 +86,17 @@ ENVIRONMENTS_MAX = 32
 FLOOR_BYTES_MAX = 10**9
 _FLOOR_SHARE = 20  # of a small disk, a twentieth stays free
 _READERS = 8
+WAIT_S = 3600.0  # a fetch of one unit that takes longer hangs
+_PAUSE_S = 0.02
+_TRIES = 2
+_SMALL_FILE_BYTES = 4 * 1024 * 1024
+_ROW_BYTES = 250  # a row in the documents of the cache
 
 _Document = TypeVar("_Document", bound=msgspec.Struct)
+MakeSpace = Callable[[int], None]
+"""Frees what is needed, or raises the StorageError that says how much is missing."""
+IsGood = Callable[[str], bool]
+"""Whether a unit, whose lock is held, is there already."""
 
 
 class EnsuredUnits(msgspec.Struct, frozen=True, kw_only=True):
@@ -255,15 +273,6 @@ class UnitCache(CachePaths):
             return self._floor_bytes
         return min(FLOOR_BYTES_MAX, total_bytes(self.root) // _FLOOR_SHARE)
 
-    def _own(self, address: str, name: str, kind: type[_Document]) -> _Document:
-        value = read_document(self.unit(address) / name, kind)
-        if value is None:
-            raise EnvironmentCorrupt(
-                f"unit {address[:12]} in the cache {self.units} lacks what describes it",
-                hint=f"remove {self.unit(address)}; it is fetched again",
-            )
-        return value
-
     def look(self, snapshot: Snapshot) -> tuple[str, ...]:
         """Look at the units of an environment, and put those aside that were written to.
 
@@ -294,6 +303,29 @@ class UnitCache(CachePaths):
                 with locked(self.unit_lock(address), wait_s=WAIT_S), contextlib.suppress(FileNotFoundError):
                     note_bytecode(self.unit(address), [job.target for job in jobs])
         return made
+
+    def expose(self, addresses: Iterable[str]) -> None:
+        """Note that links to the files of units were made until now; the caller is the only one who does."""
+        for address in addresses:
+            expose(self.unit(address))
+        self.linked.touch()
+
+    def forget_made_of(self, address: str) -> None:
+        """Have what was made of a damaged unit made again for the next user."""
+        for environment in eviction.environments(self):
+            if address in environment.units:
+                place = self.environment(environment.address)
+                (place / "tree.ready").unlink(missing_ok=True)
+                (place / "overlay" / "ready").unlink(missing_ok=True)
+
+    def _own(self, address: str, name: str, kind: type[_Document]) -> _Document:
+        value = read_document(self.unit(address) / name, kind)
+        if value is None:
+            raise EnvironmentCorrupt(
+                f"unit {address[:12]} in the cache {self.units} lacks what describes it",
+                hint=f"remove {self.unit(address)}; it is fetched again",
+            )
+        return value
 
     def _is_good(self, address: str) -> bool:
         note = self.note(address)
@@ -383,47 +415,6 @@ class UnitCache(CachePaths):
         if read and unit_address(unit.rows) != address:
             return "its rows are not what its address says"
         return damage(self.unit(address), unit.rows, read=read)
-
-    def expose(self, addresses: Iterable[str]) -> None:
-        """Note that links to the files of units were made until now; the caller is the only one who does."""
-        for address in addresses:
-            expose(self.unit(address))
-        self.linked.touch()
-
-    def forget_made_of(self, address: str) -> None:
-        """Have what was made of a damaged unit made again for the next user."""
-        for environment in eviction.environments(self):
-            if address in environment.units:
-                place = self.environment(environment.address)
-                (place / "tree.ready").unlink(missing_ok=True)
-                (place / "overlay" / "ready").unlink(missing_ok=True)
-
-
-WAIT_S = 3600.0  # a fetch of one unit that takes longer hangs
-_PAUSE_S = 0.02
-_TRIES = 2
-_SMALL_FILE_BYTES = 4 * 1024 * 1024
-_ROW_BYTES = 250  # a row in the documents of the cache
-
-MakeSpace = Callable[[int], None]
-"""Frees what is needed, or raises the StorageError that says how much is missing."""
-IsGood = Callable[[str], bool]
-"""Whether a unit, whose lock is held, is there already."""
-
-
-def size_of(unit: Unit) -> int:
-    """Return about how many bytes a unit takes on the disk, its documents included."""
-    return occupied_bytes(sum(row.size for row in unit.rows) + _ROW_BYTES * len(unit.rows), len(unit.rows))
-
-
-def moved_bytes(unit: Unit) -> int:
-    """Return how many bytes come from the store for a unit."""
-    return sum(block.length for block in unit.blocks)
-
-
-def room(places: CachePaths, needed: int, floor: int) -> int:
-    """Return how many bytes are missing to write so many and keep the floor free; 0 when there is room."""
-    return max(0, needed + floor - free_bytes(places.root))
 
 
 class UnitFetch:
@@ -594,6 +585,21 @@ def totals(units: Iterable[Unit]) -> ProgressPoint:
     return ProgressPoint(
         phase="fetch", bytes_done=size, bytes_total=size, files_done=files, files_total=files, moved_bytes=moved
     )
+
+
+def size_of(unit: Unit) -> int:
+    """Return about how many bytes a unit takes on the disk, its documents included."""
+    return occupied_bytes(sum(row.size for row in unit.rows) + _ROW_BYTES * len(unit.rows), len(unit.rows))
+
+
+def moved_bytes(unit: Unit) -> int:
+    """Return how many bytes come from the store for a unit."""
+    return sum(block.length for block in unit.blocks)
+
+
+def room(places: CachePaths, needed: int, floor: int) -> int:
+    """Return how many bytes are missing to write so many and keep the floor free; 0 when there is room."""
+    return max(0, needed + floor - free_bytes(places.root))
 
 
 def _read_small(path: Path) -> bytes:
