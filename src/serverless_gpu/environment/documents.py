@@ -1,4 +1,4 @@
-"""Values an environment is made of (rows, units, snapshots), their addresses, and the packages it has installed.
+"""Values of an environment: rows, units and snapshots with their addresses, installed packages, and progress.
 
     snapshot ─ interpreter
              ├ root 0, the interpreter's own site-packages ─ unit numpy, unit torch, …, unit of unowned files
@@ -17,7 +17,7 @@ facts that decide nothing (`UNADDRESSED_FACTS`). Snapshots of version 1 covered 
 
 `Packages` says whether the same is installed in two environments. It leaves out the project's own code, which may
 differ, and distributions that bring nothing to import: an editable install of the project is one, and its metadata
-names the project's version.
+names the project's version. Captures and restores report a `ProgressPoint`.
 
 Readers of a store go through `stores/blobs.py`, which checks each document (`snapshot_rules.py`).
 """
@@ -46,6 +46,7 @@ _LISTED_MAX = 5
 RowKind = Literal["f", "x", "l", "d"]  # file, executable file, link, empty directory
 UnitKind = Literal["distribution", "unowned", "code"]
 RootKind = Literal["own", "library", "code"]
+Phase = Literal["scan", "capture", "fetch", "restore", "compile", "collect"]
 
 
 class FileRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -280,21 +281,8 @@ def difference(asked: Packages, accepted: Packages) -> str:
     return ", ".join(parts)
 
 
-def _listed(labels: Iterable[str]) -> str:
-    there = sorted(labels)
-    rest = f" and {len(there) - _LISTED_MAX} others" if len(there) > _LISTED_MAX else ""
-    return ", ".join(there[:_LISTED_MAX]) + rest
-
-
-def _path(item: FileRow | Generated) -> bytes:
-    return item.path.encode()
-
-
-Phase = Literal["scan", "capture", "fetch", "restore", "compile", "collect"]
-
-
 class ProgressPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """A point on the way."""
+    """How far a capture or a restore is, for display."""
 
     phase: Phase
     bytes_done: int = 0  # content bytes dealt with so far
@@ -311,3 +299,13 @@ Report = Callable[[ProgressPoint], None]
 
 def ignore_progress(progress: ProgressPoint) -> None:
     """Take a report and ignore it."""
+
+
+def _listed(labels: Iterable[str]) -> str:
+    there = sorted(labels)
+    rest = f" and {len(there) - _LISTED_MAX} others" if len(there) > _LISTED_MAX else ""
+    return ", ".join(there[:_LISTED_MAX]) + rest
+
+
+def _path(item: FileRow | Generated) -> bytes:
+    return item.path.encode()
