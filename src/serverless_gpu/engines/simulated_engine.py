@@ -1,10 +1,22 @@
-"""A cluster that is not there: nodes with devices, capacity that is counted, and faults that a test asks for.
+"""A simulated cluster: its engine, the agents of its nodes, their telemetry, and faults that a test asks for.
 
-    SimulatedEngine    obeys the conformance suite like any other engine; says what a real one would say
-    its agents         `simulated_agents.py`: what runs on the nodes, driven by a clock that a test moves
+    SimulatedEngine     obeys the conformance suite like any other engine; counts capacity, answers as a real one
+    SimulatedAgent      one node, in process and on a test's clock. `step()` says hello when it has no connection, takes
+                        orders, lets its gangs live until now, and reports
+    SimulatedTelemetry  made-up samples of one node, delivered to MLflow as on real nodes
 
-Nothing here sleeps, starts a process or opens a socket, and the same calls in the same order give the same answers.
-Reservations outlive the engine (`Reservations`), as those of a real cluster outlive the process that asked for them.
+The engine and the agents sleep never, start no process and open no socket; the same calls in the same order give the
+same answers. Reservations outlive the engine (`Reservations`), as those of a real cluster outlive the process that
+asked for them. What a node keeps on its disk (attempts, what is not acknowledged) survives `kill`, which ends only the
+talking; nothing survives `reboot`. What the clock does in one large step happens at the times at which it would have
+happened.
+
+The cluster, not the server, writes every stretch of user code into `executions`: what tests prove with it does not
+depend on what the server believes. Promises that hold for real nodes hold here: a gang takes an order once; a gang
+without an answer for `partition_grace_s` ends itself; a stale gang is stopped and kept, never reported again.
+
+Faults: `answers` of the engine; `reaches` and `hears` cut one direction each, `kill` and `start`, `reboot`,
+`forgets_to_acknowledge`. A test decides what a gang does (`SimulatedWork`).
 """
 
 from __future__ import annotations
@@ -58,6 +70,24 @@ from serverless_gpu.wire.agents import (
     Stop,
 )
 from serverless_gpu.wire.base import PROTOCOL
+
+T = TypeVar("T")
+CrewKey = tuple[str, int]
+
+_STOPPED = {
+    StopReason.CANCEL: Reason.CANCELLED,
+    StopReason.PREEMPT: Reason.PREEMPTED,
+    StopReason.TIMEOUT: Reason.TIMEOUT,
+    StopReason.BUDGET: Reason.BUDGET,
+    StopReason.DRAIN: Reason.DRAINED,
+    StopReason.IDLE: Reason.IDLE,
+}
+_NONE = b"\x80\x04N."  # a pickled None
+
+
+_MEMORY_BYTES = 40 << 30
+_HOST_BYTES = 256 << 30
+_TURN_S = 170  # one swing of the made-up curves
 
 
 class Reservations:
@@ -167,24 +197,11 @@ class SimulatedEngine(Engine):
         return Counter(device.type for device in self._nodes[node].devices)
 
 
-T = TypeVar("T")
-CrewKey = tuple[str, int]
-
-_STOPPED = {
-    StopReason.CANCEL: Reason.CANCELLED,
-    StopReason.PREEMPT: Reason.PREEMPTED,
-    StopReason.TIMEOUT: Reason.TIMEOUT,
-    StopReason.BUDGET: Reason.BUDGET,
-    StopReason.DRAIN: Reason.DRAINED,
-    StopReason.IDLE: Reason.IDLE,
-}
-
-
-_NONE = b"\x80\x04N."  # a pickled None
+# --- agents -----------------------------------------------------------------------------------------------------------
 
 
 class Control(Protocol):
-    """What the server lets agents do; `wire/agents.py` and `wire/agents.py` in process."""
+    """What the server lets agents do: the requests of `wire/agents.py`, in process."""
 
     def hello(self, hello: AgentHello) -> AgentWelcome:
         """Introduce a node."""
@@ -406,7 +423,11 @@ class SimulatedAgent:
             begins_ns = attempt.ordered_ns + round(work.start_s * 1e9)
             if begins_ns <= min(now_ns, fence_ns):
                 self._begin(attempt, begins_ns)
-        self._observe(attempt, now_ns)
+        if self.observer is not None and attempt.execution is not None and attempt.ended is None:
+            # The observer sees what the gang does until now, or its end if that has come.
+            until_ns = now_ns if attempt.ends is None else min(now_ns, attempt.ends[0])
+            late_ns = self._clock.wall_ns() - self._clock.boottime_ns()
+            self.observer.seen(attempt.start.run_id, attempt.start.fence, until_ns + late_ns)
         if attempt.ended is None:
             due_ns, reason = attempt.ends or (now_ns + 1, Reason.COMPLETED)
             if fence_ns <= min(now_ns, due_ns):
@@ -436,13 +457,6 @@ class SimulatedAgent:
             attempt.execution.ended_ns = at_ns
             if self.observer is not None:
                 self.observer.ended(attempt.start.run_id, attempt.start.fence, reason)
-
-    def _observe(self, attempt: _Attempt, now_ns: int) -> None:
-        """Let the observer see what a gang does until now, or its end if that has come."""
-        if self.observer is not None and attempt.execution is not None and attempt.ended is None:
-            until_ns = now_ns if attempt.ends is None else min(now_ns, attempt.ends[0])
-            late_ns = self._clock.wall_ns() - self._clock.boottime_ns()
-            self.observer.seen(attempt.start.run_id, attempt.start.fence, until_ns + late_ns)
 
     def _report(self, attempt: _Attempt, now_ns: int) -> None:
         if attempt.stale:
@@ -481,11 +495,15 @@ class SimulatedAgent:
             return report
         at_ns, reason = attempt.ended
         settled = now_ns >= at_ns + round(work.gate_s * 1e9)
+        state = MEANINGS[reason].state
+        cause = None if state is State.SUCCEEDED else Failure(rank=None, reason=reason, at_ns=at_ns)
+        stopped = msgspec.json.encode(Stopped(state=state, reason=reason, cause=cause, consequences=()))
+        began = execution is not None
         ranks = range(attempt.start.world_size)
         files = tuple(File(name=f"results/{rank}.pkl", size=len(_NONE), inline=_NONE) for rank in ranks)
         return msgspec.structs.replace(
             report,
-            ending=_ending(reason, began=execution is not None, at_ns=at_ns),
+            ending=Ending(state=state, reason=reason, began=began, stopped=msgspec.Raw(stopped)),
             files=files if reason is Reason.COMPLETED else (),
             receipt=msgspec.Raw(b"{}") if settled else msgspec.UNSET,
         )
@@ -499,16 +517,7 @@ class SimulatedAgent:
                 self.kept.append(gang)
 
 
-def _ending(reason: Reason, *, began: bool, at_ns: int) -> Ending:
-    state = MEANINGS[reason].state
-    cause = None if state is State.SUCCEEDED else Failure(rank=None, reason=reason, at_ns=at_ns)
-    stopped = Stopped(state=state, reason=reason, cause=cause, consequences=())
-    return Ending(state=state, reason=reason, began=began, stopped=msgspec.Raw(msgspec.json.encode(stopped)))
-
-
-_MEMORY_BYTES = 40 << 30
-_HOST_BYTES = 256 << 30
-_TURN_S = 170  # one swing of the made-up curves
+# --- telemetry --------------------------------------------------------------------------------------------------------
 
 
 class SimulatedTelemetry:

@@ -14,6 +14,10 @@ beyond 64 MB of it the oldest points are dropped, counted, with one notice. A re
 value, a run that was deleted) is left out; a parameter becomes a tag. Nothing but points is given up before 24 h after
 the end. Another process continues a killed one. No thread ever waits for this one.
 
+Files are small, and of bounded number: spec.json, environment.json and _air.py early; failures/<rank>.txt, hang.txt and
+the last lines of ranks that failed once the attempt has ended; receipt.json last. An unreadable file is left out, a
+long one is cut, invalid UTF-8 gets replacement characters. A result is never sent: it may be anything.
+
 Failure cases: with a full disk, a deleted directory or an unreadable state file the delivery continues in memory, and a
 later one repeats the steps in doubt, which changes nothing in MLflow.
 """
@@ -57,6 +61,12 @@ from serverless_gpu.model.tracking_rules import (
 from serverless_gpu.tracking.base import Tracker, TrackerAway, TrackerRefused, TrackerRun
 from serverless_gpu.tracking.metric_points import BACKLOG_BYTES_MAX, MetricPoints, SampleCursor, telemetry_path
 
+FILE_BYTES_MAX = 1 << 20
+LOG_BYTES_MAX = 64 << 10
+RANKS_MAX = 8
+"""Of so many ranks that failed, the first by number and the one that is the cause."""
+
+_EARLY = ("spec.json", "environment.json", "_air.py")
 _guard = threading.Lock()
 _of_runs: weakref.WeakValueDictionary[str, SharedDeliveryState] = weakref.WeakValueDictionary()
 _BYTES_MAX = 1 << 20
@@ -313,14 +323,14 @@ class MlflowDelivery:
     def _early_files(self) -> bool:
         if not self._is_first or "early" in self._memory.done:
             return False
-        files = ((name, read(path)) for name, path in early(self._directory))
+        files = ((name, _head(path)) for name, path in early_files(self._directory))
         return self._uploaded(files, "early")
 
     def _failure_files(self) -> bool:
         ending = self._memory.ending
         if ending is None or ending.state is State.SUCCEEDED or "failures" in self._memory.done:
             return False
-        return self._uploaded(failures(self._directory), "failures")
+        return self._uploaded(failure_files(self._directory), "failures")
 
     def _uploaded(self, files: Iterable[tuple[str, bytes]], step: str) -> bool:
         """Send files that were not sent yet, then note that the step is done."""
@@ -394,7 +404,7 @@ class MlflowDelivery:
     def _account(self) -> bool:
         if not self._has_settled or "receipt" in self._memory.done:
             return False
-        data = read(self._directory / "receipt.json")
+        data = _head(self._directory / "receipt.json")
         if data:
             if "receipt.json" not in self._memory.done:
                 self._upload("receipt.json", data)
@@ -537,12 +547,28 @@ def save_state(path: Path, memory: DeliveryState) -> None:
         temporary.replace(path)
 
 
-FILE_BYTES_MAX = 1 << 20
-LOG_BYTES_MAX = 64 << 10
-RANKS_MAX = 8
-"""Of so many ranks that failed, the first by number and the one that is the cause."""
+# --- files of an attempt that go into its MLflow run ------------------------------------------------------------------
 
-_EARLY = ("spec.json", "environment.json", "_air.py")
+
+def early_files(directory: Path) -> Iterator[tuple[str, Path]]:
+    """Yield names and files that are there from the beginning."""
+    for name in _EARLY:
+        if (directory / name).exists():
+            yield name, directory / name
+
+
+def failure_files(directory: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield names and texts of the failed ranks' files."""
+    for rank in _failed(directory):
+        text = _failure_text(directory, rank)
+        if text:
+            yield f"failures/{rank}.txt", text.encode(errors="replace")
+        for stream in ("stdout", "stderr"):
+            tail = _tail(directory / "logs" / f"{rank}.{stream}", LOG_BYTES_MAX)
+            if tail:
+                yield f"logs/{rank}.{stream}.txt", tail
+    for path in sorted(directory.glob("hang-*.txt"))[-1:]:  # the last one has most
+        yield "failures/hang.txt", _head(path)
 
 
 class _Cause(msgspec.Struct):
@@ -557,32 +583,6 @@ class _Record(msgspec.Struct):
     type: str = ""
     message: str = ""
     traceback: str = ""
-
-
-def early(directory: Path) -> Iterator[tuple[str, Path]]:
-    """Yield names and files that are there from the beginning."""
-    for name in _EARLY:
-        if (directory / name).exists():
-            yield name, directory / name
-
-
-def failures(directory: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield names and texts of the failed ranks' files."""
-    for rank in _failed(directory):
-        text = _failure_text(directory, rank)
-        if text:
-            yield f"failures/{rank}.txt", text.encode(errors="replace")
-        for stream in ("stdout", "stderr"):
-            tail = _tail(directory / "logs" / f"{rank}.{stream}", LOG_BYTES_MAX)
-            if tail:
-                yield f"logs/{rank}.{stream}.txt", tail
-    for path in sorted(directory.glob("hang-*.txt"))[-1:]:  # the last one has most
-        yield "failures/hang.txt", _head(path)
-
-
-def read(path: Path) -> bytes:
-    """Return a file, cut at `FILE_BYTES_MAX`; nothing where it cannot be read."""
-    return _head(path)
 
 
 def _failed(directory: Path) -> list[int]:
@@ -612,6 +612,7 @@ def _failure_text(directory: Path, rank: int) -> str:
 
 
 def _head(path: Path) -> bytes:
+    """Return a file, cut at `FILE_BYTES_MAX`; nothing where it cannot be read."""
     with contextlib.suppress(OSError), path.open("rb") as file:
         return file.read(FILE_BYTES_MAX)
     return b""

@@ -7,8 +7,20 @@
 
 The tag `sgpu.run_id` identifies an MLflow run of ours, so that it is not made twice: by another node, by a restarted
 process, or after a request whose answer did not come. Of two that make an experiment at once, the second looks again.
-A deleted experiment is refused, and so is `upload` to a server whose files lie in a bucket or on its disk. Failures of
-the connection: see `rest.py`.
+A deleted experiment is refused, and so is `upload` to a server whose files lie in a bucket or on its disk.
+
+    RestClient.call, put ─▶ one request, at most 2 s (10 s where MLflow has work to do) ─▶ answer, at most 1 MiB
+                                                                                        ├▶ TrackerAway: ask later
+                                                                                        └▶ TrackerRefused: final
+
+Failure cases: no listener, no answer in time, 408, 425, 429 and every 5xx but 501 mean away. An error about the request
+from MLflow itself is a refusal. All else depends on whether this server has ever answered as an MLflow does. If not,
+the client refuses at once, with a hint: a wrong address, a login page, a wrong password, an untrusted certificate. If
+it has, it is probably under maintenance, and away. A request is given up after twice its time; only the answer's head,
+of 100 kB at most, may take longer.
+
+Credentials are those of the caller's variables, as MLflow reads them, and go only to the server that these variables
+name. The client follows no redirect. Messages hold neither credentials nor control characters of a server.
 """
 
 from __future__ import annotations
@@ -37,6 +49,15 @@ from serverless_gpu.version import __version__
 METRICS_MAX = 1000
 PAIRS_MAX = 100
 EXPERIMENT_VARIABLE, RUN_VARIABLE = "MLFLOW_EXPERIMENT_ID", "MLFLOW_RUN_ID"
+TIMEOUT_S = 2.0
+LONG_TIMEOUT_S = 10.0
+ANSWER_BYTES_MAX = 1 << 20
+_PASSING = frozenset({408, 425, 429})
+_UNSUPPORTED = 501
+_UNSENDABLE = (httpx2.UnsupportedProtocol, httpx2.LocalProtocolError, httpx2.InvalidURL, ValueError, ImportError)
+_TEXT_CHARACTERS_MAX = 200
+_ERRNO = re.compile(r"^\[Errno -?\d+\] ")
+_BUNDLES = ("MLFLOW_TRACKING_SERVER_CERT_PATH", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE")
 _ARTIFACTS = "mlflow-artifacts/artifacts"
 
 T = TypeVar("T")
@@ -284,14 +305,7 @@ def _batches(entries: Sequence[T], size: int) -> Iterator[list[T]]:
         yield batch
 
 
-TIMEOUT_S = 2.0
-LONG_TIMEOUT_S = 10.0
-ANSWER_BYTES_MAX = 1 << 20
-_PASSING = frozenset({408, 425, 429})
-_UNSUPPORTED = 501
-_UNSENDABLE = (httpx2.UnsupportedProtocol, httpx2.LocalProtocolError, httpx2.InvalidURL, ValueError, ImportError)
-_TEXT_CHARACTERS_MAX = 200
-_ERRNO = re.compile(r"^\[Errno -?\d+\] ")
+# --- one MLflow server over HTTP --------------------------------------------------------------------------------------
 
 
 class MlflowProblem(msgspec.Struct):
@@ -381,7 +395,12 @@ class RestClient:
             )
             found = self._received(client, request, timeout_s)
         except _UNSENDABLE as error:
-            raise TrackerRefused(f"MLflow at {self.uri} cannot be asked: {_unsendable(error)}") from None
+            # The message leaves out the faulty part, which may be a credential.
+            kind = type(error).__name__
+            why = f"its address, the credentials or the proxy have characters or parts that are not valid ({kind})"
+            if isinstance(error, ImportError):
+                why = "a SOCKS proxy needs a package that is not installed beside serverless-gpu (socksio)"
+            raise TrackerRefused(f"MLflow at {self.uri} cannot be asked: {why}") from None
         except httpx2.TransportError as error:
             if "CERTIFICATE_VERIFY_FAILED" in str(error):
                 raise self._strange(
@@ -478,7 +497,12 @@ def _headers(environ: Mapping[str, str], userinfo: str) -> dict[str, str]:
     if userinfo:
         name, password = (unquote(part) for part in userinfo.partition(":")[::2])
     elif environ.get("MLFLOW_TRACKING_URI") and not (name and password):
-        name, password = _credentials_file(name, password)
+        own_file = configparser.ConfigParser(interpolation=None)
+        with contextlib.suppress(OSError, configparser.Error, UnicodeError):
+            own_file.read(os.path.expanduser("~/.mlflow/credentials"), encoding="utf-8")
+        found = dict(own_file["mlflow"]) if own_file.has_section("mlflow") else {}
+        name = name or found.get("mlflow_tracking_username", "")
+        password = password or found.get("mlflow_tracking_password", "")
     for plugin in ("MLFLOW_TRACKING_AUTH", "MLFLOW_TRACKING_AWS_SIGV4"):
         if environ.get(plugin, "").lower() not in ("", "0", "false"):
             raise TrackerRefused(f"{plugin} asks for an MLflow plugin, which only your own programs can use")
@@ -489,15 +513,6 @@ def _headers(environ: Mapping[str, str], userinfo: str) -> dict[str, str]:
     if environ.get("MLFLOW_WORKSPACE"):
         headers["X-MLFLOW-WORKSPACE"] = environ["MLFLOW_WORKSPACE"]
     return headers
-
-
-def _credentials_file(name: str, password: str) -> tuple[str, str]:
-    """Return a name and a password as MLflow's own file has them, where they were not given."""
-    parser = configparser.ConfigParser(interpolation=None)
-    with contextlib.suppress(OSError, configparser.Error, UnicodeError):
-        parser.read(os.path.expanduser("~/.mlflow/credentials"), encoding="utf-8")
-    found = dict(parser["mlflow"]) if parser.has_section("mlflow") else {}
-    return name or found.get("mlflow_tracking_username", ""), password or found.get("mlflow_tracking_password", "")
 
 
 def _trust(uri: str, environ: Mapping[str, str]) -> ssl.SSLContext | bool:
@@ -521,9 +536,6 @@ def _trust(uri: str, environ: Mapping[str, str]) -> ssl.SSLContext | bool:
     return context
 
 
-_BUNDLES = ("MLFLOW_TRACKING_SERVER_CERT_PATH", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE")
-
-
 def proxy_for(uri: str, environ: Mapping[str, str]) -> str | None:
     """Return the caller's proxy for an address, or None."""
 
@@ -540,14 +552,6 @@ def proxy_for(uri: str, environ: Mapping[str, str]) -> str | None:
         if bare and (bare == "*" or parts.netloc == bare or host == bare or host.endswith(f".{bare}")):
             return None
     return proxy if "://" in proxy else f"http://{proxy}"
-
-
-def _unsendable(error: Exception) -> str:
-    """Return why a request is impossible, without the faulty part, which may be a credential."""
-    if isinstance(error, ImportError):
-        return "a SOCKS proxy needs a package that is not installed beside serverless-gpu (socksio)"
-    kind = type(error).__name__
-    return f"its address, the credentials or the proxy have characters or parts that are not valid ({kind})"
 
 
 def _why(error: httpx2.TransportError, timeout_s: float) -> str:

@@ -5,7 +5,7 @@
                                                                     ▲
     sgpu up, sgpu join ─ write ─▶ $SERVERLESS_GPU_HOME/ray/node.json ┘ how the agent of this machine is started, 0600
 
-The raylet, and so its workers, know the file by `start_arguments.NODE_FILE`. What is in it stays on the machine: the
+The raylet, and so its workers, know the file by `ray_machine.NODE_FILE`. What is in it stays on the machine: the
 agent's token lies in the profile that it names, and neither of them goes through Ray. Standard output of this program
 is one line of JSON: the process of the uplink, or the problem.
 """

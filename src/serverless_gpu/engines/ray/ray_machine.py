@@ -1,7 +1,20 @@
-"""This machine as a part of a Ray cluster: its Ray, its address, its ports, its devices, its files.
+"""This machine as a part of a Ray cluster: its Ray, address, ports, devices and files, and Ray's arguments there.
 
     check_ray · own_address · taken_port     checked before anything is started, so that we name what is missing
-    prepared                                 token, profile, node file and the plan of what is kept
+    prepare_machine                          writes token and node file; returns the plan of what is kept
+    sgpu up   ─▶ head_command ─▶ ray start --head --block --port=7900 …
+    sgpu join ─▶ join_command ─▶ ray start --address=10.0.0.5:7900 --block …
+    every process that speaks with the cluster has `variables`: the token's file, above all
+
+Every port is named, all in one range of a hundred, so that a firewall can be told:
+
+    base       GCS, which is the cluster's address      base+4, +5   Ray's agent of the node
+    base+1     raylet, for work                         base+6       figures
+    base+2     raylet, for objects                      base+7 … +10 the head's: client server, page, figures
+    base+3     agent for environments of tasks          base+20 … 99 workers
+
+A machine offers `sgpu_node:<name>`, by which a gang is pinned to it, `sgpu_gpus:<type>`, one for each device of a type,
+CPU slots too, and what Ray itself counts: `GPU`, `CPU`, `accelerator_type:<type>`.
 
 Files of a machine lie in one directory, of mode 0700; each of them has mode 0600:
 
@@ -41,6 +54,70 @@ _PARENT = "/tmp/sgpu-pool-"
 _AWAY = "192.0.2.1"  # reserved for documentation (RFC 5737); nothing is sent there
 _DISCARD = 9
 NODE, TOKEN, PROFILE, CA = "node.json", "token", "profile.json", "ca.pem"
+PORT = 7900
+"""The default base of ports."""
+PORTS = 100
+PORT_MIN, PORT_MAX = 1024, 65_536 - PORTS
+WORKERS_FROM = 20
+RESOURCE = "sgpu_node:"
+"""What the resource begins with that names a machine; it has 1 of it."""
+DEVICES = "sgpu_gpus:"
+"""What resources begin with that count a machine's devices of a type."""
+NODE_FILE = "SERVERLESS_GPU_RAY_NODE"
+"""Variable of every raylet of ours, and so of its workers: where the file of the machine lies (`node_launcher.py`)."""
+STORE_BYTES = 80_000_000
+"""Nothing of ours goes through Ray's object store; Ray takes no less."""
+START_S = 120
+"""How long a raylet may take to start: Ray's own 30 s are short for a first import from a slow disk."""
+OLDEST = (2, 55)
+"""The first version whose machines each have a directory of their own; tokens are older."""
+
+# A machine that is gone is known to be after 10 s at most; Ray's own settings take a minute.
+_HEALTH = {
+    "health_check_initial_delay_ms": 2_000,
+    "health_check_period_ms": 1_000,
+    "health_check_timeout_ms": 1_000,
+    "health_check_failure_threshold": 5,
+}
+_CPU = "CPU"
+
+
+class ClusterAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """How a process on one of its machines reaches a Ray cluster."""
+
+    address: str  # for example ``10.0.0.5:7900``
+    token_file: str
+    node_address: str
+
+
+class MachineShare(msgspec.Struct, frozen=True, kw_only=True):
+    """What one machine gives to the cluster."""
+
+    name: str  # of the node, as the server knows it
+    address: str  # at which the other machines reach it
+    port: int = PORT  # the first of its ports
+    directory: str  # of Ray's files, with a short path
+    token_file: str
+    node_file: str = ""  # "" for a machine that is no node: the head of a server without one
+    gpus: tuple[str, ...] = ()  # UUIDs
+    types: tuple[str, ...] = ()  # of its devices, one for each: GPUs first, then CPU slots
+    client: bool = False  # whether this Ray can serve ``ray://``: then it does, and wants a port for it
+
+
+class MachinePorts(NamedTuple):
+    """The ports of one machine, but for those of workers."""
+
+    gcs: int
+    node_manager: int
+    object_manager: int
+    runtime_env_agent: int
+    agent_grpc: int
+    agent_http: int
+    metrics: int
+    client_server: int
+    dashboard: int
+    autoscaler_metrics: int
+    dashboard_metrics: int
 
 
 class RayMachineFiles(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +136,9 @@ class RayMachineFiles(msgspec.Struct, frozen=True, kw_only=True):
     def node(self) -> Path:
         """Return the file that says how to start the agent."""
         return self.directory / NODE
+
+
+# --- this machine -----------------------------------------------------------------------------------------------------
 
 
 def check_ray() -> str:
@@ -183,7 +263,11 @@ def prepare_machine(
     `token` is the cluster's, `environ` that of the starter; `head` is the address of the cluster's head, "" for the
     head itself.
     """
-    _write_changed(files.token, token)
+    current = None
+    with contextlib.suppress(OSError):
+        current = files.token.read_text(encoding="ascii")
+    if current != token:
+        write_private(files.token, token.encode("ascii"))
     if files.profile is not None:
         passed = {name: environ[name] for name in PASSED_ON if name in environ}
         file = NodeFile(
@@ -205,77 +289,7 @@ def prepare_machine(
     )
 
 
-def _write_changed(path: Path, text: str) -> None:
-    with contextlib.suppress(OSError):
-        if path.read_text(encoding="ascii") == text:
-            return
-    write_private(path, text.encode("ascii"))
-
-
-PORT = 7900
-"""The default base of ports."""
-PORTS = 100
-PORT_MIN, PORT_MAX = 1024, 65_536 - PORTS
-WORKERS_FROM = 20
-RESOURCE = "sgpu_node:"
-"""What the resource begins with that names a machine; it has 1 of it."""
-DEVICES = "sgpu_gpus:"
-"""What resources begin with that count a machine's devices of a type."""
-NODE_FILE = "SERVERLESS_GPU_RAY_NODE"
-"""Variable of every raylet of ours, and so of its workers: where the file of the machine lies (`node_launcher.py`)."""
-STORE_BYTES = 80_000_000
-"""Nothing of ours goes through Ray's object store; Ray takes no less."""
-START_S = 120
-"""How long a raylet may take to start: Ray's own 30 s are short for a first import from a slow disk."""
-OLDEST = (2, 55)
-"""The first version whose machines each have a directory of their own; tokens are older."""
-
-# A machine that is gone is known to be after 10 s at most; Ray's own settings take a minute.
-_HEALTH = {
-    "health_check_initial_delay_ms": 2_000,
-    "health_check_period_ms": 1_000,
-    "health_check_timeout_ms": 1_000,
-    "health_check_failure_threshold": 5,
-}
-_CPU = "CPU"
-
-
-class ClusterAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """How a process on one of its machines reaches a Ray cluster."""
-
-    address: str  # for example ``10.0.0.5:7900``
-    token_file: str
-    node_address: str
-
-
-class MachineShare(msgspec.Struct, frozen=True, kw_only=True):
-    """What one machine gives to the cluster."""
-
-    name: str  # of the node, as the server knows it
-    address: str  # at which the other machines reach it
-    port: int = PORT  # the first of its ports
-    directory: str  # of Ray's files, with a short path
-    token_file: str
-    node_file: str = ""  # "" for a machine that is no node: the head of a server without one
-    gpus: tuple[str, ...] = ()  # UUIDs
-    types: tuple[str, ...] = ()  # of its devices, one for each: GPUs first, then CPU slots
-    client: bool = False  # whether this Ray can serve ``ray://``: then it does, and wants a port for it
-
-
-class MachinePorts(NamedTuple):
-    """The ports of one machine, but for those of workers."""
-
-    gcs: int
-    node_manager: int
-    object_manager: int
-    runtime_env_agent: int
-    agent_grpc: int
-    agent_http: int
-    metrics: int
-    client_server: int
-    dashboard: int
-    autoscaler_metrics: int
-    dashboard_metrics: int
+# --- what Ray is started with: values only ----------------------------------------------------------------------------
 
 
 def ports(base: int) -> MachinePorts:
