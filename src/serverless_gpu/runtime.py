@@ -1,7 +1,7 @@
-"""Where this process stands in its gang, and what it is told: `from serverless_gpu import runtime as rt`.
+"""Reports where this process stands in its gang, and whether it is to stop: `from serverless_gpu import runtime as rt`.
 
 The variables torch and torchrun use come first, so that the answers are right under `torchrun` and `accelerate`, too.
-Outside of any gang a process is rank 0 of 1, and nobody asks it to stop.
+Outside of any gang a process is rank 0 of 1, and never asked to stop.
 
 The checkpoint contract, for runs that are to go on where they were stopped:
 
@@ -49,7 +49,7 @@ _CHECKPOINT_DIR = "SGPU_CHECKPOINT_DIR"
 _SECRETS_DIR = "SGPU_SECRETS_DIR"
 _OUTSIDE = "checkpoints"
 _NAME_IT = 'name it at the call: secrets=["HF_TOKEN"]; `sgpu secret set HF_TOKEN` makes it'
-_UNEXPLAINED = "cancel"  # SIGTERM came from somebody who is not the supervisor
+_UNEXPLAINED = "cancel"  # SIGTERM came from another process than the supervisor
 
 C = TypeVar("C", bound=Callable[[], object])
 
@@ -212,8 +212,11 @@ _stop = _Stop()
 
 def _listen() -> None:
     """Take SIGTERM over, once, in the process that is sent it; one that a rank forked can look at the file."""
-    if _stop.listening or _STOP_FILE not in os.environ or _is_child():
+    if _stop.listening or _stop.forked or _STOP_FILE not in os.environ:
         return
+    multiprocessing = sys.modules.get("multiprocessing.process")
+    if multiprocessing is not None and multiprocessing.parent_process() is not None:
+        return  # a spawned child
     if threading.current_thread() is not threading.main_thread():
         raise UsageError(
             "a thread cannot be the first to ask whether this run is to stop: only the main thread can take signals",
@@ -224,13 +227,8 @@ def _listen() -> None:
     os.register_at_fork(after_in_child=_forked)
 
 
-def _is_child() -> bool:
-    multiprocessing = sys.modules.get("multiprocessing.process")
-    return _stop.forked or (multiprocessing is not None and multiprocessing.parent_process() is not None)
-
-
 def _forked() -> None:
-    """Give a child the usual SIGTERM back: whoever terminates a worker of a data loader means to end it."""
+    """Give a child the usual SIGTERM back: a program that terminates a data-loader worker means to end it."""
     global _stop
     if signal.getsignal(signal.SIGTERM) is _terminated:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -171,22 +171,17 @@ def _restore(want: RestoreRequest, channel: Channel, environments: Path) -> None
     try:
         done, lock = _restored_in_time(want, environments, channel)
     except ServerlessGpuError as error:
-        send(channel, RestoreFailed(number=want.number, code=_code(error), message=str(error)))
+        # To the agent the code of `StorageError` means a full disk, which others may clear.
+        cause = error.__cause__
+        is_full_disk = isinstance(error, DiskFull) or (isinstance(cause, OSError) and is_full(cause))
+        code = EnvironmentProblem.code if isinstance(error, StorageError) and not is_full_disk else error.code
+        send(channel, RestoreFailed(number=want.number, code=code, message=str(error)))
     except OSError as error:
         problem = storage_error(error, environments)
         code = problem.code if is_full(error) else EnvironmentProblem.code
         send(channel, RestoreFailed(number=want.number, code=code, message=str(problem)))
     else:
         send(channel, done, (lock,))
-
-
-def _code(error: ServerlessGpuError) -> str:
-    """Return the code for the agent; that of `StorageError` means a full disk, which others may clear."""
-    is_another = isinstance(error, StorageError) and not isinstance(error, DiskFull)
-    cause = error.__cause__
-    if is_another and not (isinstance(cause, OSError) and is_full(cause)):
-        return EnvironmentProblem.code
-    return error.code
 
 
 def _restored_in_time(want: RestoreRequest, environments: Path, channel: Channel) -> tuple[RestoreDone, int]:

@@ -97,14 +97,7 @@ def read_run(runs: Path, run_id: str, queued: Collection[str] = ()) -> RunRecord
     stopped, receipt = read_ending(directory), read_receipt(directory)
     facts = first_facts(directory)
     begun = next((fact.wall_ns for fact in facts if fact.kind is FactKind.EXEC), None)
-    if stopped is not None:
-        state = stopped.state.value
-    elif live:
-        state = _running_state(facts)
-    elif run_id in queued:
-        state = State.QUEUED.value
-    else:
-        state = State.LOST.value if _locks(directory) else NOT_STARTED
+    state = _state(directory, stopped, facts, live=live, queued=run_id in queued)
     ended = stopped is not None or (not live and run_id not in queued)
     return RunRecord(
         run_id=run_id,
@@ -247,11 +240,17 @@ def _read_spec(directory: Path) -> tuple[SpecFile, RunSpec | None, str]:
         return written, None, ""
 
 
-def _running_state(facts: list[Fact]) -> str:
+def _state(directory: Path, stopped: Stopped | None, facts: list[Fact], *, live: bool, queued: bool) -> str:
     kinds = {fact.kind for fact in facts}
-    if kinds & {FactKind.EXEC, FactKind.HELD}:
+    if stopped is not None:
+        return stopped.state.value
+    if live and kinds & {FactKind.EXEC, FactKind.HELD}:
         return State.RUNNING.value
-    return State.STARTING.value if FactKind.RESERVED in kinds else State.QUEUED.value
+    if live and FactKind.RESERVED in kinds:
+        return State.STARTING.value
+    if live or queued:
+        return State.QUEUED.value
+    return State.LOST.value if _locks(directory) else NOT_STARTED
 
 
 def _ended_ns(directory: Path) -> int:

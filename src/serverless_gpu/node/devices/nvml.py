@@ -309,15 +309,10 @@ class _StuckReader:
         self._state = state
 
     def answer(self, question: NvmlQuestion) -> NvmlAnswer:
-        while self._hangs():
-            time.sleep(_STUCK_PAUSE_S)
+        with contextlib.suppress(OSError):  # without a state file it does not hang
+            while b'"hangs":true' in self._state.read_bytes():
+                time.sleep(_STUCK_PAUSE_S)
         return NvmlAnswer(question.seq)
-
-    def _hangs(self) -> bool:
-        try:
-            return b'"hangs":true' in self._state.read_bytes()
-        except OSError:
-            return False
 
 
 class NvmlThread:
@@ -475,21 +470,16 @@ def _look(nvml: Nvml, index: int) -> VisibleGpu | Unavailable:
     try:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
         name = uuid = nvml.nvmlDeviceGetUUID(handle)
-        if _is_sliced(nvml, handle):
-            return Unavailable(uuid, f"MIG mode is on, and only whole GPUs are lent (`nvidia-smi -i {uuid} -mig 0`)")
+        with contextlib.suppress(*nvml_errors(nvml)):  # most cards cannot do MIG and answer with an error
+            if nvml.nvmlDeviceGetMigMode(handle)[0]:
+                problem = f"MIG mode is on, and only whole GPUs are lent (`nvidia-smi -i {uuid} -mig 0`)"
+                return Unavailable(uuid, problem)
         pci = nvml.nvmlDeviceGetPciInfo(handle)
         memory = nvml.nvmlDeviceGetMemoryInfo(handle, nvml.nvmlMemory_v2)
         place = (pci.domain, pci.bus, pci.device)
         return VisibleGpu(place, uuid, nvml.nvmlDeviceGetName(handle), memory.total)
     except nvml_errors(nvml) as error:
         return Unavailable(name, f"NVML: {error}")
-
-
-def _is_sliced(nvml: Nvml, handle: object) -> bool:
-    try:
-        return bool(nvml.nvmlDeviceGetMigMode(handle)[0])
-    except nvml_errors(nvml):  # most cards cannot do MIG and answer with an error
-        return False
 
 
 def _usage_of(nvml: Nvml, uuid: str, sees_all_pids: bool) -> Usage:

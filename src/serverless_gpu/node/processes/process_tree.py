@@ -100,8 +100,12 @@ class CgroupRoot:
                 for entry in parent.iterdir() if parent is not None else ():
                     if not entry.is_dir():
                         continue
-                    if entry.name.endswith(ZYGOTE) and not _is_agents(entry):
-                        end_cgroup(entry)
+                    if entry.name.endswith(ZYGOTE):
+                        number = entry.name.partition("-")[0]
+                        made_by = look_at(int(number) if number.isdigit() else 0)
+                        # The agent that made it may be another than this process, and still run.
+                        if made_by is None or made_by.pid == os.getpid() or made_by.name != AGENT:
+                            end_cgroup(entry)
                     remove_cgroup(entry)
 
     def close(self) -> None:
@@ -186,12 +190,6 @@ def end_cgroup(path: Path) -> None:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         select.select([], [], [], _CLOSING_PAUSE_S)
-
-
-def _is_agents(path: Path) -> bool:
-    """Return whether the agent that made a cgroup, which may be another than this process, still runs."""
-    made_by = look_at(int(pid) if (pid := path.name.partition("-")[0]).isdigit() else 0)
-    return made_by is not None and made_by.pid != os.getpid() and made_by.name == AGENT
 
 
 def cgroup_empty(path: Path) -> bool:

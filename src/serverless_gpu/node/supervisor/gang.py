@@ -188,28 +188,7 @@ class LocalGang:
             environment = self.environment.of(local, devices, network)
             self._say({"op": "rank", "rank": rank, "local_rank": local, "env": environment}, log.write_ends())
             log.close_write_ends()
-        context = self.context
-        self._say(
-            {
-                "op": "go",
-                "directory": self.launch.directory,
-                "world_size": place_of(self.launch, 0).world_size,
-                "local_world_size": len(self.numbers),
-                "command": None if self._command is None else self._argv(self._command),
-                "result_bytes_max": RESULT_BYTES_MAX,
-                "umask": context.umask,
-                "descriptors_max": context.descriptors_max,
-                "cwd": original(context.cwd),
-                "argv": [original(argument) for argument in context.argv],
-                "sys_path": [original(path) for path in context.sys_path],
-                "packages": {name: original(file) for name, file in context.packages.items()},
-                "copies": {original(copy): original(directory) for copy, directory in context.copies.items()},
-                "threads": self._threads(),
-                "tracked": self.launch.spec.tracker is not None,
-                "fenced": in_pool(directory),
-                "ray": None if self._cluster is None else self._cluster.share(),
-            }
-        )
+        self._say(self._go_message())
         if self._cluster is not None and self._cluster.note:
             self._pass_on(self._cluster.note, note=True)
 
@@ -324,17 +303,37 @@ class LocalGang:
             self.on_said(sentence)
             self.account.notes += [sentence] if note else []
 
-    def _argv(self, command: Command) -> list[str]:
-        """Return the program; the caller's interpreter is that of a restored environment, where there is one."""
-        program, *arguments = command.argv
-        is_callers = program == original(self.launch.context.python)
-        return [original(self.context.python) if is_callers else program, *arguments]
-
-    def _threads(self) -> int:
-        launch = self.launch
+    def _go_message(self) -> inside.Message:
+        """Return the message that has the stem fork all ranks."""
+        launch, context = self.launch, self.context
+        argv: list[str] | None = None
+        if self._command is not None:
+            program, *arguments = self._command.argv
+            if program == original(launch.context.python):  # where an environment was restored, it is that one's
+                program = original(context.python)
+            argv = [program, *arguments]
         share = share_of_cores(len(os.sched_getaffinity(0)), launch.world_size, launch.of_type)
         # A driver of Ray mostly waits; its own computation may use what the run has.
-        return threads_per_rank(launch.spec.resources.cpus or share, 1 if launch.spec.ray else launch.world_size)
+        threads = threads_per_rank(launch.spec.resources.cpus or share, 1 if launch.spec.ray else launch.world_size)
+        return {
+            "op": "go",
+            "directory": launch.directory,
+            "world_size": place_of(launch, 0).world_size,
+            "local_world_size": len(self.numbers),
+            "command": argv,
+            "result_bytes_max": RESULT_BYTES_MAX,
+            "umask": context.umask,
+            "descriptors_max": context.descriptors_max,
+            "cwd": original(context.cwd),
+            "argv": [original(argument) for argument in context.argv],
+            "sys_path": [original(path) for path in context.sys_path],
+            "packages": {name: original(file) for name, file in context.packages.items()},
+            "copies": {original(copy): original(directory) for copy, directory in context.copies.items()},
+            "threads": threads,
+            "tracked": launch.spec.tracker is not None,
+            "fenced": in_pool(Path(launch.directory)),
+            "ray": None if self._cluster is None else self._cluster.share(),
+        }
 
     def _exited(self, message: inside.Message) -> RankExited:
         rank, status = self._rank(message), inside.integer(message, "status")

@@ -297,23 +297,18 @@ class Supervisor:
                 case AttemptInstruction.START_RANKS:
                     self._begin_pending = True
                     self._begin()
-                case AttemptInstruction.RELEASE_RANKS:
-                    if self._gang is not None:
-                        self._gang.release()
-                case AttemptInstruction.TERMINATE_RANKS:
-                    if self._gang is not None:
-                        self._gang.terminate(stop_word(self._attempt.reason))
+                case AttemptInstruction.RELEASE_RANKS if self._gang is not None:
+                    self._gang.release()
+                case AttemptInstruction.TERMINATE_RANKS if self._gang is not None:
+                    self._gang.terminate(stop_word(self._attempt.reason))
                 case AttemptInstruction.KILL_TREE:
-                    self._kill()
+                    self._begin_pending = False
+                    self._look_at_segments()
+                    kill_ns = self._process_drain.begin(self._gang)
+                    if self._attempt.killed:
+                        self._account.notes.append(killed_text(self._attempt, kill_ns))
                 case AttemptInstruction.CONCLUDE:
                     self._conclude()
-
-    def _kill(self) -> None:
-        self._begin_pending = False
-        self._look_at_segments()
-        kill_ns = self._process_drain.begin(self._gang)
-        if self._attempt.killed:
-            self._account.notes.append(killed_text(self._attempt, kill_ns))
 
     def _hear_gpus(self) -> None:
         """Read the driver's reports, before a rank's death is judged: they may explain it."""
@@ -337,7 +332,10 @@ class Supervisor:
         if self._process_drain.since_ns is not None and self._attempt.state is State.STOPPING:
             self._look_for_empty()
         if self._lease_ns is not None and self._clock.boottime_ns() > self._lease_ns:
-            self._expire()
+            self._lease_ns = None  # an answer that comes later changes nothing any more
+            if self._attempt.state not in TERMINAL:
+                self._account.notes.append("the server did not answer for as long as the run may go on without it")
+                self._apply(LeaseExpired())
         if self._attempt.state not in TERMINAL:
             self._apply(Tick())
         for event in self._watchdogs.look(self._attempt, self._gang):
@@ -355,13 +353,6 @@ class Supervisor:
 
     def _exec_wall_ns(self) -> int:
         return self._clock.wall_ns() - (self._clock.boottime_ns() - self._account.marks["exec"])
-
-    def _expire(self) -> None:
-        """Stop the run because the server is silent; an answer that comes later changes nothing any more."""
-        self._lease_ns = None
-        if self._attempt.state not in TERMINAL:
-            self._account.notes.append("the server did not answer for as long as the run may go on without it")
-            self._apply(LeaseExpired())
 
     def _look_for_empty(self) -> None:
         self._hear_gpus()

@@ -91,6 +91,14 @@ def make_launch(
     there = restrict(devices, os.environ.get("CUDA_VISIBLE_DEVICES"))
     visible = [device for device in there if device.uuid not in order.without]
     chosen = candidates(gpus=order.gpus, gpu_type=order.gpu_type, devices=visible, own=greeting.own_types)
+    context = _context(order)
+    environment = None
+    if order.spec.environment == "snapshot":
+        if not order.snapshot:
+            raise ServerProblem("the run is to have a captured environment, and the order names none")
+        environment = protocol.EnvironmentRequest(
+            snapshot=order.snapshot, store=store.url, token=store.token, ca=store.ca
+        )
     now_ns = clock.boottime_ns()
     return protocol.Launch(
         run_id=order.run_id,
@@ -100,10 +108,10 @@ def make_launch(
         candidates=chosen.devices,
         world_size=order.gpus,
         of_type=sum(device.type == chosen.devices[0].type for device in devices),
-        context=_context(order),
+        context=context,
         called_ns=max(0, now_ns - max(0, waited_ns)),
         tariff=order.tariff or greeting.prices.get(chosen.devices[0].type, UNPRICED),
-        environment=_environment_request(order, store),
+        environment=environment,
         confirmed=False,
         lease_ns=now_ns + round(order.partition_grace_s * 1e9),
         crews=order.crews,
@@ -195,14 +203,6 @@ def _context(order: Start) -> protocol.Context:
     own = (_FAKE, *(_OF_THE_NODE if order.snapshot else ()))
     environ = {**{name: os.environ[name] for name in own if name in os.environ}, **environ}
     return msgspec.structs.replace(context, environ=environ)
-
-
-def _environment_request(order: Start, store: StoreLocation) -> protocol.EnvironmentRequest | None:
-    if order.spec.environment != "snapshot":
-        return None
-    if not order.snapshot:
-        raise ServerProblem("the run is to have a captured environment, and the order names none")
-    return protocol.EnvironmentRequest(snapshot=order.snapshot, store=store.url, token=store.token, ca=store.ca)
 
 
 FLAGS_MAX = 64

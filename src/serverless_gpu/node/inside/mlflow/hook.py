@@ -269,7 +269,10 @@ class MlflowHook:
             not job.resolve_in_use()
             and job.is_away
             and not asked.get("parent_run_id")
-            and not self._is_set_otherwise(asked)
+            # Nor has user code chosen an experiment, while the job's is not known.
+            and (asked.get("experiment_id") or getattr(self.fluent, "_active_experiment_id", None)) is None
+            and not job.changed(EXPERIMENT_NAME)
+            and not job.changed(EXPERIMENT)
         ):
             self._probe()
             job.ask()
@@ -289,11 +292,6 @@ class MlflowHook:
         except self.refused as error:
             self._probed = (time.monotonic(), error)
             raise
-
-    def _is_set_otherwise(self, asked: dict[str, Any]) -> bool:
-        """Return whether user code has chosen an experiment, while the job's is not known."""
-        active = asked.get("experiment_id") or getattr(self.fluent, "_active_experiment_id", None)
-        return active is not None or self.job.changed(EXPERIMENT_NAME) or self.job.changed(EXPERIMENT)
 
     def _our_server(self) -> bool:
         return not self.job.uri or str(self.mlflow.get_tracking_uri()).rstrip("/") == self.job.uri.rstrip("/")

@@ -40,11 +40,15 @@ def origin() -> str:
 
 def version() -> str:
     """Return the version of the installed Ray, or ""."""
-    try:
+    with contextlib.suppress(Exception):  # finders of the user may raise anything
         # Not at the top: it imports `random`, `bisect` and more, which a file beside the caller's script may hide.
         return str(importlib.import_module("importlib.metadata").version("ray"))
-    except Exception:  # noqa: BLE001 - what finders of the user raise
-        return _own_version(origin())
+    file = origin()  # a source tree has no metadata
+    path = os.path.join(os.path.dirname(file), "_version.py") if file else os.devnull
+    with contextlib.suppress(OSError), open(path, "rb") as source:
+        found = _VERSION.search(source.read(_VERSION_BYTES_MAX).decode(errors="replace"))
+        return found[1] if found is not None else ""
+    return ""
 
 
 def ray_version(num_nodes: int = 1) -> str:
@@ -88,14 +92,6 @@ def python_path(variables: Mapping[str, str]) -> dict[str, str]:
     if not directory or os.path.realpath(directory) in map(os.path.realpath, own):
         return {}
     return {"PYTHONPATH": os.pathsep.join([directory, *told])}
-
-
-def _own_version(file: str) -> str:
-    path = os.path.join(os.path.dirname(file), "_version.py") if file else os.devnull
-    with contextlib.suppress(OSError), open(path, "rb") as source:
-        found = _VERSION.search(source.read(_VERSION_BYTES_MAX).decode(errors="replace"))
-        return found[1] if found is not None else ""
-    return ""
 
 
 def _is_there(name: str) -> bool:

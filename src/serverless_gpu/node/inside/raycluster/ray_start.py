@@ -343,7 +343,12 @@ def start(
             return engine
         words = engine.last_words()
         problem = f"{ended}: {words}" if words else ended
-        _give_up(engine)
+        # End what is left of this try; the agents end with the raylet, and all with the family.
+        for pid in (*linux.descendants(engine.pid), engine.pid):
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        for fd in engine.watched:
+            os.close(fd)
         if ended.startswith(_SLOW):
             break
         if number < _TRIES_MAX:
@@ -387,19 +392,17 @@ def _wait(engine: RayProcesses, stop: Callable[[], bool]) -> str | None:
             return None
         if gone := engine.gone(_LOOK_S):
             return f"its {gone} ended before it was ready"
-        ready = "raylet" in engine.watched.values() and _is_ready(engine, session)
+        ready = False
+        if "raylet" in engine.watched.values():
+            names: list[str] = []
+            with contextlib.suppress(OSError):
+                names = os.listdir(session)
+            agents = all(any(name.startswith(agent) for name in names) for agent in _AGENTS)
+            ready = agents or _STARTED in _tail(os.path.join(engine.temporary, OUTPUT_FILE))
         _watch(engine)  # as soon as there is anything: `ray start` misses a gcs_server that ends early for a while
         if ready:
             return ""
     return f"{_SLOW} after {START_S} s"
-
-
-def _is_ready(engine: RayProcesses, session: str) -> bool:
-    with contextlib.suppress(OSError):
-        names = os.listdir(session)
-        if all(any(name.startswith(agent) for name in names) for agent in _AGENTS):
-            return True
-    return _STARTED in _tail(os.path.join(engine.temporary, OUTPUT_FILE))
 
 
 def _watch(engine: RayProcesses) -> None:
@@ -409,15 +412,6 @@ def _watch(engine: RayProcesses) -> None:
             name = file.read().strip()
             if name in _WATCHED and name not in engine.watched.values():
                 engine.watched[os.pidfd_open(child)] = name
-
-
-def _give_up(engine: RayProcesses) -> None:
-    """End what is left of a try; the agents end with the raylet, and all with the family."""
-    for pid in (*linux.descendants(engine.pid), engine.pid):
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
-    for fd in engine.watched:
-        os.close(fd)
 
 
 def _program(argv: list[str], variables: dict[str, str], output: str) -> Callable[[], int]:

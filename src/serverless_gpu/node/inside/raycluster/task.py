@@ -219,9 +219,12 @@ class _Task:
                 elif (code := self._take(event, driver)) is not None:
                     return code
             elif driver.pidfd in ready:
-                return self._driver_ended(driver)
+                code = driver.reap()
+                if not self.outcome and code and (gone := self.cluster.gone(_SUSPICION_S)):
+                    return self._lose(gone, None)
+                return code
             elif gone := self.cluster.gone():
-                return self._without_ray(driver) if self.outcome else self._cluster_gone(driver, gone)
+                return self._cluster_gone(driver, gone)
 
     def _take(self, event: protocol.Message, driver: Driver) -> int | None:
         """Pass an event on; return the exit code where it is a failure that Ray's end explains."""
@@ -236,14 +239,10 @@ class _Task:
         self.work.report(event)
         return None
 
-    def _driver_ended(self, driver: Driver) -> int:
-        code = driver.reap()
-        if not self.outcome and code and (gone := self.cluster.gone(_SUSPICION_S)):
-            return self._lose(gone, None)
-        return code
-
     def _cluster_gone(self, driver: Driver, gone: str) -> int:
-        """Let the driver report its outcome, end it, and report the failure."""
+        """Let the driver report its outcome, unless it has, end it, and report the failure."""
+        if self.outcome:
+            return self._without_ray(driver)
         until = time.monotonic() + _CONSEQUENCE_S
         consequence: protocol.Message | None = None
         while (left_s := until - time.monotonic()) > 0 and linux.readable([driver.channel.fileno()], left_s):
