@@ -254,7 +254,12 @@ def find_unposted(connection: sa.Connection, at: Now, *, currency: str, limit: i
     lines: list[UnpostedDay] = []
     for attempt, number in found:
         crew = attempt.crews[number]
-        account = known.get(attempt.account_id or 0) or _counted_as(connection, attempt, currency)
+        account = known.get(attempt.account_id or 0)
+        if account is None:  # an older server placed it without one
+            run, pool = runs.find(connection, attempt.run_id), nodes.pool_of(connection, attempt.crews[0].node_id)
+            if run is not None:
+                gpu_type = attempt.gpu_type
+                account = charges.account_of_run(connection, run, gpu_type=gpu_type, pool=pool, currency=currency)
         if account is not None:
             lines += _lines(crew, account, posted[crew.id], lines_so_far(attempt, crew, told[crew.id], at))
     return UnpostedDays(lines=_first_counted(lines, posted), attempts=len(shown), is_cut=len(ids) > limit)
@@ -271,14 +276,6 @@ def group_unposted(lines: Iterable[UnpostedDay], by: Sequence[str]) -> list[Repo
         for one in lines
         if one.amounts.runs or any(getattr(one.amounts, name) for name in _NUMBERS)
     )
-
-
-def _counted_as(connection: sa.Connection, attempt: StoredAttempt, currency: str) -> Account | None:
-    """Return the account of an attempt that an older server placed without one."""
-    run, pool = runs.find(connection, attempt.run_id), nodes.pool_of(connection, attempt.crews[0].node_id)
-    if run is None:
-        return None
-    return charges.account_of_run(connection, run, gpu_type=attempt.gpu_type, pool=pool, currency=currency)
 
 
 def _lines(

@@ -67,14 +67,16 @@ class AccessLogMiddleware:
         status = f"{request.status // 100}xx" if request.status else "none"
         self._measures.requests.labels(request.method, route, status).observe(seconds / 1e9)
         known = server_log.current()
+        key = (request.method, route)
+        left_out: int | None = 0
         if request.status >= 400 and not known.get("principal") and "run" not in known:
             left_out = self._refused.spend()
             if left_out is None:
                 return
-        elif request.status < 400 and request.status and seconds < SLOW_S * 1e9 and self._is_quiet(request):
-            return
-        else:
-            left_out = 0
+        elif 0 < request.status < 400 and seconds < SLOW_S * 1e9 and key in QUIET:
+            self._quiet[key] += 1
+            if self._quiet[key] % QUIET_EVERY != 1:
+                return
         total_ns = self._clock.boottime_ns() - request.began_ns
         server_log.note(
             route=route,
@@ -85,13 +87,6 @@ class AccessLogMiddleware:
             more=left_out or None,
         )
         _log.info("%s %s", request.method, route, extra={"sgpu": dict(server_log.current())})
-
-    def _is_quiet(self, request: _Request) -> bool:
-        key = (request.method, request.route)
-        if key not in QUIET:
-            return False
-        self._quiet[key] += 1
-        return self._quiet[key] % QUIET_EVERY != 1
 
 
 class _Request:

@@ -80,8 +80,8 @@ def _answers(route: Route, by_type: dict[Any, Any]) -> dict[str, Any]:
             schema = {"type": "object", "required": ["data"], "properties": {"data": data}}
             answers.setdefault("200", {"description": "Done.", "content": {}})["content"][EVENTS] = {"schema": schema}
         elif inspect.isclass(kind) and issubclass(kind, Response):
-            schema = _BINARY if issubclass(kind, Bytes) else {"type": "string"}
-            content = {kind.media_type: {"schema": schema}} if kind.media_type else {}
+            text_or_bytes = _BINARY if issubclass(kind, Bytes) else {"type": "string"}
+            content = {kind.media_type: {"schema": text_or_bytes}} if kind.media_type else {}
             answers.setdefault("200", {"description": "Done.", "content": {}})["content"].update(content)
         else:
             entry = answers.setdefault("200", {"description": "Done.", "content": {}})

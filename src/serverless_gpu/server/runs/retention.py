@@ -22,6 +22,7 @@ Failure cases:
 
 from __future__ import annotations
 
+import functools
 import logging
 
 import sqlalchemy as sa
@@ -85,16 +86,13 @@ class Retention:
         before_ns = self._clock.wall_ns() - round(self._settings.retention_s * 1e9)
         old = self._database.read(lambda connection: runs.over(connection, ended_before_ns=before_ns, limit=AT_ONCE))
         for run_id in old:
-            self._remove(run_id)
+            remove_rows = functools.partial(_remove_rows, run_id=run_id, at_ns=self._clock.wall_ns())
+            self._database.write(remove_rows)
+            faults.reach("after_rows_before_output")
+            self._logs.remove(run_id)
         if old:
             _log.info("%d runs that ended long ago were removed", len(old))
         return len(old)
-
-    def _remove(self, run_id: str) -> None:
-        at_ns = self._clock.wall_ns()
-        self._database.write(lambda connection: _remove_rows(connection, run_id, at_ns=at_ns))
-        faults.reach("after_rows_before_output")
-        self._logs.remove(run_id)
 
     def _trim_output(self) -> None:
         """Remove output without a run, and the oldest until the rest fits."""

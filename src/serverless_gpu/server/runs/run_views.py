@@ -133,14 +133,10 @@ def sentence(run: StoredRun, *, waits_for: str = "") -> str:
         for crew in attempt.open_crews
         if crew.leave_ns is not None
     ]
-    return "; ".join(filter(None, (*leaving, attempt.sentence))) or _meets(run)
-
-
-def _meets(run: StoredRun) -> str:
-    """Return a sentence while a run's nodes have not met, else ""."""
-    attempt = run.attempt
-    if attempt is None or attempt.num_nodes == 1 or run.state is not State.STARTING or attempt.chosen_json is not None:
-        return ""
+    said = "; ".join(filter(None, (*leaving, attempt.sentence)))
+    have_met = attempt.num_nodes == 1 or run.state is not State.STARTING or attempt.chosen_json is not None
+    if said or have_met:
+        return said
     return f"{nodes_text([crew.node for crew in attempt.crews])} get ready, and meet"
 
 
