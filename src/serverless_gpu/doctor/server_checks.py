@@ -24,7 +24,7 @@ from serverless_gpu.doctor.facts import (
     unknown,
     warning,
 )
-from serverless_gpu.engines.ray.ray_machine import OLDEST
+from serverless_gpu.engines.ray.start_arguments import OLDEST
 from serverless_gpu.model.scheduling.wait_messages import REMEDY, REVOKE
 from serverless_gpu.node.inside.raycluster.ray_installation import release
 from serverless_gpu.node.mlflow_server.server import NO_DATABASE, OTHER_VERSION

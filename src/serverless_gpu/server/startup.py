@@ -29,7 +29,7 @@ from prometheus_client import ProcessCollector
 from serverless_gpu.ambient import Clock, machine
 from serverless_gpu.engines.base import Engine
 from serverless_gpu.engines.local import LocalEngine
-from serverless_gpu.engines.ray import ray_machine
+from serverless_gpu.engines.ray import start_arguments
 from serverless_gpu.engines.ray.driver_client import RayAccess
 from serverless_gpu.engines.ray.ray_engine import RayEngine
 from serverless_gpu.errors import ServerProblem, ServerUnavailable
@@ -289,7 +289,7 @@ def _several_machines(services: Services, beside: RaySidecar) -> Engine:
             address=beside.cluster.address,
             node_address=beside.cluster.node_address,
             pool=beside.key,
-            variables=ray_machine.variables(beside.cluster.token_file),
+            variables=start_arguments.variables(beside.cluster.token_file),
         ),
         python=sys.executable,
         news=lambda: services.hub.touch(SCHEDULER),

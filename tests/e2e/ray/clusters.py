@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from serverless_gpu.engines.ray import ray_machine
+from serverless_gpu.engines.ray import start_arguments
 from serverless_gpu.engines.ray.driver_client import RayAccess
 from serverless_gpu.engines.ray.node_launcher import NodeFile, write_node_file
 from serverless_gpu.node.base.home import Home
@@ -32,7 +32,7 @@ from tests.support.local.observe import wait_for
 TRY_S = 70.0
 _END_S = 60.0
 _TRIES_MAX = 3
-_blocks = iter(range(12_000 + os.getpid() % 150 * 100, 32_000, ray_machine.PORTS))
+_blocks = iter(range(12_000 + os.getpid() % 150 * 100, 32_000, start_arguments.PORTS))
 
 
 class Machine:
@@ -61,7 +61,7 @@ class Machine:
             environ=variables,
         )
         write_node_file(self._file, file)
-        self.node = ray_machine.MachineShare(
+        self.node = start_arguments.MachineShare(
             name=name,
             address=address,
             port=_free_block(),
@@ -81,9 +81,9 @@ class Machine:
     def start(self, head: str = "") -> None:
         """Start Ray here: as a head, or as a node of one."""
         argv = (
-            ray_machine.join_command(str(PYTHON), self.node, head)
+            start_arguments.join_command(str(PYTHON), self.node, head)
             if head
-            else ray_machine.head_command(str(PYTHON), self.node)
+            else start_arguments.head_command(str(PYTHON), self.node)
         )
         name, _, value = self.footprint.mark.partition("=")
         with open(self._log, "wb") as log:
@@ -92,7 +92,7 @@ class Machine:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**ray_machine.environment(self.node, clean_variables(os.environ)), name: value},
+                env={**start_arguments.environment(self.node, clean_variables(os.environ)), name: value},
                 start_new_session=True,
             )
 
@@ -200,7 +200,7 @@ class Cluster:
 
     def access(self, pool: str) -> RayAccess:
         """Return how a server on the head's machine reaches it."""
-        variables = ray_machine.variables(self.head.node.token_file)
+        variables = start_arguments.variables(self.head.node.token_file)
         return RayAccess(address=self.address, node_address="127.0.0.10", pool=pool, variables=variables)
 
     def start(self) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 
-from serverless_gpu.engines.ray import ray_keeper, ray_machine
+from serverless_gpu.engines.ray import ray_keeper, ray_machine, start_arguments
 from serverless_gpu.engines.ray.ray_keeper import end_processes, marked_pids
 from serverless_gpu.node.inside.linux import descendants
 from tests.e2e.ray.plain_ray import PYTHON
@@ -28,7 +28,7 @@ from tests.support.local.observe import wait_for
 from tests.support.ports import own_port
 
 START_S = 180.0
-_blocks = iter(range(12_000 + os.getpid() % 100 * 200, 32_000, ray_machine.PORTS))
+_blocks = iter(range(12_000 + os.getpid() % 100 * 200, 32_000, start_arguments.PORTS))
 
 
 class Machine:

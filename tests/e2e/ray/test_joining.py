@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.doctor.probes.servers import look_at_pool
-from serverless_gpu.engines.ray import ray_machine
+from serverless_gpu.engines.ray import ray_machine, start_arguments
 from serverless_gpu.engines.ray.ray_keeper import unreachable
 from serverless_gpu.node.inside import linux
 from tests.e2e.ray.plain_ray import PYTHON
@@ -145,10 +145,10 @@ def _check_what_is_seen(second: Machine) -> None:
     """Check what the doctor gathers, and that no secret is where others look."""
     facts = look_at_pool(second.environ)
     assert (facts.address, facts.token_problem, facts.without_token) == ("127.0.0.3", "", ())
-    assert tuple(map(int, facts.version.split(".")[:2])) >= ray_machine.OLDEST
+    assert tuple(map(int, facts.version.split(".")[:2])) >= start_arguments.OLDEST
     ports = {each.port for each in facts.listeners}
     assert ports
-    assert ports <= set(range(second.port, second.port + ray_machine.PORTS))
+    assert ports <= set(range(second.port, second.port + start_arguments.PORTS))
     secrets = [(second.home / "ray" / name).read_text() for name in ("token", "profile.json")]
     token = secrets[1].partition('"token":"')[2].partition('"')[0]
     assert token.startswith("sgpu_")
@@ -174,7 +174,7 @@ def test_what_is_wrong_is_said_before_ray_is_started(
     wait_for(lambda: not unreachable(f"127.0.0.2:{first.port}"), "the head answers", limit_s=START_S)
     said = refused(second, [*command[:1], f"127.0.0.2:{first.port + 99}", *command[2:]])
     assert golden("ray.joining.server-answers-ray", value=first.port + 99) in said
-    assert golden("ray.joining.tcp-open-both", port_range=ray_machine.port_range(second.port)) in said
+    assert golden("ray.joining.tcp-open-both", port_range=start_arguments.port_range(second.port)) in said
     assert golden("ray.joining.port-taken-machine", port=first.port) in refused(
         second, [*command, "--ray-port", str(first.port)]
     )

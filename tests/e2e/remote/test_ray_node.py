@@ -14,7 +14,7 @@ import pytest
 from serverless_gpu.engines.ray import driver_process, node_launcher
 from serverless_gpu.engines.ray.driver_process import NodeActor
 from serverless_gpu.engines.ray.node_launcher import NodeFile, write_node_file
-from serverless_gpu.engines.ray.ray_machine import NODE_FILE
+from serverless_gpu.engines.ray.start_arguments import NODE_FILE
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.inside import linux
 from serverless_gpu.node.processes.spawn import clean_variables, search_path

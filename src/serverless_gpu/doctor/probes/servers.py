@@ -30,7 +30,7 @@ from serverless_gpu.ambient import SystemClock
 from serverless_gpu.client.mlflow_context import SWITCH
 from serverless_gpu.client.remote.profile import SERVER, ServerProfile, find_profile
 from serverless_gpu.doctor.facts import ListeningPort, PoolFacts, ServerFacts, ServerNode, TrackingFacts, TrackingServer
-from serverless_gpu.engines.ray import ray_machine
+from serverless_gpu.engines.ray import ray_machine, start_arguments
 from serverless_gpu.engines.ray.ray_keeper import marked_pids
 from serverless_gpu.errors import NotAllowed, NotAuthenticated, ServerlessGpuError, ServerNotConfigured
 from serverless_gpu.json_codec import from_json
@@ -201,7 +201,7 @@ def look_at_pool(environ: Mapping[str, str]) -> PoolFacts:
     pids = sorted({*roots, *(each for pid in roots for each in descendants(pid))})
     commands = (_bytes(pid, "cmdline").replace(b"\0", b" ") for pid in roots)
     addresses = (str(found[1], "ascii", "replace") for found in map(_ADDRESS.search, commands) if found)
-    with_token = f"RAY_AUTH_MODE={ray_machine.variables('')['RAY_AUTH_MODE']}".encode()
+    with_token = f"RAY_AUTH_MODE={start_arguments.variables('')['RAY_AUTH_MODE']}".encode()
     try:
         token_problem = readers(directory / ray_machine.TOKEN)
     except OSError as error:

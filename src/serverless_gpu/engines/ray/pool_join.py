@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from serverless_gpu.ambient import SystemClock, machine
-from serverless_gpu.engines.ray import ray_machine
+from serverless_gpu.engines.ray import ray_machine, start_arguments
 from serverless_gpu.engines.ray.ray_keeper import KeeperPlan, unreachable
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotAuthenticated, NotFound, ServerProblem, ServerUnavailable
 from serverless_gpu.json_codec import from_json
@@ -81,14 +81,14 @@ def prepare(wish: JoinOptions, home: Home, environ: Mapping[str, str]) -> JoinPl
     host, port = parse_host(wish.host)
     _refuse_loopback(wish, host)
     address = wish.address or ray_machine.own_address(host)
-    ray_machine.check_node_address(address)
+    start_arguments.check_node_address(address)
     ray_machine.check_own(address)
     token, pool = _ask(wish, home)
     if different := ray_machine.differences(pool.version, pool.python):
         raise ServerProblem(different, hint="")
-    head = ray_machine.joined(host, port or int(pool.address.rpartition(":")[2]))
+    head = start_arguments.joined(host, port or int(pool.address.rpartition(":")[2]))
     base = pool.port if wish.port is None else wish.port
-    refuse_closed(head, patience_s=HEAD_S if pool.problem else 0.0, ports=ray_machine.port_range(base))
+    refuse_closed(head, patience_s=HEAD_S if pool.problem else 0.0, ports=start_arguments.port_range(base))
     _refuse_taken(base, address)
     directory = home.root / DIRECTORY
     profile = directory / ray_machine.PROFILE
@@ -103,7 +103,7 @@ def prepare(wish: JoinOptions, home: Home, environ: Mapping[str, str]) -> JoinPl
     except OSError as error:
         raise ServerProblem(f"{directory} cannot be written: {error.strerror}") from error
     return JoinPlan(
-        plan=plan, offer=ray_machine.offer_text(devices), ports=ray_machine.port_range(base), profile=profile
+        plan=plan, offer=ray_machine.offer_text(devices), ports=start_arguments.port_range(base), profile=profile
     )
 
 
@@ -218,7 +218,7 @@ def _refuse_taken(base: int, address: str) -> None:
     taken = ray_machine.taken_port(base, address)
     if taken is not None:
         raise ServerProblem(
-            f"port {taken} is taken on this machine, and Ray needs {ray_machine.port_range(base)}",
+            f"port {taken} is taken on this machine, and Ray needs {start_arguments.port_range(base)}",
             hint="another range of a hundred: --ray-port 8100",
         )
 

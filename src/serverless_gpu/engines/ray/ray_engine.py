@@ -46,8 +46,8 @@ from serverless_gpu.engines.base import (
 )
 from serverless_gpu.engines.ray import node_launcher, ray_tables
 from serverless_gpu.engines.ray.driver_client import PROGRAM_DIGEST, DriverLink, RayAccess, RayProblem, Unanswered
-from serverless_gpu.engines.ray.ray_machine import NODE_FILE
 from serverless_gpu.engines.ray.ray_tables import GroupState, KnownNode, NodeRow, PlacementGroup, plain
+from serverless_gpu.engines.ray.start_arguments import NODE_FILE
 from serverless_gpu.json_codec import from_json
 
 SOON_S = 0.5

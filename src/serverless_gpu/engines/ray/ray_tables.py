@@ -20,7 +20,7 @@ from typing import TypeVar
 import msgspec
 
 from serverless_gpu.engines.base import EngineNode, Gang, Impossible, NodeLost, NodeUp, Share, Waiting
-from serverless_gpu.engines.ray.ray_machine import DEVICES, RESOURCE
+from serverless_gpu.engines.ray.start_arguments import DEVICES, RESOURCE
 from serverless_gpu.model.hardware import CPU
 
 PIN = 0.001

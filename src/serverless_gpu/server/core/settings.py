@@ -37,8 +37,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from serverless_gpu.engines.ray.ray_machine import PORT as RAY_PORT
-from serverless_gpu.engines.ray.ray_machine import check_node_address, ports
+from serverless_gpu.engines.ray.start_arguments import PORT as RAY_PORT
+from serverless_gpu.engines.ray.start_arguments import check_node_address, ports
 from serverless_gpu.errors import InvalidOption, InvalidValue
 from serverless_gpu.json_codec import from_builtins
 from serverless_gpu.model.scheduling.values import QueuePolicy

@@ -44,10 +44,10 @@ from urllib.parse import urlsplit
 import msgspec
 
 from serverless_gpu.ambient import SystemClock, machine
-from serverless_gpu.engines.ray import ray_keeper, ray_machine
+from serverless_gpu.engines.ray import ray_keeper, ray_machine, start_arguments
 from serverless_gpu.engines.ray.pool_join import JOIN_FILE_NAME, JoinFile, write_join_file
 from serverless_gpu.engines.ray.ray_keeper import KeeperPlan, unreachable
-from serverless_gpu.engines.ray.ray_machine import ClusterAddress
+from serverless_gpu.engines.ray.start_arguments import ClusterAddress
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, ServerProblem
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.private_files import readers
@@ -90,7 +90,7 @@ def refuse_ray(settings: Settings) -> None:
         taken = ray_machine.taken_port(settings.ray.port, address)
         if taken is not None:
             raise ServerProblem(
-                f"port {taken} is taken, and Ray needs {ray_machine.port_range(settings.ray.port)}",
+                f"port {taken} is taken, and Ray needs {start_arguments.port_range(settings.ray.port)}",
                 hint="another range of a hundred: --ray-port 8100",
             )
 
@@ -102,7 +102,7 @@ def node_address(settings: Settings, ray: RaySettings) -> str:
     if ray.address:
         return ray_machine.own_address(ray.address.rpartition(":")[0].strip("[]"))
     try:
-        return ray_machine.check_node_address(settings.host)
+        return start_arguments.check_node_address(settings.host)
     except InvalidValue:
         return ray_machine.own_address()
 
@@ -126,7 +126,7 @@ class RaySidecar:
     @property
     def cluster(self) -> ClusterAddress:
         """Return the cluster, as this machine reaches it."""
-        head = self._ray.address or ray_machine.joined(self._address, self._ray.port)
+        head = self._ray.address or start_arguments.joined(self._address, self._ray.port)
         token_file = str(self.directory / ray_machine.TOKEN)
         return ClusterAddress(address=head, token_file=token_file, node_address=self._address)
 
@@ -200,8 +200,8 @@ def offer_joining(settings: Settings, *, url: str, port: int, certified: Sequenc
         ca = certificate if tls.is_its_own(certificate) else ""  # other machines trust it only if they have it
     path = settings.directory / JOIN_FILE_NAME
     write_join_file(path, JoinFile(server=server, token=token, ca=ca))
-    ports = ray_machine.port_range(settings.ray.port)
-    lines = [f"Ray at {settings.ray.address or ray_machine.joined(address, settings.ray.port)}, ports {ports}"]
+    ports = start_arguments.port_range(settings.ray.port)
+    lines = [f"Ray at {settings.ray.address or start_arguments.joined(address, settings.ray.port)}, ports {ports}"]
     head = settings.ray.address.rpartition(":")[0] or address
     if urlsplit(server).scheme == "http":
         why = "this server listens on loopback. Give it --host, --tls-cert and --tls-key"
@@ -246,13 +246,13 @@ def _given_token(ray: RaySettings) -> str:
         ) from None
     if others:
         raise InvalidValue(f"{path} lets in whoever has it, and {others}", hint=f"chmod 600 {path}")
-    return ray_machine.check_token(text)
+    return start_arguments.check_token(text)
 
 
 def _own_token(directory: Path) -> str:
     path = directory / ray_machine.TOKEN
     try:
-        return ray_machine.check_token(path.read_text(encoding="ascii"))
+        return start_arguments.check_token(path.read_text(encoding="ascii"))
     except (OSError, UnicodeDecodeError, InvalidValue):
         return os.urandom(_RAY_TOKEN_BYTES).hex()
 

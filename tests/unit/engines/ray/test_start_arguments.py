@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from serverless_gpu.engines.ray import ray_machine
-from serverless_gpu.engines.ray.ray_machine import MachineShare
+from serverless_gpu.engines.ray import start_arguments
+from serverless_gpu.engines.ray.start_arguments import MachineShare
 from serverless_gpu.errors import InvalidValue
 from tests.support.golden import golden
 
@@ -46,7 +46,7 @@ START = ["/opt/env/bin/python", "-m", "ray.scripts.scripts", "start", "--block"]
 
 
 def test_a_machine_joins_with_every_port_named() -> None:
-    command = ray_machine.join_command("/opt/env/bin/python", NODE, "10.0.0.5:7900")
+    command = start_arguments.join_command("/opt/env/bin/python", NODE, "10.0.0.5:7900")
     assert command == [*START, "--address=10.0.0.5:7900", *COMMON]
 
 
@@ -56,7 +56,7 @@ def test_the_head_is_a_node_too_and_knows_within_seconds_that_a_machine_is_gone(
         '"health_check_timeout_ms": 1000, "health_check_failure_threshold": 5}'
     )
     tail = ["--include-dashboard=false", "--dashboard-port=7908", "--no-monitor", f"--system-config={health}"]
-    assert ray_machine.head_command("/opt/env/bin/python", NODE) == [
+    assert start_arguments.head_command("/opt/env/bin/python", NODE) == [
         *START,
         "--head",
         "--port=7900",
@@ -67,14 +67,14 @@ def test_the_head_is_a_node_too_and_knows_within_seconds_that_a_machine_is_gone(
 
 def test_a_head_without_devices_offers_nothing_and_one_that_serves_clients_does_so_at_its_own_port() -> None:
     bare = MachineShare(name="gpu-1", address="10.0.0.5", directory="/tmp/x", token_file="/t", client=True)
-    command = ray_machine.head_command("python", bare)
+    command = start_arguments.head_command("python", bare)
     assert {"--num-gpus=0", "--num-cpus=0", "--resources={}", "--ray-client-server-port=7907"} <= set(command)
-    assert ray_machine.NODE_FILE not in ray_machine.environment(bare, {})
+    assert start_arguments.NODE_FILE not in start_arguments.environment(bare, {})
 
 
 def test_variables_are_the_clean_ones_and_ours_and_nothing_of_another_ray() -> None:
     clean = {"PATH": "/bin", "RAY_ADDRESS": "10.9.9.9:6379", "RAY_AUTH_MODE": "disabled"}
-    assert ray_machine.environment(NODE, clean) == {
+    assert start_arguments.environment(NODE, clean) == {
         "PATH": "/bin",
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": "/home/ada/.serverless_gpu/ray/token",
@@ -91,7 +91,7 @@ def test_variables_are_the_clean_ones_and_ours_and_nothing_of_another_ray() -> N
 
 
 def test_no_secret_is_in_a_command_or_in_a_variable() -> None:
-    everything = json.dumps([ray_machine.head_command("python", NODE), ray_machine.environment(NODE, {})])
+    everything = json.dumps([start_arguments.head_command("python", NODE), start_arguments.environment(NODE, {})])
     assert "token" in everything  # the path of its file, and that is all
     assert everything.count("/home/ada/.serverless_gpu/ray/token") == 1
 
@@ -99,7 +99,7 @@ def test_no_secret_is_in_a_command_or_in_a_variable() -> None:
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 def test_the_address_that_ray_would_replace_is_refused_by_name(address: str) -> None:
     with pytest.raises(InvalidValue) as refused:
-        ray_machine.check_node_address(address)
+        start_arguments.check_node_address(address)
     assert refused.value.message == golden("engines.ray_start.machine-cannot-address", address=address)
     assert refused.value.hint == golden("engines.ray_start.node-address-one")
 
@@ -107,28 +107,28 @@ def test_the_address_that_ray_would_replace_is_refused_by_name(address: str) -> 
 @pytest.mark.parametrize("address", ["0.0.0.0", "224.0.0.1", "gpu-1", "10.0.0.5:7900", ""])
 def test_what_is_not_the_address_of_one_machine_is_refused(address: str) -> None:
     with pytest.raises(InvalidValue, match=r"not (an|the) address"):
-        ray_machine.check_node_address(address)
+        start_arguments.check_node_address(address)
 
 
 @pytest.mark.parametrize("port", [0, 80, 1023, 65_437, 70_000])
 def test_a_port_without_room_for_a_hundred_is_refused(port: int) -> None:
     with pytest.raises(InvalidValue, match="cannot begin with"):
-        ray_machine.ports(port)
+        start_arguments.ports(port)
 
 
 def test_ports_are_in_one_range_and_none_is_used_twice() -> None:
-    found = ray_machine.ports(65_436)
+    found = start_arguments.ports(65_436)
     assert len(set(found)) == len(found)
-    assert max(found) < 65_436 + ray_machine.WORKERS_FROM
-    assert ray_machine.port_range(7900) == "7900-7999"
+    assert max(found) < 65_436 + start_arguments.WORKERS_FROM
+    assert start_arguments.port_range(7900) == "7900-7999"
 
 
 @pytest.mark.parametrize("text", ["", "  ", "two words", "söme", "a\x00b"])
 def test_what_ray_would_not_take_as_a_token_is_refused(text: str) -> None:
     with pytest.raises(InvalidValue, match="not a token"):
-        ray_machine.check_token(text)
+        start_arguments.check_token(text)
 
 
 def test_addresses_of_the_sixth_version_get_their_brackets() -> None:
-    assert ray_machine.joined("fd00::5", 7900) == "[fd00::5]:7900"
-    assert ray_machine.joined("10.0.0.5", 7900) == "10.0.0.5:7900"
+    assert start_arguments.joined("fd00::5", 7900) == "[fd00::5]:7900"
+    assert start_arguments.joined("10.0.0.5", 7900) == "10.0.0.5:7900"
