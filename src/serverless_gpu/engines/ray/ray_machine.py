@@ -1,20 +1,7 @@
-"""This machine as a part of a Ray cluster: its Ray, address, ports, devices and files, and Ray's arguments there.
+"""This machine as a part of a Ray cluster: its Ray, its address, its ports, its devices, its files.
 
     check_ray · own_address · taken_port     checked before anything is started, so that we name what is missing
-    prepare_machine                          writes token and node file; returns the plan of what is kept
-    sgpu up   ─▶ head_command ─▶ ray start --head --block --port=7900 …
-    sgpu join ─▶ join_command ─▶ ray start --address=10.0.0.5:7900 --block …
-    every process that speaks with the cluster has `variables`: the token's file, above all
-
-Every port is named, all in one range of a hundred, so that a firewall can be told:
-
-    base       GCS, which is the cluster's address      base+4, +5   Ray's agent of the node
-    base+1     raylet, for work                         base+6       figures
-    base+2     raylet, for objects                      base+7 … +10 the head's: client server, page, figures
-    base+3     agent for environments of tasks          base+20 … 99 workers
-
-A machine offers `sgpu_node:<name>`, by which a gang is pinned to it, `sgpu_gpus:<type>`, one for each device of a type,
-CPU slots too, and what Ray itself counts: `GPU`, `CPU`, `accelerator_type:<type>`.
+    prepared                                 token, profile, node file and the plan of what is kept
 
 Files of a machine lie in one directory, of mode 0700; each of them has mode 0600:
 
@@ -40,7 +27,6 @@ from serverless_gpu.engines.ray.node_launcher import NodeFile, write_node_file
 from serverless_gpu.engines.ray.ray_keeper import KeeperPlan, clean, log_path
 from serverless_gpu.engines.ray.start_arguments import (
     OLDEST,
-    PORTS,
     MachineShare,
     check_node_address,
     environment,
@@ -61,7 +47,6 @@ _PARENT = "/tmp/sgpu-pool-"
 _AWAY = "192.0.2.1"  # reserved for documentation (RFC 5737); nothing is sent there
 _DISCARD = 9
 NODE, TOKEN, PROFILE, CA = "node.json", "token", "profile.json", "ca.pem"
-PORT_MIN, PORT_MAX = 1024, 65_536 - PORTS
 
 
 class RayMachineFiles(msgspec.Struct, frozen=True, kw_only=True):

@@ -24,12 +24,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from serverless_gpu.engines.ray.ray_machine import PORT_MAX, PORT_MIN
 from serverless_gpu.errors import InvalidValue
 
 PORT = 7900
 """The default base of ports."""
 PORTS = 100
+PORT_MIN, PORT_MAX = 1024, 65_536 - PORTS
 WORKERS_FROM = 20
 RESOURCE = "sgpu_node:"
 """What the resource begins with that names a machine; it has 1 of it."""
