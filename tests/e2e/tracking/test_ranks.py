@@ -11,7 +11,6 @@ from tests.support.tracking.mlflow_server import MlflowServer
 pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.mark.spot
 def test_every_rank_logs_without_start_run(bare: BareRanks) -> None:
     """Usage 2: all ranks, same keys, same steps; nothing fails, nothing is missing, the run goes on."""
     ended = bare.run("log_without_start", ranks=4)

@@ -1,7 +1,7 @@
 """This machine as a part of a Ray cluster: its Ray, its address, its ports, its devices, its files.
 
     check_ray · own_address · taken_port     checked before anything is started, so that we name what is missing
-    prepared                                 token, profile, node file and the plan of what is kept
+    prepare_machine                          writes token, profile and node file; returns the plan of what is kept
 
 Files of a machine lie in one directory, of mode 0700; each of them has mode 0600:
 

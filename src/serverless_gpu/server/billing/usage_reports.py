@@ -36,7 +36,6 @@ from serverless_gpu.server.lifecycle import metering
 from serverless_gpu.server.lifecycle.liveness import Leases
 from serverless_gpu.server.lifecycle.metering import Now
 from serverless_gpu.server.records import attempts, charges, facts, nodes, prices, runs, usage
-from serverless_gpu.server.records.attempts import StoredAttempt
 from serverless_gpu.server.records.charges import Account, PostedEntry
 from serverless_gpu.server.records.crews import CrewId, StoredCrew
 from serverless_gpu.server.records.prices import StoredPrice
