@@ -80,9 +80,7 @@ COMMANDS = {
         "runs.run_actions:clean",
         "Delete directories of ended runs, with their results and logs, and copies of results of a server's runs.",
     ),
-    "doctor": CommandEntry(
-        "machine.doctor:doctor", "Look for what keeps runs from working here, and say what mends it."
-    ),
+    "doctor": CommandEntry("doctor:doctor", "Look for what keeps runs from working here, and say what mends it."),
     "env": CommandEntry("environments:env", "Capture what Python sees, restore it elsewhere, and tell what changed."),
     "gpus": CommandEntry("this_machine:gpus", "List the GPUs and CPU slots of this node, and GPUs in quarantine."),
     "join": CommandEntry("join:join", "Make this machine a node of the pool of HOST, for as long as this runs."),
