@@ -1,4 +1,4 @@
-"""How commands print: lines, columns, JSON and the failure that ended a run."""
+"""How commands print: lines, columns, JSON, the failure that ended a run, and its exit code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`sgpu status`, `sgpu gpus`, `sgpu stop`: the agent of this machine, its devices, and the state of its server."""
+"""`sgpu status`, `sgpu gpus`, `sgpu stop`: the agent of this machine, its devices, its servers; `sgpu mlflow`."""
 
 from __future__ import annotations
 

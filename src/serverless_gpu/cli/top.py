@@ -1,6 +1,6 @@
 """`sgpu top`: this node live, or one frame of it.
 
-    monitor ─▶ Feed ─▶ tabulate ─▶ draw (`top_picture.py`) ─▶ Terminal
+    monitor ─▶ Feed ─▶ tabulate ─▶ draw (`top_table.py`) ─▶ Terminal
 
 `Feed` has the monitor's frames; device locks name the runs of other homes and users. Failure cases: the monitor cannot
 be started, ends repeatedly (tried every few seconds) or is silent for a while: `problem` says so.

@@ -1,4 +1,8 @@
-"""`sgpu usage`: use and cost by user, team, tag, month …; chargeback; rows for billing tables."""
+"""`sgpu usage`: use and cost by user, team, tag, month …; chargeback; rows for billing tables, as CSV and Parquet.
+
+A file is written beside its place and put there whole. Numbers in it are exact: money and quantities are decimals.
+Parquet needs PyArrow, which the package does not.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Describes the calling process to the agent: the context and the variables that ranks inherit.
+"""Describes the calling process to the agent: the context and the variables that ranks inherit; and its signals.
 
 `origins` finds the files from which this process imports modules that a warm interpreter may have from elsewhere.
 
@@ -12,6 +12,11 @@ one has no names. Modules in a zip file on the path are not seen.
 
 On another machine most variables mean the same: credentials, switches of libraries, the user's own. Those that name a
 place, a process or a device of the caller's machine do not travel; the node has its own. The token never travels.
+
+`interruptible` and `terminable` are for calls that wait. `asyncio.run` and an IPython kernel that runs an `async` cell
+take SIGINT for themselves: their handler only cancels the current task when it next awaits, so a blocking call would
+not stop. During a wait, SIGINT raises `KeyboardInterrupt` again, and SIGTERM acts like Ctrl-C: `on_interrupt` decides
+about the run, then the process ends of SIGTERM. Handlers of the user's stay.
 """
 
 from __future__ import annotations

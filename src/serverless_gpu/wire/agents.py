@@ -1,16 +1,25 @@
-"""Nodes: how an agent joins the server and gets its orders. The agent dials out; nothing on a node listens, but a
-crew's supervisor while its gang meets (`node/supervisor/rendezvous.py`).
+"""Nodes and attempts: an agent joins, gets its orders, and reports its attempts.
+
+The agent dials out; nothing on a node listens, but a crew's supervisor while its gang meets
+(`node/supervisor/rendezvous.py`).
 
     POST /agents                            AgentHello → AgentWelcome    (scope `agent`; again after a reconnect)
     POST /agents/{node}/heartbeat           Heartbeat  → HeartbeatAnswer
     GET  /agents/{node}/orders?instance&process  → stream of `Order`, those not acknowledged first
     POST /agents/{node}/orders/ack          OrdersTaken
+    POST /attempts/{run}/{fence}/report     Report → ReportAnswer; also the heartbeat, every `heartbeat_s`
+    GET  /attempts/{run}/{fence}/blobs/{digest}      → a part of the payload
+    PUT  /blobs/{digest}, POST /blobs/missing        as for users (`blobs.py`)
 
 A token is good for one node, which has one name and one home. A node whose token was not made for it by a join
 (`wire/nodes.py`) waits for an administrator: its hello is refused (NotAllowed) until then.
 
 An order may come again until it is acknowledged; it is taken once, by its gang. `Start` is acknowledged when the
 attempt's directory says durably that it is being started.
+
+Reports are made with the attempt's own token; on several nodes, each reports its crew. A report is applied whole or not
+at all, and may come twice: logs by their offset, facts and files by their name, states because nothing goes backwards.
+An answer with `stale` means that the attempt is over for the server: stop it, keep nothing running, report no more.
 """
 
 from __future__ import annotations

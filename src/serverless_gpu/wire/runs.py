@@ -1,6 +1,6 @@
-"""Runs: how they are asked for, listed, watched and stopped.
+"""Runs: how they are estimated, asked for, listed, watched and stopped.
 
-POST   /estimates                       EstimateRequest  → EstimateView, of `wire/runs.py`
+POST   /estimates                       EstimateRequest  → EstimateView; nothing of it is kept
 POST   /runs                            RunRequest → RunView, or with `Accept: text/event-stream` its stream at once
 GET    /runs?state&owner&team&name&tag&limit&cursor&costs → RunPage
 GET    /runs/{run}                                       → RunView

@@ -1,4 +1,4 @@
-"""`sgpu attach`, `sgpu cancel`, `sgpu run preempt`: follows one run, stops it, or asks it to make room."""
+"""`sgpu attach`, `cancel`, `run preempt` and `clean`: follow, stop or preempt a run, and delete ended ones."""
 
 from __future__ import annotations
 

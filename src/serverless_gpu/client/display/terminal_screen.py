@@ -6,6 +6,16 @@ r"""Follows what a rank draws with `\r` and "cursor up" row by row, so that a pr
 A row that was rewritten is final when its line has ended and the cursor does not come back to it. tqdm draws a second
 bar below the first by a newline and then goes up again, so a rewritten row is held a moment after its newline. Other
 lines are final at once. A row keeps its last state only; all the others are in the rank's log.
+
+`safe` makes text harmless. The writer of a rank's output is not the owner of the terminal: a data set's file name can
+hold a sequence that changes the title, fills the clipboard or forges a line. So on a terminal
+
+    colours (SGR)                              stay, and end with their line
+    cursor movement and erasing, charsets      vanish: left over from programs that draw, for example progress bars
+    OSC: titles, clipboard, links              vanish, the linked text stays
+    other control characters, bidi controls    become visible: \x1b, \u202e
+
+A file or a pipe gets the text as it is. An unfinished sequence is made visible, so a line is safe by itself.
 """
 
 from __future__ import annotations

@@ -1,6 +1,10 @@
 """Turns the ending of a run into its results, or one exception that explains it.
 
 Reads a run directory. Only the calling process, or an attached one of the same user, unpickles its files.
+
+An `Exception` of user code is raised as its own type with the remote traceback as its cause. What would end the
+caller's own process (`SystemExit`, `KeyboardInterrupt`, cancellation), and a class that cannot be loaded here, becomes
+an error of ours.
 """
 
 from __future__ import annotations

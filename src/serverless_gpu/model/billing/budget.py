@@ -1,4 +1,4 @@
-"""Budgets: how much money or GPU time a user, team or pool may use in a period, and what follows when it is used up.
+"""Budgets: how much money or GPU time a user, team or pool may use in a period; forecasts and alarms.
 
     charges of the period ─┐
     what goes on now ──────┼─▶ standing: used, held, limit ─┬─▶ 80 %, 95 %: one warning each
@@ -28,6 +28,13 @@ Teams that a run counts for, in budgets, in alarms and in the fair share alike, 
     no team, member of none   no team; in the fair share, the owner alone
 
 So no member escapes a team's budget and share by leaving the team out.
+
+    forecast    used so far  +  what a day used on average, over the last seven and today  ×  days that are left
+    alarm       a run        what it uses in an hour  >  3 × the median of earlier runs of its name, at least 5 of them
+                a team       what it used in the last hour  >  3 × the median of its own hours, those in which it used
+                             something, over 4 weeks; at least 24 of them
+
+Alarms compare with a median: one night that went wrong does not make the next one usual.
 
 Failure cases: a node that is silent may be using devices, so what it may use until now is held as well, up to its
 `partition_grace`; what it used is counted once the node reports it. Time without a price is no money: a budget of money

@@ -1,6 +1,6 @@
-"""Values of the scheduler, in and out. All times are nanoseconds of one clock that only goes forward.
+"""Values of the scheduler, in and out; and `Shape`, which runs that want the same share.
 
-The server's clock for this is its wall clock as `server/core/loops.py` believes it; a replayed trace's
+All times are nanoseconds of one clock that only goes forward. The server's clock for this is its wall clock as `server/core/loops.py` believes it; a replayed trace's
 begins at 0.
 """
 
