@@ -1,7 +1,7 @@
 """Values of the scheduler, in and out; and `Shape`, which runs that want the same share.
 
-All times are nanoseconds of one clock that only goes forward. The server's clock for this is its wall clock as `server/core/loops.py` believes it; a replayed trace's
-begins at 0.
+All times are nanoseconds of one clock that only goes forward. On the server, it is the wall clock as
+`server/core/loops.py` believes it; a replayed trace begins at 0.
 """
 
 from __future__ import annotations
