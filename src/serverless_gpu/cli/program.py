@@ -174,7 +174,7 @@ class _Commands(LazyGroup):
         except ServerNotConfigured as error:
             if not error.is_missing:
                 raise
-            raise load("serverless_gpu.client.launch.preflight").no_server(f"sgpu {ctx.invoked_subcommand}") from None
+            raise load("serverless_gpu.client.launch.remedies").no_server(f"sgpu {ctx.invoked_subcommand}") from None
 
 
 @click.group(cls=_Commands, table=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})

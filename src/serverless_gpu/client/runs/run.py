@@ -323,7 +323,7 @@ class Run(Generic[R]):
             ServerlessGpuError: there is no Matplotlib here, or the file cannot be written.
         """
         self._refuse_session()
-        figure: Figure = load("serverless_gpu.client.runs.timeline").plot(
+        figure: Figure = load("serverless_gpu.client.runs.run_plot").plot(
             self._source, self._spec.name, self.status(), path
         )
         return figure

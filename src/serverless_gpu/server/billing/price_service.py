@@ -90,8 +90,10 @@ class PriceService:
                 "from_ns": from_ns,
             }
             audit.record(connection, who=who, action=Action.PRICE_SET, subject=name, now_ns=at_ns, detail=detail)
-            devices = (device.type for node in nodes.every(connection) for device in node.hello.devices)
-            is_known = name in (CORE, MEMORY) or name in FAMILIES or is_listed(name) or name in devices
+            is_known = name in (CORE, MEMORY, *FAMILIES) or is_listed(name)
+            is_known = is_known or any(
+                device.type == name for node in nodes.every(connection) for device in node.hello.devices
+            )
             return PriceSet(
                 price=_view(StoredPrice(price=price, set_ns=at_ns), at_ns),
                 ended=_views(ended, at_ns),

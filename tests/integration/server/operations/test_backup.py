@@ -210,7 +210,7 @@ def test_a_backup_is_not_made_of_itself_and_a_full_disk_is_said(
         def full(_source: Path, target: Path) -> None:
             raise OSError(28, "No space left on device", str(target))
 
-        monkeypatch.setattr(backup, "copy", full)
+        monkeypatch.setattr(backup, "_copy_file", full)
         with pytest.raises(StorageError, match=re.escape(golden("rows.full_disk_mid_run.space-left-device"))):
             backup_of(server.home, tmp_path / "backups")
     assert [path.name for path in (tmp_path / "backups").iterdir()] == [".lock"]
