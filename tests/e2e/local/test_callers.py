@@ -252,7 +252,7 @@ def test_type_checkers_see_the_users_signature(tmp_path: Path) -> None:
             ["list[", "dict[", "float]]"],
             ["serverless_gpu.client.runs.run.Run[", "dict["],
             ["dict[", "float]"],
-            ["serverless_gpu.client.runs.futures.RunList[", "dict["],
+            ["serverless_gpu.client.runs.run_list.RunList[", "dict["],
         ],
         strict=True,
     ):
