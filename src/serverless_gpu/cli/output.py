@@ -10,15 +10,7 @@ import msgspec
 
 from serverless_gpu.client.display.terminal_screen import safe
 from serverless_gpu.errors import (
-    CommandFailed,
-    NodeLost,
-    OutOfMemory,
-    RankCrashed,
-    RunCancelled,
-    RunTimedOut,
-    RuntimeLost,
     ServerlessGpuError,
-    ServerUnavailable,
 )
 from serverless_gpu.lazy_import import load
 
@@ -56,25 +48,3 @@ def say_failure(error: BaseException) -> None:
     for part in (cause, f"sgpu: {text}", *getattr(error, "__notes__", [])):
         if part:
             say_lines(part, err=True)
-
-
-TEMPORARY, TIMED_OUT, CANCELLED, KILLED, FAILED = 75, 124, 130, 137, 1
-_CODES: tuple[tuple[type[BaseException], int], ...] = (
-    (RunTimedOut, TIMED_OUT),
-    (RunCancelled, CANCELLED),
-    (KeyboardInterrupt, CANCELLED),
-    (RankCrashed, KILLED),
-    (OutOfMemory, KILLED),
-    (RuntimeLost, KILLED),
-    (NodeLost, TEMPORARY),
-    (ServerUnavailable, TEMPORARY),
-)
-
-
-def exit_code(error: BaseException | None) -> int:
-    """Return the exit code for an ending; None is success."""
-    if error is None:
-        return 0
-    if isinstance(error, CommandFailed):
-        return error.exit_code if 0 < error.exit_code < 256 else FAILED
-    return next((code for cls, code in _CODES if isinstance(error, cls)), FAILED)

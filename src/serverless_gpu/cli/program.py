@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import click
 
-from serverless_gpu.cli.output import CANCELLED, exit_code
+from serverless_gpu.cli.exit_codes import CANCELLED, exit_code
 from serverless_gpu.errors import ServerlessGpuError, ServerNotConfigured
 from serverless_gpu.lazy_import import load
 from serverless_gpu.version import __version__

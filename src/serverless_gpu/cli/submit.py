@@ -33,7 +33,8 @@ import msgspec
 
 from serverless_gpu.ambient import format_utc
 from serverless_gpu.cli.amounts import Seconds
-from serverless_gpu.cli.output import exit_code, print_json, say, say_failure
+from serverless_gpu.cli.exit_codes import exit_code
+from serverless_gpu.cli.output import print_json, say, say_failure
 from serverless_gpu.client.caller_context import terminable, variables_elsewhere
 from serverless_gpu.client.decorator import parse_options
 from serverless_gpu.client.estimates import Estimate, estimate_run

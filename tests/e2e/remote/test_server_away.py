@@ -12,7 +12,7 @@ import pytest
 import serverless_gpu
 from serverless_gpu import distributed
 from serverless_gpu.ambient import new_run_id
-from serverless_gpu.cli.output import exit_code
+from serverless_gpu.cli.exit_codes import exit_code
 from serverless_gpu.client.remote.profile import ServerProfile, write_profile
 from serverless_gpu.errors import ServerNotConfigured, ServerProblem, ServerUnavailable, StorageError
 from serverless_gpu.model.lifecycle.attempt import State

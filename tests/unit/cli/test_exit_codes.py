@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from serverless_gpu.cli.output import exit_code
+from serverless_gpu.cli.exit_codes import exit_code
 from serverless_gpu.errors import (
     CommandFailed,
     NodeLost,

@@ -22,7 +22,8 @@ from typing import TypeVar
 
 import click
 
-from serverless_gpu.cli.output import CANCELLED, say, say_lines
+from serverless_gpu.cli.exit_codes import CANCELLED
+from serverless_gpu.cli.output import say, say_lines
 from serverless_gpu.errors import ServerlessGpuError
 
 Command = TypeVar("Command", bound=Callable[..., object])

@@ -12,7 +12,8 @@ import click
 import msgspec
 
 from serverless_gpu.cli.amounts import duration_s
-from serverless_gpu.cli.output import CANCELLED, columns, print_json, say
+from serverless_gpu.cli.exit_codes import CANCELLED
+from serverless_gpu.cli.output import columns, print_json, say
 from serverless_gpu.cli.planning.pictures import load_drawing, write_picture
 from serverless_gpu.cli.runs.run_location import this_home
 from serverless_gpu.cli.server_connection import connect

@@ -1,0 +1,45 @@
+"""Exit codes of commands: shells and schedulers decide by them.
+
+0     it succeeded
+N     the program's own exit code, 1 to 255, where that ended the run
+75    the run or its node was lost, or the server is away: trying again may help (EX_TEMPFAIL)
+124   its time was up (as timeout(1))
+130   it was cancelled (as after Ctrl-C)
+137   a signal or memory ended a rank (128 + SIGKILL, whatever the signal was)
+1     everything else, an exception of a rank among it
+2     the command line was wrong; nothing was started (click's own)
+"""
+
+from __future__ import annotations
+
+from serverless_gpu.errors import (
+    CommandFailed,
+    NodeLost,
+    OutOfMemory,
+    RankCrashed,
+    RunCancelled,
+    RunTimedOut,
+    RuntimeLost,
+    ServerUnavailable,
+)
+
+TEMPORARY, TIMED_OUT, CANCELLED, KILLED, FAILED = 75, 124, 130, 137, 1
+_CODES: tuple[tuple[type[BaseException], int], ...] = (
+    (RunTimedOut, TIMED_OUT),
+    (RunCancelled, CANCELLED),
+    (KeyboardInterrupt, CANCELLED),
+    (RankCrashed, KILLED),
+    (OutOfMemory, KILLED),
+    (RuntimeLost, KILLED),
+    (NodeLost, TEMPORARY),
+    (ServerUnavailable, TEMPORARY),
+)
+
+
+def exit_code(error: BaseException | None) -> int:
+    """Return the exit code for an ending; None is success."""
+    if error is None:
+        return 0
+    if isinstance(error, CommandFailed):
+        return error.exit_code if 0 < error.exit_code < 256 else FAILED
+    return next((code for cls, code in _CODES if isinstance(error, cls)), FAILED)
