@@ -1,4 +1,4 @@
-"""How commands print: lines, columns, JSON, the failure that ended a run, and its exit code."""
+"""How commands print: lines, columns, JSON and the failure that ended a run."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
     about one run (attach, cancel, show, logs, result, metrics, run preempt)   wait as `sgpu submit` does
     everything else                                                            ends at once
 
-Both end with exit code 75 (`output.py`). `SERVERLESS_GPU_PATIENCE` bounds the wait. While a command waits, it reads
+Both end with exit code 75 (`exit_codes.py`). `SERVERLESS_GPU_PATIENCE` bounds the wait. While a command waits, it reads
 the server's address and token again: a restarted server may have others.
 """
 

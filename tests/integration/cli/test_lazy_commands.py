@@ -31,7 +31,7 @@ LIST = START | {
     ".cli.server_connection",
     ".client",
     ".client.display",
-    ".client.display.terminal",
+    ".client.display.terminal_screen",
     ".client.launch",
     ".client.launch.remedies",
     ".client.remote",
