@@ -37,7 +37,7 @@ from serverless_gpu.cli.exit_codes import exit_code
 from serverless_gpu.cli.output import print_json, say, say_failure
 from serverless_gpu.client.caller_context import terminable, variables_elsewhere
 from serverless_gpu.client.decorator import parse_options
-from serverless_gpu.client.estimates import Estimate, estimate_run
+from serverless_gpu.client.estimating import Estimate, estimate_run
 from serverless_gpu.client.launch import snapshot_environment
 from serverless_gpu.client.launch.launch import launch_command
 from serverless_gpu.client.launch.remedies import explain, no_server

@@ -35,10 +35,10 @@ from serverless_gpu.node.base.configuration import read_configuration
 from serverless_gpu.node.base.home import find_home
 
 if TYPE_CHECKING:
-    from serverless_gpu.client.estimates import Estimate
+    from serverless_gpu.client.estimating import Estimate
 
 _WHERE_RETURN_EXCEPTIONS = "keywords of .map() go to the function; write .map(…).results(return_exceptions=True)"
-_ESTIMATING = "serverless_gpu.client.estimates"  # loaded when it is asked for: a call has no use for it
+_ESTIMATING = "serverless_gpu.client.estimating"  # loaded when it is asked for: a call has no use for it
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -10,7 +10,7 @@ from typing import NoReturn
 import pytest
 
 from serverless_gpu import Run, distributed
-from serverless_gpu.client.estimates import Estimate
+from serverless_gpu.client.estimating import Estimate
 from serverless_gpu.errors import ArgumentMismatch, NotEnoughGpus, NotPicklable
 from serverless_gpu.model.scheduling.duration_estimates import LEAVING_S
 from tests.support.golden import golden

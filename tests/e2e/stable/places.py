@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serverless_gpu.client.estimates import Estimate
+from serverless_gpu.client.estimating import Estimate
 from serverless_gpu.client.metrics import Series
 from serverless_gpu.client.runs.run import TrackedRun
 from serverless_gpu.environment.documents import SNAPSHOT_VERSION, Snapshot, Unit

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serverless_gpu.client import estimates
+from serverless_gpu.client import estimating
 from serverless_gpu.model.scheduling.duration_estimates import LEAVING_S, START_S
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.attempt.history import RunRecord
@@ -39,7 +39,7 @@ def read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Counter[str]:
             return msgspec.structs.replace(record, began_ns=HAVE[run_id])
         return msgspec.structs.replace(record, state="SUCCEEDED", began_ns=0, ended_ns=90 * S)
 
-    monkeypatch.setattr(estimates, "read_run", read_run)
+    monkeypatch.setattr(estimating, "read_run", read_run)
     return count
 
 
@@ -48,7 +48,7 @@ def holders() -> list[LockHolder]:
 
 
 def test_the_past_is_read_once_however_many_have_devices(read: Counter[str], tmp_path: Path) -> None:
-    found = estimates.device_holders(Home(tmp_path), holders(), NOW)
+    found = estimating.device_holders(Home(tmp_path), holders(), NOW)
     assert [(each.title, each.until_ns, each.is_bound) for each in found] == [
         ("alice/a", NOW + 30 * S, False),  # as its like: 90 s
         ("alice/b", NOW + 60 * S, False),
@@ -62,7 +62,7 @@ def test_the_latest_end_is_what_the_server_would_say(read: Counter[str], tmp_pat
         if directory.name not in HAVE:
             directory.rmdir()  # nothing is known of their like
     found = {
-        each.title: (each.until_ns, each.is_bound) for each in estimates.device_holders(Home(tmp_path), holders(), NOW)
+        each.title: (each.until_ns, each.is_bound) for each in estimating.device_holders(Home(tmp_path), holders(), NOW)
     }
     assert found["alice/b"] == (NOW + (70 + 10) * S + int(LEAVING_S) * S, True)
     assert found["alice/c"] == (SINCE + (100 + 10) * S + int(START_S + LEAVING_S) * S, True)

@@ -11,7 +11,7 @@ import os
 
 import msgspec
 
-from serverless_gpu.client.estimates import Estimate, to_estimate, unknown_estimate
+from serverless_gpu.client.estimating import Estimate, to_estimate, unknown_estimate
 from serverless_gpu.client.remote.profile import remote_home
 from serverless_gpu.client.remote.server import RemoteServer, server_of
 from serverless_gpu.client.remote.submission import choose_pool, environment_of, target
