@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from serverless_gpu.client.estimating import Estimate
 from serverless_gpu.client.metrics import Series
-from serverless_gpu.client.runs.run import TrackedRun
+from serverless_gpu.client.tracked import TrackedRun
 from serverless_gpu.environment.documents import SNAPSHOT_VERSION, Snapshot, Unit
 from serverless_gpu.environment.documents import VERSION as UNIT_VERSION
 from serverless_gpu.model.cost import Cost, CostEstimate

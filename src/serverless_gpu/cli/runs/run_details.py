@@ -18,7 +18,7 @@ from serverless_gpu.cli.runs.server_runs import fetch_ending
 from serverless_gpu.cli.server_connection import patient_server
 from serverless_gpu.client.runs.attachment import attach
 from serverless_gpu.client.runs.outcome import ending_text
-from serverless_gpu.client.runs.run import from_directory
+from serverless_gpu.client.tracked import from_directory
 from serverless_gpu.errors import NotFound
 from serverless_gpu.lazy_import import load
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, State

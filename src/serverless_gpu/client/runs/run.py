@@ -14,12 +14,11 @@ another shape, its server and experiment are "".
 from __future__ import annotations
 
 import os
-import re
 import threading
 import weakref
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 import msgspec
 
@@ -28,8 +27,8 @@ from serverless_gpu.client.caller_context import interruptible
 from serverless_gpu.client.display.run_display import Display, TerminalDisplay, make_display, second_interrupt_text
 from serverless_gpu.client.runs.outcome import checked_rank, in_notebooks, load_result, make_exception, untold_tails
 from serverless_gpu.client.runs.run_source import ConnectionNote, RunSource
+from serverless_gpu.client.tracked import TrackedRun, from_directory, from_link
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, ServerProblem, error_class
-from serverless_gpu.json_codec import from_json
 from serverless_gpu.lazy_import import load
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.receipt import Receipt
@@ -568,48 +567,3 @@ class Run(Generic[R]):
             self._note_end()
         if self._receipt is None:
             self._receipt = self._source.receipt()
-
-
-_FILE = "tracking.json"
-_FILE_BYTES_MAX = 65_536
-_LINK = re.compile(r"(?P<uri>https?://[^#]*?)/?#.*/experiments/(?P<experiment>[\w-]+)/runs/(?P<run>[\w-]+)(?:/.*)?")
-
-
-class TrackedRun(NamedTuple):
-    """A run of MLflow's.
-
-    Attributes:
-        run_id: MLflow's identifier, which `mlflow.get_run` and `MlflowClient` take.
-        url: what a person opens.
-        uri: of the tracking server, for `mlflow.set_tracking_uri`; without user and password.
-        experiment_id: what it belongs to.
-    """
-
-    run_id: str
-    url: str
-    uri: str = ""
-    experiment_id: str = ""
-
-
-class _TrackingFile(msgspec.Struct, frozen=True):
-    state: str = ""
-    run_id: str = ""
-    url: str = ""
-
-
-def from_link(url: str, run_id: str = "") -> TrackedRun | None:
-    """Return the MLflow run of a link, or None for ""; `run_id` if it is known otherwise."""
-    found = _LINK.fullmatch(url)
-    if found is None:
-        return TrackedRun(run_id, url) if run_id else None
-    return TrackedRun(run_id or found["run"], url, found["uri"], found["experiment"])
-
-
-def from_directory(directory: Path) -> TrackedRun | None:
-    """Return the MLflow run from an attempt's directory on this machine, or None."""
-    try:
-        with (directory / _FILE).open("rb") as file:
-            written = from_json(file.read(_FILE_BYTES_MAX), _TrackingFile)
-    except (OSError, msgspec.MsgspecError):
-        return None
-    return from_link(written.url, written.run_id) if written.state == "ready" else None

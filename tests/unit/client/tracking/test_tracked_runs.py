@@ -10,8 +10,9 @@ import pytest
 
 from serverless_gpu.client.display.run_display import Display, TerminalDisplay
 from serverless_gpu.client.runs import run as run_module
-from serverless_gpu.client.runs.run import Run, TrackedRun, from_directory, from_link
+from serverless_gpu.client.runs.run import Run
 from serverless_gpu.client.runs.run_source import LocalRun
+from serverless_gpu.client.tracked import TrackedRun, from_directory, from_link
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.base import protocol

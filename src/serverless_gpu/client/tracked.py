@@ -1,0 +1,64 @@
+"""The MLflow run of a run: from its messages while it runs, from its files later.
+
+    protocol.Tracked, tracking.json, receipt ──▶ link ──▶ TrackedRun
+
+The link has the server, the experiment and the run; of a link of another shape the first two are "".
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from serverless_gpu.json_codec import from_json
+
+if TYPE_CHECKING:
+    pass
+
+
+_FILE = "tracking.json"
+_FILE_BYTES_MAX = 65_536
+_LINK = re.compile(r"(?P<uri>https?://[^#]*?)/?#.*/experiments/(?P<experiment>[\w-]+)/runs/(?P<run>[\w-]+)(?:/.*)?")
+
+
+class TrackedRun(NamedTuple):
+    """A run of MLflow's.
+
+    Attributes:
+        run_id: MLflow's identifier, which `mlflow.get_run` and `MlflowClient` take.
+        url: what a person opens.
+        uri: of the tracking server, for `mlflow.set_tracking_uri`; without user and password.
+        experiment_id: what it belongs to.
+    """
+
+    run_id: str
+    url: str
+    uri: str = ""
+    experiment_id: str = ""
+
+
+class _TrackingFile(msgspec.Struct, frozen=True):
+    state: str = ""
+    run_id: str = ""
+    url: str = ""
+
+
+def from_link(url: str, run_id: str = "") -> TrackedRun | None:
+    """Return the MLflow run of a link, or None for ""; `run_id` if it is known otherwise."""
+    found = _LINK.fullmatch(url)
+    if found is None:
+        return TrackedRun(run_id, url) if run_id else None
+    return TrackedRun(run_id or found["run"], url, found["uri"], found["experiment"])
+
+
+def from_directory(directory: Path) -> TrackedRun | None:
+    """Return the MLflow run from an attempt's directory on this machine, or None."""
+    try:
+        with (directory / _FILE).open("rb") as file:
+            written = from_json(file.read(_FILE_BYTES_MAX), _TrackingFile)
+    except (OSError, msgspec.MsgspecError):
+        return None
+    return from_link(written.url, written.run_id) if written.state == "ready" else None
