@@ -6,9 +6,6 @@ nothing but live output (which is in the logs).
 
 A run whose environment is damaged in the store has not begun: it is captured and launched again, and the handle is from
 then on that of the new run.
-
-`TrackedRun` is the MLflow run of a run, from its messages while it runs, from its files later. When the link has
-another shape, its server and experiment are "".
 """
 
 from __future__ import annotations
