@@ -47,7 +47,7 @@ from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Failure, Reason, State, StopReason
 from serverless_gpu.model.telemetry import SECOND_NS, GpuSample, Header, HostSample, Sample, Sampled
 from serverless_gpu.node.base.protocol import Stopped
-from serverless_gpu.node.monitor.recorder import TelemetryFile
+from serverless_gpu.node.monitor.telemetry_file import TelemetryFile
 from serverless_gpu.tracking.base import Tracker, TrackerRun
 from serverless_gpu.tracking.delivery import DeliveryJob, MlflowDelivery
 from serverless_gpu.tracking.metric_points import telemetry_path

@@ -31,19 +31,12 @@ from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason, State
 from serverless_gpu.model.telemetry import (
     RAY_BYTES_MAX,
-    SECOND_NS,
-    DeviceTotals,
     GpuSample,
     Header,
-    HostSample,
     RankSample,
     RaySample,
     Sample,
     Sampled,
-    add,
-    encode,
-    interval_ns,
-    merged,
     read_ray,
     works,
 )
@@ -54,11 +47,10 @@ from serverless_gpu.node.monitor.backlog import key_of
 from serverless_gpu.node.monitor.delivery import AttemptDelivery
 from serverless_gpu.node.monitor.messages import Peer
 from serverless_gpu.node.monitor.sampler import NodeSample
-from serverless_gpu.tracking.metric_points import SampleReader
+from serverless_gpu.node.monitor.telemetry_file import TelemetryFile
 
 _SAID_MAX = 8
 _LOST_NS = 10 * 10**9
-_EARLY_NS = SECOND_NS // 2  # a sampler's seconds are not exact
 
 
 class Recorder:
@@ -288,104 +280,3 @@ class RayFile:
         except OSError:
             return None
         return read_ray(self._data, now_ns)
-
-
-class TelemetryFile:
-    """Writes one telemetry file; it goes on with a file that an earlier monitor left."""
-
-    def __init__(self, path: Path, header: Header) -> None:
-        self.rows = 0  # in the file
-        self.lost = 0  # rows that could not be written
-        self.uses: dict[str, DeviceTotals] = {}  # sums per device
-        self._path = path
-        self._header = header
-        self._headed = False
-        self._torn = False
-        self._pending: list[Sample] = []
-        self._last: Sample | None = None
-        self._network: tuple[int, int] | None = None
-        self._take_up()
-
-    @property
-    def header(self) -> Header:
-        """Return what its samples are of now."""
-        return self._header
-
-    def describe(self, header: Header) -> None:
-        """Say what the samples are of from here on: the devices have become known."""
-        if header != self._header:
-            self.flush()
-            self._header, self._headed = header, False
-
-    def append(self, sample: Sample) -> bool:
-        """Take a sample; return whether a row was written: later in a run, not every sample is one."""
-        self._pending.append(self._counted(sample))
-        self.uses = add(self.uses, self._header, sample)
-        if self._last is not None:
-            since_ns = sample.at_ns - self._last.at_ns
-            if 0 <= since_ns < interval_ns(self.rows) - _EARLY_NS:
-                return False
-        return self.flush()
-
-    def flush(self) -> bool:
-        """Write what has been taken since the last row; return whether that was anything and worked."""
-        if not self._pending:
-            return False
-        row = merged(self._pending)
-        self._pending.clear()
-        self._last = row
-        head = b"" if self._headed else encode(self._header)
-        if not self._write((b"\n" if self._torn else b"") + head + encode(row)):
-            self.lost += 1
-            return False
-        self._headed = True
-        self.rows += 1
-        return True
-
-    def _write(self, data: bytes) -> bool:
-        try:
-            fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError:
-            return False
-        written = 0
-        try:
-            written = os.write(fd, data)
-        except OSError:
-            pass
-        finally:
-            os.close(fd)
-        if written:
-            self._torn = written < len(data)
-        return written == len(data)
-
-    def _take_up(self) -> None:
-        """Go on where an earlier monitor stopped: its number of rows, its last sample, its half line."""
-        samples = SampleReader(self._path)
-        while True:
-            before = samples.offset
-            for header, sample in samples.read():
-                self.rows += 1
-                self._last = sample
-                self._headed = header == self._header
-                self.uses = add(self.uses, header, sample)
-            if samples.offset == before:
-                break
-        self._torn = samples.backlog > 0
-
-    def _counted(self, sample: Sample) -> Sample:
-        """Return the sample with what went over the network since the first one of the file."""
-        host = sample.host
-        if host.network_receive_bytes is None or host.network_transmit_bytes is None:
-            return sample
-        if self._network is None:
-            before = HostSample() if self._last is None else self._last.host
-            self._network = (
-                host.network_receive_bytes - (before.network_receive_bytes or 0),
-                host.network_transmit_bytes - (before.network_transmit_bytes or 0),
-            )
-        counted = msgspec.structs.replace(
-            host,
-            network_receive_bytes=max(0, host.network_receive_bytes - self._network[0]),
-            network_transmit_bytes=max(0, host.network_transmit_bytes - self._network[1]),
-        )
-        return msgspec.structs.replace(sample, host=counted)

@@ -11,7 +11,7 @@ import pytest
 from serverless_gpu.client.metrics import read_metrics
 from serverless_gpu.model.telemetry import Header, Sample, decode, encode
 from serverless_gpu.node.monitor import recorder
-from serverless_gpu.node.monitor.recorder import TelemetryFile
+from serverless_gpu.node.monitor.telemetry_file import TelemetryFile
 from serverless_gpu.tracking.metric_points import SampleReader
 from tests.support.node.sampled import ORIGIN_NS, gpu, header, sample
 
