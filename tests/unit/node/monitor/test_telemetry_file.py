@@ -10,7 +10,7 @@ import pytest
 
 from serverless_gpu.client.metrics import read_metrics
 from serverless_gpu.model.telemetry import Header, Sample, decode, encode
-from serverless_gpu.node.monitor import recorder
+from serverless_gpu.node.monitor import telemetry_file
 from serverless_gpu.node.monitor.telemetry_file import TelemetryFile
 from serverless_gpu.tracking.metric_points import SampleReader
 from tests.support.node.sampled import ORIGIN_NS, gpu, header, sample
@@ -40,7 +40,7 @@ def test_the_header_comes_first_and_again_where_devices_become_known(path: Path)
 
 
 def test_later_rows_stand_for_several_samples(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "interval_ns", lambda rows: 10**9 if rows < 2 else 4 * 10**9)
+    monkeypatch.setattr(telemetry_file, "interval_ns", lambda rows: 10**9 if rows < 2 else 4 * 10**9)
     recording = TelemetryFile(path, header(devices=1))
     written = [recording.append(sample(at, gpu(float(at)))) for at in range(1, 12)]
     assert [at for at, row in enumerate(written, start=1) if row] == [1, 2, 6, 10]
