@@ -19,7 +19,7 @@ NOUNS = frozenset(
     | {"scheduling", "seed", "sharing", "spending", "testing", "tracking"}
 )
 """Words that end as verb forms do and that the field uses as nouns."""
-STORED = frozenset({"client/estimating.py", "client/runs/run.py", "node/devices/reservation.py"})
+STORED = frozenset({"client/estimating.py", "client/tracked.py", "node/devices/reservation.py"})
 """Modules below `src/serverless_gpu` with a verb form: stored pickles name the first two."""
 
 
