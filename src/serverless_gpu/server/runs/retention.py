@@ -82,17 +82,19 @@ class Retention:
         return self._clock.wall_ns() - self._clock.boottime_ns()
 
     def _remove_old(self) -> int:
-        """Remove runs that ended longer ago than they are kept; return how many there were."""
+        """Remove runs that ended longer ago than they are kept; return how many went."""
         before_ns = self._clock.wall_ns() - round(self._settings.retention_s * 1e9)
         old = self._database.read(lambda connection: runs.over(connection, ended_before_ns=before_ns, limit=AT_ONCE))
+        removed = 0
         for run_id in old:
             remove_rows = functools.partial(_remove_rows, run_id=run_id, at_ns=self._clock.wall_ns())
-            self._database.write(remove_rows)
-            faults.reach("after_rows_before_output")
-            self._logs.remove(run_id)
-        if old:
-            _log.info("%d runs that ended long ago were removed", len(old))
-        return len(old)
+            if self._database.write(remove_rows):
+                faults.reach("after_rows_before_output")
+                self._logs.remove(run_id)
+                removed += 1
+        if removed:
+            _log.info("%d runs that ended long ago were removed", removed)
+        return removed
 
     def _trim_output(self) -> None:
         """Remove output without a run, and the oldest until the rest fits."""
@@ -125,13 +127,14 @@ class Retention:
         _log.info("output of run %s was removed: %s", entry.run_id, format_bytes(entry.size_bytes))
 
 
-def _remove_rows(connection: sa.Connection, run_id: str, *, at_ns: int) -> None:
+def _remove_rows(connection: sa.Connection, run_id: str, *, at_ns: int) -> bool:
+    """Return whether a run is gone; one whose charges are provisional is charged first, and goes in a later tick."""
     run = runs.find(connection, run_id)
     if run is None:
-        return
+        return True
     if charges.is_provisional(connection, run_id):
         charges.charge_again(connection, run_id)
-        return
+        return False
     for room in (events, files, facts, orders, attempts):
         room.remove(connection, run_id)
     if runs.remove(connection, run_id):
@@ -139,3 +142,4 @@ def _remove_rows(connection: sa.Connection, run_id: str, *, at_ns: int) -> None:
         audit.record(
             connection, who=audit.SERVER, action=Action.RUN_EXPIRE, subject=run_id, now_ns=at_ns, detail=detail
         )
+    return True

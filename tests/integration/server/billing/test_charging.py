@@ -112,16 +112,17 @@ def test_what_is_provisional_is_made_final_before_its_run_is_removed(
     write_facts(database, run_id, used(run_id, seconds=600, until=FactKind.ALIVE))
     tell(database, run_id, GivenUp(reason=Reason.NODE_GONE), at_ns=T0 + HOUR_S * S)
     charge_all(services)
+    services.logs.append(run_id, 1, rank=0, stream="stdout", offset=0, data=b"said")
     looking = services.make(Retention)
     clock.advance(services.settings.retention_s + 2 * HOUR_S)
     looking.tick(clock.boottime_ns())
-    assert len(rows(database, tables.runs)) == 1
+    assert len(rows(database, tables.runs)) == 1 and services.logs.run_sizes() == {run_id: 4}
     charge_all(services)
     assert [entry.provisional for entry in entries(database, run_id)] == [True, True, False]
     clock.advance(EVERY_S)
     looking.tick(clock.boottime_ns())
     assert rows(database, tables.runs) == rows(database, tables.attempts) == rows(database, tables.crews) == []
-    assert net(database, run_id, "gpu_ms") == 1_200_000
+    assert net(database, run_id, "gpu_ms") == 1_200_000 and services.logs.run_sizes() == {}
 
 
 def test_days_that_are_over_are_charged_while_the_attempt_goes_on(
