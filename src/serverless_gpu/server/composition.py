@@ -4,7 +4,7 @@
 
 A service names what it needs as keyword arguments of its constructor, and gets the resource or the service of that
 name. `Services` lists the services in the order in which they are built, so each finds those that it needs. Only the
-start of the process and tests import this module.
+start of the process and tests import this module. `application` puts all routes behind their middleware.
 """
 
 from __future__ import annotations

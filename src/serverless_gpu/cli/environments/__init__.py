@@ -5,10 +5,7 @@
     locations.py       the interpreter, the store and the snapshot that the options name
     progress_meter.py  the progress of a capture or restore
 
-The commands are declared here; what they need is loaded when one is called, so that `sgpu status` does not pay for it.
-A result goes to stdout, everything else to stderr. Exit codes: 0, 1 for a failure, 2 for a wrong command line, 130
-after Ctrl-C; `diff` has 1 for "different" and 2 for a failure, as diff(1) does. Ctrl-C leaves nothing half-visible:
-units, packs and trees get their names when they are whole, and the next try goes on with those that are there.
+Results go to stdout, everything else to stderr. `diff` exits with 1 for "different" and 2 for a failure, as diff(1).
 """
 
 from __future__ import annotations

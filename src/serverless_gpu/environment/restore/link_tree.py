@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import posixpath
 import stat
@@ -247,7 +248,7 @@ class _Merging:
                 origins.append(_Origin(number, str(directory), source.copies, files, since_ns))
                 number += 1
         # Each part's place, and all above it.
-        self._shared = {at[:end] for at in self._parts for end, letter in enumerate(f"{at}/") if letter == "/"} | {""}
+        self._shared = {above for at in self._parts for above in itertools.accumulate(at.split("/"), posixpath.join)}
 
     def run(self) -> None:
         while self._parts:

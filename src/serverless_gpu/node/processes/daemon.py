@@ -3,8 +3,8 @@
     start ──▶ clean interpreter ──▶ forks and ends (its starter reaps it) ──▶ the daemon holds its lock, and listens
     end   ──▶ SIGTERM ──▶ after a while SIGKILL ──▶ its pidfd says that it has ended
 
-The agent, the monitor, the uplink, the keepers of MLflow and Ray, and the environment service are daemons. Each has a
-lock file with its pid, and the module that starts and reaches it.
+The agent, the monitor, the uplink, and the keepers of MLflow and Ray are daemons; each has a lock file with its pid.
+The environment service has none: it serves one caller, and ends with it.
 
 Failure cases: the interpreter cannot be started (OSError); it does not detach in time (it is killed); the daemon ends
 while it is being ended (a descriptor names it, so no process that gets its pid later is signalled); the daemon survives
