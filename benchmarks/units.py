@@ -37,7 +37,7 @@ from serverless_gpu.environment.documents import (
     unit_address,
 )
 from serverless_gpu.environment.restore.cache.unit_cache import UnitCache
-from serverless_gpu.environment.restore.pythons import ask
+from serverless_gpu.environment.restore.interpreters import ask
 from serverless_gpu.environment.restore.restore import RestoreMethod, restore
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.server_store import ServedStore

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serverless_gpu.environment.restore.pythons import LoadedModules
+from serverless_gpu.environment.restore.interpreters import LoadedModules
 from serverless_gpu.environment.service_messages import StoreLocation
 from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.model.lifecycle.attempt import Attempt, Event, GangPlaced, Limits, RankExecuting

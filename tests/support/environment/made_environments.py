@@ -33,7 +33,7 @@ from serverless_gpu.environment.documents import (
     make_snapshot,
     unit_address,
 )
-from serverless_gpu.environment.restore.pythons import ask
+from serverless_gpu.environment.restore.interpreters import ask
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.directory_store import MemoryStore
 

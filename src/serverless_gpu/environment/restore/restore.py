@@ -36,7 +36,7 @@ from serverless_gpu.environment.restore.cache.cache_directory import (
     read_document,
 )
 from serverless_gpu.environment.restore.cache.unit_cache import EnsuredUnits, UnitCache
-from serverless_gpu.environment.restore.pythons import Python, ask, find_python, keep, recall, trusted
+from serverless_gpu.environment.restore.interpreters import Python, ask, find_python, keep, recall, trusted
 from serverless_gpu.environment.restore.trees import (
     LAYERS_MAX,
     MAKING_S_MAX,

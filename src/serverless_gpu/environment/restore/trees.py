@@ -47,8 +47,8 @@ from serverless_gpu.environment.restore.cache.cache_directory import (
 from serverless_gpu.environment.restore.cache.unit_cache import UnitCache
 from serverless_gpu.environment.restore.cache.unit_integrity import expose, exposed_since, linking, suspects
 from serverless_gpu.environment.restore.cache.unit_metadata import SharedMetadata, make_layers
+from serverless_gpu.environment.restore.interpreters import Python
 from serverless_gpu.environment.restore.link_tree import ContentSource, divide, fill, link_new, write_generated
-from serverless_gpu.environment.restore.pythons import Python
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.errors import EnvironmentCorrupt
 

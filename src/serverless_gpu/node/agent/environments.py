@@ -31,7 +31,7 @@ from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.restore.assembly import moved, site_of
 from serverless_gpu.environment.restore.cache.cache_directory import LINKED
 from serverless_gpu.environment.restore.cache.unit_integrity import LOOK_S
-from serverless_gpu.environment.restore.pythons import LoadedModules, UnitFindings, changed_units, fits, row_of
+from serverless_gpu.environment.restore.interpreters import LoadedModules, UnitFindings, changed_units, fits, row_of
 from serverless_gpu.environment.restore.restore import RestoredTree
 from serverless_gpu.environment.service_messages import store_variables
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentMissing, StorageError

@@ -11,7 +11,7 @@ could write the memory of another owner's zygote.
 
 A zygote is stale when a file it loaded has changed since. A package it never loaded may change; ranks see the new one.
 A zygote in a restored environment moves on to another when nothing that it has loaded differs
-(`environment/restore/pythons.py`). When the directories of an environment were deleted and made again, a
+(`environment/restore/interpreters.py`). When the directories of an environment were deleted and made again, a
 zygote sees the deleted ones, and ends.
 
 `.pth` files, `sitecustomize` and the modules that a zygote preloads are the user's code and may start processes. Those
@@ -38,7 +38,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from serverless_gpu.environment.restore.pythons import LoadedModules
+from serverless_gpu.environment.restore.interpreters import LoadedModules
 from serverless_gpu.node.agent.environments import RestoredEnvironment
 from serverless_gpu.node.base.protocol import Context, original
 from serverless_gpu.node.inside import protocol as inside

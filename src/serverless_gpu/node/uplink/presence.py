@@ -20,7 +20,7 @@ from collections.abc import Collection, Sequence
 import msgspec
 
 from serverless_gpu.ambient import SystemClock, machine, new_run_id
-from serverless_gpu.environment.restore.pythons import minors
+from serverless_gpu.environment.restore.interpreters import minors
 from serverless_gpu.errors import ServerlessGpuError, StorageError
 from serverless_gpu.model.hardware import Device, DeviceKind, GpuType
 from serverless_gpu.model.lifecycle.attempt import Reason

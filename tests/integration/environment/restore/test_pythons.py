@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serverless_gpu.environment.restore import pythons
-from serverless_gpu.environment.restore.pythons import ask, candidates, find_python, keep, recall, trusted
+from serverless_gpu.environment.restore import interpreters
+from serverless_gpu.environment.restore.interpreters import ask, candidates, find_python, keep, recall, trusted
 from serverless_gpu.errors import EnvironmentUnsupported
 from tests.support.environment.made_environments import base_python, interpreter
 from tests.support.golden import golden
@@ -94,7 +94,7 @@ def test_F58_the_versions_that_would_be_found_are_listed_without_running_any(tmp
         "UV_PYTHON_INSTALL_DIR": str(tmp_path / "uv"),
         "PYENV_ROOT": str(tmp_path / "pyenv"),
     }
-    found = pythons.minors(environ)
+    found = interpreters.minors(environ)
     assert found[0] == "3.4" and found[-2:] == ("3.98", "3.99")
     assert f"{sys.version_info.major}.{sys.version_info.minor}" in found
     assert not {"3.97", "3.96"} & set(found)
@@ -143,7 +143,7 @@ def test_an_interpreter_is_asked_once_in_a_boot_of_the_machine(tmp_path: Path, m
     keep(kept, "this boot")
 
     def ask_elsewhere(boot: str) -> object:
-        monkeypatch.setattr(pythons, "_answers", {})  # another process
+        monkeypatch.setattr(interpreters, "_answers", {})  # another process
         recall(kept, boot)
         return ask(program)
 

@@ -14,7 +14,7 @@ from serverless_gpu.environment.documents import (
     SnapshotOrigin,
     make_snapshot,
 )
-from serverless_gpu.environment.restore.pythons import LoadedModules, UnitFindings, changed_units, fits, row_of
+from serverless_gpu.environment.restore.interpreters import LoadedModules, UnitFindings, changed_units, fits, row_of
 from tests.support.golden import golden
 
 PYTHON = Interpreter(implementation="cpython", version="3.11.7", abi="cpython-311-x86_64-linux-gnu", platform="linux")

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from serverless_gpu.environment.documents import ProgressPoint, Root, SnapshotOrigin, make_snapshot
-from serverless_gpu.environment.restore.pythons import LoadedModules
+from serverless_gpu.environment.restore.interpreters import LoadedModules
 from serverless_gpu.errors import EnvironmentUnsupported
 from serverless_gpu.node.agent.restore_process import sentence, way_for
 from serverless_gpu.node.inside import namespaces

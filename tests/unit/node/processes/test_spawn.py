@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.environment.documents import Interpreter
-from serverless_gpu.environment.restore.pythons import candidates
+from serverless_gpu.environment.restore.interpreters import candidates
 from serverless_gpu.environment.scan import interpreter
 from serverless_gpu.environment.scan.gitignore import outer_ignoring
 from serverless_gpu.node.processes import spawn
