@@ -50,7 +50,7 @@ from serverless_gpu.server.lifecycle.rendezvous import RendezvousService, Rendez
 from serverless_gpu.server.lifecycle.reports import ReportService
 from serverless_gpu.server.lifecycle.requeue import OrderDeliveries, Requeue
 from serverless_gpu.server.lifecycle.transitions import Announcer, ReportRequests
-from serverless_gpu.server.nodes import drain, node_service
+from serverless_gpu.server.nodes import agent_service, drain, node_service
 from serverless_gpu.server.nodes.agent_service import AgentService
 from serverless_gpu.server.nodes.drain import DrainService
 from serverless_gpu.server.nodes.node_admission import JoinService, NodeAdmission
@@ -231,7 +231,7 @@ def _build(kind: Callable[..., T], parts: dict[str, object], **own: object) -> T
 
 
 ROUTES: tuple[Routes, ...] = (
-    node_service.agent_routes,
+    agent_service.routes,
     reports.routes,
     audit.routes,
     blobs.routes,

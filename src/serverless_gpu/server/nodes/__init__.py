@@ -1,4 +1,4 @@
 """Nodes: how agents join and get orders, drains, calendars and quarantines, capacity.
 
-The uplink of a node calls `agent_service.py`; operators call `node_service.py`, which has the routes of both.
+The uplink of a node calls `agent_service.py`; operators call `node_service.py`.
 """

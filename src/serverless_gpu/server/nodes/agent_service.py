@@ -1,4 +1,4 @@
-"""Answers agents of nodes, for `agent_routes` of `node_service.py`.
+"""Answers agents of nodes; with their routes.
 
     hello ─▶ the node is written down; another boot of its machine: its attempts are over (proof, so nothing waits);
              another machine under its name: refused while it is there, or attempts of it may still run
@@ -21,6 +21,7 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
 from functools import partial
+from typing import Annotated
 
 import msgspec
 import sqlalchemy as sa
@@ -28,7 +29,7 @@ from anyio import to_thread
 
 from serverless_gpu import ambient, faults
 from serverless_gpu.ambient import Clock
-from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound, ServerProblem, ServerStorageFull
+from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound, ServerProblem, ServerStorageFull, TooLarge
 from serverless_gpu.model.access_control import HelloDecision
 from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp
@@ -37,6 +38,7 @@ from serverless_gpu.server.core.hub import SCHEDULER, Hub, node_key
 from serverless_gpu.server.core.server_key import Sealer
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
+from serverless_gpu.server.http.routing import Call, Query, Routes, Stream, writing
 from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.lifecycle.attempt_tokens import AttemptTokens
 from serverless_gpu.server.lifecycle.liveness import Presence
@@ -44,12 +46,13 @@ from serverless_gpu.server.lifecycle.reports import ReportService
 from serverless_gpu.server.lifecycle.requeue import OrderDeliveries, Requeue
 from serverless_gpu.server.lifecycle.transitions import Announcer, Note, ReportRequests, TransitionResult
 from serverless_gpu.server.nodes import node_admission
-from serverless_gpu.server.nodes.node_admission import NodeAdmission
-from serverless_gpu.server.records import attempts, audit, crews, nodes, orders, pools, runs, stored_secrets
+from serverless_gpu.server.nodes.node_admission import JoinService, NodeAdmission
+from serverless_gpu.server.records import attempts, audit, crews, nodes, pools, runs, stored_secrets
+from serverless_gpu.server.records import orders as order_rows
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.crews import CrewId, Gang
 from serverless_gpu.server.records.nodes import StoredNode
-from serverless_gpu.server.records.orders import StoredOrder
+from serverless_gpu.server.records.orders import OPEN_MAX, StoredOrder
 from serverless_gpu.wire.agents import (
     AgentHello,
     AgentWelcome,
@@ -57,12 +60,14 @@ from serverless_gpu.wire.agents import (
     Heartbeat,
     HeartbeatAnswer,
     Order,
+    OrdersTaken,
     ReportNow,
     Start,
     Stop,
     clock_text,
 )
 from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX, NAME_CHARACTERS_MAX, PROTOCOLS
+from serverless_gpu.wire.nodes import JoinAnswer, JoinRequest, RayPool
 
 DEVICES_MAX = 1024
 ATTEMPTS_MAX = 10_000
@@ -138,7 +143,7 @@ class AgentService:
             told = _rebooted(connection, node, before, at_ns=at_ns) if before is not None else []
             stale = _stale(connection, node.id, said.attempts)
             kept = [(seen.run_id, seen.fence) for seen in said.attempts if f"{seen.run_id}:{seen.fence}" not in stale]
-            orders.take_starts(connection, node.id, kept, at_ns=at_ns)
+            order_rows.take_starts(connection, node.id, kept, at_ns=at_ns)
             return node, stale, told, kept
 
         node, stale, told, kept = self._database.write(work)
@@ -196,7 +201,7 @@ class AgentService:
         def work(connection: sa.Connection) -> list[Order]:
             node = _own(connection, who, node_id, instance, process)
             found: list[Order] = []
-            for stored in orders.waiting(connection, node_id):
+            for stored in order_rows.waiting(connection, node_id):
                 if stored.seq in told:
                     continue
                 try:
@@ -245,7 +250,7 @@ class AgentService:
 
         def work(connection: sa.Connection) -> None:
             _own(connection, who, node_id)
-            orders.take(connection, node_id, seqs, at_ns=at_ns)
+            order_rows.take(connection, node_id, seqs, at_ns=at_ns)
 
         self._database.write(work)
         faults.reach("after_ack_before_answer")
@@ -488,3 +493,56 @@ def _check_devices(said: AgentHello | Heartbeat) -> None:
         raise InvalidValue(f"a node has {PYTHONS_MAX} versions of Python at most, each a few characters")
     if len(said.attempts) > ATTEMPTS_MAX:
         raise InvalidValue(f"a node has {ATTEMPTS_MAX} attempts at most")
+
+
+# --- routes -----------------------------------------------------------------------------------------------------------
+
+routes = Routes("agents")
+
+
+class OrdersQuery(Query, frozen=True, kw_only=True):
+    """Whose stream it is."""
+
+    instance: Annotated[str, msgspec.Meta(max_length=64)] = ""  # of the node's home
+    process: Annotated[str, msgspec.Meta(max_length=64)] = ""  # of the node's uplink, as it said in its hello
+
+
+@routes.post("/agents", needs=writing("agents"))
+def hello(call: Call, agents: AgentService, body: AgentHello) -> AgentWelcome:
+    """Join, or come back."""
+    return agents.hello(call.who, body)
+
+
+@routes.post("/agents/join", needs=writing("joining"))
+def join(call: Call, joins: JoinService, body: JoinRequest) -> JoinAnswer:
+    """Get what a machine needs to join the pool, with the token of the join file."""
+    return joins.join(call.who, body)
+
+
+@routes.get("/agents/ray", needs=writing("agents"))
+def ray_pool(call: Call, joins: JoinService) -> RayPool:
+    """Return how a node that has joined before joins the Ray cluster again."""
+    return joins.ray_pool(call.who)
+
+
+@routes.post("/agents/{node}/heartbeat", needs=writing("agents"))
+def heartbeat(call: Call, agents: AgentService, node: str, body: Heartbeat) -> HeartbeatAnswer:
+    """Say that the node is there, and what it has."""
+    return agents.heartbeat(call.who, node, body)
+
+
+@routes.get("/agents/{node}/orders", needs=writing("orders"))
+async def orders(call: Call, agents: AgentService, node: str, query: OrdersQuery) -> Stream[Order]:
+    """Stream what the node is to do; what it has not taken comes again."""
+    await call.in_thread(
+        lambda: agents.check(call.who, node, query.instance, query.process)
+    )  # now, not in the middle of a stream
+    return Stream(agents.stream(call.who, node, query.instance, query.process))
+
+
+@routes.post("/agents/{node}/orders/ack", needs=writing("orders"))
+def take_orders(call: Call, agents: AgentService, node: str, body: OrdersTaken) -> None:
+    """Say which orders need not come again."""
+    if len(body.seqs) > OPEN_MAX:
+        raise TooLarge(f"{len(body.seqs)} orders at once", hint=f"say {OPEN_MAX} at most")
+    agents.take(call.who, node, body.seqs)

@@ -1,6 +1,6 @@
 """Services and routes of nodes: views, dead nodes, and rules (drains, calendars, quarantined devices).
 
-Operators and users call `routes`; agents call `agent_routes`, which `agent_service.py` and `node_admission.py` answer.
+Operators and users call them; the routes that agents call are in `agent_service.py`.
 
 Operators change every node; the owner in a node's calendar changes that node, also if another person set the calendar.
 An owner does not change a drain or a quarantine of another person. Each decision is a value in the node's row, and an
@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Annotated
 
 import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound, TooLarge
+from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
 from serverless_gpu.model import access_control
 from serverless_gpu.model.access_control import AccessReach
 from serverless_gpu.model.lifecycle.run_lifecycle import Forgotten
@@ -25,20 +24,17 @@ from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import RECONCILER, SCHEDULER, Hub, run_key
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.http.routing import Call, Query, Routes, Stream, reading, writing
+from serverless_gpu.server.http.routing import Call, Routes, reading, writing
 from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.lifecycle.liveness import Leases, Presence
 from serverless_gpu.server.lifecycle.requeue import Requeue
 from serverless_gpu.server.lifecycle.transitions import Announcer, Note, TransitionResult
 from serverless_gpu.server.nodes import capacity, node_rules
-from serverless_gpu.server.nodes.agent_service import AgentService
 from serverless_gpu.server.nodes.capacity import GONE, CapacitySnapshot
-from serverless_gpu.server.nodes.node_admission import JoinService, NodeAdmission
+from serverless_gpu.server.nodes.node_admission import NodeAdmission
 from serverless_gpu.server.records import audit, crews, nodes, principals, runs
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.nodes import StoredNode
-from serverless_gpu.server.records.orders import OPEN_MAX
-from serverless_gpu.wire.agents import AgentHello, AgentWelcome, Heartbeat, HeartbeatAnswer, Order, OrdersTaken
 from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX, NAME_CHARACTERS_MAX
 from serverless_gpu.wire.nodes import (
     ApproveRequest,
@@ -46,8 +42,6 @@ from serverless_gpu.wire.nodes import (
     ForgetRequest,
     InviteAnswer,
     InviteRequest,
-    JoinAnswer,
-    JoinRequest,
     LeftOut,
     NodeCalendar,
     NodeDrain,
@@ -57,7 +51,6 @@ from serverless_gpu.wire.nodes import (
     NodeView,
     PoolView,
     QuarantineRequest,
-    RayPool,
 )
 
 WITHOUT = "without"
@@ -279,7 +272,7 @@ def _check_note(note: str) -> None:
         raise InvalidValue(f"a note has at most {LABEL_CHARACTERS_MAX} printable characters")
 
 
-# --- routes of operators and users ------------------------------------------------------------------------------------
+# --- routes -----------------------------------------------------------------------------------------------------------
 
 routes = Routes("nodes")
 
@@ -335,56 +328,3 @@ def _check_administrator(call: Call) -> None:
 
 def _asked(call: Call, node: str) -> NodeCommand:
     return NodeCommand(who=call.who, reach=call.reach, node=node)
-
-
-# --- routes of agents -------------------------------------------------------------------------------------------------
-
-agent_routes = Routes("agents")
-
-
-class OrdersQuery(Query, frozen=True, kw_only=True):
-    """Whose stream it is."""
-
-    instance: Annotated[str, msgspec.Meta(max_length=64)] = ""  # of the node's home
-    process: Annotated[str, msgspec.Meta(max_length=64)] = ""  # of the node's uplink, as it said in its hello
-
-
-@agent_routes.post("/agents", needs=writing("agents"))
-def hello(call: Call, agents: AgentService, body: AgentHello) -> AgentWelcome:
-    """Join, or come back."""
-    return agents.hello(call.who, body)
-
-
-@agent_routes.post("/agents/join", needs=writing("joining"))
-def join(call: Call, joins: JoinService, body: JoinRequest) -> JoinAnswer:
-    """Get what a machine needs to join the pool, with the token of the join file."""
-    return joins.join(call.who, body)
-
-
-@agent_routes.get("/agents/ray", needs=writing("agents"))
-def ray_pool(call: Call, joins: JoinService) -> RayPool:
-    """Return how a node that has joined before joins the Ray cluster again."""
-    return joins.ray_pool(call.who)
-
-
-@agent_routes.post("/agents/{node}/heartbeat", needs=writing("agents"))
-def heartbeat(call: Call, agents: AgentService, node: str, body: Heartbeat) -> HeartbeatAnswer:
-    """Say that the node is there, and what it has."""
-    return agents.heartbeat(call.who, node, body)
-
-
-@agent_routes.get("/agents/{node}/orders", needs=writing("orders"))
-async def orders(call: Call, agents: AgentService, node: str, query: OrdersQuery) -> Stream[Order]:
-    """Stream what the node is to do; what it has not taken comes again."""
-    await call.in_thread(
-        lambda: agents.check(call.who, node, query.instance, query.process)
-    )  # now, not in the middle of a stream
-    return Stream(agents.stream(call.who, node, query.instance, query.process))
-
-
-@agent_routes.post("/agents/{node}/orders/ack", needs=writing("orders"))
-def take_orders(call: Call, agents: AgentService, node: str, body: OrdersTaken) -> None:
-    """Say which orders need not come again."""
-    if len(body.seqs) > OPEN_MAX:
-        raise TooLarge(f"{len(body.seqs)} orders at once", hint=f"say {OPEN_MAX} at most")
-    agents.take(call.who, node, body.seqs)
