@@ -32,7 +32,7 @@ held = contextlib.ExitStack()
 """What a contestant's process keeps for all its rounds, and ends with itself."""
 atexit.register(held.close)
 
-_RUN = {
+RUN = {
     "owner": "ada",
     "team": "",
     "name": "",
@@ -43,6 +43,7 @@ _RUN = {
     "fence": 0,
     "retries_used": 0,
     "infra_retries_used": 0,
+    "fault_retries_used": 0,
     "created_ns": 1,
     "queued_ns": 1,
     "events": 1,
@@ -55,8 +56,8 @@ _RUN = {
     "client_version": "",
     "tracked": "",
 }
-_EVENT = {"seq": 1, "fence": 0, "at_ns": 1, "state": "QUEUED", "sentence": "", "node": ""}
-_AUDIT = {"at_ns": 1, "principal": "ada", "action": "run.create", "detail_json": "{}", "token": ""}
+EVENT = {"seq": 1, "fence": 0, "at_ns": 1, "state": "QUEUED", "sentence": "", "node": ""}
+AUDIT = {"at_ns": 1, "principal": "ada", "action": "run.create", "detail_json": "{}", "token": ""}
 
 
 def ours_sqlite(directory: str) -> dict[str, object]:
@@ -99,9 +100,9 @@ def _through(path: Path | None) -> Callable[[str], None]:
         def work(connection: sa.Connection) -> None:
             if connection.execute(sa.select(tables.runs.c.id).where(tables.runs.c.id == run_id)).first():
                 return
-            connection.execute(sa.insert(tables.runs).values(id=run_id, **_RUN))
-            connection.execute(sa.insert(tables.events).values(run_id=run_id, **_EVENT))
-            connection.execute(sa.insert(tables.audit).values(subject=run_id, **_AUDIT))
+            connection.execute(sa.insert(tables.runs).values(id=run_id, **RUN))
+            connection.execute(sa.insert(tables.events).values(run_id=run_id, **EVENT))
+            connection.execute(sa.insert(tables.audit).values(subject=run_id, **AUDIT))
 
         database.write(work)
 
@@ -150,9 +151,9 @@ def _driver_postgresql() -> Callable[[str], None]:
 def _statements(run_id: str, mark: str) -> Iterable[tuple[str, Sequence[object]]]:
     yield f"SELECT id FROM runs WHERE id = {mark}", (run_id,)
     for table, row in (
-        ("runs", {"id": run_id, **_RUN}),
-        ("events", {"run_id": run_id, **_EVENT}),
-        ("audit", {"subject": run_id, **_AUDIT}),
+        ("runs", {"id": run_id, **RUN}),
+        ("events", {"run_id": run_id, **EVENT}),
+        ("audit", {"subject": run_id, **AUDIT}),
     ):
         marks = ", ".join([mark] * len(row))
         yield f"INSERT INTO {table} ({', '.join(row)}) VALUES ({marks})", tuple(row.values())
