@@ -26,7 +26,7 @@ from benchmarks.trainers import RANKS, await_all, free_block, kill, pids, since
 from serverless_gpu import Run, distributed
 from serverless_gpu.engines.ray import ray_machine
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.uplink.control import stop_all
+from serverless_gpu.node.uplink.start_stop import stop_all
 from serverless_gpu.testing import stop_agent
 
 _FAKES = "H100:2"

@@ -25,7 +25,7 @@ from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.spec import Resources, RunSpec
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.uplink.control import stop_all
+from serverless_gpu.node.uplink.start_stop import stop_all
 from serverless_gpu.server.core.server_key import Sealer, read_keys
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.records import events, runs

@@ -23,7 +23,7 @@ from benchmarks.load.uploading import Upload, Uploaded
 from benchmarks.report import Row, Timing
 from serverless_gpu.model.spec import BLOB_PART_BYTES
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.uplink.control import stop_all
+from serverless_gpu.node.uplink.start_stop import stop_all
 from serverless_gpu.testing import stop_agent
 from serverless_gpu.wire.nodes import NodeList
 from serverless_gpu.wire.runs import RunPage, RunView

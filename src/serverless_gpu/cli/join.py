@@ -23,7 +23,7 @@ from serverless_gpu.lazy_import import load
 from serverless_gpu.node.attempt.server_attempt import open_attempts
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.lock_files import hold
-from serverless_gpu.node.uplink import control
+from serverless_gpu.node.uplink import start_stop
 from serverless_gpu.node.uplink.presence import LEFT
 from serverless_gpu.version import __version__
 
@@ -87,7 +87,7 @@ def _leave(home: Home, profile: Path, name: str) -> None:
     count = sum(1 for _ in open_attempts(home.runs, str(profile)))
     if not count:
         with contextlib.suppress(ServerlessGpuError):
-            control.stop(home, profile)
+            start_stop.stop(home, profile)
         say(f"{name} has left the pool; nothing ran here")
         return
     runs, how = ("1 run goes on", "it ends") if count == 1 else (f"{count} runs go on", "they end")

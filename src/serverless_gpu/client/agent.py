@@ -41,7 +41,7 @@ def agent_status(home: Path) -> protocol.Status | None:
 def stop_agent(home: Path) -> bool:
     """End the agent with its zygotes, uplinks and monitor; return whether one ran. Attempts continue."""
     # Loaded by name: asking for the status needs neither. Uplinks first: they would start another agent.
-    load("serverless_gpu.node.uplink.control").stop_all(Home(home))
+    load("serverless_gpu.node.uplink.start_stop").stop_all(Home(home))
     connection = running_agent(Home(home))
     if connection is not None:
         _retire(*connection)

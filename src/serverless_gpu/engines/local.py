@@ -31,7 +31,7 @@ from serverless_gpu.engines.base import (
 )
 from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.uplink import control
+from serverless_gpu.node.uplink import start_stop
 from serverless_gpu.node.uplink.server import UplinkProfile, write_profile
 
 
@@ -103,7 +103,7 @@ class LocalEngine(Engine):
     def _ensure(self) -> str:
         """Have an uplink running; return "", or why that failed."""
         try:
-            control.ensure(self._home, self._profile_path, self._environ)
+            start_stop.ensure(self._home, self._profile_path, self._environ)
         except ServerlessGpuError as error:
             self._problem = error.message
         else:

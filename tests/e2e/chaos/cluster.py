@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.uplink import control
+from serverless_gpu.node.uplink import start_stop
 from serverless_gpu.node.uplink.server import UplinkProfile
 from serverless_gpu.testing import agent_status, stop_agent
 from serverless_gpu.wire.connection import Connection
@@ -125,7 +125,7 @@ class Cluster:
             self._server.send_signal(signal.SIGTERM)
             self._server.wait(60)
         self._close_server()
-        control.stop_all(Home(self.home))
+        start_stop.stop_all(Home(self.home))
         stop_agent(self.home)
         wait_for(lambda: not processes_of(self.home), "no process of the server's node is left")
 
@@ -165,7 +165,7 @@ class Cluster:
             self._second.uplink().kill()
             self._second.start()
             return ""
-        found = control.running(Home(self.home), self.home / "server" / "node.json")
+        found = start_stop.running(Home(self.home), self.home / "server" / "node.json")
         if found is None:
             return None
         Process(found.pid).kill()  # the server's engine starts another

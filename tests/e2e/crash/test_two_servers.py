@@ -15,7 +15,7 @@ import pytest
 
 from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.uplink import control
+from serverless_gpu.node.uplink import start_stop
 from serverless_gpu.node.uplink.server import read_profile, write_profile
 from serverless_gpu.server.db import tables
 from serverless_gpu.wire.access import PrincipalRequest, TokenMade
@@ -100,8 +100,8 @@ def take_over(first: Machine, second: Machine) -> None:
     known = read_profile(profile)
     token = (second.home / "server" / "node.token").read_text(encoding="ascii").strip()
     write_profile(profile, type(known)(url=second.url, token=token, name=known.name, upload_s=known.upload_s))
-    control.stop_all(Home(first.home))
-    control.start(Home(first.home), profile, {"SERVERLESS_GPU_FAKE": FAKES})
+    start_stop.stop_all(Home(first.home))
+    start_stop.start(Home(first.home), profile, {"SERVERLESS_GPU_FAKE": FAKES})
 
 
 def test_F38_of_two_servers_the_one_that_stood_still_writes_nothing_and_ends(

@@ -29,7 +29,7 @@ from serverless_gpu.model.lifecycle.attempt import Fact
 from serverless_gpu.model.spec import Resources, RunSpec
 from serverless_gpu.node.attempt.server_attempt import read_remote
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.uplink import control
+from serverless_gpu.node.uplink import start_stop
 from serverless_gpu.node.uplink.server import UplinkProfile, write_profile
 from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.runs import RunRequest, RunView, Target
@@ -77,7 +77,7 @@ class ClusterNode:
 
     def uplink(self) -> Process:
         """Return its uplink."""
-        found = wait_for(lambda: control.running(self.home, self.profile), f"{self.name} has an uplink")
+        found = wait_for(lambda: start_stop.running(self.home, self.profile), f"{self.name} has an uplink")
         assert found is not None
         return Process(found.pid)
 

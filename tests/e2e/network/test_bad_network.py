@@ -23,7 +23,7 @@ import pytest
 from serverless_gpu.ambient import machine
 from serverless_gpu.client.remote import profile as server_profile
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.uplink import control
+from serverless_gpu.node.uplink import start_stop
 from serverless_gpu.node.uplink.server import UplinkProfile, write_profile
 from tests.e2e.remote.conftest import end_node
 from tests.support.local.observe import wait_for
@@ -138,7 +138,7 @@ def test_F20_a_slow_network_that_breaks_half_of_all_connections_loses_no_run(hom
             )
             profile = directory / "far.json"
             write_profile(profile, UplinkProfile(url=network.url, token=node_token, name="far away"))
-            control.ensure(Home(home), profile, {**os.environ, "SERVERLESS_GPU_FAKE": "H100:1"})
+            start_stop.ensure(Home(home), profile, {**os.environ, "SERVERLESS_GPU_FAKE": "H100:1"})
             server_profile.write_profile(
                 home, server_profile.ServerProfile(url=network.url, token=token, embedded=True, machine=machine())
             )

@@ -22,7 +22,7 @@ from serverless_gpu.engines.ray.driver_client import RayAccess
 from serverless_gpu.engines.ray.node_launcher import NodeFile, write_node_file
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.processes.spawn import clean_variables, search_path
-from serverless_gpu.node.uplink import control
+from serverless_gpu.node.uplink import start_stop
 from serverless_gpu.node.uplink.server import UplinkProfile, write_profile
 from serverless_gpu.testing import stop_agent
 from tests.e2e.ray.plain_ray import PYTHON
@@ -157,13 +157,13 @@ class Machine:
 
     def uplink(self) -> int | None:
         """Return the process of the agent's uplink, if there is one."""
-        found = control.running(self.home, self._profile)
+        found = start_stop.running(self.home, self._profile)
         return None if found is None else found.pid
 
     def end(self) -> None:
         """End everything here."""
         self.kill()
-        control.stop_all(self.home)
+        start_stop.stop_all(self.home)
         with suppress(FileNotFoundError):
             stop_agent(self.home.root)
         shutil.rmtree(self.home.sockets(), ignore_errors=True)

@@ -16,7 +16,7 @@ from serverless_gpu.client.remote.server import close_all
 from serverless_gpu.node.attempt.history import REMOTE_FILE
 from serverless_gpu.node.attempt.server_attempt import read_remote
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.uplink.control import stop_all
+from serverless_gpu.node.uplink.start_stop import stop_all
 from serverless_gpu.testing import stop_agent
 from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.nodes import PoolRequest, PoolView

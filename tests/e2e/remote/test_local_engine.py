@@ -14,7 +14,7 @@ from serverless_gpu.engines.base import NodeLost, NodeUp, Share
 from serverless_gpu.engines.local import LocalEngine
 from serverless_gpu.errors import AgentUnavailable
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.uplink import control
+from serverless_gpu.node.uplink import start_stop
 from serverless_gpu.node.uplink.server import UplinkProfile, read_profile
 from serverless_gpu.testing.engines import EngineConformance, Losing, Shares
 
@@ -30,7 +30,7 @@ def made(home: Path) -> Iterator[Callable[[], LocalEngine]]:
     """Yield what makes an engine of a home of its own; its uplink is ended with the test."""
     place = Home(home)
     yield lambda: LocalEngine(place, home / "server", profile=PROFILE, environ=os.environ)
-    control.stop_all(place)
+    start_stop.stop_all(place)
 
 
 class TestLocalEngine(EngineConformance):
@@ -54,11 +54,11 @@ class TestLocalEngine(EngineConformance):
     @pytest.fixture
     def losing(self, monkeypatch: pytest.MonkeyPatch, shares: Shares) -> Losing | None:
         """Return this machine, which may have no room for an uplink."""
-        ensure = control.ensure
+        ensure = start_stop.ensure
         return Losing(
             shares,
-            lambda: monkeypatch.setattr(control, "ensure", refuse),
-            lambda: monkeypatch.setattr(control, "ensure", ensure),
+            lambda: monkeypatch.setattr(start_stop, "ensure", refuse),
+            lambda: monkeypatch.setattr(start_stop, "ensure", ensure),
         )
 
 
@@ -66,7 +66,7 @@ def uplink(home: Path) -> int:
     """Return the process that holds the uplink's lock, once there is one."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        found = control.running(Home(home), home / "server" / "node.json")
+        found = start_stop.running(Home(home), home / "server" / "node.json")
         if found is not None:
             return found.pid
         time.sleep(0.02)
@@ -82,7 +82,7 @@ def test_an_uplink_that_is_killed_is_started_again(made: Callable[[], LocalEngin
     assert uplink(home) == first
     os.kill(first, signal.SIGKILL)
     deadline = time.monotonic() + 60
-    while control.running(Home(home), home / "server" / "node.json") is not None and time.monotonic() < deadline:
+    while start_stop.running(Home(home), home / "server" / "node.json") is not None and time.monotonic() < deadline:
         time.sleep(0.01)
     made().events()
     assert uplink(home) != first
@@ -99,7 +99,7 @@ def test_a_machine_that_cannot_start_an_uplink_is_lost_and_found(
 ) -> None:
     engine = made()
     with monkeypatch.context() as patch:
-        patch.setattr(control, "ensure", refuse)
+        patch.setattr(start_stop, "ensure", refuse)
         (lost,) = engine.events()
         assert lost == NodeLost(node="here", sentence="the uplink of this node could not be started: no processes left")
         assert engine.events() == []

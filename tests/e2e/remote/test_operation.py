@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.uplink import control
+from serverless_gpu.node.uplink import start_stop
 from tests.e2e.remote.calling import WAIT_S, answer, called, go, runs_of
 from tests.support.golden import golden
 from tests.support.local.observe import wait_for
@@ -65,7 +65,7 @@ def systemd_unit(home: Path) -> Iterator[Unit]:
         yield unit
     finally:
         unit.close()
-        control.stop_all(Home(home))
+        start_stop.stop_all(Home(home))
 
 
 def sgpu(*words: str) -> str:

@@ -18,7 +18,7 @@ from serverless_gpu.engines.ray.start_arguments import NODE_FILE
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.inside import linux
 from serverless_gpu.node.processes.spawn import clean_variables, search_path
-from serverless_gpu.node.uplink import control
+from serverless_gpu.node.uplink import start_stop
 from serverless_gpu.node.uplink.server import UplinkProfile, write_profile
 from serverless_gpu.version import __version__
 from tests.support.golden import golden
@@ -41,7 +41,7 @@ def file(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv(NODE_FILE, str(path))
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/somewhere")
     yield path
-    control.stop_all(Home(home))
+    start_stop.stop_all(Home(home))
 
 
 def actor() -> NodeActor:
@@ -59,7 +59,7 @@ def test_the_agent_is_nobodys_child_and_knows_nothing_of_ray(file: Path, home: P
     said = one.ensure()
     pid = said["pid"]
     assert said == {"pid": pid, "started": True}
-    assert control.running(Home(home), home / "node.json") == (pid, __version__)
+    assert start_stop.running(Home(home), home / "node.json") == (pid, __version__)
     assert pid not in linux.descendants(os.getpid())
     assert os.getsid(pid) != os.getsid(0)
     names = [line.partition("=")[0] for line in Path(f"/proc/{pid}/environ").read_text("utf-8").split("\0")]
@@ -71,7 +71,7 @@ def test_the_agent_is_nobodys_child_and_knows_nothing_of_ray(file: Path, home: P
 def test_an_agent_that_has_ended_is_started_again(file: Path, home: Path) -> None:
     one = actor()
     first = one.ensure()
-    control.stop_all(Home(home))
+    start_stop.stop_all(Home(home))
     second = one.ensure()
     assert second["started"] is True
     assert second["pid"] != first["pid"]

@@ -13,7 +13,7 @@ import pytest
 
 from serverless_gpu import faults
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.uplink import control
+from serverless_gpu.node.uplink import start_stop
 from tests.e2e.remote.calling import WAIT_S, answer, called, go, runs_of
 from tests.support.local.observe import wait_for
 
@@ -61,7 +61,7 @@ def server(home: Path) -> Iterator[Server]:
         yield server
     finally:
         server.stop()
-        control.stop_all(Home(home))
+        start_stop.stop_all(Home(home))
 
 
 @pytest.fixture
@@ -97,12 +97,12 @@ def test_F32_an_uplink_killed_after_the_launch_before_the_ack_finds_the_attempt_
 ) -> None:
     server.start(fault="after_launch_before_ack")
     profile = home / "server" / "node.json"
-    wait_for(lambda: control.running(Home(home), profile) is not None, "there is an uplink", WAIT_S)
-    first = control.running(Home(home), profile)
+    wait_for(lambda: start_stop.running(Home(home), profile) is not None, "there is an uplink", WAIT_S)
+    first = start_stop.running(Home(home), profile)
     caller = call(90)
-    wait_for(lambda: control.running(Home(home), profile) not in (None, first), "there is another uplink", WAIT_S)
+    wait_for(lambda: start_stop.running(Home(home), profile) not in (None, first), "there is another uplink", WAIT_S)
     server.stop(signal.SIGTERM)  # it starts uplinks that die at the same place
-    control.stop_all(Home(home))
+    start_stop.stop_all(Home(home))
     server.start()
     go(tmp_path / "ran")
     assert answer(caller) == "done"

@@ -16,7 +16,7 @@ import pytest
 
 from serverless_gpu.doctor.probes.servers import look_at_server
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.uplink import control
+from serverless_gpu.node.uplink import start_stop
 from tests.e2e.remote.calling import answer, called
 from tests.support.local.observe import wait_for
 from tests.support.local.small_environment import SmallEnvironment, with_requirements
@@ -52,7 +52,7 @@ def up(home: Path, authority: Authority) -> Iterator[tuple[subprocess.Popen[str]
     finally:
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=WAIT_S)
-        control.stop_all(Home(home))
+        start_stop.stop_all(Home(home))
 
 
 def sgpu(*words: str, home: Path, stdin: str = "") -> str:

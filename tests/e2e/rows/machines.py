@@ -10,8 +10,8 @@ from pathlib import Path
 
 from serverless_gpu.client.remote.profile import find_profile
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.uplink.control import ensure, stop_all
 from serverless_gpu.node.uplink.server import UplinkProfile, write_profile
+from serverless_gpu.node.uplink.start_stop import ensure, stop_all
 from serverless_gpu.testing import stop_agent
 from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.nodes import NodeList, NodeView

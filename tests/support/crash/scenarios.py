@@ -21,7 +21,7 @@ from serverless_gpu import runtime as rt
 from serverless_gpu.errors import RunCancelled, RunError
 from serverless_gpu.model.audit_chain import ChainedEntry, ChainHead, follow
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.uplink import control
+from serverless_gpu.node.uplink import start_stop
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.operations.backup import verify
 from serverless_gpu.server.records import audit
@@ -108,7 +108,7 @@ def is_stopped(machine: Machine, place: str, where: Path) -> None:
 def says_hello(machine: Machine, place: str, where: Path) -> None:
     """A node that was written down and not told so says hello again, and is one node."""
     machine.arm(place)
-    control.stop_all(Home(machine.home))
+    start_stop.stop_all(Home(machine.home))
     machine.wait_hit(place)
     machine.recover()
     assert submitted(machine, where, 1).results() == [b"x"]

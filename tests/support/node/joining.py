@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.uplink.control import ensure
+from serverless_gpu.node.uplink.start_stop import ensure
 
 
 def join_command(home: Path, profile: Path) -> list[str]:

@@ -15,7 +15,7 @@ from serverless_gpu.client.launch.preflight import pack
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.attempt.server_attempt import read_remote
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.uplink.control import ensure, running
+from serverless_gpu.node.uplink.start_stop import ensure, running
 from tests.support.local.observe import Process, wait_for
 from tests.support.node.agent_server import AgentServer, SeenAttempt
 

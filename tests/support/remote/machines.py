@@ -23,7 +23,7 @@ import msgspec
 from serverless_gpu import attach
 from serverless_gpu.client.runs.run import Run
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.uplink import control
+from serverless_gpu.node.uplink import start_stop
 from serverless_gpu.node.uplink.server import UplinkProfile, write_profile
 from serverless_gpu.testing import stop_agent
 from serverless_gpu.wire.connection import Connection
@@ -61,11 +61,11 @@ class Machine:
 
     def start(self) -> None:
         """Have its uplink running."""
-        control.ensure(self.home, self._profile, self._environ)
+        start_stop.ensure(self.home, self._profile, self._environ)
 
     def uplink(self) -> Process:
         """Return its uplink."""
-        found = wait_for(lambda: control.running(self.home, self._profile), f"{self.name} has an uplink")
+        found = wait_for(lambda: start_stop.running(self.home, self._profile), f"{self.name} has an uplink")
         assert found is not None
         return Process(found.pid)
 
@@ -88,7 +88,7 @@ class Machine:
     def end(self) -> None:
         """End whatever runs in it, and remove the home."""
         cancel_all(self.root)
-        control.stop_all(self.home)
+        start_stop.stop_all(self.home)
         stop_agent(self.root)
         wait_for(lambda: not processes_of(self.root), f"no process of {self.name} is left")
         shutil.rmtree(self.root, ignore_errors=True)

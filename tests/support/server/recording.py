@@ -34,7 +34,7 @@ from typing import Any
 from serverless_gpu.ambient import format_utc, machine
 from serverless_gpu.client.remote.profile import ServerProfile, write_profile
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.uplink import control, server
+from serverless_gpu.node.uplink import server, start_stop
 from serverless_gpu.testing import stop_agent
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.base import API, PROTOCOL
@@ -226,7 +226,7 @@ def record() -> list[dict[str, Any]]:
             recorder.close()
             return recorder.exchanges
     finally:
-        control.stop_all(Home(home))
+        start_stop.stop_all(Home(home))
         stop_agent(home)
         shutil.rmtree(home, ignore_errors=True)
 
@@ -240,7 +240,7 @@ def _converse(home: Path, recorder: Recorder) -> None:
     write_profile(home, ServerProfile(url=recorder.url, token=token, embedded=True, machine=machine()))
     base = {"PATH": "/usr/bin:/bin", "HOME": "/root", "LANG": "C.UTF-8", "PYTHONPATH": os.getcwd() + "/src"}
     environ = {**base, "SERVERLESS_GPU_HOME": str(home), "SERVERLESS_GPU_FAKE": FAKES}
-    control.ensure(Home(home), path, environ)
+    start_stop.ensure(Home(home), path, environ)
     script = home / "calls.py"
     script.write_text(CALLS)
     subprocess.run([sys.executable, str(script)], check=True, env=environ, timeout=300, cwd=home)

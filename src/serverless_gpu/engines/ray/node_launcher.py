@@ -25,7 +25,7 @@ from serverless_gpu.errors import InvalidValue, ServerlessGpuError
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.node.base.home import Home, find_home
 from serverless_gpu.node.base.private_files import write_private
-from serverless_gpu.node.uplink import control
+from serverless_gpu.node.uplink import start_stop
 
 
 class NodeFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,7 +82,7 @@ def main(path: str) -> None:
         node = read_node_file(Path(path))
         home, profile = find_home({"SERVERLESS_GPU_HOME": node.home}), Path(node.profile)
         os.environ.update({name: value for name, value in node.environ.items() if name == "SERVERLESS_GPU_SOCKETS"})
-        started = control.ensure(home, profile, node.environ)
+        started = start_stop.ensure(home, profile, node.environ)
         said: dict[str, object] = {"pid": _pid(home, profile), "started": started}
     except ServerlessGpuError as error:
         said = {"problem": error.message}
@@ -95,7 +95,7 @@ def _pid(home: Home, profile: Path) -> int:
     clock = SystemClock()
     until_ns = clock.boottime_ns() + round(_APPEARS_S * 1e9)
     while clock.boottime_ns() < until_ns:
-        if (found := control.running(home, profile)) is not None:
+        if (found := start_stop.running(home, profile)) is not None:
             return found.pid
         select.select([], [], [], _LOOK_S)
     raise ServerlessGpuError(f"its uplink does not come up: see {home.root / 'uplink.log'}")

@@ -40,8 +40,8 @@ from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.private_files import write_private
 from serverless_gpu.node.inside.raycluster import ray_installation
 from serverless_gpu.node.processes.spawn import clean_variables, search_path
-from serverless_gpu.node.uplink.control import PASSED_ON
 from serverless_gpu.node.uplink.presence import NodePresence
+from serverless_gpu.node.uplink.start_stop import PASSED_ON
 
 _PARENT = "/tmp/sgpu-pool-"
 _AWAY = "192.0.2.1"  # reserved for documentation (RFC 5737); nothing is sent there

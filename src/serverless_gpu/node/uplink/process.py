@@ -43,9 +43,9 @@ from serverless_gpu.node.base.protocol import GangNews
 from serverless_gpu.node.inside import linux
 from serverless_gpu.node.uplink import attempt_launch
 from serverless_gpu.node.uplink.attempt_controller import AttemptController
-from serverless_gpu.node.uplink.control import lock_path
 from serverless_gpu.node.uplink.presence import NodePresence
 from serverless_gpu.node.uplink.server import Backoff, UplinkServer
+from serverless_gpu.node.uplink.start_stop import lock_path
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.agents import (
     AgentWelcome,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.uplink.control import ensure, stop_all
+from serverless_gpu.node.uplink.start_stop import ensure, stop_all
 from serverless_gpu.testing import stop_agent
 from tests.support.local.observe import cancel_all, processes_of, wait_for
 from tests.support.node.agent_server import AgentServer

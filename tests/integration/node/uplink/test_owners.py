@@ -109,7 +109,7 @@ def test_22A2_a_call_from_inside_a_run_is_that_owners(node: Node) -> None:
 WITHOUT_NAMESPACES = """
 import os, pathlib, sys
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.uplink.control import ensure
+from serverless_gpu.node.uplink.start_stop import ensure
 pathlib.Path("/proc/sys/user/max_user_namespaces").write_text("0")
 ensure(Home(pathlib.Path(sys.argv[1])), pathlib.Path(sys.argv[2]), os.environ)
 """

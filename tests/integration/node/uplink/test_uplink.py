@@ -20,8 +20,8 @@ from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.spec import BlobReference, Command, Function, RunSpec
 from serverless_gpu.node.attempt.history import read_ending
 from serverless_gpu.node.monitor import messages
-from serverless_gpu.node.uplink import control
-from serverless_gpu.node.uplink.control import ensure, running, stop_all
+from serverless_gpu.node.uplink import start_stop
+from serverless_gpu.node.uplink.start_stop import ensure, running, stop_all
 from serverless_gpu.testing import FakeGpus
 from serverless_gpu.wire.agents import Stop
 from tests.support.golden import golden
@@ -219,7 +219,7 @@ def test_F16_a_stopped_uplink_leaves_its_runs_alone(node: Node, where: str) -> N
 def test_an_uplink_that_does_not_hear_is_killed_and_that_is_no_failure(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control, "END_S", 0.3)
+    monkeypatch.setattr(start_stop, "END_S", 0.3)
     uplink = node.uplink()
     uplink.send(signal.SIGSTOP)
     assert stop_all(node.home) == 1

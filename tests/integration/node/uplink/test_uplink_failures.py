@@ -16,7 +16,7 @@ from serverless_gpu.node.attempt.claim import LOCK
 from serverless_gpu.node.attempt.history import read_ending
 from serverless_gpu.node.attempt.retention import scan
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.uplink.control import running
+from serverless_gpu.node.uplink.start_stop import running
 from serverless_gpu.testing import agent_status
 from serverless_gpu.wire.agents import NOT_SENT
 from tests.support.golden import golden
