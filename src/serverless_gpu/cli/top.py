@@ -44,7 +44,7 @@ from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.lock_files import held_note
 from serverless_gpu.node.devices.locks import DeviceLocks, LockHolder, lock_directory
 from serverless_gpu.node.inside.channel import Channel
-from serverless_gpu.node.monitor import control, messages
+from serverless_gpu.node.monitor import messages, start_stop
 
 _FRAME_S = 1.0
 _FIRST_S = 10.0
@@ -73,7 +73,7 @@ def top(once: bool, as_json_: bool) -> None:
     home = this_home()
     if starting_is_needed(home):
         say("sgpu: no monitor runs on this node yet; it is started", err=True)
-    feed = Feed(lambda: control.ensure(home, os.environ), os.environ.get("SERVERLESS_GPU_FAKE", ""), SystemClock())
+    feed = Feed(lambda: start_stop.ensure(home, os.environ), os.environ.get("SERVERLESS_GPU_FAKE", ""), SystemClock())
     feed.open()
     try:
         if as_json_:
@@ -91,7 +91,7 @@ def top(once: bool, as_json_: bool) -> None:
 
 def starting_is_needed(home: Home) -> bool:
     """Return whether the monitor is down."""
-    channel = control.connect(home.sockets())
+    channel = start_stop.connect(home.sockets())
     if channel is not None:
         channel.close()
     return channel is None

@@ -45,7 +45,7 @@ def stop_agent(home: Path) -> bool:
     connection = running_agent(Home(home))
     if connection is not None:
         _retire(*connection)
-    load("serverless_gpu.node.monitor.control").stop(Home(home))  # last: the agent would start another one
+    load("serverless_gpu.node.monitor.start_stop").stop(Home(home))  # last: the agent would start another one
     return connection is not None
 
 

@@ -19,7 +19,7 @@ from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.agent import connection
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.inside.channel import Channel
-from serverless_gpu.node.monitor import control, messages
+from serverless_gpu.node.monitor import messages, start_stop
 from serverless_gpu.testing import stop_agent
 from tests.support.local.monitor import monitor
 from tests.support.local.observe import Process, wait_for
@@ -56,14 +56,14 @@ class Line:
 def monitored(own: Path) -> Iterator[Home]:
     """Yield a home with a monitor and without an agent."""
     home = Home(own)
-    control.ensure(home, os.environ).close()
+    start_stop.ensure(home, os.environ).close()
     yield home
-    control.stop(home)
+    start_stop.stop(home)
 
 
 def line_to(home: Home) -> Line:
     """Return a new connection to the monitor of a home."""
-    channel = wait_for(lambda: control.connect(home.sockets()), "the monitor listens")
+    channel = wait_for(lambda: start_stop.connect(home.sockets()), "the monitor listens")
     assert channel is not None
     return Line(channel)
 
@@ -171,7 +171,7 @@ def test_whoever_looks_gets_frames_with_the_attempts(monitored: Home, line: Line
 
 def test_a_second_monitor_leaves_the_place_to_the_first(monitored: Home, line: Line) -> None:
     first = monitor(monitored)
-    process, ready_fd = control.start(monitored, monitored.sockets(), os.environ)
+    process, ready_fd = start_stop.start(monitored, monitored.sockets(), os.environ)
     assert process.wait(50) == 0
     os.close(ready_fd)
     line.say(messages.WatchNode())
@@ -182,7 +182,7 @@ def test_it_stays_as_long_as_an_attempt_does_and_ends_with_it(monitored: Home, l
     process = monitor(monitored)
     line.say(observe(monitored))
     line.wait_for(messages.Untracked)
-    assert control.stop(monitored) == 0 and process.alive()
+    assert start_stop.stop(monitored) == 0 and process.alive()
     line.channel.close()
     process.wait_gone()
     assert not messages.monitor_socket(monitored.sockets()).exists()
@@ -191,10 +191,10 @@ def test_it_stays_as_long_as_an_attempt_does_and_ends_with_it(monitored: Home, l
 def test_one_that_is_stopped_by_a_signal_is_ended_all_the_same(
     monitored: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control, "END_S", 0.5)
+    monkeypatch.setattr(start_stop, "END_S", 0.5)
     process = monitor(monitored)
     process.send(signal.SIGSTOP)
-    assert control.stop(monitored) == 1 and not process.alive()
+    assert start_stop.stop(monitored) == 1 and not process.alive()
 
 
 def test_it_ends_when_its_home_is_gone(monitored: Home) -> None:

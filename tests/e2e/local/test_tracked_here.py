@@ -16,7 +16,7 @@ from serverless_gpu import Run, distributed
 from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.inside.mlflow import job
-from serverless_gpu.node.monitor import control
+from serverless_gpu.node.monitor import start_stop
 from serverless_gpu.ray import ray_launch
 from serverless_gpu.testing import stop_agent
 from serverless_gpu.testing.mlflow import Behaviour, FakeMlflow, FakeRun
@@ -242,7 +242,7 @@ def test_a_monitor_that_hangs_holds_no_run_up(mlflow: FakeMlflow, own: Path, whe
         assert distributed(gpus=1, quiet=True)(len).distributed("ab") == [2]
     finally:
         process.send(signal.SIGCONT)
-    control.stop(Home(own))
+    start_stop.stop(Home(own))
 
 
 def test_what_ray_starts_knows_where_the_run_is_tracked(

@@ -43,7 +43,7 @@ from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.devices.inventory import Inventory
 from serverless_gpu.node.inside import linux
 from serverless_gpu.node.inside.channel import Channel, close_all
-from serverless_gpu.node.monitor.control import MonitorConnection, preparation
+from serverless_gpu.node.monitor.start_stop import MonitorConnection, preparation
 from serverless_gpu.node.processes.process_tree import AGENT, find_cgroup_root
 from serverless_gpu.node.processes.spawn import bound_log, clean_process, open_log
 from serverless_gpu.node.supervisor.gpu_faults import NodeFaults
