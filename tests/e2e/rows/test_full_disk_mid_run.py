@@ -13,8 +13,8 @@ import pytest
 
 from serverless_gpu import distributed
 from serverless_gpu.model.lifecycle.attempt import FactKind
-from serverless_gpu.node.attempt.account import FACTS_BYTES, RESERVE, RESERVE_SIZES
 from serverless_gpu.node.attempt.history import first_facts, read_ending, read_receipt
+from serverless_gpu.node.attempt.usage_account import FACTS_BYTES, RESERVE, RESERVE_SIZES
 from tests.e2e.rows.machines import Machine
 from tests.support.golden import golden
 from tests.support.local.observe import wait_for

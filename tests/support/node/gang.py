@@ -7,7 +7,7 @@ from pathlib import Path
 from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.lifecycle.attempt import Event
 from serverless_gpu.model.spec import RayCluster, RunSpec
-from serverless_gpu.node.attempt.account import AttemptAccount
+from serverless_gpu.node.attempt.usage_account import AttemptAccount
 from serverless_gpu.node.base.protocol import Context, Launch
 from serverless_gpu.node.inside import protocol as inside
 from serverless_gpu.node.inside.channel import Channel, pair

@@ -36,8 +36,8 @@ from serverless_gpu.node.agent.environments import EnvironmentWaiter, RestoredEn
 from serverless_gpu.node.agent.zygote_pool import ZygotePool
 from serverless_gpu.node.agent.zygotes import ZygoteRequest
 from serverless_gpu.node.attempt import secret_files
-from serverless_gpu.node.attempt.account import write_json
 from serverless_gpu.node.attempt.retention import RetentionSchedule
+from serverless_gpu.node.attempt.usage_account import write_json
 from serverless_gpu.node.base import protocol
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.devices.inventory import Inventory

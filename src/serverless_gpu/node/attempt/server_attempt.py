@@ -23,8 +23,8 @@ from serverless_gpu.ambient import created_wall_ns
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.billing.pricing import UNPRICED, Tariff
 from serverless_gpu.model.calendars import DAY_NS
-from serverless_gpu.node.attempt.account import write_text
 from serverless_gpu.node.attempt.history import REMOTE_FILE, touched_ns
+from serverless_gpu.node.attempt.usage_account import write_text
 
 UNSENT_DAYS_MAX = 30
 _BYTES_MAX = 1 << 20

@@ -26,8 +26,7 @@ from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, FactKind, Failure, alive_after
 from serverless_gpu.model.lifecycle.attempt_lifecycle import LossEvidence, judge_loss
 from serverless_gpu.model.receipt import Receipt, Segments
-from serverless_gpu.node.attempt import account
-from serverless_gpu.node.attempt.account import reckon, write_json
+from serverless_gpu.node.attempt import usage_account
 from serverless_gpu.node.attempt.claim import read_pid, try_lock
 from serverless_gpu.node.attempt.history import (
     first_facts,
@@ -40,6 +39,7 @@ from serverless_gpu.node.attempt.history import (
     touched_ns,
 )
 from serverless_gpu.node.attempt.server_attempt import has_remote
+from serverless_gpu.node.attempt.usage_account import reckon, write_json
 from serverless_gpu.node.base import protocol
 from serverless_gpu.node.devices.kernel_log import KERNEL, KernelLog
 
@@ -82,7 +82,7 @@ def settle_loss(
         write_json(directory / "stopped.json", known)
     if not is_settled:
         write_json(directory / "receipt.json", _receipt(directory, lost or _of_this_node(directory), known))
-        account.give_back_reserve(directory)
+        usage_account.give_back_reserve(directory)
     return known
 
 
@@ -142,7 +142,7 @@ def note_life(directory: Path, clock: Clock, seen_ns: int | None = None) -> None
         return
     with contextlib.suppress(OSError):
         _cut_off_half_a_line(directory / "facts.jsonl")
-        account.append_fact(directory, msgspec.json.encode(alive_after(last, at_ns)) + b"\n", 1 << 62)
+        usage_account.append_fact(directory, msgspec.json.encode(alive_after(last, at_ns)) + b"\n", 1 << 62)
 
 
 def _receipt(directory: Path, lost: LostAttempt, stopped: protocol.Stopped) -> Receipt:

@@ -23,7 +23,7 @@ import msgspec
 
 from serverless_gpu.ambient import Clock, created_wall_ns
 from serverless_gpu.json_codec import from_json
-from serverless_gpu.node.attempt.account import write_text
+from serverless_gpu.node.attempt.usage_account import write_text
 from serverless_gpu.node.monitor.messages import Observe
 from serverless_gpu.tracking.base import split_userinfo
 

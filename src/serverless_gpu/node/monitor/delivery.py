@@ -28,7 +28,7 @@ import msgspec
 
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.lifecycle.attempt import Reason, State
-from serverless_gpu.node.attempt.account import write_text
+from serverless_gpu.node.attempt.usage_account import write_text
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.inside.mlflow import job as mlflow_job
 from serverless_gpu.node.mlflow_server.server import ensure_server

@@ -29,7 +29,7 @@ from serverless_gpu.model.lifecycle.attempt import (
 )
 from serverless_gpu.model.placement import share_of_cores, threads_per_rank
 from serverless_gpu.model.spec import Command
-from serverless_gpu.node.attempt.account import AttemptAccount, write_bytes, write_text
+from serverless_gpu.node.attempt.usage_account import AttemptAccount, write_bytes, write_text
 from serverless_gpu.node.base.home import in_pool
 from serverless_gpu.node.base.protocol import Context, Launch, original
 from serverless_gpu.node.inside import protocol as inside

@@ -39,7 +39,7 @@ from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.model.hardware import CPU, Device
 from serverless_gpu.model.placement import share_of_cores
 from serverless_gpu.model.spec import OBJECT_STORE_BYTES_MAX, OBJECT_STORE_BYTES_MIN, RayCluster
-from serverless_gpu.node.attempt.account import write_text
+from serverless_gpu.node.attempt.usage_account import write_text
 from serverless_gpu.node.base.lock_files import is_taken
 from serverless_gpu.node.base.protocol import Launch
 from serverless_gpu.node.inside import linux

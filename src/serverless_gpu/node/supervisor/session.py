@@ -45,7 +45,7 @@ from serverless_gpu.model.lifecycle.session import (
     waiting_text,
     wake_ns,
 )
-from serverless_gpu.node.attempt.account import AttemptAccount, write_json
+from serverless_gpu.node.attempt.usage_account import AttemptAccount, write_json
 from serverless_gpu.node.base import protocol
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.devices.gpu_gate import GatePolicy, Verdict, verify

@@ -62,8 +62,8 @@ from serverless_gpu.model.lifecycle.attempt import (
 )
 from serverless_gpu.model.lifecycle.attempt_lifecycle import AttemptInstruction, IllegalAttemptTransition, advance
 from serverless_gpu.node.attempt import secret_files
-from serverless_gpu.node.attempt.account import AttemptAccount
 from serverless_gpu.node.attempt.claim import first_of, take_attempt
+from serverless_gpu.node.attempt.usage_account import AttemptAccount
 from serverless_gpu.node.base import protocol
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.network import NoPort

@@ -14,7 +14,7 @@ from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.lifecycle.attempt import Attempt, Fact, FactKind, Limits, Phase, Reason, State
 from serverless_gpu.model.receipt import Bill, Receipt, Segments
 from serverless_gpu.model.spec import Resources, RunSpec
-from serverless_gpu.node.attempt.account import AttemptAccount, gate_text, write_json
+from serverless_gpu.node.attempt.usage_account import AttemptAccount, gate_text, write_json
 from serverless_gpu.node.devices.gpu_gate import Verdict
 from serverless_gpu.testing import FakeClock
 from tests.support.golden import golden

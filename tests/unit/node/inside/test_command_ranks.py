@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from serverless_gpu.cli import submit
 from serverless_gpu.model.spec import Command, RunSpec
-from serverless_gpu.node.attempt.account import AttemptAccount
+from serverless_gpu.node.attempt.usage_account import AttemptAccount
 from serverless_gpu.node.inside.channel import pair
 from serverless_gpu.node.supervisor.gang import LocalGang
 from serverless_gpu.node.supervisor.rank_environment import Network

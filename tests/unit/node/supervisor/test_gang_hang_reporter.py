@@ -26,7 +26,7 @@ from serverless_gpu.model.lifecycle.attempt import (
     State,
 )
 from serverless_gpu.model.placement import CrewPlace, laid_out
-from serverless_gpu.node.attempt.account import AttemptAccount
+from serverless_gpu.node.attempt.usage_account import AttemptAccount
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.protocol import GangNews
 from serverless_gpu.node.inside.channel import Channel, pair

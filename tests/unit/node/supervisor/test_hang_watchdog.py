@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.model.lifecycle.attempt import Attempt, Limits, State
-from serverless_gpu.node.attempt.account import AttemptAccount
+from serverless_gpu.node.attempt.usage_account import AttemptAccount
 from serverless_gpu.node.inside.channel import Channel, pair
 from serverless_gpu.node.supervisor.gang import LocalGang
 from serverless_gpu.node.supervisor.hang_watchdog import HangWatchdog
