@@ -64,8 +64,8 @@ from serverless_gpu.server.runs.estimates import EstimateService
 from serverless_gpu.server.runs.queue_views import QueueViews
 from serverless_gpu.server.runs.run_service import RunQueries, StopService
 from serverless_gpu.server.runs.submission import QueueLimits, SubmissionService
-from serverless_gpu.server.scheduling.engine_reservations import EngineReservations
 from serverless_gpu.server.scheduling.feasibility import Feasibility, FeasibilityCache, UnsatisfiableRuns
+from serverless_gpu.server.scheduling.gang_reservations import EngineReservations
 from serverless_gpu.server.scheduling.planner_state import PlannerSync
 from serverless_gpu.server.scheduling.queue_snapshot import QueueSnapshot
 from serverless_gpu.server.scheduling.scheduler import Preemptor, Scheduler

@@ -53,8 +53,8 @@ from serverless_gpu.server.records.crews import NewCrew
 from serverless_gpu.server.records.nodes import StoredNode, by_id
 from serverless_gpu.server.records.runs import StoredRun
 from serverless_gpu.server.scheduling import feasibility, queue_snapshot
-from serverless_gpu.server.scheduling.engine_reservations import EngineReservations
 from serverless_gpu.server.scheduling.feasibility import UnsatisfiableRuns
+from serverless_gpu.server.scheduling.gang_reservations import EngineReservations
 from serverless_gpu.server.scheduling.planner_state import PlannerSync
 from serverless_gpu.server.scheduling.queue_snapshot import Reading
 from serverless_gpu.server.scheduling.wait_reasons import WaitReasons

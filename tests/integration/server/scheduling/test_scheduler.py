@@ -25,7 +25,7 @@ from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.records import active_runs, orders, runs
-from serverless_gpu.server.scheduling.engine_reservations import EngineReservations
+from serverless_gpu.server.scheduling.gang_reservations import EngineReservations
 from serverless_gpu.server.scheduling.planner_state import PlannerSync
 from serverless_gpu.server.scheduling.queue_snapshot import Reading
 from serverless_gpu.server.scheduling.reconciler import Reconciler
