@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from serverless_gpu.environment.restore.assembly import TreePart
+from serverless_gpu.environment.restore.tree_plan import TreePart
 
 
 def write(directory: Path, **files: str) -> Path:

@@ -16,7 +16,6 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.environment.documents import Report, ignore_progress
-from serverless_gpu.environment.restore.assembly import AssemblyTarget
 from serverless_gpu.environment.restore.cache.cache_directory import (
     delete,
     free_bytes,
@@ -30,6 +29,7 @@ from serverless_gpu.environment.restore.cache.unit_cache import UnitCache
 from serverless_gpu.environment.restore.cache.unit_integrity import linking
 from serverless_gpu.environment.restore.link_tree import ContentSource, LinkResult, fill
 from serverless_gpu.environment.restore.restore import Prepared, known_snapshot, loaded_jobs, prepare
+from serverless_gpu.environment.restore.tree_plan import AssemblyTarget
 from serverless_gpu.environment.restore.trees import MAKING_S_MAX, assembled
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.repair import read_snapshot

@@ -40,8 +40,8 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.environment.documents import Interpreter, Root, Snapshot, SnapshotMember
-from serverless_gpu.environment.restore.assembly import library_name
 from serverless_gpu.environment.restore.cache.cache_directory import read_document, write_document
+from serverless_gpu.environment.restore.tree_plan import library_name
 from serverless_gpu.errors import EnvironmentUnsupported
 
 _ANSWER_S_MAX = 10.0

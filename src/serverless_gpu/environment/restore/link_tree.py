@@ -41,8 +41,8 @@ from typing import NamedTuple, NoReturn, TypeVar
 
 import msgspec
 
-from serverless_gpu.environment.restore.assembly import TreePart
 from serverless_gpu.environment.restore.cache.unit_integrity import is_suspect
+from serverless_gpu.environment.restore.tree_plan import TreePart
 from serverless_gpu.errors import EnvironmentRejected
 from serverless_gpu.json_codec import from_msgpack
 

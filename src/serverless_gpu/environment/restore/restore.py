@@ -25,7 +25,6 @@ from typing import Literal
 import msgspec
 
 from serverless_gpu.environment.documents import ProgressPoint, Report, Root, Snapshot, Unit, ignore_progress
-from serverless_gpu.environment.restore.assembly import paths_before
 from serverless_gpu.environment.restore.bytecode import CompileJob, compile_jobs
 from serverless_gpu.environment.restore.cache.cache_directory import (
     full,
@@ -37,6 +36,7 @@ from serverless_gpu.environment.restore.cache.cache_directory import (
 )
 from serverless_gpu.environment.restore.cache.unit_cache import EnsuredUnits, UnitCache
 from serverless_gpu.environment.restore.interpreters import Python, ask, find_python, keep, recall, trusted
+from serverless_gpu.environment.restore.tree_plan import paths_before
 from serverless_gpu.environment.restore.trees import (
     LAYERS_MAX,
     MAKING_S_MAX,

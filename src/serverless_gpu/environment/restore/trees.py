@@ -36,7 +36,6 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.environment.documents import Report, Snapshot
-from serverless_gpu.environment.restore.assembly import AssemblyTarget, TreePart, assemble, site_of
 from serverless_gpu.environment.restore.cache.cache_directory import (
     delete,
     exchange,
@@ -49,6 +48,7 @@ from serverless_gpu.environment.restore.cache.unit_integrity import expose, expo
 from serverless_gpu.environment.restore.cache.unit_metadata import SharedMetadata, make_layers
 from serverless_gpu.environment.restore.interpreters import Python
 from serverless_gpu.environment.restore.link_tree import ContentSource, divide, fill, link_new, write_generated
+from serverless_gpu.environment.restore.tree_plan import AssemblyTarget, TreePart, assemble, site_of
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.errors import EnvironmentCorrupt
 

@@ -28,11 +28,11 @@ import msgspec
 
 from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.environment.documents import Snapshot
-from serverless_gpu.environment.restore.assembly import moved, site_of
 from serverless_gpu.environment.restore.cache.cache_directory import LINKED
 from serverless_gpu.environment.restore.cache.unit_integrity import LOOK_S
 from serverless_gpu.environment.restore.interpreters import LoadedModules, UnitFindings, changed_units, fits, row_of
 from serverless_gpu.environment.restore.restore import RestoredTree
+from serverless_gpu.environment.restore.tree_plan import moved, site_of
 from serverless_gpu.environment.service_messages import store_variables
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentMissing, StorageError
 from serverless_gpu.model.lifecycle.attempt import Reason

@@ -20,10 +20,10 @@ import pytest
 
 from serverless_gpu.environment.capture.snapshot_capture import scan_and_capture
 from serverless_gpu.environment.documents import Snapshot
-from serverless_gpu.environment.restore.assembly import moved
 from serverless_gpu.environment.restore.cache.unit_cache import UnitCache
 from serverless_gpu.environment.restore.export import ExportRequest, export
 from serverless_gpu.environment.restore.restore import RestoredTree, RestoreMethod, restore
+from serverless_gpu.environment.restore.tree_plan import moved
 from serverless_gpu.environment.scan.description import read_description
 from serverless_gpu.environment.scan.interpreter import describe_other
 from serverless_gpu.environment.scan.scan import Recogniser

@@ -15,8 +15,8 @@ from serverless_gpu.environment.documents import (
     SnapshotOrigin,
     make_snapshot,
 )
-from serverless_gpu.environment.restore.assembly import AssemblyTarget, assemble, library_name, moved
 from serverless_gpu.environment.restore.cache.unit_metadata import UnitOutline
+from serverless_gpu.environment.restore.tree_plan import AssemblyTarget, assemble, library_name, moved
 from tests.support.golden import golden
 
 PYTHON = Interpreter(implementation="cpython", version="3.11.7", abi="cpython-311-x86_64-linux-gnu", platform="linux")
