@@ -7,7 +7,7 @@
               links:   a tree of hard links to the units
 
 What is made is kept in `trees/<address>` and found again. It is made beside its place and comes there by a rename, by
-one process at a time; when something replaces it, a process that uses the old one keeps it. `assembly.py` says what
+one process at a time; when something replaces it, a process that uses the old one keeps it. `tree_plan.py` says what
 goes where, `link_tree.py` and `unit_cache.py` do it.
 
 Failure cases: no such interpreter (EnvironmentUnsupported), what the cache raises (disk full, store altered), a killed

@@ -5,7 +5,7 @@
     acknowledging    what was taken, together
     two per attempt  one listens to the supervisor, one reports (`attempt_controller.py`, `reporter.py`)
 
-It decides nothing about a run: the server orders, the supervisor acts. It outlives its starter (`control.py`); runs
+It decides nothing about a run: the server orders, the supervisor acts. It outlives its starter (`start_stop.py`); runs
 need it only for their reports and the lease.
 
 Failure cases:

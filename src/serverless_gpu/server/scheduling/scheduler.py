@@ -4,7 +4,7 @@
         load      nodes, running runs, the queue           one read                        `queue_snapshot.py`
         decide    the difference to what was known         `planner_state.py`, pure beyond: `model/scheduling/`
         place     attempt + order + event, if it still waits   some in a transaction  ← the intent is durable here
-        reserve   the engine, where the nodes are its own  outside of any transaction   `engine_reservations.py`
+        reserve   the engine, where the nodes are its own  outside of any transaction   `gang_reservations.py`
         tell      the node's stream, the run's stream, runs that are asked to make room
 
 Killed anywhere in between, the next server finds either a run that waits or an order that was not taken, and goes on
