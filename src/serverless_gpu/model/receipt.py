@@ -1,6 +1,6 @@
 """The account of one run, as its owner reads it: where the time went, what it cost, what its devices did.
 
-Made by the node that ran it (`node/attempt/usage_account.py`); what it costs is `ledger.py`'s and `pricing.py`'s to say.
+Made by the node that ran it (`node/attempt/usage_account.py`); `ledger.py` and `pricing.py` say what it costs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NODES_NAMED = 3
 # Of all processes of the run together. What a GPU holds is "GPU memory".
 _PEAK = "host memory peak"
 
-# How the sentences about the hand-back say it: `node/attempt/usage_account.py` of one node, `gang_receipt.py` of several.
+# Words of the sentences about the hand-back: `node/attempt/usage_account.py` of one node, `gang_receipt.py` of several.
 _FREE = re.compile(r"\bfree\b")
 _NOT_FREE = re.compile(r"\bnot free\b|\bnot known\b|\bnothing is known\b")
 
