@@ -20,7 +20,7 @@ from serverless_gpu.cli.runs.run_location import durable_home
 from serverless_gpu.client.remote.profile import check_address
 from serverless_gpu.errors import ServerlessGpuError, ServerProblem
 from serverless_gpu.lazy_import import load
-from serverless_gpu.node.attempt.server_attempt import open_attempts
+from serverless_gpu.node.attempt.server_attempt_record import open_attempts
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.lock_files import hold
 from serverless_gpu.node.uplink import start_stop

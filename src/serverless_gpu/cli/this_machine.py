@@ -17,7 +17,7 @@ from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli import server_connection
 from serverless_gpu.cli.output import print_json, say, say_lines
 from serverless_gpu.cli.runs.run_location import durable_home
-from serverless_gpu.cli.runs.server_runs import sentence_of
+from serverless_gpu.cli.runs.run_rows import sentence_of
 from serverless_gpu.client.agent import agent_status, stop_agent
 from serverless_gpu.client.remote.profile import find_profile
 from serverless_gpu.engines.ray.ray_keeper import stop_ray

@@ -27,7 +27,7 @@ from serverless_gpu.client.caller_context import caller_context
 from serverless_gpu.client.launch.preflight import pack
 from serverless_gpu.model.lifecycle.attempt import Fact
 from serverless_gpu.model.spec import Resources, RunSpec
-from serverless_gpu.node.attempt.server_attempt import read_remote
+from serverless_gpu.node.attempt.server_attempt_record import read_remote
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink import start_stop
 from serverless_gpu.node.uplink.server import UplinkProfile, write_profile

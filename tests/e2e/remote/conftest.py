@@ -14,7 +14,7 @@ import pytest
 from serverless_gpu.client.remote.profile import ServerProfile, find_profile, write_profile
 from serverless_gpu.client.remote.server import close_all
 from serverless_gpu.node.attempt.history import REMOTE_FILE
-from serverless_gpu.node.attempt.server_attempt import read_remote
+from serverless_gpu.node.attempt.server_attempt_record import read_remote
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink.start_stop import stop_all
 from serverless_gpu.testing import stop_agent

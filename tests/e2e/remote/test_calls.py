@@ -16,7 +16,7 @@ import serverless_gpu
 from serverless_gpu import distributed
 from serverless_gpu.client.remote.profile import find_profile
 from serverless_gpu.errors import InvalidValue, RankCrashed, RunCancelled, UntrustedResult
-from serverless_gpu.node.attempt.server_attempt import read_remote
+from serverless_gpu.node.attempt.server_attempt_record import read_remote
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.wire.access import PrincipalRequest, TokenMade
 from serverless_gpu.wire.connection import Connection

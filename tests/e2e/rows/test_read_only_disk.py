@@ -12,7 +12,7 @@ import pytest
 
 from serverless_gpu.client.remote.server import close_all
 from serverless_gpu.errors import ServerUnavailable
-from serverless_gpu.node.attempt.server_attempt import open_attempts
+from serverless_gpu.node.attempt.server_attempt_record import open_attempts
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.server.db import database
 from serverless_gpu.wire.access import PrincipalRequest, TokenMade

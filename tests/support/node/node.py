@@ -13,7 +13,7 @@ import msgspec
 from serverless_gpu.client.caller_context import caller_context
 from serverless_gpu.client.launch.preflight import pack
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.node.attempt.server_attempt import read_remote
+from serverless_gpu.node.attempt.server_attempt_record import read_remote
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink.start_stop import ensure, running
 from tests.support.local.observe import Process, wait_for

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from serverless_gpu.ambient import format_soon
-from serverless_gpu.cli.runs.server_runs import as_json, moment_of, row, sentence_of
+from serverless_gpu.cli.runs.run_rows import as_json, moment_of, row, sentence_of
 from serverless_gpu.wire.queue import WaitView
 from tests.support.cli.waiting_shown import AT_NS, VIEW, WAITING
 from tests.support.golden import golden

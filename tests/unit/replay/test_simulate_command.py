@@ -158,7 +158,7 @@ def test_runs_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     modules = {
         "serverless_gpu.wire.runs": SimpleNamespace(RunPage=object),
-        "serverless_gpu.cli.runs.server_runs": SimpleNamespace(as_json=as_json),
+        "serverless_gpu.cli.runs.run_rows": SimpleNamespace(as_json=as_json),
     }
     monkeypatch.setattr(simulate_module, "load", modules.__getitem__)
     lines = ran("--history", "--cluster", "1x2", "--policy", "fifo").output.splitlines()

@@ -132,7 +132,7 @@ def _trace(asked: _TraceChoice, cluster: Cluster, options: Mapping[str, Any]) ->
 
 def _history() -> Iterator[dict[str, Any]]:
     """Yield the server's runs as `sgpu runs --json` does, newest first."""
-    wire, remote = load("serverless_gpu.wire.runs"), load("serverless_gpu.cli.runs.server_runs")
+    wire, remote = load("serverless_gpu.wire.runs"), load("serverless_gpu.cli.runs.run_rows")
     connection = connect(find_profile(this_home().root, os.environ))
     try:
         cursor, count = "", 0

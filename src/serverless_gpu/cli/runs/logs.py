@@ -24,7 +24,7 @@ import click
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli.output import say
 from serverless_gpu.cli.runs.run_location import locate, queued_runs, this_home
-from serverless_gpu.cli.runs.server_runs import fetch_ending
+from serverless_gpu.cli.runs.run_rows import fetch_ending
 from serverless_gpu.cli.server_connection import patient_server
 from serverless_gpu.client.display.run_display import Display, TerminalDisplay
 from serverless_gpu.client.runs.outcome import failed_rank

@@ -14,7 +14,7 @@ from serverless_gpu.ambient import SystemClock, format_moment
 from serverless_gpu.cli.amounts import age_s, size_bytes
 from serverless_gpu.cli.exit_codes import exit_code
 from serverless_gpu.cli.output import columns, say, say_failure
-from serverless_gpu.cli.runs import server_runs as remote
+from serverless_gpu.cli.runs import run_rows as remote
 from serverless_gpu.cli.runs.run_details import show
 from serverless_gpu.cli.runs.run_location import PAGE, choose, locate, own_runs, queued_runs, server_runs, this_home
 from serverless_gpu.cli.runs.run_table import row

@@ -11,10 +11,10 @@ import msgspec
 
 from serverless_gpu.ambient import format_moment
 from serverless_gpu.cli.output import columns, print_json, say
-from serverless_gpu.cli.runs import server_runs
+from serverless_gpu.cli.runs import run_rows
 from serverless_gpu.cli.runs.run_location import locate, queued_runs, this_home
+from serverless_gpu.cli.runs.run_rows import fetch_ending
 from serverless_gpu.cli.runs.run_table import cost_so_far, name_of, run_json, took_ms, took_text
-from serverless_gpu.cli.runs.server_runs import fetch_ending
 from serverless_gpu.cli.server_connection import patient_server
 from serverless_gpu.client.runs.attachment import attach
 from serverless_gpu.client.runs.outcome import ending_text
@@ -224,7 +224,7 @@ def server_details(view: RunView) -> dict[str, object]:
     """Return everything about a run, for machines."""
     files, attempts = _fetch_files_and_attempts(view)
     cost = _cost(view)
-    return server_runs.as_json(view, cost) | {
+    return run_rows.as_json(view, cost) | {
         "spec": view.spec,
         "attempts": attempts.attempts,
         "files": [{"name": file.name, "size_bytes": file.size} for file in files.files],
@@ -241,15 +241,15 @@ def server_story(view: RunView) -> Iterator[str]:
     reason = "" if view.reason is None else view.reason.value
     yield " · ".join(part for part in (f"run {view.id}", view.name, view.state.value, reason) if part)
     if view.sentence:
-        yield server_runs.sentence_of(view)
+        yield run_rows.sentence_of(view)
     cluster = "" if view.spec.ray is None else f", {view.spec.ray.text()}"
     whose = f"by {view.owner}" + (f" for {view.team}" if view.team else "")
     policy = f", under policy {view.spec.policy}" if view.spec.policy else ""
-    yield f"asked for: {server_runs.devices_text(view)}{cluster}, {whose}{policy}"
+    yield f"asked for: {run_rows.devices_text(view)}{cluster}, {whose}{policy}"
     if view.waiting is not None and view.waiting.at_ns is not None:
-        yield f"starts: {server_runs.moment_of(view.waiting)}"
+        yield f"starts: {run_rows.moment_of(view.waiting)}"
     started = view.started_ns or view.created_ns
-    took = "" if view.started_ns is None else f" · took {format_duration_ms(server_runs.took_ms(view))}"
+    took = "" if view.started_ns is None else f" · took {format_duration_ms(run_rows.took_ms(view))}"
     yield f"{'submitted' if view.started_ns is None else 'started'}: {format_moment(started)}{took}"
     yield from columns([_crew_row(view, crew) for crew in view.crews])
     cost = _cost(view)

@@ -1,4 +1,4 @@
-"""`sgpu runs`: the runs of this home and of its server (rows of the latter: `server_runs.py`).
+"""`sgpu runs`: the runs of this home and of its server (rows of the latter: `run_rows.py`).
 
 This module and its imports load at each listing of runs: `test_lazy_commands.py` lists the modules that it may load.
 """
@@ -71,7 +71,7 @@ def runs(limit: int, state: str | None, size: bool, as_json: bool) -> None:
 
 
 def _remote() -> ModuleType:
-    return load("serverless_gpu.cli.runs.server_runs")
+    return load("serverless_gpu.cli.runs.run_rows")
 
 
 def row(record: RunRecord, home: Home, *, size: bool = False) -> list[str]:

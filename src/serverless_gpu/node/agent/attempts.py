@@ -34,7 +34,7 @@ from serverless_gpu.node.agent.zygotes import Key
 from serverless_gpu.node.attempt import secret_files
 from serverless_gpu.node.attempt.claim import try_lock
 from serverless_gpu.node.attempt.history import first_facts
-from serverless_gpu.node.attempt.server_attempt import has_remote
+from serverless_gpu.node.attempt.server_attempt_record import has_remote
 from serverless_gpu.node.attempt.supervisor_loss import has_used_devices, lost_ending, note_life, settle_loss
 from serverless_gpu.node.attempt.usage_account import write_json
 from serverless_gpu.node.base import protocol

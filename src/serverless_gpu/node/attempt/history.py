@@ -33,7 +33,7 @@ NOT_STARTED = "NOT_STARTED"
 UNREADABLE = "UNREADABLE"
 FUNCTION = "function"
 REMOTE_FILE = "remote.json"
-"""The file that marks an attempt as one that a server gave to this node (`server_attempt.py`)."""
+"""The file that marks an attempt as one that a server gave to this node (`server_attempt_record.py`)."""
 
 _FILE_BYTES_MAX = 8 << 20
 _FACTS_BYTES = 64 << 10  # the first few facts say what we need

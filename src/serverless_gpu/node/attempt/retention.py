@@ -27,7 +27,7 @@ from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.model.calendars import DAY_NS
 from serverless_gpu.model.lifecycle.retention import Policy, RunDirectory, to_delete
 from serverless_gpu.node.attempt.history import NOT_STARTED, UNREADABLE, RunRecord, read_run, run_ids, size_on_disk
-from serverless_gpu.node.attempt.server_attempt import is_unsent
+from serverless_gpu.node.attempt.server_attempt_record import is_unsent
 from serverless_gpu.node.base.configuration import read_configuration
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.inside import linux

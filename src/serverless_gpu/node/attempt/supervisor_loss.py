@@ -38,7 +38,7 @@ from serverless_gpu.node.attempt.history import (
     spec_of,
     touched_ns,
 )
-from serverless_gpu.node.attempt.server_attempt import has_remote
+from serverless_gpu.node.attempt.server_attempt_record import has_remote
 from serverless_gpu.node.attempt.usage_account import reckon, write_json
 from serverless_gpu.node.base import protocol
 from serverless_gpu.node.devices.kernel_log import KERNEL, KernelLog

@@ -31,7 +31,7 @@ from serverless_gpu.model import xid
 from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.lifecycle.attempt import Attempt, GpuFailed, Reason, State
 from serverless_gpu.model.xid import ENDS_A_RUN, QUARANTINES, Fault, UserFault, XidKind
-from serverless_gpu.node.attempt.server_attempt import read_remote
+from serverless_gpu.node.attempt.server_attempt_record import read_remote
 from serverless_gpu.node.base.configuration import read_configuration
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.lock_files import OPEN, opened, opened_directory, read_note

@@ -53,7 +53,7 @@ from serverless_gpu.node.devices.inventory import Provider
 from serverless_gpu.node.devices.locks import DeviceLocks, lock_directory
 from serverless_gpu.node.devices.reservation import DeviceReservation, quarantine
 from serverless_gpu.node.inside.channel import Channel
-from serverless_gpu.node.output.watchers import Watcher, Watchers
+from serverless_gpu.node.output.attached_clients import Watcher, Watchers
 
 _RETRY_S = 0.05  # between two looks at devices that were taken
 _RETEST_S = 1.0  # between two looks at devices in quarantine that a run waits for

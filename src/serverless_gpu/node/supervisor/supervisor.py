@@ -72,8 +72,8 @@ from serverless_gpu.node.devices.gpu_gate import GatePolicy, Verdict, verify
 from serverless_gpu.node.devices.inventory import Provider
 from serverless_gpu.node.devices.reservation import BorrowedDevices, DeviceReservation
 from serverless_gpu.node.inside.channel import Channel
+from serverless_gpu.node.output.attached_clients import Watcher, Watchers
 from serverless_gpu.node.output.logs import RankLog, cut_output, hidden_tails
-from serverless_gpu.node.output.watchers import Watcher, Watchers
 from serverless_gpu.node.processes.process_tree import AttemptSegments, ProcessIdentity
 from serverless_gpu.node.supervisor.gang import LocalGang
 from serverless_gpu.node.supervisor.hang_watchdog import Watchdogs

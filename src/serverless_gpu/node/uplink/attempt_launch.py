@@ -30,7 +30,7 @@ from serverless_gpu.model.placement import candidates, restrict
 from serverless_gpu.model.secrets import DeliveredSecrets, check_name, check_variable
 from serverless_gpu.model.spec import BlobReference, Function
 from serverless_gpu.node.attempt import secret_files
-from serverless_gpu.node.attempt.server_attempt import ServerAttempt, has_remote, write_remote
+from serverless_gpu.node.attempt.server_attempt_record import ServerAttempt, has_remote, write_remote
 from serverless_gpu.node.attempt.submission import write_submission
 from serverless_gpu.node.base import protocol
 from serverless_gpu.node.base.home import Home, storage_error

@@ -36,7 +36,7 @@ from serverless_gpu import faults
 from serverless_gpu.ambient import SystemClock, format_moment
 from serverless_gpu.errors import NotAllowed, NotFound, ServerlessGpuError
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason, State
-from serverless_gpu.node.attempt.server_attempt import open_attempts
+from serverless_gpu.node.attempt.server_attempt_record import open_attempts
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.lock_files import hold
 from serverless_gpu.node.base.protocol import GangNews

@@ -34,7 +34,7 @@ from serverless_gpu.errors import InvalidValue, NotAuthenticated, ServerlessGpuE
 from serverless_gpu.model.hangs.gang_hang_detection import Silence
 from serverless_gpu.model.lifecycle.attempt import SUPERVISOR_GONE, Fact, FactKind, State, StopReason
 from serverless_gpu.node.attempt.history import read_receipt, spec_of
-from serverless_gpu.node.attempt.server_attempt import ServerAttempt
+from serverless_gpu.node.attempt.server_attempt_record import ServerAttempt
 from serverless_gpu.node.base.configuration import read_configuration
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.protocol import CrewNews, GangNews, Stopped

@@ -13,7 +13,7 @@ import pytest
 
 from serverless_gpu.errors import UsageError
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.node.attempt.server_attempt import ServerAttempt
+from serverless_gpu.node.attempt.server_attempt_record import ServerAttempt
 from serverless_gpu.node.uplink.reporter import CheckpointProbe
 from tests.support.golden import golden
 

@@ -11,7 +11,7 @@ import pytest
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.model.lifecycle.attempt import StopReason
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.node.attempt.server_attempt import ServerAttempt
+from serverless_gpu.node.attempt.server_attempt_record import ServerAttempt
 from serverless_gpu.node.base.protocol import GangNews
 from serverless_gpu.node.uplink import server as server_module
 from serverless_gpu.node.uplink.reporter import AT_ONCE_S, PendingReport, Reporter

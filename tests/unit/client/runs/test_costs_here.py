@@ -18,7 +18,7 @@ from serverless_gpu.model.lifecycle.attempt import MEANINGS, Fact, FactKind, Rea
 from serverless_gpu.model.receipt import Bill, Receipt, Segments
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.attempt.history import read_receipt
-from serverless_gpu.node.attempt.server_attempt import ServerAttempt
+from serverless_gpu.node.attempt.server_attempt_record import ServerAttempt
 from serverless_gpu.node.attempt.submission import Submission
 from serverless_gpu.node.base.protocol import Stopped
 from serverless_gpu.node.uplink import attempt_controller

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serverless_gpu.node.base import protocol
-from serverless_gpu.node.output import watchers
-from serverless_gpu.node.output.watchers import Outbox
+from serverless_gpu.node.output import attached_clients
+from serverless_gpu.node.output.attached_clients import Outbox
 
 SHARE = 50_000
 STARTED = protocol.Started(at_ns=1)
@@ -16,8 +16,8 @@ STARTED = protocol.Started(at_ns=1)
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchers, "QUEUED_CHARACTERS_MAX", 4 * SHARE)
-    monkeypatch.setattr(watchers, "RANK_CHARACTERS_MAX", SHARE)
+    monkeypatch.setattr(attached_clients, "QUEUED_CHARACTERS_MAX", 4 * SHARE)
+    monkeypatch.setattr(attached_clients, "RANK_CHARACTERS_MAX", SHARE)
 
 
 def show(box: Outbox, rank: int, text: str, *, stream: str = "stdout", lost: bool = False) -> None:
@@ -154,11 +154,11 @@ def test_F49_what_came_before_a_gap_is_not_its_end() -> None:
 
 def test_reasons_for_waiting_are_bounded() -> None:
     box = Outbox()
-    for number in range(watchers.WAITING_MAX + 10):
+    for number in range(attached_clients.WAITING_MAX + 10):
         box.put(protocol.WaitingNote(sentence=str(number)))
     box.put(STARTED)
     messages = take(box)
-    assert (len(messages), messages[-1]) == (watchers.WAITING_MAX + 1, STARTED)
+    assert (len(messages), messages[-1]) == (attached_clients.WAITING_MAX + 1, STARTED)
 
 
 _STEP = st.tuples(st.integers(0, 5), st.sampled_from(["stdout", "stderr"]), st.integers(1, 9_000), st.integers(0, 3))

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from serverless_gpu.model.lifecycle.attempt import Fact, FactKind, Reason, State
-from serverless_gpu.node.attempt.server_attempt import ServerAttempt
+from serverless_gpu.node.attempt.server_attempt_record import ServerAttempt
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.processes.process_tree import ProcessIdentity, left_in
 from serverless_gpu.node.supervisor.supervisor import ProcessDrain

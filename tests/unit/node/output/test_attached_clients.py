@@ -9,8 +9,8 @@ import pytest
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.node.base import protocol
 from serverless_gpu.node.inside.channel import Channel, pair
-from serverless_gpu.node.output import watchers
-from serverless_gpu.node.output.watchers import Watcher
+from serverless_gpu.node.output import attached_clients
+from serverless_gpu.node.output.attached_clients import Watcher
 from tests.support.node.watchers import read_all
 
 CHARACTERS_MAX = 200_000
@@ -23,7 +23,7 @@ def output(number: int, size: int = 10) -> protocol.Output:
 
 @pytest.fixture
 def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Watcher, Channel]]:
-    monkeypatch.setattr(watchers, "QUEUED_CHARACTERS_MAX", CHARACTERS_MAX)
+    monkeypatch.setattr(attached_clients, "QUEUED_CHARACTERS_MAX", CHARACTERS_MAX)
     ours, theirs = pair()
     theirs.sock.setblocking(False)
     yield Watcher(ours), theirs

@@ -16,7 +16,7 @@ import pytest
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.node.base import protocol
 from serverless_gpu.node.inside.channel import Channel
-from serverless_gpu.node.output.watchers import WATCHERS_MAX, Watchers
+from serverless_gpu.node.output.attached_clients import WATCHERS_MAX, Watchers
 from tests.support.golden import golden
 from tests.support.node.watchers import read_all
 
